@@ -1,0 +1,91 @@
+# Flambeau: `make demo` and `make test` do all their own set-up. They need Python 3.11 or 3.12, g++ and make.
+#
+#   PYTHON       the interpreter that the environment in .venv is made with
+#   CONSTRAINTS  the versions that are installed; pip's own PIP_* variables are honoured as well
+#   JOBS         how many tests run at once
+
+PYTHON      ?= python3
+CONSTRAINTS ?= constraints.txt
+CXX_FOUND    = $(or $(FLAMBEAU_CXX),g++)
+JOBS        ?= 2
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lint test test-all bench docs clean check-compiler
+
+help:
+	@echo "make setup     install Flambeau and its tools into $(VENV)"
+	@echo "make demo      set up, then take the tour"
+	@echo "make test      set up, then linters, the fast tests and a sample of the slow ones"
+	@echo "make test-all  the same with every sample of every operator (long)"
+	@echo "make bench     Flambeau beside eager and Inductor"
+	@echo "make docs      rewrite the generated pages under docs/"
+	@echo "make clean     remove build products and tool caches; $(VENV) stays"
+
+setup: check-compiler $(READY)
+
+check-compiler:
+	@command -v "$(CXX_FOUND)" >/dev/null || { \
+	  echo "Flambeau compiles its kernels with $(CXX_FOUND), which was not found."; \
+	  echo "Install g++ (package g++ or gcc-c++), or name another compiler: FLAMBEAU_CXX=clang++ make ..."; \
+	  exit 1; } >&2
+
+# An environment that is there stays, whatever interpreter is on the PATH today; so the checks stand in the recipe.
+$(BIN)/python:
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "$(PYTHON) was not found. Install Python 3.11 or 3.12, or name it: make PYTHON=python3.12 ..."; \
+	  exit 1; } >&2
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \
+	  echo "Flambeau needs Python 3.11 or 3.12, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1)."; \
+	  echo "Name another one: make PYTHON=python3.12 ..."; \
+	  exit 1; } >&2
+	@echo "==> making the environment $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv $(VENV) || { \
+	  rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make environments. On Debian and Ubuntu, install the package python3-venv."; \
+	  exit 1; } >&2
+
+# torch first and alone, under the constraint: the extras must not choose another build of it.
+$(READY): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "==> installing torch (a large download the first time)"
+	@$(PIP) torch
+	@echo "==> installing Flambeau with its test and lint tools"
+	@$(PIP) -e '.[test,dev]'
+	@touch $@
+
+demo: setup
+	@echo "==> flambeau demo"
+	@$(BIN)/flambeau demo
+
+lint: setup
+	@echo "==> ruff"
+	@$(BIN)/ruff check .
+	@echo "==> mypy"
+	@$(BIN)/mypy
+	@echo "==> import order"
+	@$(BIN)/lint-imports --no-logo
+
+test: lint
+	@echo "==> tests: the fast tier and a sample of the slow one"
+	@$(BIN)/python -m pytest -q -n $(JOBS) -m "not sweep"
+
+test-all: lint
+	@echo "==> tests: everything"
+	@$(BIN)/python -m pytest -q -n $(JOBS)
+
+bench: setup
+	@echo "==> flambeau bench"
+	@$(BIN)/flambeau bench
+
+docs: setup
+	@echo "==> docs/settings.md"
+	@$(BIN)/python -m flambeau.report.settings > docs/settings.md
+
+clean:
+	@echo "==> removing build products and caches"
+	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+"""Flambeau: a PyTorch compiler that writes each operator once.
+
+    torch.compile(model, backend="flambeau")
+
+Importing this package is cheap: torch is imported by the frontends, when the first of them is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+from flambeau.config import config as _config
+from flambeau.errors import CacheError, CompileError, Error, OptionError, UnsupportedError
+
+__version__ = "0.1.0"
+
+# Public names that need torch, and the module that has them.
+_LAZY = {"flambeau_backend": "flambeau.frontends.dynamo"}
+
+__all__ = [
+    "CacheError",
+    "CompileError",
+    "Error",
+    "OptionError",
+    "UnsupportedError",
+    "__version__",
+    "flambeau_backend",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'flambeau' has no attribute {name!r}")
+    # By name, at run time: an import statement here would give every room that imports from `flambeau` a way
+    # to the frontends, against the import order.
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _LAZY.keys())
+
+
+def _start_log() -> None:
+    logger = logging.getLogger(__name__)
+    logger.setLevel(_config.log.upper())
+    if logger.level < logging.WARNING:
+        # Asked for by FLAMBEAU_LOG, and without a handler Python shows only warnings and errors.
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+_start_log()

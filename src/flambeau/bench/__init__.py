@@ -1,0 +1,1 @@
+"""The benchmark harness, which measures peers in the same run."""

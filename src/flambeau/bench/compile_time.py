@@ -1,0 +1,120 @@
+"""Compile time: the first training step of a model in a fresh process, with cache folders of its own.
+
+Each state of the caches is a process of its own:
+
+    cold    empty folders: what a new machine pays, with one-time work such as probes and precompiled headers
+    primed  the folders have seen one trivial function of the same backend: what a new model pays
+    warm    the folders have seen this model: what a restart pays
+
+Compile time is the first step less the median of the steady ones. Imports are counted apart: each backend's
+modules are loaded before the clock starts, as Inductor's alone would cost it seconds.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.table import Table
+
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
+          "FLAMBEAU_CACHE_DIR": "flambeau"}
+IMPORTS = {"inductor": ("torch._inductor.compile_fx",), "flambeau": ("flambeau.frontends.dynamo",)}
+STATES = ("cold", "primed", "warm")
+TRIVIAL = "trivial"
+
+
+@dataclass
+class CompileRow:
+    name: str
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def child(name: str, size: str, backend: str) -> dict[str, float]:
+    """Runs in the fresh process: import, first step, steady steps."""
+    start = time.perf_counter()
+    for module in ("torch", "torch._dynamo", *IMPORTS.get(backend.partition(":")[0], ())):
+        importlib.import_module(module)
+    import torch
+    import torch.nn.functional as F
+
+    from flambeau.bench.harness import training_step
+    from flambeau.bench.models import SUITE, Built
+
+    imported = time.perf_counter()
+    if name == TRIVIAL:
+        built = Built(torch.nn.Linear(8, 8), lambda: (torch.ones(8, 8), torch.zeros(8, 8)), F.mse_loss)
+    else:
+        built = SUITE[name].build(size)
+    step = training_step(built, built.make_inputs(), backend)
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    steady = statistics.median(times[1:])
+    return {"compile": times[0] - steady, "first": times[0], "steady": steady, "imports": imported - start}
+
+
+def in_process(name: str, size: str, backend: str, caches: Path, limit: float) -> dict[str, float]:
+    env = os.environ | {variable: str(caches / folder) for variable, folder in CACHES.items()}
+    command = [sys.executable, "-m", "flambeau.bench.compile_time", name, size, backend]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit)
+    if done.returncode:
+        raise RuntimeError(f"exit {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_compile(name: str, size: str, backends: Sequence[str], primed: Path,
+                    limit: float = 600.0) -> CompileRow:
+    """Seconds per state for one model; `primed` is a folder that keeps the trivial function's caches."""
+    row = CompileRow(name)
+    for backend in backends:
+        seconds = row.seconds[backend] = {}
+        with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder:
+            own, copy = Path(folder) / "own", Path(folder) / "primed"
+            try:
+                seconds["cold"] = in_process(name, size, backend, own, limit)["compile"]
+                seconds["warm"] = in_process(name, size, backend, own, limit)["compile"]
+                if not (primed / backend).exists():
+                    in_process(TRIVIAL, size, backend, primed / backend, limit)
+                shutil.copytree(primed / backend, copy)
+                seconds["primed"] = in_process(name, size, backend, copy, limit)["compile"]
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                row.errors[backend] = str(error)[:200]
+    return row
+
+
+def total_seconds(rows: Sequence[CompileRow], backends: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Sums over the models, left out where a model failed: a sum of fewer would look like a gain."""
+    return {backend: {state: sum(row.seconds[backend][state] for row in rows) for state in STATES
+                      if all(state in row.seconds[backend] for row in rows)} for backend in backends}
+
+
+def compile_table(title: str, rows: Sequence[CompileRow], backends: Sequence[str]) -> Table:
+    table = Table("model", *(f"{backend}\n{state}" for backend in backends for state in STATES), title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def cells(seconds: dict[str, dict[str, float]]) -> list[str]:
+        found = (seconds[backend].get(state) for backend in backends for state in STATES)
+        return ["failed" if value is None else f"{value:.1f}" for value in found]
+
+    for row in rows:
+        table.add_row(row.name, *cells(row.seconds))
+    table.add_section()
+    table.add_row("sum", *cells(total_seconds(rows, backends)), style="bold")
+    return table
+
+
+if __name__ == "__main__":
+    print(json.dumps(child(*sys.argv[1:4])))

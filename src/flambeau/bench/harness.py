@@ -1,0 +1,316 @@
+"""Measuring: callables of every backend take turns in one process, so that drift hits all of them alike.
+
+A backend is "eager", or a `torch.compile` backend with options after a colon:
+"inductor:freezing=True+max_autotune=False".
+"""
+
+import ast
+import copy
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track as rich_track
+from rich.table import Table
+from torch import Tensor, nn
+
+from flambeau.bench.models import SUITE, Built, without_dropout
+
+T = TypeVar("T")
+Results = dict[str, Tensor]
+DRAWS = (1, 2, 3)  # seeds of the inputs on which results are compared
+NOISY = 0.25  # a spread from which on a time is marked
+MODES = ("train", "infer")
+
+
+@dataclass
+class Row:
+    """One measured case. `errors` holds the message of a backend that failed; it then has no time.
+
+    `seconds` are medians and `best` minima; where `spread` is large the machine was busy with something else.
+    """
+
+    name: str
+    group: str
+    mode: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
+    accuracy: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def ratio(self, backend: str, base: str) -> float | None:
+        """How many times faster than `base`, or None where one of them has no time."""
+        if backend in self.seconds and base in self.seconds:
+            return self.seconds[base] / self.seconds[backend]
+        return None
+
+
+# ---- statistics ------------------------------------------------------------------------------------------
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values))) if values else math.nan
+
+
+def spread(times: Sequence[float]) -> float:
+    """The interquartile range as a part of the median: how far to trust the median."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle
+
+
+def alternate(calls: dict[str, Callable[[], Any]], limit: float = 3.0, rounds: tuple[int, int] = (5, 200),
+              warmup: int = 2, clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:
+    """Times of each callable: every round runs each once, in rotated order, until `limit` seconds are gone.
+
+    At least `rounds[0]` rounds are run and at most `rounds[1]`.
+    """
+    if not calls:
+        return {}
+    for _ in range(warmup):
+        for call in calls.values():
+            call()
+    names, (least, most) = list(calls), rounds
+    times: dict[str, list[float]] = {name: [] for name in names}
+    end = clock() + limit
+    for turn in range(most):
+        if turn >= least and clock() >= end:
+            break
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            start = clock()
+            calls[name]()
+            times[name].append(clock() - start)
+    return times
+
+
+def group_ratios(rows: Iterable[Row], backend: str, base: str) -> dict[str, float]:
+    """Geometric mean of the speed-ups in each group of rows, and over "all"."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratio = row.ratio(backend, base)
+        if ratio is not None:
+            ratios.setdefault(row.group, []).append(ratio)
+            ratios.setdefault("all", []).append(ratio)
+    return {group: geometric_mean(values) for group, values in ratios.items()}
+
+
+# ---- what is measured ------------------------------------------------------------------------------------
+
+
+def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    if backend == "eager":
+        return function
+    name, _, text = backend.partition(":")
+    options = {key: literal(value) for key, _, value in (item.partition("=") for item in text.split("+"))}
+    return torch.compile(function, backend=name, options=options if text else None)
+
+
+def literal(text: str) -> Any:
+    """A number, True, False or None; any other text is itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def training_step(built: Built, inputs: tuple[Tensor, ...], backend: str) -> Callable[[], Tensor]:
+    """Forward, loss and backward; the gradients are dropped at the start of a step, the weights stay."""
+    module = built.module.train()
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return built.loss(module(*inputs[:-1]), inputs[-1])
+
+    run = compiled(loss, backend)
+
+    def step() -> Tensor:
+        module.zero_grad(set_to_none=True)
+        value = run(*inputs)
+        value.backward()
+        return value
+
+    return step
+
+
+def inference(built: Built, inputs: tuple[Tensor, ...], backend: str) -> Callable[[], Tensor]:
+    run = compiled(built.module.eval(), backend)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            return run(*inputs[:-1])
+
+    return step
+
+
+STEPS = {"train": training_step, "infer": inference}
+
+
+def results(built: Built, inputs: tuple[Tensor, ...], mode: str, backend: str) -> Results:
+    """The output of one step (the loss when training) and every gradient, by name."""
+    found = {"output": STEPS[mode](built, inputs, backend)().detach()}
+    if mode == "train":
+        found |= {name: p.grad for name, p in built.module.named_parameters() if p.grad is not None}
+    return found
+
+
+def differences(got: Results, eager: Results, exact: Results) -> dict[str, float]:
+    """The worst tensor: absolute, relative to its largest value, and as multiples of eager's own error.
+
+    Eager's error against float64 counts at least as one rounding, as a tensor that eager gets exactly right
+    says nothing about what an error of one rounding means.
+    """
+    if missing := eager.keys() ^ got.keys():
+        raise ValueError(f"outputs or gradients differ in presence: {sorted(missing)}")
+
+    def error(value: Tensor, reference: Tensor) -> float:
+        return (value.double() - reference.double()).abs().max().item()
+
+    worst = {"abs": 0.0, "rel": 0.0, "eager_errors": 0.0}
+    for name, value in got.items():
+        scale = eager[name].double().abs().max().item()
+        rounding = torch.finfo(value.dtype).eps * scale
+        absolute = error(value, eager[name])
+        floor = max(error(eager[name], exact[name]), rounding)
+        found = {"abs": absolute, "rel": absolute / scale if scale else absolute,
+                 "eager_errors": error(value, exact[name]) / floor if floor else absolute}
+        # A NaN must win, and max() drops it when it comes second.
+        worst = {key: math.nan if math.isnan(found[key]) else max(worst[key], found[key]) for key in worst}
+    return worst
+
+
+def in_double(built: Built, inputs: tuple[Tensor, ...]) -> tuple[Built, tuple[Tensor, ...]]:
+    def widen(t: Tensor) -> Tensor:
+        return t.double() if t.is_floating_point() else t
+
+    return copied(built, dtype=torch.float64), tuple(map(widen, inputs))
+
+
+def copied(built: Built, dtype: torch.dtype | None = None) -> Built:
+    module: nn.Module = copy.deepcopy(built.module)
+    return Built(module if dtype is None else module.to(dtype), built.make_inputs, built.loss)
+
+
+def message(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,
+                  accuracy: bool = True) -> Row:
+    """Steady step times of one model, and how far each backend's results are from eager's."""
+    built = SUITE[name].build(size)
+    inputs, row = built.make_inputs(), Row(name, mode, mode)
+    if accuracy:
+        compare(row, built, mode, [b for b in backends if b != "eager"])
+    torch._dynamo.reset()
+    steps = {b: STEPS[mode](copied(built), inputs, b) for b in backends if b not in row.errors}
+    return timed(row, steps, limit)
+
+
+def compare(row: Row, built: Built, mode: str, backends: Sequence[str]) -> None:
+    """Fills in the row's accuracy, by draw of the inputs.
+
+    More than one draw, as any rounding may move a value over the kink of a ReLU, which shows in the gradients as
+    a difference of percents, in eager as well. It happens on few draws; a wrong kernel shows on all.
+    """
+    torch._dynamo.reset()
+    plain = copied(built)
+    without_dropout(plain.module)
+    draws = [plain.make_inputs(seed=seed) for seed in DRAWS]
+    eager = [results(copied(plain), inputs, mode, "eager") for inputs in draws]
+    exact = [results(*in_double(plain, inputs), mode, "eager") for inputs in draws]
+    for backend in backends:
+        candidate = copied(plain)
+        try:
+            row.accuracy[backend] = [differences(results(candidate, inputs, mode, backend), *wanted)
+                                     for inputs, *wanted in zip(draws, eager, exact)]
+        except Exception as error:  # a failing peer is a result to report, not the end of the run
+            row.errors[backend] = message(error)
+
+
+def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float) -> Row:
+    """Fills in the row's times; a backend that fails in its first call is noted and left out."""
+    working = {}
+    for backend, step in steps.items():
+        try:
+            step()
+            working[backend] = step
+        except Exception as error:  # as in compare
+            row.errors[backend] = message(error)
+    for backend, times in alternate(working, limit).items():
+        row.seconds[backend], row.best[backend] = statistics.median(times), min(times)
+        row.spread[backend] = spread(times)
+    return row
+
+
+# ---- reports ---------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+                 platform.processor())
+    return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+            "isa": torch.backends.cpu.get_cpu_capability(), "system": platform.system(),
+            "torch": torch.__version__, "python": platform.python_version(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def write_json(path: Path, kind: str, rows: Sequence[Any], summary: dict[str, Any]) -> None:
+    report = {"kind": kind, "machine": machine(), "rows": [asdict(row) for row in rows], "summary": summary}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def comparisons(backends: Sequence[str]) -> list[tuple[str, str]]:
+    """Each backend against eager, and ours against each peer."""
+    compilers = [b for b in backends if b != "eager"]
+    pairs = [(b, "eager") for b in compilers if "eager" in backends]
+    ours = [b for b in compilers if b.startswith("flambeau")]
+    return pairs + [(b, peer) for b in ours for peer in compilers if peer not in ours]
+
+
+def summarise(rows: Sequence[Row], backends: Sequence[str]) -> dict[str, dict[str, float]]:
+    return {f"{backend} over {base}": group_ratios(rows, backend, base)
+            for backend, base in comparisons(backends)}
+
+
+def time_table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> Table:
+    """Milliseconds by backend ("~": noisy), speed-ups, and the geometric means of each group below."""
+    pairs = comparisons(backends)
+    checked = [b for b in backends if any(b in row.accuracy for row in rows)]
+    table = Table("case", *(f"{b} ms" for b in backends), *(f"{b}\nover {base}" for b, base in pairs),
+                  *(f"{b}\neager errors" for b in checked), title=title)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        times = [f"{'~' * (row.spread[b] > NOISY)}{row.seconds[b] * 1e3:.2f}" if b in row.seconds else "failed"
+                 for b in backends]
+        ratios = ["" if (r := row.ratio(b, base)) is None else f"{r:.2f}" for b, base in pairs]
+        errors = [f"{statistics.median(draw['eager_errors'] for draw in row.accuracy[b]):.1f}"
+                  if b in row.accuracy else "" for b in checked]
+        table.add_row(f"{row.name} {row.mode}", *times, *ratios, *errors)
+    table.add_section()
+    means = [group_ratios(rows, *pair) for pair in pairs]
+    for group in list(dict.fromkeys(row.group for row in rows)) + ["all"]:
+        cells = [f"{mean[group]:.2f}" if group in mean else "" for mean in means]
+        table.add_row(f"mean, {group}", *("" for _ in backends), *cells, style="bold")
+    return table
+
+
+def progress(items: Sequence[T], label: str, console: Console) -> Iterator[T]:
+    """The items with a progress bar, which stays silent where the output is not a terminal."""
+    yield from rich_track(items, description=label, console=console, disable=not console.is_terminal,
+                          transient=True)

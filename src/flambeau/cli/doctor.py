@@ -1,0 +1,235 @@
+"""`flambeau doctor`: what works on this machine, and what to install for the rest."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flambeau import Error, __version__
+from flambeau.config import SETTINGS, config
+
+PYTHON = ((3, 11), (3, 13))  # from, and the first that is too new
+TORCH = (2, 11)
+COMPILE_TIMEOUT_S = 60
+COLOURS = {"ok": "green", "slow": "yellow", "missing": "bold red"}
+# The x86 extensions that decide how wide a vectorised loop is, and the ARM ones, as the kernel names them.
+VECTOR_FLAGS = (
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "asimd",
+    "sve",
+)
+
+PROBE_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC")
+PROBE_SIZE = 1000
+PROBE = """
+#include <cmath>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_max_threads() { return 1; }
+#endif
+extern "C" int flambeau_probe(int n, float* out) {
+  #pragma omp parallel for
+  for (int i = 0; i < n; ++i) out[i] = std::sqrt(static_cast<float>(i));
+  return omp_get_max_threads();
+}
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer of one check. `remedy` is empty exactly when all is well."""
+
+    name: str
+    detail: str
+    remedy: str = ""
+    needed: bool = True  # else Flambeau works without it, more slowly
+
+    @property
+    def verdict(self) -> str:
+        return "ok" if not self.remedy else "missing" if self.needed else "slow"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The doctor takes no arguments."""
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = list(examine())
+    console = Console(highlight=False)
+    console.print(_checks_table(findings))
+    console.print(_settings_table())
+    for finding in findings:
+        if finding.remedy:
+            console.print(f"[{COLOURS[finding.verdict]}]{finding.name}[/]: {escape(finding.remedy)}")
+    if any(finding.verdict == "missing" for finding in findings):
+        return 1
+    console.print("[green]Everything that Flambeau needs is here.[/]")
+    return 0
+
+
+def examine() -> Iterator[Finding]:
+    """Run every check. A setting with a bad value fails the check that reads it, not the others."""
+    for name, check in CHECKS.items():
+        try:
+            yield check(name)
+        except Error as error:
+            yield Finding(name, error.message, error.hint or "correct the setting")
+
+
+def _python(name: str) -> Finding:
+    low, high = PYTHON
+    detail = f"{platform.python_version()} ({sys.executable})"
+    wanted = f"install Python {low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
+    return Finding(name, detail, "" if low <= sys.version_info < high else wanted)
+
+
+def _torch(name: str) -> Finding:
+    wanted = f"pip install 'torch>={TORCH[0]}.{TORCH[1]}'"
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch that does not load
+        return Finding(name, f"cannot be imported: {error}", wanted)
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return Finding(name, torch.__version__, "" if found >= TORCH else wanted)
+
+
+def _backend(name: str) -> Finding:
+    """torch finds backends by entry point, which a package that is only on the PYTHONPATH does not have."""
+    if importlib.metadata.entry_points(group="torch_dynamo_backends", name="flambeau"):
+        return Finding(name, 'backend="flambeau" is registered')
+    return Finding(name, "the backend is not registered", "install the package: pip install -e .")
+
+
+def _compiler(name: str) -> Finding:
+    path = shutil.which(config.compiler)
+    if path is None:
+        remedy = "install g++ (package g++ or gcc-c++), or set FLAMBEAU_CXX"
+        return Finding(name, f"{config.compiler} not found", remedy)
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+    return Finding(name, f"{(answer.stdout or answer.stderr).partition(chr(10))[0]} ({path})")
+
+
+def _compile(name: str) -> Finding:
+    """A compiler that is found may still not work."""
+    try:
+        _run_probe()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return Finding(name, str(error), "install g++ with its standard library, or set FLAMBEAU_CXX")
+    return Finding(name, "compiled, loaded and run")
+
+
+def _openmp(name: str) -> Finding:
+    try:
+        threads = _run_probe("-fopenmp")
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return Finding(
+            name, str(error), "install libgomp; without it, kernels run on one thread", needed=False
+        )
+    return Finding(name, f"{threads} threads")
+
+
+def _run_probe(*flags: str) -> int:
+    """Compile a loop, load it, run it and look at its result. Returns how many threads it may use."""
+    with tempfile.TemporaryDirectory(prefix="flambeau-doctor-") as folder:
+        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+        source.write_text(PROBE)
+        command = [config.compiler, *PROBE_FLAGS, *flags, "-o", str(library), str(source)]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        if answer.returncode != 0:
+            raise ValueError(f"does not compile: {answer.stderr.strip()}")
+        out = (ctypes.c_float * PROBE_SIZE)()
+        threads = int(ctypes.CDLL(str(library)).flambeau_probe(PROBE_SIZE, out))
+    if [round(value * value) for value in out] != list(range(PROBE_SIZE)):
+        raise ValueError("the compiled loop gives wrong results")
+    return threads
+
+
+def _vector(name: str) -> Finding:
+    # A slow machine is not a broken one, so this never has a remedy.
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return Finding(name, f"{platform.machine()} (this system does not list vector extensions)")
+    flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    known = [flag for flag in VECTOR_FLAGS if flag in flags]
+    return Finding(name, f"{platform.machine()}: {' '.join(known) or 'none known'}")
+
+
+def _cache(name: str) -> Finding:
+    from flambeau.targets.cache import DiskCache  # here, so that the other checks answer without torch
+
+    root = config.cache_dir
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        return Finding(name, str(error), "set FLAMBEAU_CACHE_DIR to a folder that can be written")
+    entries, size = DiskCache(root).stats()
+    return Finding(name, f"{root}: {entries} entries, {size / 2**20:.1f} MiB, writable")
+
+
+def _settings(name: str) -> Finding:
+    for setting in SETTINGS:
+        config.read(setting)  # raises, and so becomes the finding, where the value makes no sense
+    return Finding(name, "valid")
+
+
+CHECKS: dict[str, Callable[[str], Finding]] = {
+    "Python": _python,
+    "torch": _torch,
+    "torch.compile": _backend,
+    "C++ compiler": _compiler,
+    "test compile": _compile,
+    "OpenMP": _openmp,
+    "vector units": _vector,
+    "kernel cache": _cache,
+    "settings": _settings,
+}
+
+
+def _checks_table(findings: list[Finding]) -> Table:
+    table = Table(title=f"Flambeau {__version__}", title_justify="left")
+    for column in ("check", "", "found"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        mark = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(finding.name, mark, escape(finding.detail))
+    return table
+
+
+def _settings_table() -> Table:
+    table = Table(title="Settings", title_justify="left")
+    for column in ("setting", "variable"):
+        table.add_column(column, no_wrap=True)
+    for column in ("value", "what it does"):
+        table.add_column(column, overflow="fold")
+    for setting in SETTINGS:
+        try:
+            value = str(config.read(setting))
+        except Error as error:
+            value = f"invalid: {error.message}"
+        table.add_row(setting.name, setting.env, escape(value), escape(setting.doc))
+    return table

@@ -1,0 +1,1 @@
+"""From scheduled nodes to kernel text."""

@@ -1,0 +1,339 @@
+"""One walker renders kernels in every C-like language; a dialect is a small table over it.
+
+Text is built in nested scopes. An expression is emitted in the outermost scope in which all it depends on is
+known, so whatever does not change in a loop stands outside it. Expressions are interned, so each is emitted once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from collections.abc import Iterator
+
+import torch
+
+from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
+from flambeau.ir.expr import Expr, Fold, rewrite
+from flambeau.ir.index import Dyn, Index, Op, Sym, as_index
+
+UNROLL = 36  # constant windows up to this many steps (3x3x3 and a bit) are written out
+
+
+class Dialect:
+    """What differs between C-like languages. Subclasses override rows, not code."""
+
+    types: dict[DType, str] = {}
+    infix = {
+        "add": "+", "sub": "-", "mul": "*", "div": "/", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
+        "shl": "<<", "shr": ">>", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    }
+    prefix = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
+    function = "fl::{}"  # how a named operation is called
+    long = "int64_t"
+    simd = "#pragma omp simd"
+    headers: dict[str, frozenset[str]] = {}  # extra header -> operations that need it
+
+    def constant(self, value: bool | int | float, dtype: DType) -> str:
+        raise NotImplementedError
+
+    def cast(self, text: str, src: DType, dst: DType) -> str:
+        raise NotImplementedError
+
+
+@dataclass
+class Scope:
+    header: str
+    lines: list[str] = field(default_factory=list)
+    vars: set[Sym] = field(default_factory=set)
+    known: dict[Expr, str] = field(default_factory=dict)
+    indices: dict[Index, str] = field(default_factory=dict)
+    locals: dict[str, str] = field(default_factory=dict)  # buffer computed in this kernel -> text
+    checks: bool = False
+    footer: str = "}"
+
+
+class Writer:
+    """Renders expressions and loops of one kernel."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.d = dialect
+        self.scopes: list[Scope] = [Scope("")]
+        self.names: dict[Sym, str] = {}
+        self.count = 0
+        self.functions: set[str] = set()
+        self.check_sites = 0
+
+    # ---- scopes --------------------------------------------------------------------------------------
+
+    def line(self, text: str) -> None:
+        self.scopes[-1].lines.append(text)
+
+    def fresh(self, prefix: str = "t") -> str:
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    @contextmanager
+    def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", pragma: str = "") -> Iterator[Scope]:
+        """A block; a pragma line that holds CHECKS gets the clause for reported indices if there are any."""
+        s = Scope(header, vars=set(vars), footer=footer)
+        self.scopes.append(s)
+        yield s
+        self.scopes.pop()
+        parent = self.scopes[-1]
+        parent.checks |= s.checks
+        if pragma:
+            parent.lines.append(pragma.replace(" CHECKS", " reduction(|:bad)" if s.checks else ""))
+        parent.lines.append(header)
+        parent.lines.extend("  " + x for x in s.lines)
+        parent.lines.append(footer)
+
+    @contextmanager
+    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
+        name = self.sym(var)
+        advance = f"++{name}" if step == "1" else f"{name} += {step}"
+        header = f"for ({self.d.long} {name} = {lo}; {name} < {hi}; {advance}) {{"
+        with self.scope(header, (var,), pragma=pragma) as s:
+            yield s
+
+    def capture(self) -> Scope:
+        """A scope whose lines the caller takes and places itself; close with `release`."""
+        s = Scope("")
+        self.scopes.append(s)
+        return s
+
+    def release(self) -> list[str]:
+        s = self.scopes.pop()
+        self.scopes[-1].checks |= s.checks
+        return s.lines
+
+    # ---- names ---------------------------------------------------------------------------------------
+
+    def sym(self, s: Sym) -> str:
+        if s not in self.names:
+            taken = set(self.names.values())
+            name = s.name
+            k = 0
+            while name in taken:
+                k += 1
+                name = f"{s.name}_{k}"
+            self.names[s] = name
+        return self.names[s]
+
+    # ---- where an expression belongs -------------------------------------------------------------------
+
+    def depth_of_syms(self, syms: frozenset[Sym]) -> int:
+        depth = 0
+        for k in range(len(self.scopes) - 1, 0, -1):
+            if self.scopes[k].vars & syms:
+                depth = k
+                break
+        return depth
+
+    def local(self, name: str) -> tuple[int, str] | None:
+        for k in range(len(self.scopes) - 1, -1, -1):
+            if name in self.scopes[k].locals:
+                return k, self.scopes[k].locals[name]
+        return None
+
+    def lookup(self, e: Expr) -> tuple[int, str] | None:
+        for k in range(len(self.scopes) - 1, -1, -1):
+            if e in self.scopes[k].known:
+                return k, self.scopes[k].known[e]
+        return None
+
+    # ---- indices -------------------------------------------------------------------------------------
+
+    def index(self, i: Index) -> str:
+        """C text of an index; values it depends on are emitted first."""
+        if i.is_const:
+            return str(i.const) if i.const >= 0 else f"({i.const})"
+        parts: list[str] = []
+        for mono, coef in i.terms:
+            factors = [self._atom(a)[1] for a in mono]
+            if coef != 1:
+                factors.insert(0, str(coef) if coef > 0 else f"({coef})")
+            parts.append("*".join(factors))
+        if i.const:
+            parts.append(str(i.const))
+        return parts[0] if len(parts) == 1 and "*" not in parts[0] else "(" + " + ".join(parts) + ")"
+
+    def index_depth(self, i: Index) -> int:
+        return max((self._atom(a)[0] for m, _ in i.terms for a in m), default=0)
+
+    def _atom(self, a: object) -> tuple[int, str]:
+        if isinstance(a, Sym):
+            return self.depth_of_syms(frozenset((a,))), self.sym(a)
+        if isinstance(a, Dyn):
+            return self.emit(a.expr)
+        assert isinstance(a, Op)
+        depth = max(self.index_depth(a.a), self.index_depth(a.b))
+        key = Index((((a,), 1),), 0)
+        for k in range(len(self.scopes) - 1, -1, -1):
+            if key in self.scopes[k].indices:
+                return k, self.scopes[k].indices[key]
+        x, y = self.index(a.a), self.index(a.b)
+        lo = a.a.bounds()[0]
+        if a.kind in ("div", "mod") and lo is not None and lo >= 0:
+            text = f"{x} {'/' if a.kind == 'div' else '%'} {y}"
+        else:
+            named = {"div": "floordiv", "mod": "mod", "min": "imin", "max": "imax"}[a.kind]
+            text = f"{self.d.function.format(named)}({x}, {y})"
+        name = self.fresh("i")
+        self.scopes[depth].lines.append(f"const {self.d.long} {name} = {text};")
+        self.scopes[depth].indices[key] = name
+        return depth, name
+
+    # ---- expressions ---------------------------------------------------------------------------------
+
+    def value(self, e: Expr) -> str:
+        return self.emit(e)[1]
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        """(scope depth, text) of an expression, emitted where it belongs if it was not yet."""
+        if e.op == "const":
+            return 0, self.d.constant(e.attr, e.dtype)
+        found = self.lookup(e)
+        if found is not None:
+            return found
+        if e.op == "local":
+            got = self.local(e.attr)
+            if got is None:
+                raise KeyError(f"value {e.attr} is not computed in this kernel")
+            return got
+        if e.op == "fold":
+            return self._fold(e)
+        depth = 0
+        args: list[str] = []
+        for a in e.args:
+            d, t = self.emit(a)
+            depth = max(depth, d)
+            args.append(t)
+        for i in e.own_indices():
+            depth = max(depth, self.index_depth(i))
+        text = self._text(e, args)
+        if e.op == "check":
+            self.scopes[depth].checks = True
+            text, depth = self._check(e, args, depth)
+            return depth, text
+        name = self.fresh()
+        self.scopes[depth].lines.append(f"const {self.d.types[e.dtype]} {name} = {text};")
+        self.scopes[depth].known[e] = name
+        return depth, name
+
+    def _check(self, e: Expr, args: list[str], depth: int) -> tuple[str, int]:
+        ok, name = self.fresh("ok"), self.fresh()
+        s = self.scopes[depth]
+        inside = f"{args[0]} >= 0 && {args[0]} < {self.index(e.attr)}"
+        s.lines.append(f"const bool {ok} = ({inside}){f' || !{args[1]}' if len(args) > 1 else ''};")
+        s.lines.append(f"bad |= !{ok};")
+        s.lines.append(f"const {self.d.long} {name} = {inside} ? {args[0]} : 0;")
+        s.known[e] = name
+        return name, depth
+
+    def _text(self, e: Expr, args: list[str]) -> str:
+        d = self.d
+        if e.op == "index":
+            return self.index(e.attr)
+        if e.op == "load":
+            buffer, (address,) = e.attr
+            read = self.read(buffer, self.index(address), e.dtype)
+            return f"{args[0]} ? {read} : {self.zero(e.dtype)}" if args else read
+        if e.op == "cast":
+            return d.cast(args[0], e.args[0].dtype, e.dtype)
+        if e.op == "where":
+            return f"{args[0]} ? {args[1]} : {args[2]}"
+        if e.op == "check":
+            return ""
+        if e.op == "philox":
+            return f"({d.long}){d.function.format('philox')}({', '.join(args)}, {e.attr})"
+        if e.op in d.infix and not (e.op == "div" and not is_float(e.dtype)):
+            text = f"{args[0]} {d.infix[e.op]} {args[1]}"
+            return self._narrowed(text, e.dtype)
+        if e.op in d.prefix:
+            return self._narrowed(f"{d.prefix[e.op]}{args[0]}", e.dtype)
+        self.functions.add(e.op)
+        return f"{d.function.format(e.op)}({', '.join(args)})"
+
+    def _narrowed(self, text: str, dtype: DType) -> str:
+        """C computes small integers as int; the result is cut back to its width."""
+        return f"({self.d.types[dtype]})({text})" if is_int(dtype) and dtype.itemsize < 4 else text
+
+    def read(self, buffer: str, address: str, dtype: DType) -> str:
+        return f"{buffer}[{address}]"
+
+    def zero(self, dtype: DType) -> str:
+        return self.d.cast(self.d.constant(0.0, torch.float32), torch.float32, dtype) if is_float(dtype) \
+            else self.d.constant(0, dtype)
+
+    # ---- small loops inside expressions ----------------------------------------------------------------
+
+    def _fold(self, e: Expr) -> tuple[int, str]:
+        f: Fold = e.attr
+        n = len(f.carries)
+        inits, updates = e.args[:n], e.args[n:]
+        steps = 1
+        for _, lo, hi in f.loops:
+            steps *= (hi.const - lo.const) if lo.is_const and hi.is_const else UNROLL + 1
+        if steps <= UNROLL:
+            finals = self._unroll(f, inits, updates)
+            out: tuple[int, str] = (0, "")
+            for k in range(n):
+                twin = Expr("fold", f.carries[k].dtype, e.args, Fold(f.loops, f.carries, k))
+                d, t = self.emit(finals[k]) if twin is e or n > 1 else (0, "")
+                self.scopes[d].known.setdefault(twin, t)
+                if twin is e:
+                    out = (d, t)
+            return out
+        names = []
+        for k, c in enumerate(f.carries):
+            start = self.value(inits[k])
+            name = self.fresh("f")
+            self.line(f"{self.d.types[c.dtype]} {name} = {start};")
+            names.append(name)
+        self._fold_loops(f, updates, names, 0)
+        depth = len(self.scopes) - 1
+        for k, c in enumerate(f.carries):
+            twin = Expr("fold", c.dtype, e.args, Fold(f.loops, f.carries, k))
+            self.scopes[depth].known[twin] = names[k]
+        return depth, names[f.which]
+
+    def _fold_loops(self, f: Fold, updates: Sequence[Expr], names: list[str], k: int) -> None:
+        if k == len(f.loops):
+            inner = self.scopes[-1]
+            for c, name in zip(f.carries, names, strict=True):
+                inner.known[c] = name
+            new = []
+            for u in updates:
+                text = self.value(u)
+                keep = self.fresh("u")
+                self.line(f"const {self.d.types[u.dtype]} {keep} = {text};")
+                new.append(keep)
+            for name, text in zip(names, new, strict=True):
+                self.line(f"{name} = {text};")
+            return
+        var, lo, hi = f.loops[k]
+        with self.loop(var, self.index(lo), self.index(hi)):
+            self._fold_loops(f, updates, names, k + 1)
+
+    def _unroll(self, f: Fold, inits: Sequence[Expr], updates: Sequence[Expr]) -> tuple[Expr, ...]:
+        points: list[dict[Sym, Index]] = [{}]
+        for var, lo, hi in f.loops:
+            points = [{**p, var: as_index(k)} for p in points for k in range(lo.const, hi.const)]
+        current = tuple(inits)
+        for p in points:
+            stand = dict(zip(f.carries, current, strict=True))
+            memo: dict[Expr, Expr] = {}
+            current = tuple(rewrite(u, lambda x, s=stand: s.get(x, x), p, memo) for u in updates)  # type: ignore[misc]
+        return current
+
+
+def float_text(value: float, suffix: str) -> str:
+    if math.isnan(value):
+        return "__builtin_nan" + suffix + '("")'
+    if math.isinf(value):
+        return ("-" if value < 0 else "") + "__builtin_inf" + suffix + "()"
+    text = repr(value)
+    text = text if any(c in text for c in ".e") else text + ".0"
+    return (f"({text}{suffix})" if value < 0 or text.startswith("-") else text + suffix)

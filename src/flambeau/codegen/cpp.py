@@ -1,0 +1,92 @@
+"""C++ for CPUs: the dialect table, and the function around a kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from flambeau.ir.dtypes import DType, is_bool, is_float
+from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, ScatterKernel
+
+from .cfamily import Dialect, float_text
+from .loops import LoopWriter
+from .scan import ScanWriter
+from .scatter import ScatterWriter
+from .source import KernelSource
+
+SPECIAL = frozenset((
+    "lgamma", "digamma", "polygamma", "zeta", "i0", "i0e", "i1", "i1e", "ndtri", "ndtr", "log_ndtr", "erfcx", "igamma",
+    "igammac", "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0",
+    "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0",
+    "scaled_modified_bessel_k1", "spherical_bessel_j0", "chebyshev_polynomial_t", "chebyshev_polynomial_u",
+    "chebyshev_polynomial_v", "chebyshev_polynomial_w", "shifted_chebyshev_polynomial_t",
+    "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w",
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"))
+
+
+class Cpp(Dialect):
+    types = {
+        torch.float32: "float", torch.float64: "double", torch.bfloat16: "fl::bf16", torch.float16: "fl::half",
+        torch.int64: "int64_t", torch.int32: "int32_t", torch.int16: "int16_t", torch.int8: "int8_t",
+        torch.uint8: "uint8_t", torch.uint16: "uint16_t", torch.uint32: "uint32_t", torch.uint64: "uint64_t",
+        torch.bool: "bool",
+    }
+    small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
+
+    def constant(self, value: bool | int | float, dtype: DType) -> str:
+        if is_bool(dtype):
+            return "true" if value else "false"
+        if dtype in self.small:
+            return f"{self.small[dtype]}({float_text(float(value), 'f')})"
+        if is_float(dtype):
+            if dtype is torch.float64:
+                return float_text(float(value), "")
+            # The nearest float, so that text and value agree for numbers beyond its range as well.
+            return float_text(torch.tensor(value, dtype=torch.float32).item(), "f")
+        if dtype is torch.int64:
+            return "INT64_MIN" if value == -(2**63) else f"INT64_C({value})" if value >= 0 else f"(-INT64_C({-value}))"
+        text = f"({self.types[dtype]}){value}" if value >= 0 else f"({self.types[dtype]})({value})"
+        return f"({text}{'ull' if dtype is torch.uint64 else 'll' if abs(int(value)) >= 2**31 else ''})"
+
+    def cast(self, text: str, src: DType, dst: DType) -> str:
+        if src in self.small:
+            text, src = f"fl::to_float({text})", torch.float32
+        if dst in self.small:
+            if src is not torch.float64:
+                text = text if src is torch.float32 else f"(float)({text})"
+            return f"{self.small[dst]}({text})"
+        if src is dst:
+            return text
+        if is_bool(dst):
+            return f"({text} != 0)"
+        if is_float(src) and not is_float(dst):
+            return f"fl::to_int<{self.types[dst]}>({text})"
+        return f"({self.types[dst]})({text})"
+
+
+CPP = Cpp()
+
+
+def render(kernel: Kernel, name: str) -> KernelSource:
+    """The text of one kernel."""
+    writer: LoopWriter | ScanWriter | ScatterWriter
+    if isinstance(kernel, LoopKernel):
+        writer = LoopWriter(CPP, kernel)
+    elif isinstance(kernel, ScanKernel):
+        writer = ScanWriter(CPP, kernel)
+    else:
+        assert isinstance(kernel, ScatterKernel)
+        writer = ScatterWriter(CPP, kernel)
+    body = writer.render()
+    lines = ['extern "C" int64_t KERNEL_NAME(void** p, const int64_t* n) {', "  int64_t bad = 0;"]
+    # Names of buffers differ between graphs; equal kernels must have equal text.
+    short = {p.name: f"p{k}" for k, p in enumerate(kernel.params)}
+    for k, p in enumerate(kernel.params):
+        kind = CPP.types[p.dtype]
+        keyword = "" if p.aliased else " __restrict__"
+        lines.append(f"  {'' if p.written else 'const '}{kind}*{keyword} {short[p.name]} = "
+                     f"({'' if p.written else 'const '}{kind}*)p[{k}];")
+    lines += [f"  const int64_t {writer.sym(s)} = n[{k}];" for k, s in enumerate(kernel.sizes)]
+    lines += ["  " + x for x in body]
+    lines += ["  return bad;", "}"]
+    headers = ("prelude.h", "special.h") if writer.functions & SPECIAL else ("prelude.h",)
+    return KernelSource(name, "\n".join(lines) + "\n", headers)

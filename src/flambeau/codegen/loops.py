@@ -1,0 +1,450 @@
+"""Maps and reductions: how a LoopKernel becomes loops.
+
+Row form: the vector variable is reduced. Each outer point walks its row in lanes, every lane with its own state,
+and joins the lanes at the end. Column form: the vector variable is kept. A block of columns has its states side by
+side and the rows go past. With many outer points threads divide those; with few, they divide the rows in chunks
+whose number depends on the sizes alone, so that results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flambeau.ir.cost import cost_of
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
+from flambeau.ir.program import Item, LoopKernel
+
+from .cfamily import Dialect
+from .nest import NestWriter
+
+LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
+BLOCK = 512  # columns that are reduced side by side
+CHUNKS = 64  # parts of a long row
+MANY = 32  # outer points that are enough to keep threads busy
+TILE = 32
+
+
+class LoopWriter(NestWriter):
+    def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
+        super().__init__(dialect, kernel)
+        self.k = kernel
+        self.address = dict(kernel.stores)
+        self.cost = cost_of([e for s in kernel.stages for i in s for e in i.exprs])
+        self.column = bool(kernel.inner) and kernel.vector in kernel.outer
+        self.level_of = {n: i.level if i.combine is None else "outer"
+                         for s in kernel.stages for i in s for n in i.names}
+        self.dtype_of = {n: (i.combine.dtypes[j] if i.combine else i.exprs[0].dtype)
+                         for s in kernel.stages for i in s for j, n in enumerate(i.names)}
+        self.origin: str | None = None  # first column of the current block
+
+    def render(self) -> list[str]:
+        if not self.k.inner:
+            self.pointwise()
+        elif self.column:
+            self.columns()
+        else:
+            self.rows()
+        return self.scopes[0].lines
+
+    # ---- reading what the kernel itself computed -------------------------------------------------------
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        if e.op == "local" and self.local(e.attr) is None:
+            return len(self.scopes) - 1, self.reread(e.attr)
+        return super().emit(e)
+
+    def reread(self, name: str) -> str:
+        """A value from an earlier stage: its column slot, its place in the scratch row, or memory."""
+        if self.column and self.level_of[name] == "outer":
+            assert self.k.vector is not None
+            return f"o_{self.slot(name)}[{self.sym(self.k.vector)} - {self.origin}]"
+        if name in self.k.scratch:
+            return f"s_{self.slot(name)}[{self.index(self.inner_position())}]"
+        return self.read(name, self.index(self.address[name]), self.dtype_of[name])
+
+    def slot(self, name: str) -> str:
+        return str(list(self.level_of).index(name))
+
+    def inner_position(self) -> Index:
+        at = as_index(0)
+        for v in self.k.inner:
+            assert v.extent is not None
+            at = at * v.extent + v
+        return at
+
+    # ---- items ---------------------------------------------------------------------------------------
+
+    def map_item(self, item: Item) -> None:
+        name = item.names[0]
+        text = self.value(item.exprs[0])
+        if item.level == "outer" and self.column:
+            assert self.k.vector is not None
+            self.line(f"o_{self.slot(name)}[{self.sym(self.k.vector)} - {self.origin}] = {text};")
+        self.scopes[-1].locals[name] = text
+        if name in self.k.scratch:
+            self.line(f"s_{self.slot(name)}[{self.index(self.inner_position())}] = {text};")
+        if name in self.address:
+            self.store(name, self.address[name], text)
+
+    def finish(self, item: Item, texts: Sequence[str]) -> None:
+        """A reduction's results become outer values (and memory, if anybody else wants them)."""
+        for name, text in zip(item.names, texts, strict=True):
+            held = self.fresh("v")  # a register, not an array element that every later loop would read again
+            self.line(f"const {self.d.types[self.dtype_of[name]]} {held} = {text};")
+            text = held
+            self.scopes[-1].locals[name] = text
+            if name in self.address:
+                self.store(name, self.address[name], text)
+
+    # ---- pointwise -----------------------------------------------------------------------------------
+
+    def pointwise(self) -> None:
+        k = self.k
+        items = [i for s in k.stages for i in s]
+        if k.tile is not None:
+            self.tiled(items)
+            return
+        v = k.vector
+        if v is None:
+            with self.nest(k.outer, self.parallel(k.outer, self.cost, len(k.outer)) if k.outer else ""):
+                for i in items:
+                    self.map_item(i)
+            return
+        others = tuple(x for x in k.outer if x is not v)
+        amount = self.work(others, 1)
+        assert v.extent is not None
+        long = not v.extent.is_const or v.extent.const >= 8192
+        if not others or (amount is not None and amount < MANY and long):
+            self.chunked(others, v, items)
+            return
+        with self.nest(others, self.parallel(k.outer, self.cost, len(others))), \
+                self.loop(v, "0", self.extent(v), pragma=f"{self.d.simd} CHECKS"):
+            for i in items:
+                self.map_item(i)
+
+    def chunked(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
+        """Few or no outer points: the contiguous variable itself is divided."""
+        assert v.extent is not None
+        part = Sym(f"{v.name}b", v.extent)
+        step = 4096
+        pragma = self.parallel(self.k.outer, self.cost, len(others) + 1)
+        if not pragma:
+            with self.nest(others), self.loop(v, "0", self.extent(v), pragma=f"{self.d.simd} CHECKS"):
+                for i in items:
+                    self.map_item(i)
+            return
+        with self.nest(others, pragma, (part, self.extent(v), str(step))):
+            end = self.fresh("e")
+            self.line(f"const {self.d.long} {end} = fl::imin({self.sym(part)} + {step}, {self.extent(v)});")
+            with self.loop(v, self.sym(part), end, pragma=f"{self.d.simd} CHECKS"):
+                for i in items:
+                    self.map_item(i)
+
+    def tiled(self, items: Sequence[Item]) -> None:
+        """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache."""
+        v, t = self.k.vector, self.k.tile
+        assert v is not None and t is not None and v.extent is not None and t.extent is not None
+        others = tuple(x for x in self.k.outer if x is not v and x is not t)
+        tb, vb = Sym(f"{t.name}b", t.extent), Sym(f"{v.name}b", v.extent)
+        heads = [f"for ({self.d.long} {self.sym(x)} = 0; {self.sym(x)} < {self.extent(x)}; ++{self.sym(x)})" for x in others]
+        heads += [f"for ({self.d.long} {self.sym(b)} = 0; {self.sym(b)} < {self.extent(x)}; {self.sym(b)} += {TILE})"
+                  for b, x in ((tb, t), (vb, v))]
+        pragma = self.parallel(self.k.outer, self.cost, len(heads))
+        with self.scope(" ".join(heads) + " {", {*others, tb, vb}, pragma=pragma):
+            ends = {}
+            for b, x in ((tb, t), (vb, v)):
+                ends[x] = self.fresh("e")
+                self.line(f"const {self.d.long} {ends[x]} = fl::imin({self.sym(b)} + {TILE}, {self.extent(x)});")
+            with self.loop(t, self.sym(tb), ends[t]), \
+                    self.loop(v, self.sym(vb), ends[v], pragma=f"{self.d.simd} CHECKS"):
+                for i in items:
+                    self.map_item(i)
+
+    # ---- rows ----------------------------------------------------------------------------------------
+
+    def row_length(self) -> Index:
+        return product(v.extent for v in self.k.inner if v.extent is not None)
+
+    def is_long(self, points: Index) -> bool:
+        """Few outer points and long rows: threads must share a row."""
+        length = self.row_length()
+        few = points.is_const and points.const < MANY
+        return few and self.k.bounds is None and (not length.is_const or length.const >= 8192)
+
+    def rows(self) -> None:
+        k = self.k
+        points = product(v.extent for v in k.outer if v.extent is not None)
+        if self.is_long(points):
+            with self.nest(k.outer):
+                self.stages(self.row_stage_chunked, self.outer_stage)
+            return
+        pragma = self.parallel((*k.outer, *k.inner), self.cost, len(k.outer)) if k.outer else ""
+        with self.nest(k.outer, pragma):
+            for name in sorted(k.scratch):
+                kind = self.d.types[self.dtype_of[name]]
+                self.line(f"alignas(64) {kind} s_{self.slot(name)}[{self.index(self.row_length())}];")
+            self.stages(self.row_stage, self.outer_stage)
+
+    def stages(self, full, outer) -> None:  # type: ignore[no-untyped-def]
+        for stage in self.k.stages:
+            (outer if stage[0].level == "outer" and stage[0].combine is None else full)(stage)
+
+    def outer_stage(self, stage: Sequence[Item]) -> None:
+        for i in stage:
+            self.map_item(i)
+
+    def lanes(self, reductions: Sequence[Item], length: Index | None) -> int:
+        widest = max(d.itemsize for i in reductions for d in i.combine.dtypes)  # type: ignore[union-attr]
+        n = LANE_BYTES // widest
+        while length is not None and length.is_const and n > 1 and n > length.const:
+            n //= 2
+        return n
+
+    def declare(self, reductions: Sequence[Item], count: int, prefix: str = "a") -> dict[str, str]:
+        """One array of states per component, filled with the identity."""
+        names: dict[str, str] = {}
+        for i in reductions:
+            assert i.combine is not None
+            for name, ident in zip(i.names, i.combine.identity, strict=True):
+                arr = names[name] = self.fresh(prefix)
+                kind = self.d.types[ident.dtype]
+                self.line(f"alignas(64) {kind} {arr}[{count}];")
+                start = self.d.constant(ident.attr, ident.dtype)
+                self.line(f"for (int l = 0; l < {count}; ++l) {arr}[l] = {start};")
+        return names
+
+    def join_lanes(self, reductions: Sequence[Item], arrays: dict[str, str], lanes: int) -> None:
+        if lanes == 1:
+            return
+        with self.scope(f"for (int h = {lanes // 2}; h > 0; h /= 2) {{"), self.scope("for (int l = 0; l < h; ++l) {"):
+            for i in reductions:
+                assert i.combine is not None
+                self.combine_into(i.combine, [f"{arrays[n]}[l]" for n in i.names],
+                                  [f"{arrays[n]}[l + h]" for n in i.names])
+
+    def lane_body(self, stage: Sequence[Item], arrays: dict[str, str], at: str) -> None:
+        for i in stage:
+            if i.combine is None:
+                self.map_item(i)
+            else:
+                self.combine_into(i.combine, [f"{arrays[n]}[{at}]" for n in i.names], [self.value(e) for e in i.exprs])
+
+    def row_walk(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
+                 length: Index | None) -> None:
+        """The innermost variable from lo to hi, in whole steps of all lanes and a rest."""
+        v = self.k.inner[-1]
+        name = self.sym(v)
+        if not arrays:
+            with self.loop(v, lo, hi, pragma=f"{self.d.simd} CHECKS"):
+                self.lane_body(stage, arrays, "0")
+            return
+        if lanes == 1:
+            with self.loop(v, lo, hi):
+                self.lane_body(stage, arrays, "0")
+            return
+        start = self.fresh("r")
+        with self.scope("{"):
+            self.line(f"{self.d.long} {start} = {lo};")
+            with self.scope(f"for (; {start} + {lanes} <= {hi}; {start} += {lanes}) {{"), \
+                    self.scope(f"for (int l = 0; l < {lanes}; ++l) {{", (v,), pragma=f"{self.d.simd} CHECKS"):
+                self.line(f"const {self.d.long} {name} = {start} + l;")
+                self.lane_body(stage, arrays, "l")
+            if not (length is not None and length.is_const and length.const % lanes == 0 and lo == "0"):
+                # At most lanes - 1 elements are left; the bound says so to the compiler.
+                with self.scope(f"for (int l = 0; l < {lanes - 1} && {start} + l < {hi}; ++l) {{", (v,)):
+                    self.line(f"const {self.d.long} {name} = {start} + l;")
+                    self.lane_body(stage, arrays, "l")
+
+    def row_stage(self, stage: Sequence[Item]) -> None:
+        k = self.k
+        reductions = [i for i in stage if i.combine is not None]
+        v = k.inner[-1]
+        segment = k.bounds is not None
+        length = None if segment else v.extent
+        lanes = self.lanes(reductions, length) if reductions else 1
+        arrays = self.declare(reductions, lanes)
+        lo, hi = ("0", self.extent(v)) if k.bounds is None else (self.value(k.bounds[0]), self.value(k.bounds[1]))
+        self.deep(k.inner[:-1], lambda: self.row_walk(stage, arrays, lanes, lo, hi, length))
+        self.join_lanes(reductions, arrays, lanes)
+        for i in reductions:
+            self.finish(i, [f"{arrays[n]}[0]" for n in i.names])
+
+    def deep(self, vars: Sequence[Sym], body) -> None:  # type: ignore[no-untyped-def]
+        """Nested serial loops, each a scope of its own so that what does not change moves out."""
+        if not vars:
+            body()
+            return
+        with self.loop(vars[0], "0", self.extent(vars[0])):
+            self.deep(vars[1:], body)
+
+    # ---- rows shared by threads ------------------------------------------------------------------------
+
+    def chunks(self, total: Index, least: int) -> tuple[str, str]:
+        """(number of chunks, length of one) from the sizes alone."""
+        if total.is_const:
+            size = max(least, -(-total.const // CHUNKS))
+            size = -(-size // 64) * 64 if least >= 64 else size
+            return str(-(-total.const // size)), str(size)
+        size_name = self.fresh("z")
+        self.line(f"const {self.d.long} {size_name} = fl::imax({least}, ({self.index(total)} + {CHUNKS - 1}) / {CHUNKS});")
+        count = self.fresh("m")
+        self.line(f"const {self.d.long} {count} = ({self.index(total)} + {size_name} - 1) / {size_name};")
+        return count, size_name
+
+    def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
+        """Variables from their joint position."""
+        rest = flat
+        for k, v in enumerate(reversed(vars)):
+            last = k == len(vars) - 1
+            n = self.extent(v)
+            self.line(f"const {self.d.long} {self.sym(v)} = {rest if last else f'{rest} % {n}'};")
+            if not last:
+                nxt = self.fresh("q")
+                self.line(f"const {self.d.long} {nxt} = {rest} / {n};")
+                rest = nxt
+
+    def shared(self, count: str) -> str:
+        amount = self.work((*self.k.outer, *self.k.inner), self.cost)
+        return "" if amount is not None and amount < SERIAL_SHARED else "#pragma omp parallel for schedule(static) CHECKS"
+
+    def row_stage_chunked(self, stage: Sequence[Item]) -> None:
+        k = self.k
+        reductions = [i for i in stage if i.combine is not None]
+        single = len(k.inner) == 1
+        v = k.inner[-1]
+        split = product(x.extent for x in (k.inner if single else k.inner[:-1]) if x.extent is not None)
+        count, size = self.chunks(split, 4096 if single else 1)
+        partial = self.declare(reductions, CHUNKS, "part")
+        chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
+        marker = Sym(chunk, CHUNKS)
+        with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (marker,),
+                        pragma=self.shared(count)):
+            self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
+                      f"{hi} = fl::imin({lo} + {size}, {self.index(split)});")
+            lanes = self.lanes(reductions, v.extent) if reductions else 1
+            arrays = self.declare(reductions, lanes)
+            if single:
+                self.row_walk(stage, arrays, lanes, lo, hi, None)
+            else:
+                flat = self.fresh("fl")
+                with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner[:-1]):
+                    self.decompose(flat, k.inner[:-1])
+                    self.row_walk(stage, arrays, lanes, "0", self.extent(v), v.extent)
+            self.join_lanes(reductions, arrays, lanes)
+            for i in reductions:
+                for n in i.names:
+                    self.line(f"{partial[n]}[{chunk}] = {arrays[n]}[0];")
+        self.join_chunks(reductions, partial, count)
+        for i in reductions:
+            self.finish(i, [f"{partial[n]}[0]" for n in i.names])
+
+    def join_chunks(self, reductions: Sequence[Item], partial: dict[str, str], count: str) -> None:
+        """Neighbours first, then neighbours of neighbours: rounding grows with the logarithm."""
+        if not reductions or count == "1":
+            return
+        with self.scope(f"for (int h = 1; h < {count}; h *= 2) {{"), \
+                self.scope(f"for (int l = 0; l + h < {count}; l += 2 * h) {{"):
+            for i in reductions:
+                assert i.combine is not None
+                self.combine_into(i.combine, [f"{partial[n]}[l]" for n in i.names],
+                                  [f"{partial[n]}[l + h]" for n in i.names])
+
+    # ---- columns -------------------------------------------------------------------------------------
+
+    def columns(self) -> None:
+        k = self.k
+        v = k.vector
+        assert v is not None and v.extent is not None
+        others = tuple(x for x in k.outer if x is not v)
+        width = min(BLOCK, v.extent.const) if v.extent.is_const else BLOCK
+        block = Sym(f"{v.name}b", v.extent)
+        self.origin = self.sym(block)
+        self.width = width
+        blocks = ceildiv(v.extent, width) * product(x.extent for x in others if x.extent is not None)
+        long = self.is_long(blocks)
+        pragma = "" if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + 1)
+        with self.nest(others, pragma, (block, self.extent(v), str(width))):
+            self.end = self.fresh("e")
+            self.line(f"const {self.d.long} {self.end} = fl::imin({self.origin} + {width}, {self.extent(v)});")
+            for name, level in self.level_of.items():
+                if level == "outer":
+                    self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
+            self.stages(self.column_stage_chunked if long else self.column_stage, self.column_outer)
+
+    def column_loop(self):  # type: ignore[no-untyped-def]
+        assert self.k.vector is not None and self.origin is not None
+        return self.loop(self.k.vector, self.origin, self.end, pragma=f"{self.d.simd} CHECKS")
+
+    def column_outer(self, stage: Sequence[Item]) -> None:
+        with self.column_loop():
+            for i in stage:
+                self.map_item(i)
+
+    def column_walk(self, stage: Sequence[Item], arrays: dict[str, str]) -> None:
+        assert self.k.vector is not None
+        with self.column_loop():
+            self.lane_body(stage, arrays, f"{self.sym(self.k.vector)} - {self.origin}")
+
+    def column_finish(self, reductions: Sequence[Item]) -> None:
+        """States are the outer values themselves; what others want goes to memory."""
+        wanted = [n for i in reductions for n in i.names if n in self.address]
+        if not wanted:
+            return
+        with self.column_loop():
+            for n in wanted:
+                self.store(n, self.address[n], self.reread(n))
+
+    def set_identity(self, reductions: Sequence[Item], arrays: dict[str, str]) -> None:
+        for i in reductions:
+            assert i.combine is not None
+            for n, ident in zip(i.names, i.combine.identity, strict=True):
+                self.line(f"for (int l = 0; l < {self.width}; ++l) {arrays[n]}[l] = "
+                          f"{self.d.constant(ident.attr, ident.dtype)};")
+
+    def column_stage(self, stage: Sequence[Item]) -> None:
+        k = self.k
+        reductions = [i for i in stage if i.combine is not None]
+        arrays = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
+        self.set_identity(reductions, arrays)
+        if k.bounds is None:
+            self.deep(k.inner, lambda: self.column_walk(stage, arrays))
+        else:
+            with self.loop(k.inner[0], self.value(k.bounds[0]), self.value(k.bounds[1])):
+                self.column_walk(stage, arrays)
+        self.column_finish(reductions)
+
+    def column_stage_chunked(self, stage: Sequence[Item]) -> None:
+        k = self.k
+        reductions = [i for i in stage if i.combine is not None]
+        total = product(x.extent for x in k.inner if x.extent is not None)
+        count, size = self.chunks(total, 32)
+        states = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
+        partial: dict[str, str] = {}
+        for n in states:
+            partial[n] = self.fresh("part")
+            self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {partial[n]}[{CHUNKS}][{self.width}];")
+        chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
+        with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (Sym(chunk, CHUNKS),),
+                        pragma=self.shared(count)):
+            self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
+                      f"{hi} = fl::imin({lo} + {size}, {self.index(total)});")
+            arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}
+            self.set_identity(reductions, arrays)
+            flat = self.fresh("fl")
+            with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner):
+                self.decompose(flat, k.inner)
+                self.column_walk(stage, arrays)
+        if reductions:
+            self.set_identity(reductions, states)
+            # Chunks join in order: their number is small and does not depend on the threads.
+            with self.scope(f"for (int c = 0; c < {count}; ++c) {{"), \
+                    self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", pragma=self.d.simd):
+                for i in reductions:
+                    assert i.combine is not None
+                    self.combine_into(i.combine, [f"{states[n]}[l]" for n in i.names],
+                                      [f"{partial[n]}[c][l]" for n in i.names])
+            self.column_finish(reductions)
+
+
+SERIAL_SHARED = 65536

@@ -1,0 +1,89 @@
+"""What all kernels share: parameters, stores, combines, and loops that threads divide among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import Expr, rewrite
+from flambeau.ir.index import Index, Sym, product
+from flambeau.ir.nodes import Combine
+from flambeau.ir.program import Kernel
+
+from .cfamily import Dialect, Scope, Writer
+
+SERIAL = 24576  # element operations below which threads cost more than they bring
+
+
+class NestWriter(Writer):
+    def __init__(self, dialect: Dialect, kernel: Kernel) -> None:
+        super().__init__(dialect)
+        self.short = {p.name: f"p{k}" for k, p in enumerate(kernel.params)}
+        self.dtypes = {p.name: p.dtype for p in kernel.params}
+
+    def read(self, buffer: str, address: str, dtype: DType) -> str:
+        return f"{self.short[buffer]}[{address}]"
+
+    def store(self, name: str, address: Index, text: str) -> None:
+        self.line(f"{self.short[name]}[{self.index(address)}] = {text};")
+
+    def extent(self, v: Sym) -> str:
+        assert v.extent is not None
+        return self.index(v.extent)
+
+    def raw(self, text: str, dtype: DType) -> Expr:
+        """A leaf that stands for this text in the current scope."""
+        e = Expr("raw", dtype, (), self.fresh("x"))
+        self.scopes[-1].known[e] = text
+        return e
+
+    def combined(self, c: Combine, left: Sequence[str], right: Sequence[str]) -> list[str]:
+        """The texts of combine(left, right), each in a variable of the current scope."""
+        stand = {**{a: self.raw(t, a.dtype) for a, t in zip(c.left, left, strict=True)},
+                 **{b: self.raw(t, b.dtype) for b, t in zip(c.right, right, strict=True)}}
+        memo: dict[Expr, Expr] = {}
+        out = []
+        for e in c.result:
+            text = self.value(rewrite(e, lambda x: stand.get(x, x), None, memo))
+            name = self.fresh("c")
+            self.line(f"const {self.d.types[e.dtype]} {name} = {text};")
+            out.append(name)
+        return out
+
+    def combine_into(self, c: Combine, slots: Sequence[str], values: Sequence[str]) -> None:
+        for slot, text in zip(slots, self.combined(c, slots, values), strict=True):
+            self.line(f"{slot} = {text};")
+
+    def work(self, vars: Sequence[Sym], cost: int) -> int | None:
+        """Element operations of a loop nest, None if unknown before the run."""
+        total = product(v.extent for v in vars if v.extent is not None)
+        return int(total) * cost if total.is_const else None
+
+    def parallel(self, vars: Sequence[Sym], cost: int, collapse: int) -> str:
+        """The pragma that divides a nest among threads, or nothing when it is too small."""
+        amount = self.work(vars, cost)
+        if amount is not None and amount < SERIAL:
+            return ""
+        clause = f" collapse({collapse})" if collapse > 1 else ""
+        if amount is None:
+            total = product(v.extent for v in vars if v.extent is not None)
+            clause += f" if({self.index(total * cost)} >= {SERIAL})"
+        return f"#pragma omp parallel for schedule(static){clause} CHECKS"
+
+    @contextmanager
+    def nest(self, vars: Sequence[Sym], pragma: str = "", block: tuple[Sym, str, str] | None = None) -> Iterator[Scope]:
+        """Loops over vars as one scope (so that they can be collapsed); `block` adds a strided loop inside."""
+        heads = [f"for ({self.d.long} {self.sym(v)} = 0; {self.sym(v)} < {self.extent(v)}; ++{self.sym(v)})" for v in vars]
+        bound = set(vars)
+        if block is not None:
+            v, limit, step = block
+            bound.add(v)
+            name = self.sym(v)
+            heads.append(f"for ({self.d.long} {name} = 0; {name} < {limit}; {name} += {step})")
+        if not heads:
+            with self.scope("{") as s:
+                yield s
+            return
+        with self.scope(" ".join(heads) + " {", bound, pragma=pragma) as s:
+            yield s

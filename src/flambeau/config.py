@@ -1,0 +1,178 @@
+"""Every setting of Flambeau: one typed line with its environment variable, its default and what it does.
+
+    from flambeau.config import config
+
+    config.compiler                          # FLAMBEAU_CXX, else "g++"
+    with config.override(numerics="eager"):  # in this thread, until the block ends
+        ...
+
+The environment is read once, at the first use of each setting.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, cast, overload
+
+from flambeau.errors import OptionError
+
+T = TypeVar("T")
+
+
+class Setting(Generic[T]):
+    """One setting, read as an attribute of `Config`.
+
+    `convert` takes the text of the environment variable as well as the value given to `override`, and says in
+    a ValueError what it expects. `default` is a value, or a function where it depends on the machine.
+    """
+
+    name: str
+
+    def __init__(
+        self, env: str, convert: Callable[[object], T], default: T | Callable[[], T], doc: str
+    ) -> None:
+        self.env = env
+        self.convert = convert
+        self.default = default
+        self.doc = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, config: None, owner: type) -> Setting[T]: ...
+    @overload
+    def __get__(self, config: Config, owner: type) -> T: ...
+    def __get__(self, config: Config | None, owner: type) -> Setting[T] | T:
+        return self if config is None else cast(T, config.read(self))
+
+    def __set__(self, config: Config, value: object) -> None:
+        raise AttributeError(f"read-only: set {self.env}, or use config.override({self.name}=...)")
+
+    def checked(self, value: object, source: str) -> T:
+        try:
+            return self.convert(value)
+        except ValueError as error:
+            raise OptionError(
+                f"{source} is {value!r}, expected {error}", hint=f"{self.name}: {self.doc}"
+            ) from None
+
+    def from_environ(self, environ: Mapping[str, str]) -> T:
+        # A variable set to nothing counts as unset: `FLAMBEAU_LOG= flambeau demo` asks for the default.
+        if text := environ.get(self.env):
+            return self.checked(text, self.env)
+        return self.default() if callable(self.default) else self.default
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise ValueError("a path")
+    return Path(value).expanduser()
+
+
+def _optional_path(value: object) -> Path | None:
+    return None if value is None else _path(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a non-empty string")
+    return value
+
+
+def _positive(value: object) -> int:
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("a positive whole number")
+    return value
+
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _boolean(value: object) -> bool:
+    word = str(value).strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"one of {', '.join(_TRUE + _FALSE)}")
+    return word in _TRUE
+
+
+def _one_of(*words: str) -> Callable[[object], str]:
+    def convert(value: object) -> str:
+        if value not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return str(value)
+
+    return convert
+
+
+def _user_cache() -> Path:
+    # The XDG base directory specification tells readers to ignore a relative path.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "flambeau"
+
+
+def _cpu_count() -> int:
+    return os.cpu_count() or 1
+
+
+_numerics = _one_of("fast", "eager")
+_level = _one_of("debug", "info", "warning", "error")
+_NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
+
+
+class Config:
+    """The settings as attributes. `config`, below, is the one that Flambeau reads."""
+
+    # fmt: off
+    cache_dir      = Setting("FLAMBEAU_CACHE_DIR", _path, _user_cache, "folder of compiled kernels")
+    cache_limit_mb = Setting("FLAMBEAU_CACHE_LIMIT_MB", _positive, 1024, "MiB before the oldest entries go")
+    compiler       = Setting("FLAMBEAU_CXX", _text, "g++", "C++ compiler, on the PATH or with its folder")
+    compile_jobs   = Setting("FLAMBEAU_JOBS", _positive, _cpu_count, "how many compilers run at once")
+    verify         = Setting("FLAMBEAU_VERIFY", _boolean, False, "check the loop language after every pass")
+    numerics       = Setting("FLAMBEAU_NUMERICS", _numerics, "fast", "fast, or eager: bits as eager PyTorch")
+    log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
+    debug_dir      = Setting("FLAMBEAU_DEBUG_DIR", _optional_path, None, "folder for dumps of every stage")
+    # fmt: on
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._environ = environ
+        self._values: dict[str, object] = {}
+        # A context variable, so that an override holds for one thread (or asyncio task) and no other. Work
+        # handed to another thread must take the value along: it does not see the override.
+        self._overrides: ContextVar[Mapping[str, object]] = ContextVar("overrides", default=_NO_OVERRIDES)
+
+    def read(self, setting: Setting[Any]) -> object:
+        """The value of a setting: of the innermost override, else of the environment, else its default."""
+        overrides = self._overrides.get()
+        if setting.name in overrides:
+            return overrides[setting.name]
+        if setting.name not in self._values:
+            self._values[setting.name] = setting.from_environ(self._environ)
+        return self._values[setting.name]
+
+    @contextmanager
+    def override(self, **values: object) -> Iterator[None]:
+        """Give settings other values in this thread until the block ends. Blocks nest."""
+        if unknown := values.keys() - _BY_NAME.keys():
+            raise OptionError(
+                f"no setting is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(_BY_NAME)}"
+            )
+        checked = {name: _BY_NAME[name].checked(value, name) for name, value in values.items()}
+        token = self._overrides.set({**self._overrides.get(), **checked})
+        try:
+            yield
+        finally:
+            self._overrides.reset(token)
+
+
+SETTINGS: tuple[Setting[Any], ...] = tuple(s for s in vars(Config).values() if isinstance(s, Setting))
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+config = Config()

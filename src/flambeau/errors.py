@@ -1,0 +1,62 @@
+"""Every error Flambeau raises: what failed, on which shapes and dtypes, on which target, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Error(RuntimeError):
+    """The base of all Flambeau errors.
+
+    The fields are optional and stay readable as attributes; ``str(error)`` shows those that are set.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operator: str | None = None,
+        shapes: Iterable[Iterable[object]] = (),
+        dtypes: Iterable[object] = (),
+        target: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        # Only the message goes into `args`: pickle rebuilds an exception as cls(*args) and then restores the
+        # attributes, so errors survive the way back from a worker process.
+        super().__init__(message)
+        self.message = message
+        self.operator = operator
+        self.shapes = tuple(tuple(shape) for shape in shapes)
+        self.dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        self.target = target
+        self.hint = hint
+
+    def __str__(self) -> str:
+        head = f"{self.operator}: {self.message}" if self.operator else self.message
+        rows = {
+            "shapes": ", ".join(_shape(shape) for shape in self.shapes),
+            "dtypes": ", ".join(self.dtypes),
+            "target": self.target,
+            "hint": self.hint,
+        }
+        return "\n".join([head, *(f"  {name}: {text}" for name, text in rows.items() if text)])
+
+
+class CompileError(Error):
+    """Generated text did not compile, or the compiler could not be run."""
+
+
+class CacheError(Error):
+    """The cache on disk cannot be read or written."""
+
+
+class OptionError(Error, ValueError):
+    """A setting or an option has a name or a value that Flambeau does not know."""
+
+
+class UnsupportedError(Error):
+    """An operator, dtype or layout that this target cannot run."""
+
+
+def _shape(shape: tuple[object, ...]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"

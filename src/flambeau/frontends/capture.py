@@ -1,0 +1,284 @@
+"""From a captured ATen graph to our Graph: every operator through its lowering, or called as it is."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.errors import UnsupportedError
+from flambeau.ir import build
+from flambeau.ir.dtypes import SUPPORTED, is_float
+from flambeau.ir.index import ONE, Index, Sym
+from flambeau.ir.nodes import Contract, Extern, Graph, Value
+from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.ops.contraction import CONTRACTIONS
+
+from .symbols import Symbols
+
+aten = torch.ops.aten
+OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.addmm.default: aten.addmm.out,
+             aten.baddbmm.default: aten.baddbmm.out}
+
+
+@dataclass
+class Captured:
+    graph: Graph
+    symbols: Symbols
+    # where each size symbol comes from: ("arg", position) or ("size", buffer, dimension)
+    sources: dict[Sym, tuple[Any, ...]] = field(default_factory=dict)
+    tensors: list[int] = field(default_factory=list)  # positions of the tensor arguments, in input order
+    externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
+
+
+def capture(gm: fx.GraphModule, exclude: frozenset[str] = frozenset()) -> Captured:
+    """Lower every node of gm; those named in `exclude` are called as they are."""
+    ops_loaded()
+    c = Captured(Graph(), Symbols())
+    _Lowering(gm, c, exclude).run()
+    return c
+
+
+class _Lowering:
+    def __init__(self, gm: fx.GraphModule, c: Captured, exclude: frozenset[str]) -> None:
+        self.gm, self.c, self.g = gm, c, c.graph
+        self.exclude = exclude
+        self.env: dict[fx.Node, Any] = {}
+
+    def run(self) -> None:
+        position = 0
+        for n in self.gm.graph.nodes:
+            if n.op == "placeholder":
+                self.placeholder(n, position)
+                position += 1
+            elif n.op == "get_attr":
+                self.env[n] = self.attribute(n)
+            elif n.op == "call_function":
+                with build.building(self.g, n.name):
+                    self.env[n] = self.call(n)
+            elif n.op == "output":
+                self.output(n)
+            else:
+                raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
+        self.g.symbols = list(self.c.symbols.known.values())
+
+    # ---- inputs and outputs ----------------------------------------------------------------------------
+
+    def placeholder(self, n: fx.Node, position: int) -> None:
+        val = n.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            v = self.add_tensor(val)
+            self.c.tensors.append(position)
+            self.env[n] = v
+            for k, size in enumerate(val.shape):
+                self.bind(size, ("size", v.buffer, k))
+        elif isinstance(val, torch.SymInt):
+            self.env[n] = self.c.symbols.index(val)
+            self.bind(val, ("arg", position), force=True)
+        elif val is None or isinstance(val, (int, float, bool)):
+            self.env[n] = val
+        else:
+            raise UnsupportedError(f"argument {n.name} of type {type(val).__name__} in a captured graph")
+
+    def add_tensor(self, val: torch.Tensor) -> Value:
+        to = self.c.symbols.index
+        return self.g.add_input([to(s) for s in val.shape], val.dtype, [to(s) for s in val.stride()])
+
+    def bind(self, size: Any, source: tuple[Any, ...], force: bool = False) -> None:
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+            s = self.c.symbols.symbol(size.node.expr, size.node.shape_env)
+            if force or s not in self.c.sources:
+                self.c.sources[s] = source
+
+    def attribute(self, n: fx.Node) -> Any:
+        obj: Any = self.gm
+        for part in str(n.target).split("."):
+            obj = getattr(obj, part)
+        if isinstance(obj, torch.Tensor):
+            return self.constant(obj)
+        return obj
+
+    def constant(self, t: torch.Tensor) -> Value:
+        """A tensor held by the graph itself: small ones become numbers in the text, others a call's result."""
+        from flambeau.ir.expr import const
+
+        if t.numel() == 1 and t.dtype in SUPPORTED:
+            x = t.item()
+            with build.building(self.g):
+                return build.pointwise([int(s) for s in t.shape], lambda _: const(x, t.dtype))
+        with build.building(self.g):
+            return build.extern(Held(t), (), {}, [(t.shape, t.dtype, t.stride())])[0]  # type: ignore[return-value]
+
+    def output(self, n: fx.Node) -> None:
+        results = n.args[0]
+        assert isinstance(results, (list, tuple))
+        outs: list[Any] = []
+        for r in results:
+            v = self.env[r] if isinstance(r, fx.Node) else r
+            if isinstance(v, Value) and isinstance(r, fx.Node):
+                v = self.with_layout(v, r.meta["val"])
+            outs.append(v)
+        self.g.outputs = outs
+
+    def with_layout(self, v: Value, val: torch.Tensor) -> Value:
+        """A value in memory with the strides torch expects of it."""
+        from flambeau.schedule.plan import strided
+
+        want = tuple(self.c.symbols.index(s) for s in val.stride())
+        b = self.g.buffers[v.buffer]
+        shape = tuple(self.c.symbols.index(s) for s in val.shape)
+        fits = dense(shape, want)
+        if b.strides is None and v.is_whole(b) and fits:
+            b.strides = want
+        have = strided(v, b) if b.strides is not None else None
+        if have is not None and v.buffer not in self.g.inputs and all(
+                h is w or n is ONE for h, w, n in zip(have[0], want, v.shape, strict=True)):
+            return v
+        if v.buffer in self.g.inputs and v.is_whole(b):
+            return v
+        if v.buffer in self.g.inputs and have is not None and have[0] == want:
+            return v
+        with build.building(self.g, "copy"):
+            copy = build.pointwise(v.shape, lambda i: v.load(i))
+        self.g.buffers[copy.buffer].strides = want if fits else None
+        return copy
+
+    # ---- calls -----------------------------------------------------------------------------------------
+
+    def call(self, n: fx.Node) -> Any:
+        target = n.target
+        val = n.meta.get("val")
+        if target is operator.getitem:
+            seq, k = n.args
+            return self.env[seq][k]  # type: ignore[index]
+        if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
+            return self.c.symbols.index(val) if isinstance(val, torch.SymInt) else val
+        if isinstance(val, (torch.SymFloat, torch.SymBool)):
+            raise UnsupportedError(f"{n.name} computes a symbolic {type(val).__name__}")
+        args = fx.node.map_aggregate(n.args, self.lookup)
+        kwargs = fx.node.map_aggregate(n.kwargs, self.lookup)
+        if target is aten.copy_.default:
+            return self.mutate(args[0], args[1])
+        if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
+            before = len(self.g.nodes)
+            out = LOWERINGS[target](*args, **kwargs)
+            if out is not NotImplemented:
+                return self.settle(n, out)
+            del self.g.nodes[before:]
+        return self.extern(n, args, kwargs)
+
+    def lookup(self, x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return self.env[x]
+        if isinstance(x, torch.SymInt):
+            return self.c.symbols.index(x)
+        return x
+
+    def lowerable(self, n: fx.Node, target: torch._ops.OpOverload) -> bool:
+        if target not in LOWERINGS:
+            return False
+        tensors = [a.meta.get("val") for a in n.all_input_nodes] + list(_flat(n.meta.get("val")))
+        return all(supported(t) for t in tensors if isinstance(t, torch.Tensor))
+
+    def settle(self, n: fx.Node, out: Any) -> Any:
+        """Check a lowering's results against torch's own metadata and take over the memory order."""
+        val = n.meta.get("val")
+        values = list(out) if isinstance(out, (list, tuple)) else [out]
+        metas = list(val) if isinstance(val, (list, tuple)) else [val]
+        if len(values) != len(metas):
+            raise AssertionError(f"lowering of {n.target} returns {len(values)} values, torch says {len(metas)}")
+        for v, m in zip(values, metas, strict=True):
+            if not isinstance(v, Value) or not isinstance(m, torch.Tensor):
+                continue
+            shape = tuple(self.c.symbols.index(s) for s in m.shape)
+            if v.dtype is not m.dtype or len(shape) != len(v.shape) or any(
+                    a is not b and a.is_const and b.is_const for a, b in zip(shape, v.shape, strict=True)):
+                raise AssertionError(f"lowering of {n.target} gives {v.dtype}{list(v.shape)}, "
+                                     f"torch says {m.dtype}{list(shape)}")
+            b = self.g.buffers[v.buffer]
+            strides = tuple(self.c.symbols.index(s) for s in m.stride())
+            if b.strides is None and v.is_whole(b) and dense(shape, strides):
+                b.strides = strides
+        return out
+
+    def mutate(self, dst: Value, src: Value) -> Value:
+        if dst.buffer not in self.g.inputs:
+            raise UnsupportedError("copy_ into something that is not an input of the graph")
+        b = self.g.buffers[dst.buffer]
+        if not dst.is_whole(b):
+            raise UnsupportedError("copy_ into a part of an input")
+        with build.building(self.g, "copy_"):
+            new = build.pointwise(dst.shape, lambda i: _broadcast(src, i), dst.dtype)
+        self.g.mutations.append((dst.buffer, new))
+        return new
+
+    def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        target = n.target
+        kind = Contract if target in CONTRACTIONS else Extern
+        if kind is Extern:
+            self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
+        val = n.meta.get("val")
+        several = isinstance(val, (list, tuple))
+        metas: list[Any] = []
+        for m in val if several else [val]:
+            if m is None:
+                metas.append(None)
+            elif isinstance(m, torch.Tensor):
+                to = self.c.symbols.index
+                metas.append(([to(s) for s in m.shape], m.dtype, [to(s) for s in m.stride()]))
+            else:
+                raise UnsupportedError(f"{target} returns a {type(m).__name__}")
+        out = OUT_FORMS.get(target) if not several and val is not None and val.is_contiguous() and is_float(val.dtype) \
+            and not kwargs and all(isinstance(s, int) for s in val.shape) else None
+        made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out)
+        for v, m in zip(made, val if several else [val], strict=True):
+            if isinstance(m, torch.Tensor) and v is not None:
+                for k, size in enumerate(m.shape):
+                    self.bind(size, ("size", v.buffer, k))
+        if several:
+            return list(made)
+        return made[0] if made else None
+
+
+class Held:
+    """A constant tensor of the graph, as a call without arguments."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __repr__(self) -> str:
+        return f"constant{list(self.tensor.shape)}"
+
+
+def supported(t: torch.Tensor) -> bool:
+    return t.dtype in SUPPORTED and t.layout is torch.strided and not t.is_quantized
+
+
+def dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
+    """Non-overlapping and without holes, so that a fresh buffer can have these strides."""
+    left = [(n, s) for n, s in zip(shape, strides, strict=True) if n is not ONE]
+    step = ONE
+    while left:
+        found = next((d for d in left if d[1] is step), None)
+        if found is None:
+            return any(n.is_const and n.const == 0 for n in shape)
+        left.remove(found)
+        step = step * found[0]
+    return True
+
+
+def _broadcast(v: Value, i: tuple[Index, ...]) -> Any:
+    from flambeau.ops.registry import load_at
+
+    return load_at(v, i)
+
+
+def _flat(x: Any) -> list[Any]:
+    return [z for y in x for z in _flat(y)] if isinstance(x, (list, tuple)) else [x]

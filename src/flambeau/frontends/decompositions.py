@@ -1,0 +1,39 @@
+"""Which operators torch takes apart before we see them: all of its core decompositions but those we lower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, decomposition_table
+
+from flambeau.ops import LOWERINGS, ops_loaded
+
+aten = torch.ops.aten
+
+# Beyond torch's core set: operators whose decomposition ends in operators that we lower.
+EXTRA = (
+    aten.addmv, aten.baddbmm, aten.native_batch_norm, aten.rrelu_with_noise, aten.special_entr, aten.trace,
+    aten.index_add, aten.index_copy, aten.nansum, aten.logaddexp2, aten.take, aten.mvlgamma, aten.special_log_ndtr,
+)
+# Kept whole although torch would take them apart: one library call, or a lowering's own business.
+KEEP = (aten.addmm, aten.baddbmm, aten.bmm, aten.mm)
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[Any, Callable[..., Any]]:
+    ops_loaded()
+    out = dict(core_aten_decompositions())
+    for packet in EXTRA:
+        for name in packet.overloads():
+            op = getattr(packet, name)
+            if op in decomposition_table:
+                out[op] = decomposition_table[op]
+    for op in LOWERINGS:
+        out.pop(op, None)
+    for packet in KEEP:
+        for name in packet.overloads():
+            out.pop(getattr(packet, name), None)
+    return out

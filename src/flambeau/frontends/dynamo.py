@@ -1,0 +1,53 @@
+"""torch.compile(backend="flambeau"): AOTAutograd captures, our pipeline compiles.
+
+    torch.compile(model, backend="flambeau", options={"numerics": "fast"})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from flambeau.config import config
+from flambeau.errors import OptionError
+
+from .decompositions import table
+from .pipeline import compile_graph
+
+OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "numerics": (("fast", "eager"), "fast keeps more precision inside fused kernels; eager rounds where eager rounds"),
+}
+MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
+    out: dict[str, Any] = {"numerics": config.numerics}
+    for name, value in (options or {}).items():
+        if name not in OPTIONS:
+            raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
+        allowed, _ = OPTIONS[name]
+        if value not in allowed:
+            raise OptionError(f"option {name}={value!r} is not one of {allowed}")
+        out[name] = value
+    if mode not in MODES:
+        raise OptionError(f"unknown mode {mode!r}", hint=f"the modes are {MODES}")
+    return out
+
+
+def flambeau_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
+                     mode: str | None = None, **_: Any) -> Callable[..., Any]:
+    settings = check_options(options, mode)
+
+    def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        return compile_graph(graph, settings["numerics"])
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
+                           partition_fn=min_cut_rematerialization_partition, decompositions=table(),
+                           keep_inference_input_mutations=True)
+    with torch._dynamo.config.patch(enable_dynamo_decompositions=False):
+        return backend(gm, example_inputs)  # type: ignore[no-any-return]

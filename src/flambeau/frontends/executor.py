@@ -1,0 +1,272 @@
+"""The one executor: a Program becomes a Python function that launches its kernels and makes its calls.
+
+The function is written out once as straight-line source: no interpretation at run time. Neighbouring launches become
+one native plan over a table of pointers; intermediates of known size live in an arena that runs take turns with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flambeau.ir.index import ONE, Index, Sym
+from flambeau.ir.nodes import Value
+from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
+from flambeau.schedule.plan import strided
+from flambeau.targets.base import Target
+
+from .symbols import python_text
+
+Kernels = dict[int, Any]
+
+
+class Arena:
+    """One block of memory and the tensors made over it; a run owns it from start to end."""
+
+    __slots__ = ("memory", "pointer", "tensors")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.pointer = memory.data_ptr()
+        self.tensors: dict[int, list[torch.Tensor]] = {}
+
+
+class ArenaPool:
+    """Arenas that no run is using. A program takes the largest and grows it if it must."""
+
+    def __init__(self) -> None:
+        self.free: dict[str, list[Arena]] = {}
+        self.lock = threading.Lock()
+
+    def take(self, target: Target, nbytes: int) -> Arena:
+        with self.lock:
+            free = self.free.setdefault(target.name, [])
+            if free:
+                a = free.pop()
+                if a.memory.numel() >= nbytes:
+                    return a
+        return Arena(target.empty(nbytes))
+
+    def give(self, target: Target, a: Arena) -> None:
+        with self.lock:
+            free = self.free[target.name]
+            free.append(a)
+            free.sort(key=lambda x: x.memory.numel())
+
+
+POOL = ArenaPool()
+
+
+class Runner:
+    """Writes the source of a program's run function."""
+
+    def __init__(self, p: Program, target: Target, sources: dict[Sym, tuple[Any, ...]], positions: list[int],
+                 count: int) -> None:
+        self.p, self.target = p, target
+        self.symbols, self.positions, self.count = sources, positions, count
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {"torch": torch, "empty_strided": torch.empty_strided, "POOL": POOL, "TARGET": target,
+                                      "check": check_status, "fit": fit}
+        self.slots: dict[str, int] = {}
+        self.variables: set[str] = set()
+        self.arena_views: list[tuple[BufferPlan, Any]] = []
+        self.bound: set[Sym] = set()
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " + text)
+
+    # ---- texts ---------------------------------------------------------------------------------------
+
+    def const(self, x: Any, prefix: str = "c") -> str:
+        name = f"{prefix}{len(self.scope)}"
+        self.scope[name] = x
+        return name
+
+    def shape(self, sizes: tuple[Index, ...]) -> str:
+        if all(s.is_const for s in sizes):
+            return self.const(tuple(s.const for s in sizes), "k")
+        return "(" + "".join(python_text(s) + ", " for s in sizes) + ")"
+
+    def slot(self, name: str) -> int:
+        return self.slots.setdefault(name, len(self.slots) + 1)  # slot 0 is the arena
+
+    def tensor(self, name: str) -> str:
+        """A variable that holds buffer `name` as a tensor."""
+        b = self.p.buffers[name]
+        if b.place != "arena":
+            return name
+        if name not in self.variables:
+            k = len(self.arena_views)
+            shape, strides = (tuple(s.const for s in x) for x in (b.shape, b.strides))
+            self.arena_views.append((b, (shape, strides)))
+            self.variables.add(name)
+            self.line(f"{name} = views[{k}]")
+        return name
+
+    def value(self, v: Value) -> str:
+        """A tensor expression for a value: the buffer, or a strided view of it."""
+        b = self.p.buffers[v.buffer]
+        base = self.tensor(v.buffer)
+        from flambeau.ir.nodes import Buffer
+
+        laid = Buffer(b.name, b.shape, b.dtype, b.strides)
+        got = strided(v, laid)
+        assert got is not None, f"{v} is not a strided view"
+        strides, offset = got
+        same = v.shape == b.shape and all(s is t or n is ONE for s, t, n in zip(strides, b.strides, b.shape, strict=True))
+        if same and offset.is_const and offset.const == 0:
+            return base
+        at = python_text(offset)
+        if b.place == "input":
+            at = f"{at} + {base}.storage_offset()"
+        return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
+
+    def argument(self, x: Any) -> str:
+        if isinstance(x, Value):
+            return self.value(x)
+        if isinstance(x, Index):
+            return python_text(x)
+        if isinstance(x, (list, tuple)):
+            inside = "".join(self.argument(y) + ", " for y in x)
+            return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
+        if x is None or isinstance(x, (bool, int)):
+            return repr(x)
+        return self.const(x)
+
+    # ---- the function ----------------------------------------------------------------------------------
+
+    def build(self, launches: Callable[[Launch], Any]) -> Callable[[list[Any]], list[Any]]:
+        p = self.p
+        names = [f"_{k}" for k in range(self.count)]
+        for buffer, position in zip(p.inputs, self.positions, strict=True):
+            names[position] = buffer
+        self.line(f"{''.join(n + ', ' for n in names)} = args" if names else "pass")
+        self.line("args.clear()")
+        for s, source in self.symbols.items():
+            if source[0] == "arg":
+                self.line(f"{s.name} = {names[source[1]]}")
+                self.bound.add(s)
+        self.bind_sizes(set(p.inputs))
+        self.line("P = PROTO.copy()")
+        arena = p.arena_bytes > 0
+        if arena:
+            self.line(f"arena = POOL.take(TARGET, {p.arena_bytes})")
+            self.line("try:")
+            self.indent = True
+            self.line("P[0] = arena.pointer")
+            self.line("views = arena.tensors.get(KEY)")
+            self.line("if views is None: views = arena.tensors[KEY] = make_views(arena)")
+        for name in p.seeds:
+            if name in p.buffers:
+                self.line(f"{name} = torch.empty((), dtype=torch.int64).random_()")
+        launched = {a for s in p.steps if isinstance(s, Launch) for a in s.args}
+        for name, b in p.buffers.items():
+            if b.place in ("output", "alloc"):
+                self.line(f"{name} = empty_strided({self.shape(b.shape)}, {self.shape(b.strides)}, "
+                          f"dtype={self.const(b.dtype)})")
+            if b.place in ("input", "seed", "output", "alloc") and name in launched:
+                self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+        self.steps(launches, launched)
+        outs = "".join(self.argument(o) + ", " for o in p.outputs)
+        self.line(f"return [{outs}]")
+        if arena:
+            head = self.lines.index("    try:") + 1
+            self.lines[head:] = ["    " + x for x in self.lines[head:]]
+            self.lines += ["    finally:", "        POOL.give(TARGET, arena)"]
+        source = "def run(args):\n" + "\n".join(self.lines)
+        self.scope.update(PROTO=[0] * (len(self.slots) + 1), KEY=id(self), make_views=self.make_views)
+        exec(compile(source, "<flambeau program>", "exec"), self.scope)
+        run: Callable[[list[Any]], list[Any]] = self.scope["run"]
+        run.source = source  # type: ignore[attr-defined]
+        return run
+
+    def make_views(self, arena: Arena) -> list[torch.Tensor]:
+        out = []
+        for b, (shape, strides) in self.arena_views:
+            typed = arena.memory[b.offset:]
+            typed = typed[:typed.numel() // b.dtype.itemsize * b.dtype.itemsize].view(b.dtype)
+            out.append(typed.as_strided(shape, strides, typed.storage_offset()))
+        return out
+
+    def bind_sizes(self, ready: set[str]) -> None:
+        for s, source in self.symbols.items():
+            if source[0] == "size" and source[1] in ready and s not in self.bound:
+                self.line(f"{s.name} = {source[1]}.shape[{source[2]}]")
+                self.bound.add(s)
+
+    def steps(self, launches: Callable[[Launch], Any], launched: set[str]) -> None:
+        p = self.p
+        pending: list[tuple[Any, list[tuple[int, int]], list[int], Launch]] = []
+        sizes: dict[Sym, int] = {}
+
+        def flush() -> None:
+            if not pending:
+                return
+            plan = self.const(self.target.plan([(k, a, s) for k, a, s, _ in pending]), "plan")
+            table = "(" + "".join(s.name + ", " for s in sizes) + ")"
+            where = self.const([x.origins for *_, x in pending], "w")
+            self.line(f"bad = {plan}(P, {table})")
+            self.line(f"if bad is not None: check(bad, {where})")
+            pending.clear()
+            sizes.clear()
+
+        for k, step in enumerate(p.steps):
+            if isinstance(step, Launch):
+                args = []
+                for name in step.args:
+                    b = p.buffers[name]
+                    args.append((0, b.offset) if b.place == "arena" else (self.slot(name), 0))
+                kernel = p.kernels[step.kernel]
+                slots = [sizes.setdefault(s, len(sizes)) for s in kernel.sizes]
+                pending.append((launches(step), args, slots, step))
+            else:
+                flush()
+                self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
+            dead = [n for n in p.frees.get(k, ())]
+            if dead and not pending:
+                self.line(f"del {', '.join(dead)}")
+        flush()
+
+    def copy(self, c: Copy) -> None:
+        self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)})")
+
+    def call(self, c: Call, launched: set[str]) -> None:
+        args = [self.argument(a) for a in c.args] + [f"{k}={self.argument(v)}" for k, v in c.kwargs]
+        if c.out is not None:
+            self.line(f"{self.const(c.out, 'f')}({', '.join([*args, f'out={self.tensor(c.names[0])}'])})")
+            return
+        call = f"{self.const(c.target, 'f')}({', '.join(args)})"
+        if not c.names:
+            self.line(call)
+            return
+        if c.outputs is None:
+            self.line(f"{c.names[0]} = {call}")
+        else:
+            got = f"r{len(self.lines)}"
+            self.line(f"{got} = {call}")
+            for name, k in zip(c.names, c.outputs, strict=True):
+                self.line(f"{name} = {got}[{k}]")
+            self.line(f"del {got}")
+        self.bind_sizes(set(c.names))
+        for name in c.names:
+            if name in self.p.buffers:
+                b = self.p.buffers[name]
+                strides = self.shape(b.strides)
+                self.line(f"if {name}.stride() != {strides}: {name} = fit({name}, {strides})")
+                if name in launched:
+                    self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+
+
+def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A result whose memory order is not the one the capture promised is brought into it."""
+    if all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), strides, strict=True)) or t.numel() == 0:
+        return t.as_strided(t.shape, strides, t.storage_offset())
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
+    names = ", ".join(origins[bad[0]]) or "a kernel"
+    raise IndexError(f"index out of range in self ({names})")

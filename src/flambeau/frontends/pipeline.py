@@ -1,0 +1,121 @@
+"""The line from a captured graph to something that runs: capture, schedule, render, build, execute."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.codegen.cpp import render
+from flambeau.config import config
+from flambeau.errors import CompileError, Error
+from flambeau.ir.program import Launch, Program
+from flambeau.schedule.plan import schedule
+from flambeau.targets.base import Build, get_target
+
+from .capture import Captured, capture
+from .executor import Runner
+
+LOCK = threading.RLock()  # expressions are interned process-wide: one compile at a time
+
+
+@dataclass
+class Compiled:
+    """A graph on its way to being runnable; kernels build in the background until the first call."""
+
+    gm: fx.GraphModule
+    captured: Captured
+    program: Program
+    texts: list[Any]
+    build: Build | None
+    target: Any
+    numerics: str
+    count: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    run: Callable[[list[Any]], list[Any]] | None = None
+    exclude: frozenset[str] = frozenset()
+
+    def finish(self) -> Callable[[list[Any]], list[Any]]:
+        with LOCK:
+            if self.run is not None:
+                return self.run
+            kernels = self.build.wait() if self.build is not None else {}
+            bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
+            if bad:
+                return self.retry(bad)
+            runner = Runner(self.program, self.target, self.captured.sources, self.captured.tensors, self.count)
+            self.run = runner.build(lambda step: kernels[f"k{step.kernel}"])
+            return self.run
+
+    def retry(self, bad: dict[int, CompileError]) -> Callable[[list[Any]], list[Any]]:
+        """Kernels that do not build are left to ATen: their operators are called as they are."""
+        origins = {o for s in self.program.steps if isinstance(s, Launch) and s.kernel in bad for o in s.origins}
+        first = next(iter(bad.values()))
+        warnings.warn(f"flambeau: {len(bad)} kernel(s) did not build; their operators ({', '.join(sorted(origins))}) run as "
+                      f"ATen. Please report this with the following text.\n{first}", RuntimeWarning, stacklevel=2)
+        if origins <= self.exclude:
+            self.run = interpret(self.gm)
+            return self.run
+        self.run = compile_graph(self.gm, self.numerics, self.exclude | origins)
+        return self.run
+
+
+def boxed(c: Compiled) -> Callable[[list[Any]], list[Any]]:
+    """A plain function around it: AOTAutograd's wrappers keep a function's attributes, not an object's."""
+
+    def run(args: list[Any]) -> list[Any]:
+        return (c.run or c.finish())(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    run.compiled = c  # type: ignore[attr-defined]
+    return run
+
+
+def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset[str] = frozenset()
+                  ) -> Callable[[list[Any]], list[Any]]:
+    """A boxed function for a functional ATen graph. What cannot be compiled runs as ATen, with one warning."""
+    try:
+        with LOCK:
+            return boxed(_compile(gm, numerics, exclude))
+    except CompileError:
+        raise
+    except (Error, AssertionError, NotImplementedError, KeyError, TypeError, ValueError) as e:
+        if config.verify:
+            raise
+        warnings.warn(f"flambeau: this graph runs as ATen because it could not be compiled: {type(e).__name__}: {e}. "
+                      "Please report it.", RuntimeWarning, stacklevel=2)
+        return interpret(gm)
+
+
+def _compile(gm: fx.GraphModule, numerics: str, exclude: frozenset[str]) -> Compiled:
+    target = get_target("cpu")
+    t0 = time.perf_counter()
+    captured = capture(gm, exclude)
+    t1 = time.perf_counter()
+    program = schedule(captured.graph, target.capabilities(), numerics, config.verify)
+    t2 = time.perf_counter()
+    texts = [render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+    t3 = time.perf_counter()
+    build = target.build(texts) if texts else None
+    count = sum(n.op == "placeholder" for n in gm.graph.nodes)
+    seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
+    return Compiled(gm, captured, program, texts, build, target, numerics, count, seconds, exclude=exclude)
+
+
+def interpret(gm: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+    """The graph as it is, operator by operator."""
+
+    def run(args: list[Any]) -> list[Any]:
+        taken = list(args)
+        args.clear()
+        with torch.no_grad():
+            return list(fx.Interpreter(gm).run(*taken))
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

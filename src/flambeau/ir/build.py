@@ -1,0 +1,207 @@
+"""How lowerings make nodes: `pointwise`, `reduce`, `scan`, `segment`, `scatter`, `extern` in the current graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .dtypes import DType, highest, is_bool, is_float, lowest
+from .expr import Expr, Scalar, binary, const, lift, unary, where
+from .index import Index, IndexLike, as_index
+from .nodes import (
+    Combine,
+    Extern,
+    Graph,
+    Pointwise,
+    Reduce,
+    Scan,
+    Scatter,
+    Segment,
+    Value,
+    as_indices,
+    dim_vars,
+)
+
+_current: ContextVar[Graph] = ContextVar("flambeau_graph")
+_origin: ContextVar[str] = ContextVar("flambeau_origin", default="")
+
+Body = Callable[[tuple[Index, ...]], Expr]
+
+
+@contextmanager
+def building(graph: Graph, origin: str = "") -> Iterator[Graph]:
+    """Within this block, lowerings add their nodes to `graph`."""
+    token, named = _current.set(graph), _origin.set(origin)
+    try:
+        yield graph
+    finally:
+        _current.reset(token)
+        _origin.reset(named)
+
+
+def graph() -> Graph:
+    return _current.get()
+
+
+def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None) -> Value:
+    """The value of `shape` whose element i is body(i)."""
+    from .expr import cast
+
+    g = graph()
+    vars = dim_vars(tuple(as_index(n) for n in shape))
+    e = body(as_indices(vars))
+    e = e if dtype is None else cast(e, dtype)
+    buffer = g.add_buffer([as_index(n) for n in shape], e.dtype)
+    return g.add(Pointwise((buffer.name,), vars, e, origin=_origin.get()))[0]
+
+
+def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
+           body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]], keepdim: bool = False
+           ) -> tuple[Value, ...]:
+    """One value per component of `combine`: body over `shape`, combined over `axes`."""
+    g = graph()
+    vars = dim_vars(tuple(as_index(n) for n in shape))
+    reduced = frozenset(axes)
+    e = body(as_indices(vars))
+    inputs = e if isinstance(e, tuple) else (e,)
+    kept = [as_index(n) for i, n in enumerate(shape) if i not in reduced]
+    names = tuple(g.add_buffer(kept, d).name for d in combine.dtypes)
+    out = g.add(Reduce(names, vars, reduced, combine, inputs, origin=_origin.get()))
+    return tuple(unsqueeze(v, sorted(reduced)) for v in out) if keepdim else out
+
+
+def unsqueeze(v: Value, axes: Sequence[int]) -> Value:
+    """Size-1 dimensions put in so that they stand at `axes` (ascending) of the result."""
+    shape: list[Index] = list(v.shape)
+    for a in axes:
+        shape.insert(a, as_index(1))
+    keep = [i for i in range(len(shape)) if i not in set(axes)]
+    return v.view(shape, lambda i: [i[k] for k in keep])
+
+
+def segment(shape: Sequence[IndexLike], axis: int, lo: Callable[[tuple[Index, ...]], Expr],
+            hi: Callable[[tuple[Index, ...]], Expr], combine: Combine,
+            body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]]) -> tuple[Value, ...]:
+    """Like `reduce` over one axis whose index runs from lo(i) to hi(i) - 1, both within shape[axis].
+
+    lo and hi see the index with zero at `axis`."""
+    g = graph()
+    vars = dim_vars(tuple(as_index(n) for n in shape))
+    i = as_indices(vars)
+    outer = tuple(as_index(0) if k == axis else x for k, x in enumerate(i))
+    e = body(tuple(as_index(v) if k == axis else x for k, (v, x) in enumerate(zip(vars, i, strict=True))))
+    kept = [as_index(n) for k, n in enumerate(shape) if k != axis]
+    names = tuple(g.add_buffer(kept, d).name for d in combine.dtypes)
+    return g.add(Segment(names, vars, frozenset((axis,)), combine, e if isinstance(e, tuple) else (e,),
+                         lo(outer), hi(outer), origin=_origin.get()))
+
+
+def scan(shape: Sequence[IndexLike], axis: int, combine: Combine,
+         body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]], reverse: bool = False,
+         dtypes: Sequence[DType] | None = None) -> tuple[Value, ...]:
+    """One value per component of `combine`: body combined along `axis` from the start up to each point.
+
+    The running values have the dtypes of the combine; what is stored of them may be narrower (`dtypes`)."""
+    g = graph()
+    vars = dim_vars(tuple(as_index(n) for n in shape))
+    e = body(as_indices(vars))
+    names = tuple(g.add_buffer([as_index(n) for n in shape], d).name for d in dtypes or combine.dtypes)
+    return g.add(Scan(names, vars, axis, combine, e if isinstance(e, tuple) else (e,), reverse,
+                      origin=_origin.get()))
+
+
+def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],
+            target: Callable[[tuple[Index, ...]], Sequence[IndexLike]], value: Body, mode: str = "set",
+            mask: Body | None = None) -> Value:
+    """An array of `shape` that starts as init(i); for each j in `source`, in order, element target(j)
+    takes value(j) (mode set) or joins it (add, mul, min, max)."""
+    g = graph()
+    out_vars = dim_vars(tuple(as_index(n) for n in shape), "o")
+    vars = dim_vars(tuple(as_index(n) for n in source))
+    j = as_indices(vars)
+    start = init(as_indices(out_vars))
+    buffer = g.add_buffer([as_index(n) for n in shape], start.dtype)
+    return g.add(Scatter((buffer.name,), out_vars, start, vars, tuple(as_index(t) for t in target(j)), value(j),
+                         mode, None if mask is None else mask(j), origin=_origin.get()))[0]
+
+
+def extern(target: Any, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[tuple[Any, DType, Any] | None],
+           tuple_result: bool = False, kind: type[Extern] = Extern, out: Any = None) -> tuple[Value | None, ...]:
+    """Call `target` as it is. `metas`: (shape, dtype, strides) of each tensor it returns, None for a None."""
+    g = graph()
+    names, positions = [], []
+    for k, m in enumerate(metas):
+        if m is not None:
+            shape, dtype, strides = m
+            laid = tuple(as_index(s) for s in strides)
+            names.append(g.add_buffer([as_index(n) for n in shape], dtype, strides=laid).name)
+            positions.append(k)
+    node = kind(tuple(names), target, tuple(args), tuple(kwargs.items()),
+                tuple(positions) if tuple_result else None, out, origin=_origin.get())
+    made = iter(g.add(node))
+    return tuple(None if m is None else next(made) for m in metas)
+
+
+# ---- combines ----------------------------------------------------------------------------------------
+
+
+def make_combine(name: str, dtypes: Sequence[DType], identity: Sequence[Scalar],
+                 fn: Callable[[tuple[Expr, ...], tuple[Expr, ...]], tuple[Expr, ...]]) -> Combine:
+    left = tuple(Expr("carry", d, (), f"l{k}") for k, d in enumerate(dtypes))
+    right = tuple(Expr("carry", d, (), f"r{k}") for k, d in enumerate(dtypes))
+    return Combine(name, left, right, fn(left, right),
+                   tuple(lift(x, d) for x, d in zip(identity, dtypes, strict=True)))
+
+
+@lru_cache(maxsize=None)
+def simple_combine(name: str, dtype: DType) -> Combine:
+    """sum, prod, min, max (NaN wins), any, all, xor over one component."""
+    ops: dict[str, tuple[str, Any]] = {
+        "sum": ("add", 0), "prod": ("mul", 1), "min": ("min", highest(dtype)), "max": ("max", lowest(dtype)),
+        "any": ("bitwise_or", False), "all": ("bitwise_and", True)}
+    op, start = ops[name]
+    if is_bool(dtype):
+        op = {"min": "bitwise_and", "max": "bitwise_or", "sum": "bitwise_or", "prod": "bitwise_and"}.get(name, op)
+    return make_combine(name, (dtype,), (start,), lambda a, b: (binary(op, a[0], b[0]),))
+
+
+@lru_cache(maxsize=None)
+def arg_combine(name: str, dtype: DType, later: bool = False) -> Combine:
+    """min or max with its index; NaN wins; on ties the first index, or the later one if asked."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (av, ai), (bv, bi) = a, b
+        better = bv > av if name == "max" else bv < av
+        earlier = (bi >= ai) if later else (bi < ai)
+        equal = binary("eq", av, bv)
+        if is_float(dtype):
+            a_nan, b_nan = unary("isnan", av), unary("isnan", bv)
+            better = (better | b_nan) & ~a_nan
+            equal = equal | (a_nan & b_nan)
+        take = better | (equal & earlier)
+        return where(take, bv, av), where(take, bi, ai)
+
+    start = lowest(dtype) if name == "max" else highest(dtype)
+    # An index past every real one: the identity never wins a tie against an element.
+    return make_combine(f"arg{name}", (dtype, torch.int64), (start, -1 if later else 2**62), fn)
+
+
+@lru_cache(maxsize=None)
+def welford_combine(dtype: DType) -> Combine:
+    """(mean, sum of squared deviations, count), the count as a float of the same dtype."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (am, a2, an), (bm, b2, bn) = a, b
+        n = an + bn
+        delta = bm - am
+        share = where(binary("eq", n, 0), const(0, dtype), bn / n)
+        return am + delta * share, a2 + b2 + delta * delta * an * share, n
+
+    return make_combine("welford", (dtype,) * 3, (0, 0, 0), fn)
+
+

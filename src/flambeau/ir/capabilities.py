@@ -1,0 +1,17 @@
+"""What the passes may know of a machine, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .dtypes import SUPPORTED, DType
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    name: str
+    dtypes: frozenset[DType] = field(default=SUPPORTED)
+    vector_bytes: int = 32  # width of one vector register
+    threads: int = 1  # workers that one kernel can use
+    scratch_bytes: int = 1 << 18  # fast memory one worker may use for the rows of a fused kernel
+    contractions: frozenset[str] = frozenset()  # contractions with a template of their own; others are Extern

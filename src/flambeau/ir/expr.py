@@ -1,0 +1,529 @@
+"""Scalar expressions: typed, interned, immutable. What a kernel computes at one point of its domain.
+
+An expression is a DAG node `(op, dtype, args, attr)`; equal expressions are the same object. Leaves:
+
+    const   attr = a Python number
+    index   attr = an Index, as an integer value
+    load    attr = (buffer name, indices); args = () or (mask,), read only where the mask holds
+    carry   attr = a unique number: the running value inside a fold, or a slot of a combine
+
+Inner nodes: `cast`, `where`, `check` (an index value that must lie in [0, attr), reported otherwise),
+`fold` (a small inner loop, see `Fold`), and the arithmetic of the OPS table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from .dtypes import DType, is_bool, is_float
+from .index import Dyn, Index, Op, Sym, as_index, from_atom
+
+Number = bool | int | float
+
+# name -> (number of arguments, result dtype: "same" as the first argument, "bool", or a dtype)
+OPS: dict[str, tuple[int, str | DType]] = {
+    **{n: (1, "same") for n in (
+        "neg", "abs", "sign", "bitwise_not", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt",
+        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
+        "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "erfcx",
+        "lgamma", "digamma", "i0", "i0e", "i1", "i1e", "ndtri", "ndtr", "log_ndtr", "bessel_j0", "bessel_j1",
+        "bessel_y0", "bessel_y1", "modified_bessel_k0", "modified_bessel_k1",
+        "modified_bessel_i0", "modified_bessel_i1",
+        "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai")},
+    **{n: (1, "bool") for n in ("isnan", "isinf", "signbit", "logical_not")},
+    **{n: (2, "same") for n in (
+        "add", "sub", "mul", "div", "floordiv", "mod", "fmod", "remainder", "pow", "min", "max", "fmin", "fmax",
+        "atan2", "hypot", "copysign", "nextafter", "bitwise_and", "bitwise_or", "bitwise_xor", "shl", "shr",
+        "gcd", "lcm", "zeta", "polygamma", "igamma", "igammac",
+        "chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
+        "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
+        "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he",
+        "laguerre_polynomial_l", "legendre_polynomial_p")},
+    **{n: (2, "bool") for n in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "fma": (3, "same"),
+    # Random bits: (seed, subsequence, counter) int64 -> one of the four Philox words (attr = 0..3).
+    "philox": (3, torch.int64),
+    "bitcast": (1, "same"),  # attr-free reinterpretation between int and float of one width
+}
+
+_exprs: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
+_fresh = itertools.count()
+
+
+class Expr:
+    __slots__ = ("op", "dtype", "args", "attr", "_symbols", "_digest", "__weakref__")
+    op: str
+    dtype: DType
+    args: tuple[Expr, ...]
+    attr: Any
+
+    def __new__(cls, op: str, dtype: DType, args: tuple[Expr, ...] = (), attr: Any = None) -> Expr:
+        # 0.0 == -0.0 == 0 == False as dictionary keys, so a constant is keyed by its text.
+        key = (op, dtype, args, repr(attr) if op == "const" else attr)
+        found = _exprs.get(key)
+        if found is not None:
+            return found
+        self = object.__new__(cls)
+        self.op, self.dtype, self.args, self.attr = op, dtype, args, attr
+        self._symbols: frozenset[Sym] | None = None
+        self._digest: str | None = None
+        _exprs[key] = self
+        return self
+
+    @property
+    def digest(self) -> str:
+        """A name for the structure that is the same in every process."""
+        if self._digest is None:
+            text = f"{self.op}|{self.dtype}|{self.attr}|{','.join(a.digest for a in self.args)}"
+            self._digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return self._digest
+
+    def own_indices(self) -> tuple[Index, ...]:
+        """The index expressions in this very node."""
+        if self.op == "index" or self.op == "check":
+            return (self.attr,)
+        if self.op == "load":
+            return self.attr[1]  # type: ignore[no-any-return]
+        if self.op == "fold":
+            return tuple(i for _, lo, hi in self.attr.loops for i in (lo, hi))
+        return ()
+
+    def symbols(self) -> frozenset[Sym]:
+        if self._symbols is None:
+            out: frozenset[Sym] = frozenset()
+            for i in self.own_indices():
+                out |= i.symbols()
+            for a in self.args:
+                out |= a.symbols()
+            if self.op == "fold":
+                out -= {v for v, _, _ in self.attr.loops}
+            self._symbols = out
+        return self._symbols
+
+    def subs(self, mapping: Mapping[Sym, Index]) -> Expr:
+        if not mapping:
+            return self
+        return rewrite(self, lambda e: e, mapping)
+
+    def __repr__(self) -> str:
+        if self.op == "const":
+            return repr(self.attr)
+        if self.op == "index":
+            return f"[{self.attr}]"
+        if self.op == "load":
+            where = f" if {self.args[0]}" if self.args else ""
+            return f"{self.attr[0]}[{', '.join(map(repr, self.attr[1]))}]{where}"
+        extra = "" if self.attr is None else f"<{self.attr}>"
+        name = str(self.dtype).removeprefix("torch.") if self.op == "cast" else self.op
+        return f"{name}{extra}({', '.join(map(repr, self.args))})"
+
+    # ---- operators: a lowering reads like its formula ------------------------------------------------
+
+    def __add__(self, o: Scalar) -> Expr:
+        return binary("add", self, o)
+
+    def __radd__(self, o: Scalar) -> Expr:
+        return binary("add", lift(o, self.dtype), self)
+
+    def __sub__(self, o: Scalar) -> Expr:
+        return binary("sub", self, o)
+
+    def __rsub__(self, o: Scalar) -> Expr:
+        return binary("sub", lift(o, self.dtype), self)
+
+    def __mul__(self, o: Scalar) -> Expr:
+        return binary("mul", self, o)
+
+    def __rmul__(self, o: Scalar) -> Expr:
+        return binary("mul", lift(o, self.dtype), self)
+
+    def __truediv__(self, o: Scalar) -> Expr:
+        return binary("div", self, o)
+
+    def __rtruediv__(self, o: Scalar) -> Expr:
+        return binary("div", lift(o, self.dtype), self)
+
+    def __neg__(self) -> Expr:
+        return unary("neg", self)
+
+    def __lt__(self, o: Scalar) -> Expr:
+        return binary("lt", self, o)
+
+    def __le__(self, o: Scalar) -> Expr:
+        return binary("le", self, o)
+
+    def __gt__(self, o: Scalar) -> Expr:
+        return binary("gt", self, o)
+
+    def __ge__(self, o: Scalar) -> Expr:
+        return binary("ge", self, o)
+
+    def __and__(self, o: Scalar) -> Expr:
+        return binary("bitwise_and", self, o)
+
+    def __or__(self, o: Scalar) -> Expr:
+        return binary("bitwise_or", self, o)
+
+    def __xor__(self, o: Scalar) -> Expr:
+        return binary("bitwise_xor", self, o)
+
+    def __invert__(self) -> Expr:
+        return unary("logical_not" if is_bool(self.dtype) else "bitwise_not", self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"an expression has no truth value while a kernel is being written: {self!r}; use where()")
+
+
+Scalar = Expr | int | float | bool
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A small loop inside an expression: `carries` start at `inits` and become `updates` at each step.
+
+    The fold expression's args are inits followed by updates; `which` says whose final value it is.
+    """
+
+    loops: tuple[tuple[Sym, Index, Index], ...]  # variable, first, one past the last; outermost first
+    carries: tuple[Expr, ...]
+    which: int
+
+    def __repr__(self) -> str:
+        return f"{self.which} of {self.carries} over {self.loops}"
+
+
+# ---- constructors ------------------------------------------------------------------------------------
+
+
+def const(value: Number, dtype: DType) -> Expr:
+    if is_float(dtype):
+        value = rounded(float(value), dtype)
+    elif is_bool(dtype):
+        value = bool(value)
+    else:
+        value = _wrap(int(value), dtype)
+    return Expr("const", dtype, (), value)
+
+
+def rounded(value: float, dtype: DType) -> float:
+    """The number of that dtype that stands for the value, so that a cast to a wider dtype adds no digits."""
+    if dtype is torch.float64 or not math.isfinite(value):
+        return value
+    try:
+        if dtype is torch.float16:
+            return float(struct.unpack("e", struct.pack("e", value))[0])
+        (bits,) = struct.unpack("I", struct.pack("f", value))
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    if dtype is torch.bfloat16:
+        bits = min(bits + 0x7FFF + ((bits >> 16) & 1), 0xFFFFFFFF) & 0xFFFF0000
+    return float(struct.unpack("f", struct.pack("I", bits))[0])
+
+
+def _wrap(value: int, dtype: DType) -> int:
+    info = torch.iinfo(dtype)
+    return (value - info.min) % (1 << info.bits) + info.min
+
+
+def lift(x: Scalar, dtype: DType) -> Expr:
+    return x if isinstance(x, Expr) else const(x, dtype)
+
+
+def index_value(i: Index | Sym | int, dtype: DType = torch.int64) -> Expr:
+    i = as_index(i)
+    if i.is_const:
+        return const(i.const, dtype)
+    return cast(Expr("index", torch.int64, (), i), dtype)
+
+
+def fresh_carry(dtype: DType) -> Expr:
+    return Expr("carry", dtype, (), next(_fresh))
+
+
+def fresh_sym(extent: Index | int, prefix: str = "w") -> Sym:
+    return Sym(f"{prefix}{next(_fresh)}", extent)
+
+
+def restart_names() -> None:
+    """Fresh names count from zero again, so that the same graph always gives the same text."""
+    global _fresh
+    _fresh = itertools.count()
+
+
+def load(buffer: str, index: tuple[Index, ...], dtype: DType, mask: Expr | None = None) -> Expr:
+    return Expr("load", dtype, () if mask is None or _is_true(mask) else (mask,), (buffer, index))
+
+
+def cast(x: Expr, dtype: DType) -> Expr:
+    if x.dtype is dtype:
+        return x
+    if x.op == "const":
+        if is_float(x.dtype) and not is_float(dtype) and not is_bool(dtype) and abs(x.attr) < 2**31:
+            return const(int(x.attr), dtype)
+        if not is_float(x.dtype) or is_bool(dtype) or dtype in (torch.float32, torch.float64):
+            return const(x.attr, dtype)
+    return Expr("cast", dtype, (x,))
+
+
+def unary(op: str, x: Expr) -> Expr:
+    if op == "neg" and x.op == "const":
+        return const(-x.attr, x.dtype)
+    if op == "logical_not":
+        if not is_bool(x.dtype):
+            return binary("eq", x, 0)
+        if x.op == "const":
+            return const(not x.attr, x.dtype)
+        if x.op == "logical_not":
+            return x.args[0]
+    _, result = OPS[op]
+    return Expr(op, torch.bool if result == "bool" else x.dtype, (x,))
+
+
+def _is_true(x: Expr) -> bool:
+    return x.op == "const" and x.attr is True
+
+
+def _is_false(x: Expr) -> bool:
+    return x.op == "const" and x.attr is False
+
+
+_FOLDED: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+}
+
+
+def binary(op: str, a: Scalar, b: Scalar) -> Expr:
+    if not isinstance(a, Expr):
+        if not isinstance(b, Expr):
+            raise TypeError(f"{op}: needs at least one expression")
+        a = lift(a, b.dtype)
+    b = lift(b, a.dtype)
+    if a.dtype is not b.dtype:
+        raise TypeError(f"{op}: operands have different dtypes {a.dtype} and {b.dtype}: {a!r}, {b!r}")
+    if op == "bitwise_and" and is_bool(a.dtype):
+        if _is_true(a) or a is b or _is_false(b):
+            return b
+        if _is_true(b) or _is_false(a):
+            return a
+    if op == "bitwise_or" and is_bool(a.dtype):
+        if _is_false(a) or a is b or _is_true(b):
+            return b
+        if _is_false(b) or _is_true(a):
+            return a
+    if op in _FOLDED and a.op == "const" and b.op == "const" and not is_bool(a.dtype):
+        return const(_FOLDED[op](a.attr, b.attr), torch.bool if OPS[op][1] == "bool" else a.dtype)
+    if op == "mul" and not is_bool(a.dtype):
+        if b.op == "const" and b.attr == 1:
+            return a
+        if a.op == "const" and a.attr == 1:
+            return b
+    if not is_float(a.dtype) and not is_bool(a.dtype):
+        if op in ("add", "sub") and b.op == "const" and b.attr == 0:
+            return a
+        if op == "add" and a.op == "const" and a.attr == 0:
+            return b
+        bound = _decide_by_range(op, a, b)
+        if bound is not None:
+            return bound
+    return Expr(op, torch.bool if OPS[op][1] == "bool" else a.dtype, (a, b))
+
+
+def _decide_by_range(op: str, a: Expr, b: Expr) -> Expr | None:
+    """Comparisons of index values that their ranges decide: padding masks fall away in the interior."""
+    if OPS[op][1] != "bool" or a.dtype is not torch.int64:
+        return None
+    ia, ib = _as_plain_index(a), _as_plain_index(b)
+    if ia is None or ib is None:
+        return None
+    from .index import upper
+
+    d = ib - ia
+    low, high = d.bounds()[0], upper(d).bounds()[1]
+    if op in ("lt", "ge"):
+        verdict = True if low is not None and low > 0 else False if high is not None and high <= 0 else None
+    elif op in ("le", "gt"):
+        verdict = True if low is not None and low >= 0 else False if high is not None and high < 0 else None
+    else:
+        differ = (low is not None and low > 0) or (high is not None and high < 0)
+        verdict = True if d.is_const and d.const == 0 else False if differ else None
+    if verdict is None:
+        return None
+    return const(verdict if op in ("lt", "le", "eq") else not verdict, torch.bool)
+
+
+def _as_plain_index(x: Expr) -> Index | None:
+    if x.op == "index":
+        return x.attr  # type: ignore[no-any-return]
+    return as_index(x.attr) if x.op == "const" else None
+
+
+def where(cond: Expr, a: Scalar, b: Scalar) -> Expr:
+    if not isinstance(a, Expr) and not isinstance(b, Expr):
+        raise TypeError("where: at least one branch must be an expression")
+    a = lift(a, b.dtype) if isinstance(b, Expr) else a
+    assert isinstance(a, Expr)
+    b = lift(b, a.dtype)
+    if a.dtype is not b.dtype:
+        raise TypeError(f"where: branches have different dtypes {a.dtype} and {b.dtype}")
+    if not is_bool(cond.dtype):
+        cond = binary("ne", cond, 0)
+    if cond.op == "const":
+        return a if cond.attr else b
+    if a is b:
+        return a
+    return Expr("where", a.dtype, (cond, a, b))
+
+
+def check(value: Expr, size: Index | int, mask: Expr | None = None) -> Index:
+    """An index from a computed value that must lie in [0, size); the kernel reports it when it does not."""
+    size = as_index(size)
+    plain = _as_plain_index(cast(value, torch.int64))
+    hi = size.bounds()[1]
+    if plain is not None:
+        from .index import fits
+
+        if fits(plain, size):
+            return plain
+    e = Expr("check", torch.int64, (cast(value, torch.int64), *(() if mask is None else (mask,))), size)
+    return from_atom(Dyn(e, 0, None if hi is None else max(hi - 1, 0)))
+
+
+def computed(value: Expr, lo: int | None = None, hi: int | None = None) -> Index:
+    """An index from a computed value that needs no check (its range is known by construction)."""
+    plain = _as_plain_index(cast(value, torch.int64))
+    if plain is not None:
+        return plain
+    return from_atom(Dyn(cast(value, torch.int64), lo, hi))
+
+
+def fold(loops: tuple[tuple[Sym, Index, Index], ...], carries: tuple[Expr, ...], inits: tuple[Expr, ...],
+         updates: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The final values of the carries; see `Fold`."""
+    args = inits + updates
+    return tuple(Expr("fold", c.dtype, args, Fold(loops, carries, k)) for k, c in enumerate(carries))
+
+
+# ---- walking -----------------------------------------------------------------------------------------
+
+
+def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index] | None = None,
+            memo: dict[Expr, Expr] | None = None) -> Expr:
+    """Rebuild bottom-up: symbols replaced by `mapping`, then `fn` applied to every node.
+
+    Values computed inside indices are rebuilt as well, so nothing hides from `fn`.
+    """
+    mapping = mapping or {}
+    memo = {} if memo is None else memo
+
+    def on_index(i: Index) -> Index:
+        if not any(isinstance(a, Dyn) for a in i.atoms()):
+            return i.subs(mapping)
+        total = as_index(i.const)
+        for mono, coef in i.terms:
+            term = as_index(coef)
+            for a in mono:
+                if isinstance(a, Dyn):
+                    term = term * from_atom(Dyn(walk(a.expr), a.lo, a.hi))
+                elif isinstance(a, Op):
+                    x, y = on_index(a.a), on_index(a.b)
+                    from .index import _BUILD
+
+                    term = term * _BUILD[a.kind](x, y)
+                else:
+                    term = term * a.subs(mapping)
+            total = total + term
+        return total
+
+    def walk(e: Expr) -> Expr:
+        done = memo.get(e)
+        if done is not None:
+            return done
+        args = tuple(walk(a) for a in e.args)
+        out: Expr
+        if e.op == "index":
+            out = index_value(on_index(e.attr))
+        elif e.op == "load":
+            out = load(e.attr[0], tuple(on_index(i) for i in e.attr[1]), e.dtype, *args)
+        elif e.op == "check":
+            out = Expr("check", e.dtype, args, on_index(e.attr))
+        elif e.op == "fold":
+            f: Fold = e.attr
+            loops = tuple((v, on_index(lo), on_index(hi)) for v, lo, hi in f.loops)
+            out = Expr("fold", e.dtype, args, Fold(loops, f.carries, f.which))
+        elif args == e.args:
+            out = e
+        else:
+            out = remake(e, args)
+        out = fn(out)
+        memo[e] = out
+        return out
+
+    return walk(root)
+
+
+def remake(e: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation on other arguments, simplified again."""
+    if e.op == "cast":
+        return cast(args[0], e.dtype)
+    if e.op == "where":
+        return where(*args)
+    if e.attr is None and len(args) == 2 and e.op in OPS:
+        return binary(e.op, *args)
+    if e.attr is None and len(args) == 1 and e.op in OPS:
+        return unary(e.op, *args)
+    return Expr(e.op, e.dtype, args, e.attr)
+
+
+def walk(*roots: Expr) -> Iterator[Expr]:
+    """Every distinct expression once, operands before users, values inside indices included."""
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        e, ready = stack.pop()
+        if ready:
+            yield e
+            continue
+        if e in seen:
+            continue
+        seen.add(e)
+        stack.append((e, True))
+        for child in (*index_children(e), *reversed(e.args)):
+            if child not in seen:
+                stack.append((child, False))
+
+
+def index_children(e: Expr) -> tuple[Expr, ...]:
+    out: list[Expr] = []
+    for i in e.own_indices():
+        out.extend(a.expr for a in i.atoms() if isinstance(a, Dyn))
+    return tuple(out)
+
+
+def loads(*roots: Expr) -> list[Expr]:
+    return [e for e in walk(*roots) if e.op == "load"]
+
+
+def masked(body: Expr, mask: Expr) -> Expr:
+    """The body with every read and every check made only where the mask holds."""
+
+    def guard(e: Expr) -> Expr:
+        if e.op == "load":
+            m = mask if not e.args else mask & e.args[0]
+            return load(e.attr[0], e.attr[1], e.dtype, m)
+        if e.op == "check":
+            m = mask if len(e.args) == 1 else mask & e.args[1]
+            return Expr("check", e.dtype, (e.args[0], m), e.attr)
+        return e
+
+    return body if _is_true(mask) else rewrite(body, guard)

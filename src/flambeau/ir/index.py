@@ -1,0 +1,512 @@
+"""Integer index algebra: interned polynomials over symbols with known ranges.
+
+An `Index` is a canonical sum of integer multiples of products of atoms, plus a constant. An atom is a
+symbol (a loop variable or a run-time size), a floor-division, a remainder, a minimum, a maximum, or a
+value computed by the kernel itself (`Dyn`, an index read from memory). Equal indices are the same object,
+so comparison is `is` and every result can be memoised.
+
+Simplification aims at one thing: views of views of views must index with no leftover division where none
+is needed. Everything rests on ranges: `(12*a + b) // 24` is `a // 2` when b is known to be in [0, 12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import gcd
+from typing import Any, Union
+from weakref import WeakValueDictionary
+
+IndexLike = Union["Index", int]
+Monomial = tuple["Atom", ...]
+Bounds = tuple[int | None, int | None]
+
+
+class Atom:
+    """An indivisible factor. `key` orders atoms the same way in every process."""
+
+    __slots__ = ("key", "lo", "hi", "__weakref__")
+    key: str
+    lo: int | None
+    hi: int | None
+
+    def __repr__(self) -> str:
+        return self.key
+
+    def symbols(self) -> frozenset[Sym]:
+        raise NotImplementedError
+
+    def subs(self, mapping: Mapping[Sym, Index]) -> Index:
+        raise NotImplementedError
+
+
+_syms: WeakValueDictionary[tuple[Any, ...], Sym] = WeakValueDictionary()
+_ops: WeakValueDictionary[tuple[Any, ...], Op] = WeakValueDictionary()
+_dyns: WeakValueDictionary[tuple[Any, ...], Dyn] = WeakValueDictionary()
+_indices: WeakValueDictionary[tuple[Any, ...], Index] = WeakValueDictionary()
+
+
+class Sym(Atom):
+    """A loop variable (with an `extent`) or a run-time size (without)."""
+
+    __slots__ = ("name", "extent")
+    name: str
+    extent: Index | None
+
+    def __new__(cls, name: str, extent: IndexLike | None = None, lo: int = 0, hi: int | None = None) -> Sym:
+        ext = None if extent is None else as_index(extent)
+        if ext is not None and hi is None:
+            top = ext.bounds()[1]
+            hi = None if top is None else max(top - 1, 0)
+        key = (name, ext, lo, hi)
+        found = _syms.get(key)
+        if found is not None:
+            return found
+        self = object.__new__(cls)
+        self.name, self.extent, self.lo, self.hi, self.key = name, ext, lo, hi, name
+        _syms[key] = self
+        return self
+
+    def symbols(self) -> frozenset[Sym]:
+        return frozenset((self,))
+
+    def subs(self, mapping: Mapping[Sym, Index]) -> Index:
+        return mapping.get(self) or from_atom(self)
+
+
+class Op(Atom):
+    """`a // b`, `a % b`, `min(a, b)` or `max(a, b)` that did not simplify."""
+
+    __slots__ = ("kind", "a", "b", "_symbols")
+    kind: str
+    a: Index
+    b: Index
+
+    def __new__(cls, kind: str, a: Index, b: Index, lo: int | None, hi: int | None) -> Op:
+        key = (kind, a, b)
+        found = _ops.get(key)
+        if found is not None:
+            return found
+        self = object.__new__(cls)
+        self.kind, self.a, self.b, self.lo, self.hi = kind, a, b, lo, hi
+        self.key = f"{kind}({a},{b})"
+        self._symbols = a.symbols() | b.symbols()
+        _ops[key] = self
+        return self
+
+    def symbols(self) -> frozenset[Sym]:
+        return self._symbols
+
+    def subs(self, mapping: Mapping[Sym, Index]) -> Index:
+        if self._symbols.isdisjoint(mapping):
+            return from_atom(self)
+        return _BUILD[self.kind](self.a.subs(mapping), self.b.subs(mapping))
+
+
+class Dyn(Atom):
+    """An index that the kernel computes: the scalar expression is opaque here but for its symbols."""
+
+    __slots__ = ("expr",)
+    expr: Any
+
+    def __new__(cls, expr: Any, lo: int | None, hi: int | None) -> Dyn:
+        key = (expr, lo, hi)
+        found = _dyns.get(key)
+        if found is not None:
+            return found
+        self = object.__new__(cls)
+        self.expr, self.lo, self.hi, self.key = expr, lo, hi, f"dyn[{expr.digest}]"
+        _dyns[key] = self
+        return self
+
+    def symbols(self) -> frozenset[Sym]:
+        return self.expr.symbols()  # type: ignore[no-any-return]
+
+    def subs(self, mapping: Mapping[Sym, Index]) -> Index:
+        if self.symbols().isdisjoint(mapping):
+            return from_atom(self)
+        return from_atom(Dyn(self.expr.subs(mapping), self.lo, self.hi))
+
+
+class Index:
+    """A canonical polynomial; make one with `as_index`, `from_atom` and the operators."""
+
+    __slots__ = ("terms", "const", "_bounds", "_symbols", "_text", "__weakref__")
+    terms: tuple[tuple[Monomial, int], ...]
+    const: int
+
+    def __new__(cls, terms: tuple[tuple[Monomial, int], ...], const: int) -> Index:
+        key = (terms, const)
+        found = _indices.get(key)
+        if found is not None:
+            return found
+        self = object.__new__(cls)
+        self.terms, self.const = terms, const
+        self._bounds: Bounds | None = None
+        self._symbols: frozenset[Sym] | None = None
+        self._text: str | None = None
+        _indices[key] = self
+        return self
+
+    # ---- facts -------------------------------------------------------------------------------------
+
+    @property
+    def is_const(self) -> bool:
+        return not self.terms
+
+    def __int__(self) -> int:
+        if self.terms:
+            raise TypeError(f"index {self} is not a constant")
+        return self.const
+
+    def atom(self) -> Atom | None:
+        """The atom, if this index is exactly one."""
+        if self.const == 0 and len(self.terms) == 1:
+            (mono, coef), = self.terms
+            if coef == 1 and len(mono) == 1:
+                return mono[0]
+        return None
+
+    def symbols(self) -> frozenset[Sym]:
+        if self._symbols is None:
+            out: frozenset[Sym] = frozenset()
+            for mono, _ in self.terms:
+                for a in mono:
+                    out |= a.symbols()
+            self._symbols = out
+        return self._symbols
+
+    def atoms(self) -> Iterable[Atom]:
+        """Every atom, those inside other atoms too (but not inside computed values)."""
+        for mono, _ in self.terms:
+            for a in mono:
+                yield a
+                if isinstance(a, Op):
+                    yield from a.a.atoms()
+                    yield from a.b.atoms()
+
+    def bounds(self) -> Bounds:
+        """Inclusive numeric range; None where it is unknown."""
+        if self._bounds is None:
+            lo: int | None = self.const
+            hi: int | None = self.const
+            for mono, coef in self.terms:
+                a, b = _mono_bounds(mono)
+                if coef < 0:
+                    a, b = b, a
+                lo = None if lo is None or a is None else lo + coef * a
+                hi = None if hi is None or b is None else hi + coef * b
+            self._bounds = (lo, hi)
+        return self._bounds
+
+    def coefficient(self, sym: Sym) -> Index | None:
+        """d(self)/d(sym) if this index is affine in `sym`, else None."""
+        if sym not in self.symbols():
+            return ZERO
+        out: list[tuple[Monomial, int]] = []
+        const = 0
+        for mono, coef in self.terms:
+            rest = tuple(a for a in mono if a is not sym)
+            if any(sym in a.symbols() for a in rest) or len(mono) - len(rest) > 1:
+                return None
+            if len(rest) < len(mono):
+                if rest:
+                    out.append((rest, coef))
+                else:
+                    const += coef
+        return Index(tuple(sorted(out, key=_term_key)), const)
+
+    def subs(self, mapping: Mapping[Sym, Index]) -> Index:
+        if not mapping or self.symbols().isdisjoint(mapping):
+            return self
+        total = as_index(self.const)
+        for mono, coef in self.terms:
+            product = as_index(coef)
+            for a in mono:
+                product = product * a.subs(mapping)
+            total = total + product
+        return total
+
+    # ---- arithmetic --------------------------------------------------------------------------------
+
+    def __add__(self, other: IndexLike) -> Index:
+        o = as_index(other)
+        if not o.terms:
+            return self if o.const == 0 else Index(self.terms, self.const + o.const)
+        if not self.terms and self.const == 0:
+            return o
+        acc = dict(self.terms)
+        for mono, coef in o.terms:
+            acc[mono] = acc.get(mono, 0) + coef
+        return _normal(acc, self.const + o.const)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Index:
+        return Index(tuple((m, -c) for m, c in self.terms), -self.const)
+
+    def __sub__(self, other: IndexLike) -> Index:
+        return self + (-as_index(other))
+
+    def __rsub__(self, other: IndexLike) -> Index:
+        return as_index(other) - self
+
+    def __mul__(self, other: IndexLike) -> Index:
+        o = as_index(other)
+        if not o.terms:
+            if o.const == 1:
+                return self
+            if o.const == 0:
+                return ZERO
+            return Index(tuple((m, c * o.const) for m, c in self.terms), self.const * o.const)
+        if not self.terms:
+            return o * self.const
+        acc: dict[Monomial, int] = {}
+        for m1, c1 in (*self.terms, ((), self.const)):
+            for m2, c2 in (*o.terms, ((), o.const)):
+                if c1 and c2:
+                    mono = tuple(sorted(m1 + m2, key=_atom_key))
+                    acc[mono] = acc.get(mono, 0) + c1 * c2
+        return _normal(acc, acc.pop((), 0))
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: IndexLike) -> Index:
+        return floordiv(self, as_index(other))
+
+    def __rfloordiv__(self, other: IndexLike) -> Index:
+        return floordiv(as_index(other), self)
+
+    def __mod__(self, other: IndexLike) -> Index:
+        return mod(self, as_index(other))
+
+    def __repr__(self) -> str:
+        if self._text is None:
+            parts = ["*".join(([str(c)] if c != 1 else []) + [a.key for a in m]) for m, c in self.terms]
+            if self.const or not parts:
+                parts.append(str(self.const))
+            self._text = " + ".join(parts)
+        return self._text
+
+
+ZERO = Index((), 0)
+ONE = Index((), 1)
+
+
+def as_index(x: IndexLike | Sym) -> Index:
+    if isinstance(x, Index):
+        return x
+    if isinstance(x, Sym):
+        return from_atom(x)
+    return Index((), int(x))
+
+
+def from_atom(a: Atom) -> Index:
+    return Index((((a,), 1),), 0)
+
+
+def product(sizes: Iterable[IndexLike]) -> Index:
+    out = ONE
+    for s in sizes:
+        out = out * s
+    return out
+
+
+def _atom_key(a: Atom) -> str:
+    return a.key
+
+
+def _term_key(term: tuple[Monomial, int]) -> tuple[str, ...]:
+    return tuple(a.key for a in term[0])
+
+
+def _mono_bounds(mono: Monomial) -> Bounds:
+    lo: int | None = 1
+    hi: int | None = 1
+    for a in mono:
+        if lo is None or hi is None or a.lo is None or a.hi is None or lo < 0 or a.lo < 0:
+            # Sizes and loop variables are never negative, so half-open products keep their lower end.
+            if lo is not None and lo >= 0 and a.lo is not None and a.lo >= 0:
+                lo, hi = lo * a.lo, None if hi is None or a.hi is None else hi * a.hi
+            elif None not in (lo, hi, a.lo, a.hi):
+                ends = [x * y for x in (lo, hi) for y in (a.lo, a.hi)]  # type: ignore[operator]
+                lo, hi = min(ends), max(ends)
+            else:
+                return None, None
+        else:
+            lo, hi = lo * a.lo, hi * a.hi
+    return lo, hi
+
+
+def _normal(acc: dict[Monomial, int], const: int) -> Index:
+    terms = {m: c for m, c in acc.items() if c}
+    # Mods meet their quotients: c*(x % a) + c*a*(x // a) = c*x, and one level deeper.
+    for mono, coef in list(terms.items()):
+        if len(mono) == 1 and isinstance(mono[0], Op) and mono[0].kind == "mod" and terms.get(mono) == coef:
+            x, a = mono[0].a, mono[0].b
+            quotient = floordiv(x, a)
+            whole = coef * a
+            q = quotient.atom()
+            for other in list(terms):
+                if len(whole.terms) or len(other) != 1:
+                    continue
+                if other[0] is q and terms[other] == whole.const:
+                    joined = x * coef
+                elif (isinstance(other[0], Op) and other[0].kind == "mod" and other[0].a is quotient
+                      and terms[other] == whole.const):
+                    joined = mod(x, a * other[0].b) * coef
+                else:
+                    continue
+                del terms[mono], terms[other]
+                return _normal(terms, const) + joined
+    return Index(tuple(sorted(terms.items(), key=_term_key)), const)
+
+
+# ---- ranges ------------------------------------------------------------------------------------------
+
+
+def upper(e: Index) -> Index:
+    """A symbolic upper bound: every loop variable with a symbolic extent at its last value."""
+    mapping = {s: s.extent - 1 for s in e.symbols() if s.extent is not None and s.hi is None}
+    if any(c < 0 for m, c in e.terms if any(s in mapping for a in m for s in a.symbols())):
+        return e
+    return e.subs(mapping)
+
+
+def is_nonneg(e: Index) -> bool:
+    lo = e.bounds()[0]
+    return lo is not None and lo >= 0
+
+
+def is_less(a: Index, b: IndexLike) -> bool:
+    """Provably a < b."""
+    return is_nonneg(as_index(b) - 1 - upper(a))
+
+
+def fits(e: Index, size: IndexLike) -> bool:
+    """Provably 0 <= e < size."""
+    return is_nonneg(e) and is_less(e, size)
+
+
+# ---- division ----------------------------------------------------------------------------------------
+
+
+def _divide_exactly(e: Index, d: Index) -> tuple[Index, Index]:
+    """e = q*d + r with every term of e that d divides moved into q (d is a single monomial)."""
+    if not d.terms:
+        k = d.const
+        q = Index(tuple((m, c // k) for m, c in e.terms if c % k == 0), e.const // k)
+        return q, Index(tuple((m, c) for m, c in e.terms if c % k), e.const % k)
+    if len(d.terms) != 1 or d.const:
+        return (ONE, ZERO) if e is d else (ZERO, e)
+    (dm, dc), = d.terms
+    quotient: dict[Monomial, int] = {}
+    rest: dict[Monomial, int] = {}
+    for m, c in e.terms:
+        left = list(m)
+        try:
+            for a in dm:
+                left.remove(a)
+        except ValueError:
+            rest[m] = c
+            continue
+        if c % dc:
+            rest[m] = c
+        else:
+            quotient[tuple(left)] = c // dc
+    return _normal(quotient, quotient.pop((), 0)), _normal(rest, e.const)
+
+
+def floordiv(e: Index, d: Index) -> Index:
+    if d is ONE:
+        return e
+    if not d.terms and not e.terms:
+        return as_index(e.const // d.const)
+    q, r = _divide_exactly(e, d)
+    if r is ZERO or fits(r, d):
+        return q
+    if not d.terms:
+        k = d.const
+        if k > 0:
+            for g in sorted({gcd(c, k) for _, c in r.terms}, reverse=True):
+                if g == 1:
+                    break
+                small = Index(tuple((m, c) for m, c in r.terms if c % g), r.const % g)
+                if fits(small, g):
+                    big = Index(tuple((m, c // g) for m, c in r.terms if c % g == 0), r.const // g)
+                    return q + floordiv(big, as_index(k // g))
+            a = r.atom()
+            if isinstance(a, Op) and not a.b.terms and a.b.const > 0:
+                if a.kind == "div":
+                    return q + floordiv(a.a, a.b * k)
+                if a.kind == "mod" and a.b.const % k == 0:
+                    return q + mod(floordiv(a.a, d), as_index(a.b.const // k))
+    lo, hi = r.bounds()
+    dlo, dhi = d.bounds()
+    out_lo = out_hi = None
+    if dlo is not None and dlo > 0:
+        if lo is not None:
+            out_lo = lo // dlo if lo < 0 else (0 if dhi is None else lo // dhi)
+        if hi is not None:
+            out_hi = hi // dlo if hi >= 0 else -1
+    return q + from_atom(Op("div", r, d, out_lo, out_hi))
+
+
+def mod(e: Index, d: Index) -> Index:
+    if not d.terms and not e.terms:
+        return as_index(e.const % d.const)
+    _, r = _divide_exactly(e, d)
+    if r is ZERO or fits(r, d):
+        return r
+    if not d.terms and d.const > 0:
+        k = d.const
+        # Inner remainders by a multiple of k fall away.
+        for m, c in r.terms:
+            if len(m) == 1 and isinstance(m[0], Op) and m[0].kind == "mod" and not (m[0].b * c % k).terms:
+                if (m[0].b * c % k) is ZERO:
+                    return mod(r - from_atom(m[0]) * c + m[0].a * c, d)
+        for g in sorted({gcd(c, k) for _, c in r.terms}, reverse=True):
+            if g == 1:
+                break
+            small = Index(tuple((m, c) for m, c in r.terms if c % g), r.const % g)
+            if fits(small, g):
+                big = Index(tuple((m, c // g) for m, c in r.terms if c % g == 0), r.const // g)
+                return mod(big, as_index(k // g)) * g + small
+    dhi = d.bounds()[1]
+    lo = 0
+    hi = None if dhi is None else dhi - 1
+    if is_nonneg(r) and (rhi := r.bounds()[1]) is not None and (hi is None or rhi < hi):
+        hi = rhi
+    return from_atom(Op("mod", r, d, lo, hi))
+
+
+def minimum(a: IndexLike, b: IndexLike) -> Index:
+    a, b = as_index(a), as_index(b)
+    if is_nonneg(b - a):
+        return a
+    if is_nonneg(a - b):
+        return b
+    a, b = sorted((a, b), key=repr)
+    (alo, ahi), (blo, bhi) = a.bounds(), b.bounds()
+    lo = None if alo is None or blo is None else min(alo, blo)
+    his = [h for h in (ahi, bhi) if h is not None]
+    return from_atom(Op("min", a, b, lo, min(his) if his else None))
+
+
+def maximum(a: IndexLike, b: IndexLike) -> Index:
+    a, b = as_index(a), as_index(b)
+    if is_nonneg(a - b):
+        return a
+    if is_nonneg(b - a):
+        return b
+    a, b = sorted((a, b), key=repr)
+    (alo, ahi), (blo, bhi) = a.bounds(), b.bounds()
+    los = [x for x in (alo, blo) if x is not None]
+    hi = None if ahi is None or bhi is None else max(ahi, bhi)
+    return from_atom(Op("max", a, b, max(los) if los else None, hi))
+
+
+def ceildiv(a: IndexLike, b: IndexLike) -> Index:
+    return (as_index(a) + as_index(b) - 1) // b
+
+
+_BUILD = {"div": floordiv, "mod": mod, "min": minimum, "max": maximum}

@@ -1,0 +1,314 @@
+"""The loop language: values, the eight node kinds, and the graph that holds them.
+
+A `Value` is a shape, a dtype and a map from its index to the index of a buffer; a view is another map
+onto the same buffer and costs nothing. A node computes one or more buffers. No node owns memory: whether
+a buffer becomes memory is the scheduler's decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from .dtypes import DType
+from .expr import Expr, load, restart_names
+from .index import ZERO, Index, IndexLike, Sym, as_index, product
+
+Shape = tuple[Index, ...]
+
+
+def dim_vars(shape: Sequence[Index], prefix: str = "d") -> tuple[Sym, ...]:
+    return tuple(Sym(f"{prefix}{i}", n) for i, n in enumerate(shape))
+
+
+def as_indices(vars: Iterable[Sym]) -> tuple[Index, ...]:
+    """The variables as indices; one that can only be zero is zero."""
+    return tuple(ZERO if v.hi == 0 else as_index(v) for v in vars)
+
+
+def contiguous_strides(shape: Sequence[Index]) -> tuple[Index, ...]:
+    out: list[Index] = []
+    step = as_index(1)
+    for n in reversed(shape):
+        out.append(step)
+        step = step * n
+    return tuple(reversed(out))
+
+
+@dataclass
+class Buffer:
+    """A named array: where it comes from is the node's business, where it lives the schedule's."""
+
+    name: str
+    shape: Shape
+    dtype: DType
+    strides: tuple[Index, ...] | None = None  # None: the schedule is free to choose
+    offset: Index = ZERO
+
+    @property
+    def numel(self) -> Index:
+        return product(self.shape)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A lazy array: element i is element `index(i)` of `buffer`."""
+
+    buffer: str
+    shape: Shape
+    dtype: DType
+    index: tuple[Index, ...]  # over dim_vars(shape)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> Index:
+        return product(self.shape)
+
+    def at(self, where: Sequence[IndexLike]) -> tuple[Index, ...]:
+        mapping = {v: as_index(i) for v, i in zip(dim_vars(self.shape), where, strict=True)}
+        return tuple(i.subs(mapping) for i in self.index)
+
+    def load(self, where: Sequence[IndexLike], mask: Expr | None = None) -> Expr:
+        return load(self.buffer, self.at(where), self.dtype, mask)
+
+    def view(self, shape: Sequence[IndexLike], fn: Callable[[tuple[Index, ...]], Sequence[IndexLike]]) -> Value:
+        """The value of `shape` whose element i is element fn(i) of this one."""
+        new = tuple(as_index(n) for n in shape)
+        return Value(self.buffer, new, self.dtype, self.at(fn(as_indices(dim_vars(new)))))
+
+    def is_whole(self, buffer: Buffer) -> bool:
+        """Element i is element i of the buffer."""
+        return self.shape == buffer.shape and self.index == as_indices(dim_vars(self.shape))
+
+
+@dataclass(frozen=True)
+class Combine:
+    """An associative combine of tuples, written as expressions over two sets of carries."""
+
+    name: str
+    left: tuple[Expr, ...]
+    right: tuple[Expr, ...]
+    result: tuple[Expr, ...]
+    identity: tuple[Expr, ...]
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        return tuple(c.dtype for c in self.left)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What every node has: the buffers it computes and the operator it came from."""
+
+    kind: ClassVar[str] = "node"
+    names: tuple[str, ...]
+    origin: str = field(default="", kw_only=True)
+
+    def exprs(self) -> tuple[Expr, ...]:
+        return ()
+
+    def reads(self) -> set[str]:
+        from .expr import loads
+
+        return {e.attr[0] for e in loads(*self.exprs())}
+
+
+@dataclass(frozen=True)
+class Pointwise(Node):
+    """names[0][i] = body(i) for i in vars."""
+
+    kind: ClassVar[str] = "pointwise"
+    vars: tuple[Sym, ...]
+    body: Expr
+
+    def exprs(self) -> tuple[Expr, ...]:
+        return (self.body,)
+
+
+@dataclass(frozen=True)
+class Reduce(Node):
+    """names[k][kept vars] = the k-th component of inputs combined over the vars in `axes`."""
+
+    kind: ClassVar[str] = "reduce"
+    vars: tuple[Sym, ...]
+    axes: frozenset[int]
+    combine: Combine
+    inputs: tuple[Expr, ...]
+
+    def exprs(self) -> tuple[Expr, ...]:
+        return self.inputs
+
+    @property
+    def kept(self) -> tuple[Sym, ...]:
+        return tuple(v for i, v in enumerate(self.vars) if i not in self.axes)
+
+    @property
+    def reduced(self) -> tuple[Sym, ...]:
+        return tuple(v for i, v in enumerate(self.vars) if i in self.axes)
+
+
+@dataclass(frozen=True)
+class Segment(Reduce):
+    """A Reduce over one axis whose variable runs from `lo` to `hi`, read from memory (a bag's items)."""
+
+    kind: ClassVar[str] = "segment"
+    lo: Expr
+    hi: Expr
+
+    def exprs(self) -> tuple[Expr, ...]:
+        return (*self.inputs, self.lo, self.hi)
+
+
+@dataclass(frozen=True)
+class Scan(Node):
+    """names[k][i] = the k-th component of inputs combined over vars[axis] from the start up to i."""
+
+    kind: ClassVar[str] = "scan"
+    vars: tuple[Sym, ...]
+    axis: int
+    combine: Combine
+    inputs: tuple[Expr, ...]
+    reverse: bool = False
+
+    def exprs(self) -> tuple[Expr, ...]:
+        return self.inputs
+
+
+@dataclass(frozen=True)
+class Scatter(Node):
+    """names[0] starts as init(out_vars); then, in order of vars, element target takes or joins value.
+
+    `mode` is set, add, mul, min or max. Where `mask` is given, only the points where it holds take part.
+    """
+
+    kind: ClassVar[str] = "scatter"
+    out_vars: tuple[Sym, ...]
+    init: Expr
+    vars: tuple[Sym, ...]
+    target: tuple[Index, ...]
+    value: Expr
+    mode: str
+    mask: Expr | None = None
+
+    def exprs(self) -> tuple[Expr, ...]:
+        from .index import Dyn
+
+        inside = tuple(a.expr for t in self.target for a in t.atoms() if isinstance(a, Dyn))
+        return (self.init, self.value, *inside, *(() if self.mask is None else (self.mask,)))
+
+
+@dataclass(frozen=True)
+class Extern(Node):
+    """names = target(*args, **kwargs), called as it is; args hold Values, Indices and plain data."""
+
+    kind: ClassVar[str] = "extern"
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    outputs: tuple[int, ...] | None = None  # positions of the names in the returned tuple; None: one tensor
+    out: Any = None  # the form that writes its one result into memory it is given
+
+    def values(self) -> list[Value]:
+        out: list[Value] = []
+
+        def visit(x: Any) -> None:
+            if isinstance(x, Value):
+                out.append(x)
+            elif isinstance(x, (list, tuple)):
+                for y in x:
+                    visit(y)
+
+        visit(self.args)
+        visit([v for _, v in self.kwargs])
+        return out
+
+    def reads(self) -> set[str]:
+        return {v.buffer for v in self.values()}
+
+
+@dataclass(frozen=True)
+class Sort(Extern):
+    """sort, topk, unique: keys for segments."""
+
+    kind: ClassVar[str] = "sort"
+
+
+@dataclass(frozen=True)
+class Contract(Extern):
+    """matmul, convolution, attention: a library call, or a template with prologue and epilogue."""
+
+    kind: ClassVar[str] = "contract"
+
+
+@dataclass
+class Graph:
+    """Values and nodes in the order of their making; verified, no memory yet."""
+
+    inputs: list[str] = field(default_factory=list)
+    symbols: list[Sym] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)  # Value, Index, number or None
+    mutations: list[tuple[str, Value]] = field(default_factory=list)  # input buffer <- value, at the end
+    seeds: list[str] = field(default_factory=list)  # int64 scalars that each run draws anew
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        restart_names()
+
+    def new_name(self) -> str:
+        return f"b{len(self.buffers)}"
+
+    def add_buffer(self, shape: Sequence[Index], dtype: DType, name: str | None = None,
+                   strides: tuple[Index, ...] | None = None) -> Buffer:
+        buffer = Buffer(name or self.new_name(), tuple(shape), dtype, strides)
+        self.buffers[buffer.name] = buffer
+        return buffer
+
+    def add_input(self, shape: Sequence[IndexLike], dtype: DType, strides: Sequence[IndexLike] | None = None,
+                  offset: IndexLike = 0) -> Value:
+        shape = tuple(as_index(n) for n in shape)
+        laid = contiguous_strides(shape) if strides is None else tuple(as_index(s) for s in strides)
+        buffer = self.add_buffer(shape, dtype, f"in{len(self.inputs)}", laid)
+        buffer.offset = as_index(offset)
+        self.inputs.append(buffer.name)
+        return self.whole(buffer.name)
+
+    def add(self, node: Node) -> tuple[Value, ...]:
+        self.nodes.append(node)
+        return tuple(self.whole(n) for n in node.names)
+
+    def whole(self, name: str) -> Value:
+        b = self.buffers[name]
+        return Value(name, b.shape, b.dtype, as_indices(dim_vars(b.shape)))
+
+    def __str__(self) -> str:
+        lines = [f"{n}: {_typed(self.buffers[n])}" for n in self.inputs]
+        lines += [f"{', '.join(n.names)}: {_typed(self.buffers[n.names[0]]) if n.names else ''} = {describe(n)}"
+                  f"{'  # ' + n.origin if n.origin else ''}" for n in self.nodes]
+        lines += [f"{name} <- {v.buffer}" for name, v in self.mutations]
+        lines.append("return " + ", ".join(o.buffer if isinstance(o, Value) else str(o) for o in self.outputs))
+        return "\n".join(lines)
+
+
+def _typed(b: Buffer) -> str:
+    return f"{str(b.dtype).removeprefix('torch.')}[{', '.join(map(str, b.shape))}]"
+
+
+def describe(n: Node) -> str:
+    if isinstance(n, Pointwise):
+        return f"pointwise {n.body!r}"
+    if isinstance(n, Segment):
+        return f"segment {n.combine.name} {n.inputs!r} from {n.lo!r} to {n.hi!r}"
+    if isinstance(n, Reduce):
+        return f"reduce {n.combine.name} over {list(n.reduced)} {n.inputs!r}"
+    if isinstance(n, Scan):
+        return f"scan {n.combine.name} along d{n.axis}{' reversed' if n.reverse else ''} {n.inputs!r}"
+    if isinstance(n, Scatter):
+        return f"scatter {n.mode} {n.value!r} at {n.target!r}, from {n.init!r}"
+    assert isinstance(n, Extern)
+    return f"{n.kind} {n.target}({', '.join(x.buffer if isinstance(x, Value) else repr(x) for x in n.args)})"

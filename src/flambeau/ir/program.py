@@ -1,0 +1,149 @@
+"""What the scheduler hands on: kernels as loop nests, and the Program that runs them. Plain data.
+
+In a kernel every read is `load(buffer, (address,))` with one linear element address, or `local(name)`, a value
+that the same kernel computed. A loop kernel walks `outer` (the points it is parallel over) and, inside, `inner`
+(what its reductions run over); its stages follow each other for every outer point, so that what one stage
+reduced, the next may use (softmax: max; sum; map).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .dtypes import DType
+from .expr import Expr
+from .index import Index, Sym
+from .nodes import Combine, Value
+
+
+@dataclass(frozen=True)
+class Param:
+    """A pointer argument of a kernel."""
+
+    name: str
+    dtype: DType
+    written: bool
+    aliased: bool = False  # shares memory with another argument
+
+
+@dataclass(frozen=True)
+class Item:
+    """One computation inside a stage: a map (no combine, one expression) or a reduction.
+
+    level "outer": once per outer point; "full": at every inner point.
+    """
+
+    names: tuple[str, ...]
+    level: str
+    exprs: tuple[Expr, ...]
+    combine: Combine | None = None
+
+
+@dataclass(frozen=True)
+class LoopKernel:
+    outer: tuple[Sym, ...]
+    inner: tuple[Sym, ...]
+    vector: Sym | None  # the variable that vectorises; in outer or in inner
+    stages: tuple[tuple[Item, ...], ...]
+    stores: tuple[tuple[str, Index], ...]  # name, address
+    scratch: frozenset[str]  # full-level values kept in a row of fast memory, by inner position
+    params: tuple[Param, ...]
+    sizes: tuple[Sym, ...]  # run-time sizes, passed as integers
+    bounds: tuple[Expr, Expr] | None = None  # a segment's first and last-plus-one inner index
+    tile: Sym | None = None  # a second contiguous variable: the two are walked in square tiles
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScanKernel:
+    outer: tuple[Sym, ...]
+    axis: Sym
+    vector: Sym | None  # an outer variable to vectorise over, or None when the axis is contiguous
+    combine: Combine
+    exprs: tuple[Expr, ...]
+    names: tuple[str, ...]
+    stores: tuple[tuple[str, Index], ...]
+    reverse: bool
+    params: tuple[Param, ...]
+    sizes: tuple[Sym, ...]
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScatterKernel:
+    out_vars: tuple[Sym, ...]
+    init: Expr | None  # None: the target already holds its start
+    init_address: Index
+    vars: tuple[Sym, ...]
+    free: frozenset[Sym]  # variables that go straight into the target: parallel without conflict
+    address: Index
+    owner: Index | None  # the part of the target that decides which worker owns it, in [0, owners)
+    owners: Index | None
+    value: Expr
+    mode: str
+    mask: Expr | None
+    name: str
+    params: tuple[Param, ...]
+    sizes: tuple[Sym, ...]
+    origins: tuple[str, ...] = ()
+
+
+Kernel = LoopKernel | ScanKernel | ScatterKernel
+
+
+@dataclass
+class BufferPlan:
+    """Where a buffer lives: an input, a fresh output, a place in the arena, or another buffer's memory."""
+
+    name: str
+    dtype: DType
+    shape: tuple[Index, ...]
+    strides: tuple[Index, ...]
+    place: str  # "input" | "output" | "arena" | "seed" | "extern"
+    offset: int = 0  # bytes, in the arena
+    storage_offset: Index | None = None  # elements, for inputs that start inside their storage
+    source: str | None = None  # the buffer whose memory this one takes over
+
+
+@dataclass
+class Launch:
+    kernel: int  # position in Program.kernels
+    args: tuple[str, ...]
+    origins: tuple[str, ...] = ()
+
+
+@dataclass
+class Call:
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]
+    outputs: tuple[int, ...] | None
+    kind: str = "extern"
+    origin: str = ""
+    out: Any = None  # writes into the planned buffer of names[0] instead of returning a fresh one
+    aliases: bool = False  # its result may share memory with an argument
+
+
+@dataclass
+class Copy:
+    """dst[...] = src, for a mutated input whose new value could not be written in place."""
+
+    dst: str
+    src: Value
+
+
+@dataclass
+class Program:
+    inputs: list[str]
+    symbols: list[Sym]
+    kernels: list[Kernel]
+    steps: list[Launch | Call | Copy]
+    buffers: dict[str, BufferPlan]
+    outputs: list[Any]
+    seeds: list[str] = field(default_factory=list)
+    arena_bytes: int = 0
+    frees: dict[int, tuple[str, ...]] = field(default_factory=dict)  # step -> buffers dead after it
+    notes: list[str] = field(default_factory=list)  # what was materialised and why
+    fallback: Any = None

@@ -1,0 +1,134 @@
+"""The functions a lowering writes its formula with: exp, where, clamp, minimum and their kin, on expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .dtypes import DType, is_bool, is_float, opmath
+from .expr import (
+    Expr,
+    Scalar,
+    binary,
+    cast,
+    check,
+    computed,
+    const,
+    fold,
+    fresh_carry,
+    fresh_sym,
+    index_value,
+    lift,
+    masked,
+    unary,
+    where,
+)
+from .index import Index, IndexLike, as_index
+
+__all__ = [
+    "Expr", "Scalar", "abs_", "cast", "check", "clamp", "computed", "const", "eq", "fma", "fold_over", "index_value",
+    "is_finite", "lift", "masked", "math1", "math2", "maximum", "minimum", "ne", "not_", "philox", "pow_",
+    "round_to", "square", "where", "window",
+]
+
+
+def math1(name: str) -> Callable[[Expr], Expr]:
+    return lambda x: unary(name, x)
+
+
+def math2(name: str) -> Callable[[Scalar, Scalar], Expr]:
+    return lambda a, b: binary(name, a, b)
+
+
+for _name in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
+              "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "sqrt", "rsqrt",
+              "floor", "ceil", "trunc", "round", "sign", "isnan", "isinf", "lgamma", "digamma"):
+    globals()[_name] = math1(_name)
+    __all__.append(_name)
+for _name in ("fmod", "remainder", "atan2", "hypot", "copysign", "floordiv", "mod"):
+    globals()[_name] = math2(_name)
+    __all__.append(_name)
+
+
+def abs_(x: Expr) -> Expr:
+    return x if is_bool(x.dtype) or x.dtype is torch.uint8 else unary("abs", x)
+
+
+def not_(x: Expr) -> Expr:
+    return unary("logical_not", x)
+
+
+def eq(a: Scalar, b: Scalar) -> Expr:
+    return binary("eq", a, b)
+
+
+def ne(a: Scalar, b: Scalar) -> Expr:
+    return binary("ne", a, b)
+
+
+def minimum(a: Scalar, b: Scalar) -> Expr:
+    """NaN if either is."""
+    return binary("min", a, b)
+
+
+def maximum(a: Scalar, b: Scalar) -> Expr:
+    return binary("max", a, b)
+
+
+def clamp(x: Expr, lo: Scalar | None, hi: Scalar | None) -> Expr:
+    x = x if lo is None else maximum(x, lo)
+    return x if hi is None else minimum(x, hi)
+
+
+def square(x: Expr) -> Expr:
+    return x * x
+
+
+def pow_(a: Scalar, b: Scalar) -> Expr:
+    return binary("pow", a, b)
+
+
+def fma(a: Expr, b: Expr, c: Expr) -> Expr:
+    """a * b + c with one rounding."""
+    return Expr("fma", a.dtype, (a, b, c))
+
+
+def is_finite(x: Expr) -> Expr:
+    return ~(unary("isnan", x) | unary("isinf", x)) if is_float(x.dtype) else const(True, torch.bool)
+
+
+def round_to(x: Expr, dtype: DType) -> Expr:
+    """x rounded to a storage dtype and back, as between two eager operators."""
+    return cast(cast(x, dtype), opmath(dtype))
+
+
+def philox(seed: Expr, subsequence: Scalar, counter: Expr, word: int = 0) -> Expr:
+    """Word 0..3 of Philox 4x32-10 as an int64 in [0, 2^32)."""
+    return Expr("philox", torch.int64, (seed, lift(subsequence, torch.int64), counter), word)
+
+
+def fold_over(bounds: Sequence[tuple[IndexLike, IndexLike]], inits: Sequence[Expr],
+              step: Callable[[tuple[Index, ...], tuple[Expr, ...]], Sequence[Expr]], longest: IndexLike | None = None
+              ) -> tuple[Expr, ...]:
+    """A small loop nest inside an expression: carries start at `inits` and become step(index, carries).
+
+    bounds: (first, one past the last) per loop; `longest`: the most steps any loop can take, if known.
+    """
+    loops = []
+    for lo, hi in bounds:
+        lo, hi = as_index(lo), as_index(hi)
+        low, high = lo.bounds()[0], hi.bounds()[1]
+        sym = fresh_sym(hi) if high is None else fresh_sym(max(high, 1))
+        if low is not None and low < 0:
+            raise ValueError("fold_over: loops start at zero or later; shift the index inside the step")
+        loops.append((sym, lo, hi))
+    carries = tuple(fresh_carry(e.dtype) for e in inits)
+    updates = tuple(step(tuple(as_index(v) for v, _, _ in loops), carries))
+    return fold(tuple(loops), carries, tuple(inits), updates)
+
+
+def window(sizes: Sequence[IndexLike], inits: Sequence[Expr],
+           step: Callable[[tuple[Index, ...], tuple[Expr, ...]], Sequence[Expr]]) -> tuple[Expr, ...]:
+    """fold_over a box that starts at zero: the window of a pooling."""
+    return fold_over([(0, n) for n in sizes], inits, step)

@@ -1,0 +1,280 @@
+"""Activation functions, each beside its gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import opmath
+from flambeau.ir.expr import Expr, cast, const, index_value, where
+from flambeau.ir.index import Index
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import abs_, clamp, erf, exp, expm1, log, log1p, maximum, minimum, sigmoid, tanh
+from flambeau.ops.registry import lower, lower_pointwise, pointwise, wrap_dim
+
+aten = torch.ops.aten
+
+
+# ---- piecewise linear ----------------------------------------------------------------------------------
+
+
+@lower_pointwise(aten.relu)
+def relu(x: Expr) -> Expr:
+    return maximum(x, 0)
+
+
+@lower_pointwise(aten.threshold, operands=1)
+def threshold(x: Expr, threshold: float, value: float) -> Expr:
+    return where(x <= threshold, value, x)
+
+
+@lower_pointwise(aten.threshold_backward, operands=2)
+def threshold_backward(grad: Expr, x: Expr, threshold: float) -> Expr:
+    return where(x <= threshold, 0, grad)
+
+
+@lower_pointwise(aten.leaky_relu, operands=1)
+def leaky_relu(x: Expr, negative_slope: float = 0.01) -> Expr:
+    return where(x > 0, x, x * negative_slope)
+
+
+@lower_pointwise(aten.leaky_relu_backward, operands=2)
+def leaky_relu_backward(grad: Expr, x: Expr, negative_slope: float, self_is_result: bool = False) -> Expr:
+    """The result has the sign of its argument, so either will do."""
+    return where(x > 0, grad, grad * negative_slope)
+
+
+@lower_pointwise(aten._prelu_kernel)
+def prelu(x: Expr, weight: Expr) -> Expr:
+    return where(x > 0, x, weight * x)
+
+
+@pointwise
+def _prelu_backward_x(grad: Expr, x: Expr, weight: Expr) -> Expr:
+    return where(x > 0, grad, weight * grad)
+
+
+@pointwise
+def _prelu_backward_weight(grad: Expr, x: Expr) -> Expr:
+    return where(x > 0, 0, x * grad)
+
+
+@lower(aten._prelu_kernel_backward)
+def prelu_backward(grad: Value, x: Value, weight: Value) -> tuple[Value, Value]:
+    """The weight's gradient is per element; its sum over what was broadcast is another operator."""
+    return _prelu_backward_x(grad, x, weight), _prelu_backward_weight(grad, x)
+
+
+@lower_pointwise(aten.rrelu_with_noise_backward, operands=3)
+def rrelu_backward(grad: Expr, x: Expr, noise: Expr, lower: float, upper: float, training: bool,
+                   self_is_result: bool) -> Expr:
+    """The noise holds the slopes of the forward; where they cannot differ, it is a leaky relu."""
+    if training and upper - lower > 1e-6:
+        return grad * noise
+    return where(x > 0, grad, grad * ((lower + upper) / 2))
+
+
+@lower_pointwise(aten.hardtanh, operands=1)
+def hardtanh(x: Expr, min_val: float = -1, max_val: float = 1) -> Expr:
+    return clamp(x, min_val, max_val)
+
+
+@lower_pointwise(aten.hardtanh_backward, operands=2)
+def hardtanh_backward(grad: Expr, x: Expr, min_val: float, max_val: float) -> Expr:
+    return where((x <= min_val) | (x >= max_val), 0, grad)
+
+
+@lower_pointwise(aten.hardsigmoid)
+def hardsigmoid(x: Expr) -> Expr:
+    return clamp(x + 3, 0, 6) / 6
+
+
+@lower_pointwise(aten.hardsigmoid_backward)
+def hardsigmoid_backward(grad: Expr, x: Expr) -> Expr:
+    return where((x > -3) & (x < 3), grad / 6, 0)
+
+
+@lower_pointwise(aten.hardswish)
+def hardswish(x: Expr) -> Expr:
+    return x * clamp(x + 3, 0, 6) / 6
+
+
+@lower_pointwise(aten.hardswish_backward)
+def hardswish_backward(grad: Expr, x: Expr) -> Expr:
+    return where(x <= -3, 0, where(x < 3, grad * (x / 3 + 0.5), grad))
+
+
+@lower_pointwise(aten.softshrink, operands=1)
+def softshrink(x: Expr, lambd: float = 0.5) -> Expr:
+    """The middle is x * 0, which keeps NaN."""
+    return where(x > lambd, x - lambd, where(x < -lambd, x + lambd, x * 0))
+
+
+@lower_pointwise(aten.hardshrink, operands=1)
+def hardshrink(x: Expr, lambd: float = 0.5) -> Expr:
+    return where((x >= -lambd) & (x <= lambd), 0, x)
+
+
+@lower_pointwise(aten.softshrink_backward, aten.hardshrink_backward, operands=2)
+def shrink_backward(grad: Expr, x: Expr, lambd: float) -> Expr:
+    return where((x >= -lambd) & (x <= lambd), 0, grad)
+
+
+# ---- exponential units ---------------------------------------------------------------------------------
+
+
+@lower_pointwise(aten.elu, operands=1)
+def elu(x: Expr, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Expr:
+    return where(x > 0, x * scale, expm1(x * input_scale) * (alpha * scale))
+
+
+@lower(aten.elu_backward)
+def elu_backward(grad: Value, alpha: float, scale: float, input_scale: float, is_result: bool, x: Value) -> Value:
+    def formula(grad: Expr, x: Expr) -> Expr:
+        growth = x + alpha * scale if is_result else exp(x * input_scale) * (alpha * scale)
+        return where(x > 0, grad * scale, grad * input_scale * growth)
+
+    return pointwise(formula)(grad, x)
+
+
+@lower(aten.celu)
+def celu(x: Value, alpha: float = 1.0) -> Value:
+    return elu(x, alpha, 1, 1 / alpha)
+
+
+@lower_pointwise(aten.softplus, operands=1)
+def softplus(x: Expr, beta: float = 1, threshold: float = 20) -> Expr:
+    return where(x * beta > threshold, x, log1p(exp(x * beta)) / beta)
+
+
+@lower_pointwise(aten.softplus_backward, operands=2)
+def softplus_backward(grad: Expr, x: Expr, beta: float, threshold: float) -> Expr:
+    return where(x * beta > threshold, grad, grad * sigmoid(x * beta))
+
+
+# ---- sigmoid and its kin -------------------------------------------------------------------------------
+
+
+@lower_pointwise(aten.sigmoid_backward)
+def sigmoid_backward(grad: Expr, y: Expr) -> Expr:
+    return grad * (1 - y) * y
+
+
+@lower_pointwise(aten.tanh_backward)
+def tanh_backward(grad: Expr, y: Expr) -> Expr:
+    return grad * (1 - y * y)
+
+
+def _exp_of_minus_abs(x: Expr) -> Expr:
+    """In (0, 1]: never overflows."""
+    return exp(-abs_(x))
+
+
+@pointwise
+def _log_sigmoid(x: Expr) -> Expr:
+    return minimum(x, 0) - log1p(_exp_of_minus_abs(x))
+
+
+@lower(aten.log_sigmoid_forward)
+def log_sigmoid(x: Value) -> tuple[Value, Value]:
+    return _log_sigmoid(x), pointwise(_exp_of_minus_abs)(x)
+
+
+@lower_pointwise(aten.log_sigmoid_backward, operands=3)
+def log_sigmoid_backward(grad: Expr, x: Expr, buffer: Expr) -> Expr:
+    """grad * sigmoid(-x), from the buffer exp(-|x|)."""
+    return grad * where(x < 0, const(1, x.dtype), buffer) / (1 + buffer)
+
+
+@lower_pointwise(aten.logit, operands=1, kind="float")
+def logit(x: Expr, eps: float | None = None) -> Expr:
+    p = x if eps is None else where(x < eps, eps, where(x > 1 - eps, 1 - eps, x))
+    return log(p / (1 - p))
+
+
+@lower_pointwise(aten.logit_backward, operands=2)
+def logit_backward(grad: Expr, x: Expr, eps: float | None = None) -> Expr:
+    """Outside of the interval the function is flat, or undefined where no eps bounds it."""
+    low, high, outside = (0.0, 1.0, math.nan) if eps is None else (eps, 1.0 - eps, 0.0)
+    return where((x < low) | (x > high), outside, grad / (x * (1 - x)))
+
+
+@lower_pointwise(aten.silu)
+def silu(x: Expr) -> Expr:
+    return x * sigmoid(x)
+
+
+@lower_pointwise(aten.silu_backward)
+def silu_backward(grad: Expr, x: Expr) -> Expr:
+    y = sigmoid(x)
+    return grad * y * (1 + x * (1 - y))
+
+
+@lower_pointwise(aten.mish)
+def mish(x: Expr) -> Expr:
+    return x * tanh(log1p(exp(x)))
+
+
+@lower_pointwise(aten.mish_backward)
+def mish_backward(grad: Expr, x: Expr) -> Expr:
+    y = tanh(log1p(exp(x)))
+    return grad * (y + x * sigmoid(x) * (1 - y * y))
+
+
+def _halves(x: Value, dim: int) -> tuple[tuple[Index, ...], Any, Any]:
+    """The shape of half of x along dim, and what reads the first and the second half."""
+    dim = wrap_dim(dim, x.rank)
+    size = x.shape[dim] // 2
+    shape = tuple(size if k == dim else n for k, n in enumerate(x.shape))
+
+    def half(shift: Index | int) -> Any:
+        return lambda i: cast(x.load([n + shift if k == dim else n for k, n in enumerate(i)]), opmath(x.dtype))
+
+    return shape, half(0), half(size)
+
+
+@lower(aten.glu)
+def glu(x: Value, dim: int = -1) -> Value:
+    shape, first, second = _halves(x, dim)
+    return build.pointwise(shape, lambda i: first(i) * sigmoid(second(i)), x.dtype)
+
+
+@lower(aten.glu_backward)
+def glu_backward(grad: Value, x: Value, dim: int) -> Value:
+    """The first half is scaled by the gate, the second by the gate's slope."""
+    dim = wrap_dim(dim, x.rank)
+    shape, first, second = _halves(x, dim)
+    size = shape[dim]
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        j = tuple(n % size if k == dim else n for k, n in enumerate(i))
+        gate, g = sigmoid(second(j)), cast(grad.load(j), opmath(grad.dtype))
+        return where(index_value(i[dim]) < index_value(size), g * gate, g * first(j) * gate * (1 - gate))
+
+    return build.pointwise(x.shape, body, x.dtype)
+
+
+# ---- gelu ----------------------------------------------------------------------------------------------
+
+_SQRT_HALF = math.sqrt(0.5)
+_TANH_SCALE, _TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+@lower_pointwise(aten.gelu)
+def gelu(x: Expr, *, approximate: str = "none") -> Expr:
+    if approximate == "tanh":
+        return 0.5 * x * (1 + tanh(_TANH_SCALE * (x + _TANH_CUBIC * x * x * x)))
+    return x * 0.5 * (1 + erf(x * _SQRT_HALF))
+
+
+@lower_pointwise(aten.gelu_backward)
+def gelu_backward(grad: Expr, x: Expr, *, approximate: str = "none") -> Expr:
+    if approximate == "tanh":
+        y = tanh(_TANH_SCALE * (x + _TANH_CUBIC * x * x * x))
+        slope = _TANH_SCALE * (1 + 3 * _TANH_CUBIC * x * x)
+        return grad * (0.5 * (1 + y) + 0.5 * x * (1 - y * y) * slope)
+    density = exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+    return grad * (0.5 * (1 + erf(x * _SQRT_HALF)) + x * density)

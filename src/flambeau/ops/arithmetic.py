@@ -1,0 +1,268 @@
+"""Arithmetic on numbers: sums, products, quotients, powers, signs, rounding, bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._prims  # defines torch.ops.prims
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import is_bool, is_float, opmath
+from flambeau.ir.expr import Expr, binary, cast, const, unary, where
+from flambeau.ir.index import Index
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import (
+    abs_,
+    ceil,
+    clamp,
+    copysign,
+    eq,
+    floor,
+    fma,
+    fmod,
+    isnan,
+    maximum,
+    minimum,
+    remainder,
+    round,
+    rsqrt,
+    sign,
+    sqrt,
+    square,
+    trunc,
+)
+from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, table
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+# ---- sums and products ---------------------------------------------------------------------------------
+
+
+def times(a: Expr, b: Expr) -> Expr:
+    return a & b if is_bool(a.dtype) else a * b
+
+
+def plus_multiple(a: Expr, factor: Any, b: Expr) -> Expr:
+    """a + factor * b; in floats with one rounding, as ATen's vector loop does."""
+    if isinstance(factor, (int, float)) and factor == 1:
+        return a | b if is_bool(a.dtype) else a + b
+    scale = scalar_at(factor, (), b.dtype, b.dtype)
+    if is_bool(a.dtype):
+        return a | (scale & b)
+    return fma(scale, b, a) if is_float(a.dtype) else a + scale * b
+
+
+@lower_pointwise(aten.add, prims.add)
+def add(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
+    return plus_multiple(a, alpha, b)
+
+
+@lower_pointwise(aten.sub, prims.sub)
+def sub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
+    return a - b if alpha == 1 else plus_multiple(a, -alpha, b)
+
+
+@lower_pointwise(aten.rsub)
+def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
+    return b - a if alpha == 1 else plus_multiple(b, -alpha, a)
+
+
+@lower_pointwise(aten.mul, prims.mul)
+def mul(a: Expr, b: Expr) -> Expr:
+    return times(a, b)
+
+
+@lower_pointwise(prims.fma)
+def prims_fma(a: Expr, b: Expr, c: Expr) -> Expr:
+    return fma(a, b, c)
+
+
+@lower_pointwise(aten.addcmul, operands=4)
+def addcmul(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
+    return x + value * a * b
+
+
+@lower_pointwise(aten.addcdiv, operands=4)
+def addcdiv(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
+    return x + value * a / b
+
+
+@lower_pointwise(aten.lerp)
+def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
+    """Exact at both ends: from the start for small weights, from the end for large ones."""
+    return where(abs_(weight) < 0.5, start + weight * (end - start), end - (end - start) * (1 - weight))
+
+
+# ---- quotients -----------------------------------------------------------------------------------------
+
+
+@lower_pointwise(aten.div.Tensor, aten.div.Scalar, kind="float")
+def div(a: Expr, b: Expr) -> Expr:
+    return a / b
+
+
+@pointwise
+def trunc_divide(a: Expr, b: Expr) -> Expr:
+    return trunc(a / b) if is_float(a.dtype) else a / b
+
+
+@lower_pointwise(aten.floor_divide)
+def floor_divide(a: Expr, b: Expr) -> Expr:
+    return binary("floordiv", a, b)
+
+
+@lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
+    return {None: div, "trunc": trunc_divide, "floor": floor_divide}[rounding_mode](a, b)
+
+
+@lower_pointwise(prims.div)
+def prims_div(a: Expr, b: Expr) -> Expr:
+    """On integers, towards zero."""
+    return a / b
+
+
+table("default", {aten.fmod: fmod, prims.fmod: fmod, aten.remainder: remainder, prims.remainder: remainder})
+
+
+# ---- powers --------------------------------------------------------------------------------------------
+
+# The exponents that ATen keeps from its general power as well. The negative ones are for floats.
+_POWERS: dict[float, Callable[[Expr], Expr]] = {
+    0: lambda x: const(1, x.dtype), 1: lambda x: x, 2: square, 3: lambda x: x * x * x,
+    0.5: sqrt, -0.5: rsqrt, -1: lambda x: 1 / x, -2: lambda x: 1 / (x * x),
+}
+
+
+@lower_pointwise(aten.pow, prims.pow)
+def pow(base: Expr, exponent: Expr) -> Expr:
+    if base.op == "const" and base.attr == 1:
+        return base
+    if exponent.op == "const" and exponent.attr in _POWERS and (is_float(base.dtype) or exponent.attr >= 0):
+        return _POWERS[exponent.attr](base)
+    return binary("pow", base, exponent)
+
+
+@lower(aten.ldexp)
+def ldexp(x: Value, exponent: Value) -> Value:
+    """x * 2^exponent; the power is a float of its own before it meets x, as in ATen."""
+    return mul(x, pow(2.0, exponent))
+
+
+def _reciprocal(x: Expr) -> Expr:
+    return 1 / x
+
+
+table("float", {
+    aten.sqrt: sqrt, prims.sqrt: sqrt, aten.rsqrt: rsqrt, prims.rsqrt: rsqrt,
+    aten.reciprocal: _reciprocal, prims.reciprocal: _reciprocal,
+    prims.cbrt: lambda x: copysign(binary("pow", abs_(x), 1 / 3), x),
+})
+
+
+# ---- signs and rounding --------------------------------------------------------------------------------
+
+
+def _on_floats(formula: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
+    """Integers are whole already."""
+    return lambda x: formula(x) if is_float(x.dtype) else x
+
+
+def _sign(x: Expr) -> Expr:
+    return x if is_bool(x.dtype) else sign(x)
+
+
+def _signbit(x: Expr) -> Expr:
+    return unary("signbit", x) if is_float(x.dtype) else x < 0
+
+
+def _same(x: Expr) -> Expr:
+    return x
+
+
+table("default", {
+    aten.neg: lambda x: -x, prims.neg: lambda x: -x,
+    aten.abs: abs_, prims.abs: abs_,
+    aten.sign: _sign, prims.sign: _sign, aten.sgn: _sign,
+    aten._conj_physical: _same, prims.conj_physical: _same,
+    aten.floor: _on_floats(floor), prims.floor: _on_floats(floor),
+    aten.ceil: _on_floats(ceil), prims.ceil: _on_floats(ceil),
+    aten.trunc: _on_floats(trunc), prims.trunc: _on_floats(trunc),
+    aten.round.default: _on_floats(round), prims.round: _on_floats(round),
+    aten.frac: lambda x: x - trunc(x),
+})
+table("bool", {aten.signbit: _signbit, prims.signbit: _signbit})
+table("float", {
+    aten.copysign: copysign,
+    aten.deg2rad: lambda x: x * (math.pi / 180),
+    aten.rad2deg: lambda x: x * (180 / math.pi),
+    aten.angle: lambda x: where(isnan(x), x, where(x < 0, const(math.pi, x.dtype), 0)),
+})
+
+
+@lower_pointwise(aten.round.decimals)
+def round_decimals(x: Expr, *, decimals: int) -> Expr:
+    """Scaled by a positive power of ten whatever the sign of `decimals`: a negative one is not exact."""
+    if decimals == 0 or not is_float(x.dtype):
+        return _on_floats(round)(x)
+    scale = 10.0 ** abs(decimals)
+    return round(x * scale) / scale if decimals > 0 else round(x / scale) * scale
+
+
+@lower_pointwise(aten.heaviside)
+def heaviside(x: Expr, at_zero: Expr) -> Expr:
+    return where(eq(x, 0), at_zero, cast(x > 0, x.dtype))
+
+
+# ---- bounds --------------------------------------------------------------------------------------------
+
+
+def _largest(a: Expr, b: Expr) -> Expr:
+    return a | b if is_bool(a.dtype) else maximum(a, b)
+
+
+def _smallest(a: Expr, b: Expr) -> Expr:
+    return a & b if is_bool(a.dtype) else minimum(a, b)
+
+
+def _largest_number(a: Expr, b: Expr) -> Expr:
+    return a | b if is_bool(a.dtype) else binary("fmax", a, b)
+
+
+def _smallest_number(a: Expr, b: Expr) -> Expr:
+    return a & b if is_bool(a.dtype) else binary("fmin", a, b)
+
+
+table("default", {
+    aten.maximum: _largest, prims.maximum: _largest, aten.clamp_min: _largest,
+    aten.minimum: _smallest, prims.minimum: _smallest, aten.clamp_max: _smallest,
+    aten.fmax: _largest_number, prims.fmax: _largest_number,
+    aten.fmin: _smallest_number, prims.fmin: _smallest_number,
+})
+
+
+@lower_pointwise(aten.clamp, operands=3)
+def clamp_between(x: Expr, min: Expr | None = None, max: Expr | None = None) -> Expr:
+    """With min > max everything is max."""
+    return clamp(x, min, max)
+
+
+@lower(aten.nan_to_num)
+def nan_to_num(x: Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Value:
+    if not is_float(x.dtype):
+        return build.pointwise(x.shape, x.load)
+    limits = torch.finfo(x.dtype)
+    high = limits.max if posinf is None else posinf
+    low = limits.min if neginf is None else neginf
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        v = cast(x.load(i), opmath(x.dtype))
+        finite = where(eq(v, math.inf), high, where(eq(v, -math.inf), low, v))
+        return where(isnan(v), nan or 0.0, finite)
+
+    return build.pointwise(x.shape, body, x.dtype)

@@ -1,0 +1,44 @@
+"""Casts and copies: the same numbers in another dtype or another place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._prims  # defines torch.ops.prims
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import SUPPORTED, DType
+from flambeau.ir.nodes import Value
+from flambeau.ops.registry import load_at, lower
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@lower(aten._to_copy)
+def to_copy(x: Value, *, dtype: DType | None = None, **place: Any) -> Value:
+    if dtype is not None and dtype not in SUPPORTED:
+        return NotImplemented
+    return build.pointwise(x.shape, x.load, dtype)
+
+
+@lower(prims.convert_element_type)
+def convert_element_type(x: Value, dtype: DType) -> Value:
+    return to_copy(x, dtype=dtype)
+
+
+@lower(aten.clone, prims.clone)
+def clone(x: Value, **layout: Any) -> Value:
+    return build.pointwise(x.shape, x.load)
+
+
+@lower(aten.copy)
+def copy(x: Value, source: Value, non_blocking: bool = False) -> Value:
+    """x overwritten by the source, which is broadcast and cast to it."""
+    return build.pointwise(x.shape, lambda i: load_at(source, i), x.dtype)
+
+
+@lower(prims.copy_to)
+def copy_to(x: Value, source: Value) -> Value:
+    return copy(x, source)

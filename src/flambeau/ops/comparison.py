@@ -1,0 +1,72 @@
+"""Comparisons, logic, tests on floats, and selection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._prims  # defines torch.ops.prims
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import is_float, opmath, promote
+from flambeau.ir.expr import Expr, cast, const, where
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import eq, is_finite, isinf, isnan, ne, not_
+from flambeau.ops.registry import broadcast_shapes, load_at, lower, operand, pointwise, scalar_at, table
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def _compare(formula: Callable[[Expr, Expr], Expr]) -> Any:
+    """In the storage dtype: a Python number is rounded to it before it is compared, as in ATen."""
+
+    def compare(a: Expr, b: Expr) -> Expr:
+        return formula(cast(a, opmath(a.dtype)), cast(b, opmath(b.dtype)))
+
+    return pointwise(compare, kind="bool", math=False)
+
+
+for _name, _formula in {
+    "eq": eq, "ne": ne, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}.items():
+    lower(getattr(aten, _name), getattr(prims, _name))(_compare(_formula))
+
+
+def truth(x: Expr) -> Expr:
+    return x if x.dtype is torch.bool else ne(x, 0)
+
+
+table("bool", {
+    aten.logical_and: lambda a, b: truth(a) & truth(b),
+    aten.logical_or: lambda a, b: truth(a) | truth(b),
+    aten.logical_xor: lambda a, b: truth(a) ^ truth(b),
+    aten.logical_not: not_,
+})
+
+
+def _on_floats(test: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
+    """Integers are finite numbers."""
+    return lambda x: test(x) if is_float(x.dtype) else const(False, torch.bool)
+
+
+table("bool", {
+    aten.isnan: _on_floats(isnan),
+    aten.isinf: _on_floats(isinf),
+    aten.isposinf: _on_floats(lambda x: eq(x, math.inf)),
+    aten.isneginf: _on_floats(lambda x: eq(x, -math.inf)),
+    aten.isfinite: is_finite,
+    prims.isfinite: is_finite,
+})
+
+
+@lower(aten.where.self, prims.where)
+def select(condition: Value, a: Any, b: Any) -> Value:
+    """Nothing is computed, so nothing is widened."""
+    dtype = promote((operand(a), operand(b)))
+    shape = broadcast_shapes(*(v.shape for v in (condition, a, b) if isinstance(v, Value)))
+    return build.pointwise(shape, lambda i: where(
+        load_at(condition, i), scalar_at(a, i, dtype, dtype), scalar_at(b, i, dtype, dtype)))

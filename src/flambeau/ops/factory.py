@@ -1,0 +1,286 @@
+"""Tensors out of nothing: constants, ranges, grids, triangles of indices, windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch._prims  # defines torch.ops.prims
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import SUPPORTED, DType, is_float, opmath, promote
+from flambeau.ir.expr import Expr, binary, cast, const, index_value, unary, where
+from flambeau.ir.index import Index, IndexLike, as_index, ceildiv
+from flambeau.ir.index import maximum as index_max
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import abs_, cos, eq, sqrt
+from flambeau.ops.registry import lower, operand, scalar_at
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def constant(shape: Sequence[IndexLike], value: Any, dtype: DType | None) -> Value:
+    if isinstance(value, complex) or (dtype is not None and dtype not in SUPPORTED):
+        return NotImplemented
+    dtype = dtype or promote((operand(value),))
+    return build.pointwise(shape, lambda i: scalar_at(value, (), dtype, dtype))
+
+
+def default_float(dtype: DType | None) -> DType:
+    return dtype or torch.get_default_dtype()
+
+
+# ---- constants -----------------------------------------------------------------------------------------
+
+
+@lower(aten.full, prims.full)
+def full(size: Sequence[IndexLike], fill_value: Any, *, dtype: DType | None = None, **place: Any) -> Value:
+    return constant(size, fill_value, dtype)
+
+
+@lower(aten.full_like, prims.full_like)
+def full_like(x: Value, fill_value: Any, *, dtype: DType | None = None, **place: Any) -> Value:
+    return constant(x.shape, fill_value, dtype or x.dtype)
+
+
+@lower(aten.new_full)
+def new_full(x: Value, size: Sequence[IndexLike], fill_value: Any, *, dtype: DType | None = None, **place: Any) -> Value:
+    return constant(size, fill_value, dtype or x.dtype)
+
+
+@lower(aten.scalar_tensor, prims.scalar_tensor)
+def scalar_tensor(s: Any, *, dtype: DType | None = None, **place: Any) -> Value:
+    return constant((), s, dtype or torch.get_default_dtype())
+
+
+@lower(aten.fill, prims.fill)
+def fill(x: Value, value: Any) -> Value:
+    return build.pointwise(x.shape, lambda i: scalar_at(value, i, x.dtype, x.dtype))
+
+
+def _filled_with(value: int, of_size: Sequence[Any], of_other: Sequence[Any], like: Sequence[Any]) -> None:
+    """The three ways to ask for a tensor of zeros: by size, by size in another's dtype, like another."""
+
+    @lower(*of_size)
+    def by_size(size: Sequence[IndexLike], *layout: Any, dtype: DType | None = None, **place: Any) -> Value:
+        return constant(size, value, default_float(dtype))
+
+    @lower(*of_other)
+    def by_other(x: Value, size: Sequence[IndexLike], *layout: Any, dtype: DType | None = None, **place: Any) -> Value:
+        return constant(size, value, dtype or x.dtype)
+
+    @lower(*like)
+    def by_example(x: Value, *, dtype: DType | None = None, **place: Any) -> Value:
+        return constant(x.shape, value, dtype or x.dtype)
+
+
+_filled_with(0, [aten.zeros, aten._efficientzerotensor], [aten.new_zeros], [aten.zeros_like, aten.zero])
+_filled_with(1, [aten.ones], [aten.new_ones], [aten.ones_like])
+# What an empty tensor holds is undefined; zeros fuse away like any constant.
+_filled_with(0, [aten.empty, aten.empty_strided, aten.empty_permuted, prims.empty_strided, prims.empty_permuted],
+             [aten.new_empty, aten.new_empty_strided], [aten.empty_like])
+
+
+# ---- ranges --------------------------------------------------------------------------------------------
+
+
+def _whole(*numbers: Any) -> bool:
+    return all(isinstance(n, (int, Index)) for n in numbers)
+
+
+def _range_length(start: Any, end: Any, step: Any) -> Index | None:
+    """How many numbers from start, step by step, stay before the end; None if that cannot be said here."""
+    if _whole(start, end, step):
+        if not as_index(step).is_const:
+            return None
+        span, by = as_index(end) - start, int(as_index(step))
+        return index_max(ceildiv(span if by > 0 else -span, abs(by)), 0)
+    if not all(isinstance(n, (int, float)) for n in (start, end, step)):
+        return None
+    return as_index(max(math.ceil((end - start) / step), 0))
+
+
+@lower(aten.arange.start_step)
+def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, **place: Any) -> Value:
+    dtype = dtype or (torch.int64 if _whole(start, end, step) else torch.get_default_dtype())
+    if dtype is torch.int64 and not _whole(start, end, step):
+        start, end, step = int(start), int(end), int(step)
+    length = _range_length(start, end, step)
+    if length is None or dtype not in SUPPORTED:
+        return NotImplemented
+    if not is_float(dtype) and not _whole(start, step):
+        start, step = int(start), int(step)
+    # Floats are counted in double: start + i * step would drift away in less.
+    compute = torch.float64 if is_float(dtype) else torch.int64
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        first, by = (scalar_at(n, (), compute, compute) for n in (start, step))
+        return first + index_value(i[0], compute) * by
+
+    return build.pointwise((length,), body, dtype)
+
+
+@lower(aten.arange.default)
+def arange_end(end: Any, **options: Any) -> Value:
+    return arange(0, end, **options)
+
+
+@lower(aten.arange.start)
+def arange_start(start: Any, end: Any, **options: Any) -> Value:
+    return arange(start, end, **options)
+
+
+@lower(aten.range)
+def inclusive_range(start: float, end: float, step: float = 1, *, dtype: DType | None = None, **place: Any) -> Value:
+    dtype = default_float(dtype)
+    return build.pointwise((int((end - start) / step) + 1,),
+                           lambda i: index_value(i[0], torch.float64) * step + start, dtype)
+
+
+@lower(prims.iota)
+def iota(length: IndexLike, *, start: Any, step: Any, dtype: DType, **place: Any) -> Value:
+    return build.pointwise((length,), lambda i: index_value(as_index(start) + i[0] * step, dtype))
+
+
+def _even_steps(start: Any, end: Any, steps: IndexLike, dtype: DType, i: Index) -> Expr:
+    """Counted from the nearer end, so that both ends are exact."""
+    compute = opmath(dtype) if is_float(dtype) else torch.float64
+    low, high = (scalar_at(n, (), dtype, compute) if isinstance(n, Value) or is_float(dtype) else const(int(n), compute)
+                 for n in (start, end))
+    steps = as_index(steps)
+    gap = (high - low) / index_value(index_max(steps - 1, 1), compute)
+    rising, falling = low + gap * index_value(i, compute), high - gap * index_value(steps - 1 - i, compute)
+    return where((index_value(i) < index_value(steps // 2)) | eq(index_value(steps), 1), rising, falling)
+
+
+@lower(aten.linspace)
+def linspace(start: Any, end: Any, steps: IndexLike, *, dtype: DType | None = None, **place: Any) -> Value:
+    dtype = default_float(dtype)
+    if dtype not in SUPPORTED:
+        return NotImplemented
+    return build.pointwise((steps,), lambda i: _even_steps(start, end, steps, dtype, i[0]), dtype)
+
+
+@lower(aten.logspace)
+def logspace(start: Any, end: Any, steps: IndexLike, base: float = 10.0, *, dtype: DType | None = None,
+             **place: Any) -> Value:
+    dtype = default_float(dtype)
+    if dtype not in SUPPORTED:
+        return NotImplemented
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        exponent = _even_steps(start, end, steps, dtype, i[0])
+        return binary("pow", const(base, exponent.dtype), exponent)
+
+    return build.pointwise((steps,), body, dtype)
+
+
+# ---- two dimensions ------------------------------------------------------------------------------------
+
+
+@lower(aten.eye)
+def eye(n: IndexLike, m: IndexLike | None = None, *, dtype: DType | None = None, **place: Any) -> Value:
+    dtype = default_float(dtype)
+    if dtype not in SUPPORTED:
+        return NotImplemented
+    return build.pointwise((n, n if m is None else m), lambda i: eq(index_value(i[0]), index_value(i[1])), dtype)
+
+
+def _lower_triangle(rows: int, columns: int, offset: int) -> tuple[int, Callable[[Expr], tuple[Expr, Expr]]]:
+    """How many positions (r, c) have c <= r + offset, and the k-th of them in order of rows.
+
+    The triangle has `empty` rows, then rows that grow by one from `first`, then full rows.
+    """
+    empty = min(max(0, -offset), rows)
+    first = min(max(offset + 1, 1), columns)
+    growing = max(0, min(rows - empty, columns - first))
+    corner = growing * (2 * first + growing - 1) // 2
+    full_rows = rows - empty - growing
+    b = 2 * first - 1
+
+    def position(k: Expr) -> tuple[Expr, Expr]:
+        # The largest t with t(t + b)/2 <= k; the square root in double may be off by one.
+        t = cast((sqrt(cast(k * 8 + b * b, torch.float64)) - b) / 2, torch.int64)
+        t = where(t * (t + b) > k * 2, t - 1, where((t + 1) * (t + 1 + b) <= k * 2, t + 1, t))
+        in_corner = k < corner
+        rest = k - corner
+        width = max(columns, 1)
+        row = where(in_corner, t + empty, binary("floordiv", rest, width) + (empty + growing))
+        return row, where(in_corner, k - binary("floordiv", t * (t + b), 2), binary("mod", rest, width))
+
+    return corner + full_rows * columns, position
+
+
+@lower(aten.tril_indices)
+def tril_indices(row: int, col: int, offset: int = 0, *, dtype: DType | None = None, **place: Any) -> Value:
+    count, position = _lower_triangle(row, col, offset)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        r, c = position(index_value(i[1]))
+        return where(eq(index_value(i[0]), 0), r, c)
+
+    return build.pointwise((2, count), body, dtype or torch.int64)
+
+
+@lower(aten.triu_indices)
+def triu_indices(row: int, col: int, offset: int = 0, *, dtype: DType | None = None, **place: Any) -> Value:
+    """A lower triangle seen from the opposite corner."""
+    count, position = _lower_triangle(row, col, col - row - offset)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        r, c = position(count - 1 - index_value(i[1]))
+        return where(eq(index_value(i[0]), 0), row - 1 - r, col - 1 - c)
+
+    return build.pointwise((2, count), body, dtype or torch.int64)
+
+
+# ---- windows -------------------------------------------------------------------------------------------
+
+
+def _window(*ops: Any) -> Callable[..., Any]:
+    """Register a window from its formula of the position in [0, 1]; periodic ones leave out the last point."""
+
+    def register(formula: Callable[..., Expr]) -> Callable[..., Any]:
+        @lower(*ops)
+        @wraps(formula)
+        def window(length: int, periodic: bool = True, *shape: float, dtype: DType | None = None, **place: Any) -> Value:
+            dtype = default_float(dtype)
+            if length == 1:
+                return constant((1,), 1, dtype)
+            last = length if periodic else length - 1
+            return build.pointwise(
+                (length,), lambda i: formula(index_value(i[0], torch.float64) / last, *shape), dtype)
+
+        return window
+
+    return register
+
+
+@_window(aten.bartlett_window)
+def bartlett(t: Expr) -> Expr:
+    return 1 - abs_(2 * t - 1)
+
+
+@_window(aten.hamming_window)
+def hamming(t: Expr, alpha: float = 0.54, beta: float = 0.46) -> Expr:
+    return alpha - beta * cos(2 * math.pi * t)
+
+
+@_window(aten.hann_window)
+def hann(t: Expr) -> Expr:
+    return 0.5 - 0.5 * cos(2 * math.pi * t)
+
+
+@_window(aten.blackman_window)
+def blackman(t: Expr) -> Expr:
+    return 0.42 - 0.5 * cos(2 * math.pi * t) + 0.08 * cos(4 * math.pi * t)
+
+
+@_window(aten.kaiser_window)
+def kaiser(t: Expr, beta: float = 12.0) -> Expr:
+    radius = 2 * t - 1
+    return unary("i0", beta * sqrt(1 - radius * radius)) / unary("i0", const(beta, t.dtype))

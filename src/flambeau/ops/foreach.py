@@ -1,0 +1,65 @@
+"""Operators on lists of tensors: each is the operator on one tensor, applied along the lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flambeau.ir.nodes import Value
+from flambeau.ops.registry import LOWERINGS, lower, overloads
+
+aten = torch.ops.aten
+
+_UNARY = (
+    "abs", "acos", "asin", "atan", "ceil", "clone", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac",
+    "lgamma", "log", "log10", "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh",
+    "sqrt", "tan", "tanh", "trunc", "zero",
+)
+_BINARY = {
+    "add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "div": aten.div.Tensor,
+    "pow": aten.pow.Tensor_Tensor, "maximum": aten.maximum.default, "minimum": aten.minimum.default,
+    "clamp_min": aten.clamp_min.Tensor, "clamp_max": aten.clamp_max.Tensor, "lerp": aten.lerp.Tensor,
+    "copy": aten.copy.default, "mm": aten.mm.default,
+    "norm": aten.linalg_vector_norm.default, "max": aten.max.default,
+}
+# The operator on one tensor, for each operator on lists.
+_ONE: dict[str, torch._ops.OpOverload] = {
+    **{name: getattr(aten, name).default for name in _UNARY}, **_BINARY,
+    "addcmul": aten.addcmul.default, "addcdiv": aten.addcdiv.default,
+}
+
+
+def along_lists(overload: torch._ops.OpOverload, one: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Arguments that are lists go along with the tensors, the others go to each."""
+    names = [a.name for a in overload._schema.arguments]
+    by_name = {a.name for a in overload._schema.arguments if a.kwarg_only or a.name == "dtype"}
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        if one not in LOWERINGS:
+            return NotImplemented
+        given = dict(zip(names, args, strict=False)) | kwargs
+
+        def call(k: int) -> Any:
+            mine = {name: _element(value, k, name) for name, value in given.items()}
+            return LOWERINGS[one](*(v for name, v in mine.items() if name not in by_name),
+                                  **{name: v for name, v in mine.items() if name in by_name})
+
+        return [call(k) for k in range(max(len(v) for v in given.values() if isinstance(v, (list, tuple))))]
+
+    return lowered
+
+
+def _element(value: Any, k: int, name: str) -> Any:
+    if isinstance(value, (list, tuple)):
+        return value[k]
+    if isinstance(value, Value) and name == "scalars":  # a tensor that holds a number for each
+        return value.view((), lambda i: (k,))
+    return value
+
+
+for _name, _one in _ONE.items():
+    if (_packet := getattr(aten, f"_foreach_{_name}", None)) is not None:  # not every release has every one
+        for _overload in overloads(_packet):
+            lower(_overload)(along_lists(_overload, _one))

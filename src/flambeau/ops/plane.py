@@ -1,0 +1,51 @@
+"""Positions in planes: what pooling, grid sampling and upsampling share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import Expr, const, index_value
+from flambeau.ir.index import Index, IndexLike, as_index
+from flambeau.ir.nodes import Value, as_indices, dim_vars
+
+Place = tuple[Index, ...]
+Bounds = Sequence[tuple[IndexLike, IndexLike]]
+
+
+def split(i: Place, rank: int) -> tuple[Place, Place]:
+    """The batch and channel part of an index, and the spatial part."""
+    return i[:-rank], i[-rank:]
+
+
+def flat(place: Place, sizes: Sequence[Index]) -> Index:
+    """The position in a plane as one number, row after row."""
+    out = as_index(0)
+    for i, n in zip(place, sizes, strict=True):
+        out = out * n + i
+    return out
+
+
+def within(i: Index, size: IndexLike) -> Expr:
+    return (index_value(i) >= 0) & (index_value(i) < index_value(as_index(size)))
+
+
+def all_of(conditions: Sequence[Expr]) -> Expr:
+    out = const(True, torch.bool)
+    for c in conditions:
+        out = out & c
+    return out
+
+
+def together(shape: Sequence[Index], body: Callable[[Place], tuple[Expr, ...]],
+             dtypes: Sequence[DType]) -> tuple[Value, ...]:
+    """Several values over one domain from one body, so that a loop they share is written once."""
+    parts = body(as_indices(dim_vars(tuple(shape))))
+
+    def one(e: Expr, dtype: DType) -> Value:
+        return build.pointwise(shape, lambda _: e, dtype)
+
+    return tuple(one(e, d) for e, d in zip(parts, dtypes, strict=True))

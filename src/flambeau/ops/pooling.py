@@ -1,0 +1,383 @@
+"""Pooling over windows, and the gradients as gathers: a position visits the windows that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import DType, accumulator, is_float, lowest, opmath
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import (
+    cast,
+    check,
+    clamp,
+    computed,
+    const,
+    eq,
+    floordiv,
+    fold_over,
+    index_value,
+    isnan,
+    round_to,
+    where,
+)
+from flambeau.ops.plane import Bounds, Place, all_of, flat, split, together, within
+from flambeau.ops.registry import lower
+
+aten = torch.ops.aten
+
+
+def per_axis(given: Sequence[int] | int, rank: int, default: Sequence[int] = ()) -> list[int]:
+    """One number for all spatial dimensions, one for each, or none (the default)."""
+    numbers = [given] if isinstance(given, int) else list(given) or list(default)
+    return numbers * rank if len(numbers) == 1 else numbers
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One spatial dimension of a pooling: window o covers o*stride - padding + w*dilation, w < kernel."""
+
+    size: Index
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+    out: Index
+
+    def place(self, o: Index, w: IndexLike) -> Index:
+        return o * self.stride - self.padding + as_index(w) * self.dilation
+
+    def first(self, o: Index) -> Index:
+        """The first place of window o that is not padding."""
+        start = self.place(o, 0)
+        return maximum(start, start % self.dilation)
+
+    @property
+    def candidates(self) -> int:
+        """How many windows can hold one position."""
+        return -(-(self.dilation * (self.kernel - 1) + 1) // self.stride)
+
+    def candidate(self, x: Index, j: Index) -> Index:
+        """The j-th of them in ascending order; it may lie outside [0, out)."""
+        return (x + self.padding) // self.stride - (self.candidates - 1) + j
+
+    def holds(self, o: Index, x: Index) -> Expr:
+        """Whether window o, which starts at or before x, reaches it (no dilation)."""
+        return index_value(x - self.place(o, 0)) < self.kernel
+
+    def count(self, o: Index, with_padding: bool) -> Index:
+        """What ATen divides by in this dimension: padding counts, what lies beyond the padding never does."""
+        start = self.place(o, 0)
+        end = minimum(start + self.kernel, self.size + self.padding)
+        return end - start if with_padding else minimum(end, self.size) - maximum(start, 0)
+
+
+def geometry(x: Value, rank: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any,
+             ceil_mode: bool) -> list[Axis]:
+    kernels = per_axis(kernel_size, rank)
+    axes = []
+    for n, k, s, p, d in zip(x.shape[-rank:], kernels, per_axis(stride, rank, kernels),
+                             per_axis(padding, rank), per_axis(dilation, rank), strict=True):
+        span = n + 2 * p - d * (k - 1) - 1
+        # With ceil_mode the last window must still start inside the input or its left padding.
+        out = minimum(ceildiv(span, s) + 1, ceildiv(n + p, s)) if ceil_mode else span // s + 1
+        axes.append(Axis(n, k, s, p, d, out))
+    return axes
+
+
+# ---- maximum -----------------------------------------------------------------------------------------
+
+
+def greatest(x: Value, lead: Place, bounds: Bounds,
+             place: Callable[[Place], Place], first: Place) -> tuple[Expr, Expr]:
+    """The maximum over a window and its flat position: the first maximum, or the last NaN if there is one."""
+    sizes = x.shape[len(lead):]
+    top = product(sizes).bounds()[1]
+    # Positions as wide as a float keep the lanes of value and position alike.
+    position = torch.int32 if top is not None and top < 2**31 else torch.int64
+    dtype = opmath(x.dtype)
+    least = const(lowest(dtype), dtype)
+
+    def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr, Expr]:
+        best, at = carry
+        p = place(w)
+        inside = all_of([within(i, n) for i, n in zip(p, sizes, strict=True)])
+        value = where(inside, cast(x.load((*lead, *p), inside), dtype), least)
+        better = value > best
+        take = better | isnan(value) if is_float(dtype) else better
+        return where(take, value, best), where(take, index_value(flat(p, sizes), position), at)
+
+    best, at = fold_over(bounds, (least, index_value(flat(first, sizes), position)), step)
+    return best, cast(at, torch.int64)
+
+
+def max_gradient(grad: Value, x: Value, indices: Value, rank: int,
+                 bounds: Callable[[Place], Bounds],
+                 window: Callable[[Place, Place], Place]) -> Value:
+    """Each position adds the gradients of those candidate windows whose saved index is its own."""
+    dtype = opmath(x.dtype)
+
+    def body(i: Place) -> Expr:
+        lead, here = split(i, rank)
+        own = index_value(flat(here, x.shape[-rank:]))
+
+        def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
+            o = window(here, w)
+            there = all_of([within(k, n) for k, n in zip(o, grad.shape[-rank:], strict=True)])
+            mine = there & eq(cast(indices.load((*lead, *o), there), torch.int64), own)
+            return (carry[0] + where(mine, cast(grad.load((*lead, *o), there), dtype), 0),)
+
+        return fold_over(bounds(here), (const(0, dtype),), step)[0]
+
+    return build.pointwise(x.shape, body, x.dtype)
+
+
+def max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(x: Value, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+                ceil_mode: bool = False) -> tuple[Value, ...]:
+        axes = geometry(x, rank, kernel_size, stride, padding, dilation, ceil_mode)
+
+        def body(i: Place) -> tuple[Expr, Expr]:
+            lead, o = split(i, rank)
+            return greatest(x, lead, [(0, a.kernel) for a in axes],
+                            lambda w: tuple(a.place(k, j) for a, k, j in zip(axes, o, w, strict=True)),
+                            tuple(a.first(k) for a, k in zip(axes, o, strict=True)))
+
+        return together((*x.shape[:-rank], *(a.out for a in axes)), body, (x.dtype, torch.int64))
+
+    def backward(grad: Value, x: Value, kernel_size: Any, stride: Any, padding: Any, dilation: Any,
+                 ceil_mode: bool, indices: Value) -> Value:
+        axes = geometry(x, rank, kernel_size, stride, padding, dilation, ceil_mode)
+        return max_gradient(
+            grad, x, indices, rank, lambda _: [(0, a.candidates) for a in axes],
+            lambda here, w: tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True)))
+
+    return forward, backward
+
+
+for _rank, _op, _grad_op in ((2, aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
+                             (3, aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward)):
+    _forward, _backward = max_pool(_rank)
+    lower(_op)(_forward)
+    lower(_grad_op)(_backward)
+
+
+# ---- mean --------------------------------------------------------------------------------------------
+
+
+def divide(total: Expr, by: Expr) -> Expr:
+    """Integers are divided towards zero, as in C."""
+    if is_float(total.dtype):
+        return total / by
+    return where(total < 0, -floordiv(-total, by), floordiv(total, by))
+
+
+def divisor(axes: Sequence[Axis], o: Place, with_padding: bool, override: int | None, dtype: DType) -> Expr:
+    if override is not None:
+        return const(override, dtype)
+    return index_value(product(a.count(k, with_padding) for a, k in zip(axes, o, strict=True)), dtype)
+
+
+def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(x: Value, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+                count_include_pad: bool = True, divisor_override: int | None = None) -> Value:
+        axes = geometry(x, rank, kernel_size, stride, padding, 1, ceil_mode)
+        dtype = accumulator(x.dtype)
+
+        def body(i: Place) -> Expr:
+            lead, o = split(i, rank)
+
+            def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
+                p = tuple(a.place(k, j) for a, k, j in zip(axes, o, w, strict=True))
+                inside = all_of([within(k, a.size) for a, k in zip(axes, p, strict=True)])
+                return (carry[0] + where(inside, cast(x.load((*lead, *p), inside), dtype), 0),)
+
+            total, = fold_over([(0, a.kernel) for a in axes], (const(0, dtype),), step)
+            return divide(total, divisor(axes, o, count_include_pad, divisor_override, dtype))
+
+        return build.pointwise((*x.shape[:-rank], *(a.out for a in axes)), body, x.dtype)
+
+    def backward(grad: Value, x: Value, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
+                 count_include_pad: bool, divisor_override: int | None = None) -> Value:
+        axes = geometry(x, rank, kernel_size, stride, padding, 1, ceil_mode)
+        dtype = opmath(x.dtype)
+
+        def body(i: Place) -> Expr:
+            lead, here = split(i, rank)
+
+            def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
+                o = tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True))
+                mine = all_of([within(k, a.out) & a.holds(k, h)
+                               for a, k, h in zip(axes, o, here, strict=True)])
+                share = cast(grad.load((*lead, *o), mine), dtype) / divisor(
+                    axes, o, count_include_pad, divisor_override, dtype)
+                return (carry[0] + where(mine, share, 0),)
+
+            return fold_over([(0, a.candidates) for a in axes], (const(0, dtype),), step)[0]
+
+        return build.pointwise(x.shape, body, x.dtype)
+
+    return forward, backward
+
+
+for _rank, _op, _grad_op in ((2, aten.avg_pool2d, aten.avg_pool2d_backward),
+                             (3, aten.avg_pool3d, aten.avg_pool3d_backward)):
+    _forward, _backward = avg_pool(_rank)
+    lower(_op)(_forward)
+    lower(_grad_op)(_backward)
+
+
+@lower(aten.avg_pool1d)
+def avg_pool1d(x: Value, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+               count_include_pad: bool = True) -> Value:
+    return avg_pool(1)[0](x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+
+
+# ---- adaptive: window o of m covers [o*n/m, (o+1)*n/m), ends rounded outwards -------------------------
+
+
+def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
+    """The part of n cells that cell o of m overlaps.
+
+    Which windows hold position x is the same question with the roles changed: share_of(x, m, n)."""
+    return (o * n) // m, ceildiv((o + 1) * n, m)
+
+
+def shares(o: Place, n: Sequence[Index], m: Sequence[Index]
+           ) -> tuple[Bounds, Callable[[Place], Place], list[Index]]:
+    """Loop bounds, the place of a loop index, and the window lengths; equal windows get constant bounds."""
+    spans = [share_of(*each) for each in zip(o, n, m, strict=True)]
+    even = [(end - start).is_const for start, end in spans]
+    bounds = [(as_index(0), end - start) if e else (start, end) for e, (start, end) in zip(even, spans)]
+    return (bounds,
+            lambda w: tuple(start + j if e else j for e, (start, _), j in zip(even, spans, w, strict=True)),
+            [end - start for start, end in spans])
+
+
+def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(x: Value, output_size: Sequence[IndexLike]) -> Value:
+        n, m, dtype = x.shape[-rank:], [as_index(s) for s in output_size], opmath(x.dtype)
+
+        def body(i: Place) -> Expr:
+            lead, o = split(i, rank)
+            bounds, place, lengths = shares(o, n, m)
+            mean, = fold_over(bounds, (const(0, dtype),),
+                              lambda w, c: (c[0] + cast(x.load((*lead, *place(w))), dtype),))
+            for length in lengths:  # one after the other, as ATen rounds
+                mean = mean / index_value(length, dtype)
+            return mean
+
+        return build.pointwise((*x.shape[:-rank], *m), body, x.dtype)
+
+    def backward(grad: Value, x: Value) -> Value:
+        n, m, dtype = x.shape[-rank:], grad.shape[-rank:], opmath(x.dtype)
+
+        def body(i: Place) -> Expr:
+            lead, here = split(i, rank)
+            bounds, window, _ = shares(here, m, n)
+
+            def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
+                o = window(w)
+                share = cast(grad.load((*lead, *o)), dtype)
+                for length in shares(o, n, m)[2]:
+                    share = share / index_value(length, dtype)
+                return (carry[0] + share,)
+
+            return fold_over(bounds, (const(0, dtype),), step)[0]
+
+        return build.pointwise(x.shape, body, x.dtype)
+
+    return forward, backward
+
+
+def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(x: Value, output_size: Sequence[IndexLike]) -> tuple[Value, ...]:
+        n, m = x.shape[-rank:], [as_index(s) for s in output_size]
+
+        def body(i: Place) -> tuple[Expr, Expr]:
+            lead, o = split(i, rank)
+            bounds, place, _ = shares(o, n, m)
+            starts = tuple(share_of(*each)[0] for each in zip(o, n, m, strict=True))
+            return greatest(x, lead, bounds, place, starts)
+
+        return together((*x.shape[:-rank], *m), body, (x.dtype, torch.int64))
+
+    def backward(grad: Value, x: Value, indices: Value) -> Value:
+        n, m = x.shape[-rank:], grad.shape[-rank:]
+        return max_gradient(grad, x, indices, rank, lambda here: shares(here, m, n)[0],
+                            lambda here, w: shares(here, m, n)[1](w))
+
+    return forward, backward
+
+
+for _pool, _op, _grad_op in (
+        (adaptive_avg_pool(2), aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward),
+        (adaptive_avg_pool(3), aten._adaptive_avg_pool3d, aten._adaptive_avg_pool3d_backward),
+        (adaptive_max_pool(2), aten.adaptive_max_pool2d, aten.adaptive_max_pool2d_backward),
+        (adaptive_max_pool(3), aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward)):
+    lower(_op)(_pool[0])
+    lower(_grad_op)(_pool[1])
+
+
+# ---- back to the places of the maxima ------------------------------------------------------------------
+
+
+def put_back(x: Value, indices: Value, lead: tuple[Index, ...], sizes: Sequence[Index], mode: str) -> Value:
+    """Zeros of (*lead, *sizes) with each x set at, or added to, its flat position in the plane."""
+    plane, rank = product(sizes), len(sizes)
+    planes = build.scatter(
+        (*lead, plane), lambda _: const(0, x.dtype), x.shape,
+        lambda j: (*j[:-rank], check(indices.load(j), plane)), lambda j: x.load(j), mode)
+    return planes.view((*lead, *sizes), lambda i: (*i[:-rank], flat(i[-rank:], sizes)))
+
+
+@lower(aten.max_unpool2d, aten.max_unpool3d)
+def max_unpool(x: Value, indices: Value, output_size: Sequence[IndexLike], stride: Any = (),
+               padding: Any = ()) -> Value:
+    sizes = [as_index(n) for n in output_size]
+    return put_back(x, indices, x.shape[:-len(sizes)], sizes, "set")
+
+
+@lower(aten.fractional_max_pool2d, aten.fractional_max_pool3d)
+def fractional_max_pool(x: Value, kernel_size: Sequence[int], output_size: Sequence[int], samples: Value
+                        ) -> tuple[Value, ...]:
+    """Windows of fixed size at pseudo-random, increasing starts; one sample per plane and dimension."""
+    rank, dtype = len(kernel_size), samples.dtype
+    sizes = x.shape[-rank:]
+
+    def start(lead: Place, axis: int, o: Index) -> Index:
+        last = sizes[axis] - kernel_size[axis]
+        if output_size[axis] == 1:
+            return last
+        column = 1 - axis if rank == 2 else axis  # ATen numbers the two samples of a plane from the width
+        plane = lead if len(lead) == 2 else (as_index(0), *lead)
+        sample = cast(samples.load((*plane, column)), opmath(dtype))
+        alpha = round_to(index_value(last, sample.dtype) / (output_size[axis] - 1), dtype)
+
+        def cut(v: Expr) -> Expr:
+            return cast(round_to(round_to(v, dtype) * alpha, dtype), torch.int64)
+
+        begin = where(eq(index_value(o), output_size[axis] - 1), index_value(last),
+                      cut(index_value(o, sample.dtype) + sample) - cut(sample))
+        return computed(clamp(begin, 0, index_value(last)), 0, last.bounds()[1])
+
+    def body(i: Place) -> tuple[Expr, Expr]:
+        lead, o = split(i, rank)
+        starts = tuple(start(lead, a, k) for a, k in enumerate(o))
+        return greatest(x, lead, [(0, k) for k in kernel_size],
+                        lambda w: tuple(s + j for s, j in zip(starts, w, strict=True)), starts)
+
+    return together((*x.shape[:-rank], *(as_index(n) for n in output_size)), body, (x.dtype, torch.int64))
+
+
+@lower(aten.fractional_max_pool2d_backward, aten.fractional_max_pool3d_backward)
+def fractional_max_pool_backward(grad: Value, x: Value, kernel_size: Sequence[int],
+                                 output_size: Sequence[int], indices: Value) -> Value:
+    rank = len(kernel_size)
+    return put_back(grad, indices, x.shape[:-rank], x.shape[-rank:], "add")

@@ -1,0 +1,298 @@
+"""Reductions: sums, products, means, variances, extrema with and without their index, any and all, norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.build import arg_combine, simple_combine
+from flambeau.ir.dtypes import DType, accumulator, int_to_float, is_float, opmath
+from flambeau.ir.expr import Expr, cast, index_value, where
+from flambeau.ir.index import ZERO, Index, product
+from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
+from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, ne, pow_, sqrt, square
+from flambeau.ops.registry import lower, wrap_dims
+
+aten = torch.ops.aten
+
+Body = Callable[[tuple[Index, ...]], Expr]
+
+
+# ---- what the reducing families share ----------------------------------------------------------------
+
+
+def reduce_with(combine: Combine, shape: Shape, axes: Sequence[int],
+                body: Callable[[tuple[Index, ...]], tuple[Expr, ...]], keepdim: bool = False
+                ) -> tuple[Value, ...]:
+    """`build.reduce`, but for no axes (a number, or nothing left outside): there the body is the result."""
+    if axes:
+        return build.reduce(shape, axes, combine, body, keepdim)
+
+    def component(k: int) -> Value:
+        return build.pointwise(shape, lambda i: body(i)[k])
+
+    return tuple(component(k) for k in range(len(combine.dtypes)))
+
+
+def accumulate(name: str, shape: Shape, axes: Sequence[int], dtype: DType, body: Body, keepdim: bool = False
+               ) -> Value:
+    """body(i), of `dtype`, joined over `axes` by sum, prod, min, max, any or all."""
+    return reduce_with(simple_combine(name, dtype), shape, axes, lambda i: (body(i),), keepdim)[0]
+
+
+def count(shape: Shape, axes: Sequence[int], dtype: DType) -> Expr:
+    """How many elements one result is made of."""
+    return index_value(product(shape[a] for a in axes), dtype)
+
+
+def outside(i: Sequence[Index], axes: Sequence[int]) -> list[Index]:
+    """The index without `axes`: where a reduction over them put its result."""
+    return [x for k, x in enumerate(i) if k not in axes]
+
+
+def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tuple[Value, Value]:
+    """The mean over `axes`, and the sum of squared deviations from it.
+
+    Two passes: as exact as Welford's update, and the inner loops stay plain sums, which vectorise.
+    """
+    n = count(shape, axes, dtype)
+    total = accumulate("sum", shape, axes, dtype, body)
+    mean = build.pointwise(total.shape, lambda i: total.load(i) / n)
+    spread = accumulate("sum", shape, axes, dtype, lambda i: square(body(i) - mean.load(outside(i, axes))))
+    return mean, spread
+
+
+def finish(v: Value, dtype: DType, axes: Sequence[int], keepdim: bool,
+           formula: Callable[[Expr], Expr] = lambda e: e) -> Value:
+    """The reduced value through a last formula, in its storage dtype and with its size-1 dimensions."""
+    out = build.pointwise(v.shape, lambda i: formula(v.load(i)), dtype)
+    return build.unsqueeze(out, axes) if keepdim else out
+
+
+# ---- sums, products, means ---------------------------------------------------------------------------
+
+
+def _accumulated(name: str, x: Value, dim: Any, keepdim: bool, dtype: DType | None) -> Value:
+    """Integers and bools add up in int64 unless a dtype is asked for; elements are converted to it first."""
+    out = dtype or (x.dtype if is_float(x.dtype) else torch.int64)
+    wide = accumulator(out)
+    axes = wrap_dims(dim, x.rank)
+    return finish(accumulate(name, x.shape, axes, wide, lambda i: cast(cast(x.load(i), out), wide)),
+                  out, axes, keepdim)
+
+
+@lower(aten.sum.default)
+def sum_all(x: Value, *, dtype: DType | None = None) -> Value:
+    return _accumulated("sum", x, None, False, dtype)
+
+
+@lower(aten.sum.dim_IntList)
+def sum_dims(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
+    return _accumulated("sum", x, dim, keepdim, dtype)
+
+
+@lower(aten.prod.default)
+def prod_all(x: Value, *, dtype: DType | None = None) -> Value:
+    return _accumulated("prod", x, None, False, dtype)
+
+
+@lower(aten.prod.dim_int)
+def prod_dim(x: Value, dim: int, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
+    return _accumulated("prod", x, dim, keepdim, dtype)
+
+
+@lower(aten.mean.dim)
+def mean_dims(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
+    out = dtype or x.dtype
+    wide = opmath(out)
+    axes = wrap_dims(dim, x.rank)
+    total = accumulate("sum", x.shape, axes, wide, lambda i: cast(cast(x.load(i), out), wide))
+    return finish(total, out, axes, keepdim, lambda e: e / count(x.shape, axes, wide))
+
+
+@lower(aten.mean.default)
+def mean_all(x: Value, *, dtype: DType | None = None) -> Value:
+    return mean_dims(x, dtype=dtype)
+
+
+# ---- variances ---------------------------------------------------------------------------------------
+
+
+def _var_mean(x: Value, dim: Any, correction: Any, keepdim: bool, root: bool) -> tuple[Value, Value]:
+    wide = opmath(x.dtype)
+    axes = wrap_dims(dim, x.rank)
+    mean, spread = moments(x.shape, axes, wide, lambda i: cast(x.load(i), wide))
+    # No more degrees of freedom than zero: the quotient is then infinite or NaN, as ATen has it.
+    freedom = maximum(count(x.shape, axes, wide) - (1 if correction is None else correction), 0)
+    var = finish(spread, x.dtype, axes, keepdim, lambda e: sqrt(e / freedom) if root else e / freedom)
+    return var, finish(mean, x.dtype, axes, keepdim)
+
+
+@lower(aten.var.correction)
+def var(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+    return _var_mean(x, dim, correction, keepdim, root=False)[0]
+
+
+@lower(aten.std.correction)
+def std(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+    return _var_mean(x, dim, correction, keepdim, root=True)[0]
+
+
+@lower(aten.var_mean.correction)
+def var_mean(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+             ) -> tuple[Value, Value]:
+    return _var_mean(x, dim, correction, keepdim, root=False)
+
+
+@lower(aten.std_mean.correction)
+def std_mean(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+             ) -> tuple[Value, Value]:
+    return _var_mean(x, dim, correction, keepdim, root=True)
+
+
+# ---- extrema -----------------------------------------------------------------------------------------
+
+
+def _extremum(name: str, x: Value, dim: Any, keepdim: bool) -> Value:
+    wide = opmath(x.dtype)
+    axes = wrap_dims(dim, x.rank)
+    best = accumulate(name, x.shape, axes, wide, lambda i: cast(x.load(i), wide))
+    return finish(best, x.dtype, axes, keepdim)
+
+
+def _extremum_at(name: str, x: Value, dim: int, keepdim: bool) -> tuple[Value, Value]:
+    """The extremum along one dimension and its first index; the first NaN wins."""
+    wide = opmath(x.dtype)
+    axes = wrap_dims(dim, x.rank)
+    best, at = reduce_with(arg_combine(name, wide), x.shape, axes,
+                           lambda i: (cast(x.load(i), wide), index_value(i[axes[0]] if axes else 0)))
+    return finish(best, x.dtype, axes, keepdim), finish(at, torch.int64, axes, keepdim)
+
+
+def _arg(name: str, x: Value, dim: int | None, keepdim: bool) -> Value:
+    if dim is not None:
+        return _extremum_at(name, x, dim, keepdim)[1]
+    wide = opmath(x.dtype)
+    axes = range(x.rank)
+    strides = contiguous_strides(x.shape)
+
+    def element(i: tuple[Index, ...]) -> tuple[Expr, Expr]:
+        flat = sum((k * s for k, s in zip(i, strides)), ZERO)
+        return cast(x.load(i), wide), index_value(flat)
+
+    return finish(reduce_with(arg_combine(name, wide), x.shape, axes, element)[1], torch.int64, axes, keepdim)
+
+
+@lower(aten.amax)
+def amax(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
+    return _extremum("max", x, dim, keepdim)
+
+
+@lower(aten.amin)
+def amin(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
+    return _extremum("min", x, dim, keepdim)
+
+
+@lower(aten.aminmax)
+def aminmax(x: Value, *, dim: int | None = None, keepdim: bool = False) -> tuple[Value, Value]:
+    return _extremum("min", x, dim, keepdim), _extremum("max", x, dim, keepdim)
+
+
+@lower(aten.max.default)
+def max_all(x: Value) -> Value:
+    return _extremum("max", x, None, False)
+
+
+@lower(aten.min.default)
+def min_all(x: Value) -> Value:
+    return _extremum("min", x, None, False)
+
+
+@lower(aten.max.dim)
+def max_dim(x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
+    return _extremum_at("max", x, dim, keepdim)
+
+
+@lower(aten.min.dim)
+def min_dim(x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
+    return _extremum_at("min", x, dim, keepdim)
+
+
+@lower(aten.argmax)
+def argmax(x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
+    return _arg("max", x, dim, keepdim)
+
+
+@lower(aten.argmin)
+def argmin(x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
+    return _arg("min", x, dim, keepdim)
+
+
+# ---- any and all -------------------------------------------------------------------------------------
+
+
+def _truth(name: str, x: Value, dim: Any, keepdim: bool) -> Value:
+    axes = wrap_dims(dim, x.rank)
+    out = accumulate(name, x.shape, axes, torch.bool, lambda i: cast(x.load(i), torch.bool))
+    # uint8 was the first boolean dtype, and still answers in kind.
+    return finish(out, torch.uint8 if x.dtype is torch.uint8 else torch.bool, axes, keepdim)
+
+
+@lower(aten.any.default, aten.any.dim, aten.any.dims)
+def any_(x: Value, dim: Any = None, keepdim: bool = False) -> Value:
+    return _truth("any", x, dim, keepdim)
+
+
+@lower(aten.all.default, aten.all.dim, aten.all.dims)
+def all_(x: Value, dim: Any = None, keepdim: bool = False) -> Value:
+    return _truth("all", x, dim, keepdim)
+
+
+# ---- logsumexp and norms -----------------------------------------------------------------------------
+
+
+@lower(aten.logsumexp)
+def logsumexp(x: Value, dim: Any, keepdim: bool = False) -> Value:
+    """m + log sum exp(x - m), m the largest x; an infinite m is left out, as x - m would be NaN."""
+    out = int_to_float(x.dtype)
+    wide = opmath(out)
+    axes = wrap_dims(dim, x.rank)
+
+    def at(i: tuple[Index, ...]) -> Expr:
+        return cast(cast(x.load(i), out), wide)
+
+    largest = accumulate("max", x.shape, axes, wide, at)
+    m = build.pointwise(largest.shape, lambda i: where(is_finite(largest.load(i)), largest.load(i), 0))
+    total = accumulate("sum", x.shape, axes, wide, lambda i: exp(at(i) - m.load(outside(i, axes))))
+    result = build.pointwise(total.shape, lambda i: log(total.load(i)) + m.load(i), out)
+    return build.unsqueeze(result, axes) if keepdim else result
+
+
+def p_norm(p: float) -> tuple[str, Callable[[Expr], Expr], Callable[[Expr], Expr]]:
+    """The p-norm in three parts: what joins the elements, what each goes through before, the whole after."""
+    if p == 0:
+        return "sum", lambda e: cast(ne(e, 0), e.dtype), lambda e: e
+    if p == 1:
+        return "sum", abs_, lambda e: e
+    if p == 2:
+        return "sum", square, sqrt
+    if p == math.inf:
+        return "max", abs_, lambda e: maximum(e, 0)  # of nothing: 0
+    if p == -math.inf:
+        return "min", abs_, lambda e: e
+    return "sum", lambda e: pow_(abs_(e), p), lambda e: pow_(e, 1 / p)
+
+
+@lower(aten.linalg_vector_norm)
+def vector_norm(x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None
+                ) -> Value:
+    out = dtype or x.dtype
+    wide = opmath(out)
+    axes = wrap_dims(dim, x.rank)
+    join, each, whole = p_norm(float(ord))
+    total = accumulate(join, x.shape, axes, wide, lambda i: each(cast(cast(x.load(i), out), wide)))
+    return finish(total, out, axes, keepdim, whole)

@@ -1,0 +1,91 @@
+"""Cumulative operators: a running sum, product, extremum with its index, and log of a sum of exponentials."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.build import arg_combine, make_combine, simple_combine
+from flambeau.ir.dtypes import DType, is_float, opmath
+from flambeau.ir.expr import Expr, cast, const, index_value, where
+from flambeau.ir.nodes import Combine, Value
+from flambeau.ir.scalar import abs_, eq, exp, log, maximum
+from flambeau.ops.registry import lower, to_dtype, wrap_dim
+
+aten = torch.ops.aten
+
+
+def running(dtype: DType) -> DType:
+    """The dtype a running value is kept in. A scan adds one by one, so its rounding errors pile up where
+    those of a sum in many lanes do not: float32 runs in float64, as in ATen."""
+    if not is_float(dtype):
+        return torch.int64
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
+
+
+def _cumulated(name: str, x: Value, dim: int, dtype: DType | None) -> Value:
+    out = dtype or (x.dtype if is_float(x.dtype) else torch.int64)
+    if not x.rank:
+        return to_dtype(x, out)
+    wide = running(out)
+    return build.scan(x.shape, wrap_dim(dim, x.rank), simple_combine(name, wide),
+                      lambda i: cast(cast(x.load(i), out), wide), dtypes=(out,))[0]
+
+
+@lower(aten.cumsum)
+def cumsum(x: Value, dim: int, *, dtype: DType | None = None) -> Value:
+    return _cumulated("sum", x, dim, dtype)
+
+
+@lower(aten.cumprod)
+def cumprod(x: Value, dim: int, *, dtype: DType | None = None) -> Value:
+    return _cumulated("prod", x, dim, dtype)
+
+
+def _extremum_so_far(name: str, x: Value, dim: int) -> tuple[Value, Value]:
+    """On ties the later index, and the latest NaN, as in ATen."""
+    if not x.rank:
+        return x, build.pointwise((), lambda i: const(0, torch.int64))
+    axis = wrap_dim(dim, x.rank)
+    wide = opmath(x.dtype)
+    best, at = build.scan(x.shape, axis, arg_combine(name, wide, later=True),
+                          lambda i: (cast(x.load(i), wide), index_value(i[axis])),
+                          dtypes=(x.dtype, torch.int64))
+    return best, at
+
+
+@lower(aten.cummax)
+def cummax(x: Value, dim: int) -> tuple[Value, Value]:
+    return _extremum_so_far("max", x, dim)
+
+
+@lower(aten.cummin)
+def cummin(x: Value, dim: int) -> tuple[Value, Value]:
+    return _extremum_so_far("min", x, dim)
+
+
+@cache
+def _log_sum(dtype: DType) -> Combine:
+    """(m, s) stands for m + log(s), m the largest element: the logarithm waits until after the scan."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (am, asum), (bm, bsum) = a, b
+        smaller = where(eq(am, bm), 1, exp(-abs_(am - bm)))  # equal infinities: their difference is NaN
+        joined = where(am >= bm, asum + bsum * smaller, asum * smaller + bsum)
+        return maximum(am, bm), joined
+
+    return make_combine("logsumexp", (dtype, dtype), (-math.inf, 0), fn)
+
+
+@lower(aten.logcumsumexp)
+def logcumsumexp(x: Value, dim: int) -> Value:
+    if not x.rank:
+        return x
+    wide = running(x.dtype)
+    stored = opmath(x.dtype)  # m is one of the elements, s at least 1: neither loses anything to speak of
+    m, s = build.scan(x.shape, wrap_dim(dim, x.rank), _log_sum(wide),
+                      lambda i: (cast(x.load(i), wide), const(1, wide)), dtypes=(x.dtype, stored))
+    return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log(s.load(i)), x.dtype)

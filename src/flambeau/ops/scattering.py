@@ -1,0 +1,275 @@
+"""Writes at computed places: index_put, index_add and kin, scatter, masked_scatter, put.
+
+Where several writes meet, `set` keeps the last in order of the source, as ATen does on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import DType, highest, is_bool, is_float, lowest, opmath
+from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
+from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, product
+from flambeau.ir.nodes import Shape, Value
+from flambeau.ir.scalar import maximum
+
+from .indexing import Advanced, checked, position, trusted
+from .registry import broadcast_shapes, load_at, lower, scalar_at, to_dtype, wrap_dim
+from .view import at_least_1d, expand, flat, is_empty, reshape
+
+aten = torch.ops.aten
+
+Target = Callable[[tuple[Index, ...]], Sequence[Index]]
+Source = Callable[[tuple[Index, ...]], Expr]
+
+
+def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode: str = "set",
+          mask: Source | None = None) -> Value:
+    """x after, for each j of the source in order, element target(j) takes or joins value(j).
+
+    Sums and products of half and bfloat16 are kept in float32 and rounded once; bools add as `or`.
+    """
+    kept = x.dtype if mode == "set" else opmath(x.dtype)
+    if is_bool(x.dtype):
+        mode = {"add": "max", "mul": "min"}.get(mode, mode)
+    out = build.scatter(x.shape, lambda i: cast(x.load(i), kept), source, target,
+                        lambda j: cast(value(j), kept), mode, mask)
+    return to_dtype(out, x.dtype)
+
+
+# ---- index_put ---------------------------------------------------------------------------------------
+
+
+@lower(aten.index_put, aten._unsafe_index_put)
+def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
+              locate: Callable[[Expr, Index], Index] = checked) -> Any:
+    where_ = Advanced.of(x, indices)
+    if where_ is None:
+        return _masked_put(x, indices, values, accumulate)
+    return write(x, where_.shape, lambda j: where_.at(j, locate), lambda j: load_at(values, j),
+                 "add" if accumulate else "set")
+
+
+@lower(aten._index_put_impl)
+def index_put_impl(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
+                   unsafe: bool = False) -> Any:
+    return index_put(x, indices, values, accumulate, trusted if unsafe else checked)
+
+
+@lower(aten._unsafe_masked_index_put_accumulate)
+def unsafe_masked_index_put_accumulate(x: Value, mask: Value, indices: Sequence[Value | None],
+                                       values: Value) -> Any:
+    where_ = Advanced.of(x, indices)
+    if where_ is None:
+        return NotImplemented
+    return write(x, where_.shape, lambda j: where_.at(j, trusted), lambda j: load_at(values, j), "add",
+                 lambda j: load_at(mask, j))
+
+
+def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool) -> Any:
+    """x[:, mask] = values. With a single mask every element can tell for itself what it takes."""
+    masks = [(d, v) for d, v in enumerate(indices) if v is not None]
+    if len(masks) != 1:
+        return NotImplemented
+    (first, mask), = masks
+    last = first + mask.rank
+    # The values are broadcast to (dimensions before, selected, dimensions after).
+    selected = values.shape[last - x.rank - 1] if values.rank > x.rank - last else ONE
+    before = None if selected is ONE else chosen_before(mask)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        at = i[first:last]
+        chosen = cast(mask.load(at), torch.bool)
+        which = ZERO if before is None else position(before.load(at), selected, mask=chosen)
+        old, new = x.load(i), cast(load_at(values, (*i[:first], which, *i[last:]), chosen), x.dtype)
+        return where(chosen, _sum(old, new) if accumulate else new, old)
+
+    return build.pointwise(x.shape, body)
+
+
+def _sum(a: Expr, b: Expr) -> Expr:
+    if is_bool(a.dtype):
+        return a | b
+    return cast(cast(a, opmath(a.dtype)) + cast(b, opmath(a.dtype)), a.dtype)
+
+
+# ---- masks -------------------------------------------------------------------------------------------
+
+
+def chosen_before(mask: Value) -> Value:
+    """For each element that the mask chooses, how many it chose before, in row-major order."""
+    line = flat(mask)
+    seen, = build.scan(line.shape, 0, build.simple_combine("sum", torch.int64),
+                       lambda i: cast(cast(line.load(i), torch.bool), torch.int64))
+    return reshape(build.pointwise(line.shape, lambda i: seen.load(i) - 1), mask.shape)
+
+
+@lower(aten.masked_scatter)
+def masked_scatter(x: Value, mask: Value, source: Value) -> Value:
+    """Elements that the mask chooses take those of the source, one after another."""
+    shape = broadcast_shapes(x.shape, mask.shape)
+    mask, line = expand(mask, shape), flat(source)
+    before = chosen_before(mask)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        chosen = mask.load(i)
+        which = position(before.load(i), line.shape[0], mask=chosen)
+        return where(chosen, cast(line.load([which], chosen), x.dtype), load_at(x, i))
+
+    return build.pointwise(shape, body)
+
+
+@lower(aten.masked_scatter_backward)
+def masked_scatter_backward(grad: Value, mask: Value, sizes: Sequence[IndexLike]) -> Value:
+    """The chosen gradients packed together, then zeros."""
+    count = product(sizes)
+    mask = expand(mask, grad.shape)
+    before = chosen_before(mask)
+    packed = build.scatter((count,), lambda i: const(0, grad.dtype), grad.shape,
+                           lambda j: [position(before.load(j), count, mask=mask.load(j))],
+                           lambda j: grad.load(j), mask=lambda j: mask.load(j))
+    return reshape(packed, sizes)
+
+
+# ---- whole slices: index_add, index_copy, index_fill, index_reduce -----------------------------------
+
+
+def _slices(x: Value, dim: int, index: Value, wrap: bool = False) -> tuple[Value, Shape, Target]:
+    """x (not a scalar), the shape of what is written to x[:, index], and where each element of it goes."""
+    whole, places = at_least_1d(x), flat(index)
+    d = wrap_dim(dim, whole.rank)
+    shape = (*whole.shape[:d], places.shape[0], *whole.shape[d + 1:])
+    return whole, shape, lambda j: (
+        *j[:d], position(places.load([j[d]]), whole.shape[d], wrap), *j[d + 1:])
+
+
+@lower(aten.index_add)
+def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1) -> Value:
+    whole, shape, target = _slices(x, dim, index)
+    part, math = at_least_1d(source), opmath(x.dtype)
+
+    def value(j: tuple[Index, ...]) -> Expr:
+        new = cast(part.load(j), math)
+        return new & const(alpha, math) if is_bool(math) else new * scalar_at(alpha, (), math, math)
+
+    return reshape(write(whole, shape, target, value, "add"), x.shape)
+
+
+@lower(aten.index_copy)
+def index_copy(x: Value, dim: int, index: Value, source: Value) -> Value:
+    whole, shape, target = _slices(x, dim, index)
+    part = at_least_1d(source)
+    return reshape(write(whole, shape, target, lambda j: part.load(j)), x.shape)
+
+
+@lower(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(x: Value, dim: int, index: Value, value: Any) -> Value:
+    whole, shape, target = _slices(x, dim, index, wrap=True)
+    return reshape(write(whole, shape, target, lambda j: scalar_at(value, (), x.dtype, x.dtype)), x.shape)
+
+
+@lower(aten.index_reduce)
+def index_reduce(x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
+                 ) -> Value:
+    whole, shape, target = _slices(x, dim, index)
+    part = at_least_1d(source)
+    return reshape(write_reduced(whole, shape, target, lambda j: part.load(j), reduce, include_self), x.shape)
+
+
+# ---- element by element: scatter, put ----------------------------------------------------------------
+
+
+def _elements(x: Value, dim: int, index: Value) -> tuple[Value, Shape, Target]:
+    """x (not a scalar), the shape of the index, and where each element of it points."""
+    whole, places = at_least_1d(x), at_least_1d(index)
+    d = wrap_dim(dim, whole.rank)
+    return whole, places.shape, lambda j: (
+        *j[:d], position(places.load(j), whole.shape[d]), *j[d + 1:])
+
+
+def _source(src: Any, dtype: DType) -> Source:
+    """What an element of the index writes: the element of src at the same place, or the one number."""
+    part = at_least_1d(src) if isinstance(src, Value) else src
+    return lambda j: part.load(j) if isinstance(part, Value) else scalar_at(part, (), dtype, dtype)
+
+
+@lower(aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce)
+def scatter(x: Value, dim: int, index: Value, src: Any, *, reduce: str | None = None) -> Value:
+    if is_empty(index.shape):  # of any rank
+        return x
+    mode = {None: "set", "add": "add", "multiply": "mul"}[reduce]
+    whole, shape, target = _elements(x, dim, index)
+    return reshape(write(whole, shape, target, _source(src, x.dtype), mode), x.shape)
+
+
+@lower(aten.scatter_add)
+def scatter_add(x: Value, dim: int, index: Value, src: Value) -> Value:
+    return scatter(x, dim, index, src, reduce="add")
+
+
+@lower(aten.scatter_reduce.two)
+def scatter_reduce(x: Value, dim: int, index: Value, src: Value, reduce: str, *, include_self: bool = True
+                   ) -> Value:
+    if is_empty(index.shape):
+        return x
+    whole, shape, target = _elements(x, dim, index)
+    return reshape(write_reduced(whole, shape, target, _source(src, x.dtype), reduce, include_self), x.shape)
+
+
+@lower(aten.put)
+def put(x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
+    """Elements of x by their row-major number."""
+    line, places, values = flat(x), flat(index), flat(source)
+    out = write(line, places.shape, lambda j: [position(places.load(j), line.shape[0], wrap=True)],
+                lambda j: values.load(j), "add" if accumulate else "set")
+    return reshape(out, x.shape)
+
+
+# ---- reductions into place ---------------------------------------------------------------------------
+
+_MODES = {"sum": "add", "mean": "add", "prod": "mul", "amax": "max", "amin": "min"}
+
+
+def write_reduced(x: Value, source: Shape, target: Target, value: Source, reduce: str, include_self: bool
+                  ) -> Value:
+    """What is written to an element of x is reduced there, with its old value only if include_self."""
+    mode = _MODES[reduce]
+    if not include_self:
+        identity = {"add": 0, "mul": 1, "max": lowest(x.dtype), "min": highest(x.dtype)}[mode]
+        x = write(x, source, target, lambda j: const(identity, x.dtype))
+    if reduce != "mean":
+        return write(x, source, target, value, mode)
+    math = opmath(x.dtype)
+    total = write(build.pointwise(x.shape, lambda i: x.load(i), math), source, target, value, mode)
+    count = build.scatter(x.shape, lambda i: const(int(include_self), torch.int64), source, target,
+                          lambda j: const(1, torch.int64), "add")
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        n = cast(maximum(count.load(i), 1), math)
+        return total.load(i) / n if is_float(math) else binary("floordiv", total.load(i), n)
+
+    return build.pointwise(x.shape, body, x.dtype)
+
+
+@lower(aten.repeat_interleave.Tensor)
+def repeat_interleave(repeats: Value, output_size: IndexLike | None = None) -> Any:
+    """0 repeats[0] times, 1 repeats[1] times, and so on."""
+    if output_size is None:
+        return NotImplemented
+    add = build.simple_combine("sum", torch.int64)
+    ends, = build.scan(repeats.shape, 0, add, lambda i: cast(repeats.load(i), torch.int64))
+
+    def start(j: tuple[Index, ...]) -> Expr:
+        return ends.load(j) - cast(repeats.load(j), torch.int64)
+
+    # Each number steps up by one where its run starts; runs of length zero step together.
+    size = as_index(output_size)
+    steps = build.scatter((size,), lambda i: const(0, torch.int64), repeats.shape,
+                          lambda j: [position(start(j), size, mask=start(j) < index_value(size))],
+                          lambda j: const(1, torch.int64), "add", lambda j: start(j) < index_value(size))
+    number, = build.scan((size,), 0, add, lambda i: steps.load(i))
+    return build.pointwise((size,), lambda i: number.load(i) - 1, repeats.dtype)

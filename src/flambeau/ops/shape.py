@@ -1,0 +1,353 @@
+"""Shape operators that make new arrays: joining, padding, rearranging, and patches (im2col, col2im)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import accumulator, is_float, opmath, promote
+from flambeau.ir.expr import Expr, cast, const, where
+from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, minimum, product
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import fold_over, window
+
+from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim
+from .view import (
+    along,
+    diagonal,
+    embed,
+    equal,
+    flat,
+    in_diagonal,
+    is_empty,
+    permute,
+    regroup,
+    reshape,
+    transpose,
+    unsqueeze,
+    within,
+)
+
+aten = torch.ops.aten
+
+
+# ---- joining -----------------------------------------------------------------------------------------
+
+
+@lower(aten.cat.default)
+def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
+    dtype = promote(operand(x) for x in tensors)
+    # An empty vector joins with anything, as it always has.
+    real = [x for x in tensors if x.shape != (ZERO,)] or tensors[:1]
+    d = wrap_dim(dim, real[0].rank)
+    ends = list(itertools.accumulate((x.shape[d] for x in real), initial=ZERO))
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        out: Expr | None = None
+        for x, start, end in reversed(list(zip(real, ends, ends[1:]))):
+            here = within(i[d], start, end)
+            part = cast(x.load((*i[:d], i[d] - start, *i[d + 1:]), here), dtype)
+            # Parts are tried in order, so the last needs no condition of its own.
+            out = part if out is None else where(within(i[d], 0, end), part, out)
+        assert out is not None
+        return out
+
+    return build.pointwise((*real[0].shape[:d], ends[-1], *real[0].shape[d + 1:]), body)
+
+
+@lower(aten.stack, aten._stack)
+def stack(tensors: Sequence[Value], dim: int = 0) -> Value:
+    d = wrap_dim(dim, tensors[0].rank + 1)
+    return cat([unsqueeze(x, d) for x in tensors], d)
+
+
+@lower(aten.block_diag)
+def block_diag(tensors: Sequence[Value]) -> Value:
+    blocks = [reshape(x, (1,) * (2 - x.rank) + x.shape) for x in tensors]
+    dtype = promote(operand(x) for x in tensors)
+    tops = list(itertools.accumulate((x.shape[0] for x in blocks), initial=ZERO))
+    lefts = list(itertools.accumulate((x.shape[1] for x in blocks), initial=ZERO))
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        out = const(0, dtype)
+        for k, x in enumerate(blocks):
+            here = within(i[0], tops[k], tops[k + 1]) & within(i[1], lefts[k], lefts[k + 1])
+            out = where(here, cast(x.load((i[0] - tops[k], i[1] - lefts[k]), here), dtype), out)
+        return out
+
+    return build.pointwise((tops[-1], lefts[-1]), body)
+
+
+# ---- padding -----------------------------------------------------------------------------------------
+#
+# `pad` counts from the last dimension: (before, after) of the last, of the one before it, and so on.
+# A negative pad cuts.
+
+
+def _pads(pad: Sequence[IndexLike], rank: int) -> list[tuple[Index, Index]]:
+    """(before, after) of each dimension."""
+    pairs = [(as_index(a), as_index(b)) for a, b in zip(pad[::2], pad[1::2])]
+    return [(ZERO, ZERO)] * (rank - len(pairs)) + pairs[::-1]
+
+
+def _padded(shape: Sequence[Index], pads: Sequence[tuple[Index, Index]]) -> list[Index]:
+    return [n + before + after for n, (before, after) in zip(shape, pads)]
+
+
+@lower(aten.constant_pad_nd)
+def constant_pad_nd(x: Value, pad: Sequence[IndexLike], value: Any = 0) -> Value:
+    pads = _pads(pad, x.rank)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        at = [k - before for k, (before, _) in zip(i, pads)]
+        inside = const(True, torch.bool)
+        for k, n in zip(at, x.shape):
+            inside = inside & within(k, 0, n)
+        return where(inside, x.load(at, inside), scalar_at(value, i, x.dtype, x.dtype))
+
+    return build.pointwise(_padded(x.shape, pads), body)
+
+
+def _magnitude(i: Index) -> Index:
+    return maximum(i, -i)
+
+
+@lower(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
+def reflection_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
+    pads = _pads(padding, x.rank)
+    # Folded at zero, then at the last point.
+    return x.view(_padded(x.shape, pads), lambda i: [
+        k if before is ZERO and after is ZERO else n - 1 - _magnitude(n - 1 - _magnitude(k - before))
+        for k, n, (before, after) in zip(i, x.shape, pads)])
+
+
+@lower(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
+def replication_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
+    pads = _pads(padding, x.rank)
+    return x.view(_padded(x.shape, pads), lambda i: [
+        minimum(maximum(k - before, 0), n - 1) for k, n, (before, _) in zip(i, x.shape, pads)])
+
+
+@lower(aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward)
+def reflection_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]) -> Value:
+    """Each point was read as itself, as its image at the near edge and as its image at the far edge."""
+    pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
+    nowhere = const(False, torch.bool)
+
+    def images(k: Index, n: Index, outer: Index, before: Index, after: Index) -> list[tuple[Index, Expr]]:
+        near, far = before - k, before + (n - 1) * 2 - k
+        return [(k + before, within(k + before, 0, outer)),
+                (near, nowhere if before is ZERO else within(k, 1, n) & within(near, 0, outer)),
+                (far, nowhere if after is ZERO else within(k, 0, n - 1) & within(far, 0, outer))]
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        total = const(0, dtype)
+        choices = [images(k, n, outer, *pad) for k, n, outer, pad in zip(i, x.shape, grad.shape, pads)]
+        for choice in itertools.product(*choices):
+            read = const(True, torch.bool)
+            for _, valid in choice:
+                read = read & valid
+            if read is not nowhere:
+                seen = grad.load([at for at, _ in choice], read)
+                total = total + where(read, cast(seen, dtype), const(0, dtype))
+        return total
+
+    return build.pointwise(x.shape, body, grad.dtype)
+
+
+@lower(aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward)
+def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]) -> Value:
+    """An inner point was read once, an edge point by all the padding beyond it as well."""
+    pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
+    spread = [d for d, (before, after) in enumerate(pads) if before is not ZERO or after is not ZERO]
+
+    def readers(d: int, k: Index) -> tuple[Index, Index]:
+        n, (before, after) = x.shape[d], pads[d]
+        first = k + before * minimum(k, 1)
+        last = k + before + after * (1 - minimum(n - 1 - k, 1))
+        return maximum(first, 0), minimum(last + 1, grad.shape[d])
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        def add(at: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+            where_ = list(i)
+            for d, k in zip(spread, at):
+                where_[d] = k
+            return (carry[0] + cast(grad.load(where_), dtype),)
+
+        bounds = [readers(d, i[d]) for d in spread]
+        return fold_over(bounds, [const(0, dtype)], add)[0] if spread else grad.load(i)
+
+    return build.pointwise(x.shape, body, grad.dtype)
+
+
+# ---- rearranging: these are views, though PyTorch copies ---------------------------------------------
+
+
+@lower(aten.flip)
+def flip(x: Value, dims: Sequence[int]) -> Value:
+    turned = {wrap_dim(d, x.rank) for d in dims}
+    return x.view(x.shape, lambda i: [x.shape[d] - 1 - k if d in turned else k for d, k in enumerate(i)])
+
+
+@lower(aten.roll)
+def roll(x: Value, shifts: Any, dims: Any = ()) -> Value:
+    shifts = shifts if isinstance(shifts, (list, tuple)) else [shifts]
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    if is_empty(x.shape):
+        return x
+    if not dims:
+        return reshape(roll(flat(x), shifts, [0]), x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        d = wrap_dim(dim, x.rank)
+        if x.rank:
+            x = _rolled(x, d, as_index(shift))
+    return x
+
+
+def _rolled(x: Value, dim: int, shift: Index) -> Value:
+    n = x.shape[dim]
+    return along(x, dim, n, lambda i: (i + -shift % n) % n)
+
+
+@lower(aten.rot90)
+def rot90(x: Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> Value:
+    a, b = dims
+    turns: dict[int, Callable[[], Value]] = {
+        0: lambda: x, 1: lambda: transpose(flip(x, [b]), a, b), 2: lambda: flip(x, [a, b]),
+        3: lambda: transpose(flip(x, [a]), a, b)}
+    return turns[k % 4]()
+
+
+@lower(aten.repeat)
+def repeat(x: Value, repeats: Sequence[IndexLike]) -> Value:
+    x = reshape(x, (1,) * (len(repeats) - x.rank) + x.shape)
+    return x.view([n * r for n, r in zip(x.shape, repeats)], lambda i: [
+        ZERO if n is ONE or n is ZERO else k % n for k, n in zip(i, x.shape)])
+
+
+@lower(aten.pixel_shuffle)
+def pixel_shuffle(x: Value, factor: int) -> Value:
+    """(c·r·r, h, w) to (c, h·r, w·r)."""
+    *lead, c, h, w = x.shape
+    split = reshape(x, (*lead, c // (factor * factor), factor, factor, h, w))
+    n = len(lead)
+    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
+    return reshape(permute(split, order), (*lead, c // (factor * factor), h * factor, w * factor))
+
+
+@lower(aten.pixel_unshuffle)
+def pixel_unshuffle(x: Value, factor: int) -> Value:
+    """(c, h·r, w·r) to (c·r·r, h, w)."""
+    *lead, c, h, w = x.shape
+    split = reshape(x, (*lead, c, h // factor, factor, w // factor, factor))
+    n = len(lead)
+    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
+    return reshape(permute(split, order), (*lead, c * (factor * factor), h // factor, w // factor))
+
+
+@lower(aten.channel_shuffle, aten.native_channel_shuffle)
+def channel_shuffle(x: Value, groups: IndexLike) -> Value:
+    n, c, *rest = x.shape
+    return reshape(transpose(reshape(x, (n, groups, c // groups, *rest)), 1, 2), x.shape)
+
+
+# ---- triangles, diagonals, masks ---------------------------------------------------------------------
+
+
+@lower(aten.tril)
+def tril(x: Value, diagonal: int = 0) -> Value:
+    return build.pointwise(x.shape, lambda i: _keep(x, i, within(i[-1], 0, i[-2] + diagonal + 1)))
+
+
+@lower(aten.triu)
+def triu(x: Value, diagonal: int = 0) -> Value:
+    return build.pointwise(x.shape, lambda i: _keep(x, i, within(i[-1], i[-2] + diagonal, x.shape[-1])))
+
+
+def _keep(x: Value, i: Sequence[Index], kept: Expr) -> Expr:
+    return where(kept, x.load(i), const(0, x.dtype))
+
+
+@lower(aten.diag_embed)
+def diag_embed(x: Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Value:
+    rank = x.rank + 1
+    a, b = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
+    side = x.shape[-1] + abs(offset)
+    shape: list[IndexLike] = list(x.shape[:-1])
+    for d in sorted((a, b)):
+        shape.insert(d, side)
+    return embed(x, shape, in_diagonal(rank, offset, a, b))
+
+
+@lower(aten.trace)
+def trace(x: Value) -> Value:
+    line = diagonal(x)
+    kept = accumulator(x.dtype)
+    add = build.simple_combine("sum", kept)
+    total, = build.reduce(line.shape, [0], add, lambda i: cast(line.load(i), kept))
+    return build.pointwise((), lambda i: total.load(i), x.dtype if is_float(x.dtype) else torch.int64)
+
+
+@lower(aten.masked_fill)
+def masked_fill(x: Value, mask: Value, value: Any) -> Value:
+    def body(i: tuple[Index, ...]) -> Expr:
+        return where(load_at(mask, i), scalar_at(value, i, x.dtype, x.dtype), load_at(x, i))
+
+    return build.pointwise(broadcast_shapes(x.shape, mask.shape), body)
+
+
+# ---- patches -----------------------------------------------------------------------------------------
+
+
+def _patch_counts(size: Sequence[IndexLike], kernel: Sequence[int], dilation: Sequence[int],
+                  padding: Sequence[int], stride: Sequence[int]) -> list[Index]:
+    """How many positions the kernel takes along each dimension."""
+    return [(as_index(n) + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, d, p, s in zip(size, kernel, dilation, padding, stride)]
+
+
+@lower(aten.im2col)
+def im2col(x: Value, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int],
+           stride: Sequence[int]) -> Value:
+    """(n, c, h, w) to (n, c·kh·kw, positions); a point beyond the edge is zero."""
+    *lead, c, h, w = x.shape
+    counts = _patch_counts((h, w), kernel, dilation, padding, stride)
+    rows, columns = (c, *map(as_index, kernel)), tuple(counts)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        channel, *tap = regroup([i[-2]], [product(rows)], rows)
+        position = regroup([i[-1]], [product(columns)], columns)
+        y, x_ = (at * s + k * d - p for at, s, k, d, p in zip(position, stride, tap, dilation, padding))
+        inside = within(y, 0, h) & within(x_, 0, w)
+        return where(inside, x.load((*i[:-2], channel, y, x_), inside), const(0, x.dtype))
+
+    return build.pointwise((*lead, product(rows), product(columns)), body)
+
+
+@lower(aten.col2im)
+def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation: Sequence[int],
+           padding: Sequence[int], stride: Sequence[int]) -> Value:
+    """(n, c·kh·kw, positions) to (n, c, h, w): each point sums the patches that hold it."""
+    *lead, rows, _ = x.shape
+    counts = _patch_counts(size, kernel, dilation, padding, stride)
+    channels = rows // (kernel[0] * kernel[1])
+    dtype = opmath(x.dtype)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        def add(tap: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+            inside, at = const(True, torch.bool), []
+            for k, d, p, s, n, point in zip(tap, dilation, padding, stride, counts, i[-2:]):
+                shifted = point + p - k * d
+                inside = inside & within(shifted, 0, n * s) & equal(shifted % s, 0)
+                at.append(shifted // s)
+            row = (i[-3] * kernel[0] + tap[0]) * kernel[1] + tap[1]
+            seen = x.load((*i[:-3], row, at[0] * counts[1] + at[1]), inside)
+            return (carry[0] + where(inside, cast(seen, dtype), const(0, dtype)),)
+
+        return window(kernel, [const(0, dtype)], add)[0]
+
+    return build.pointwise((*lead, channels, *size), body, x.dtype)

@@ -1,0 +1,89 @@
+"""Softmax and its kin: the largest of a row, the sum of exponentials below it, a map back over the row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import DType, opmath
+from flambeau.ir.expr import Expr, cast, where
+from flambeau.ir.index import Index
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import eq, exp, log
+from flambeau.ops.reduction import accumulate, outside
+from flambeau.ops.registry import lower, wrap_dims
+
+aten = torch.ops.aten
+
+
+def _exponentials(x: Value, dim: int) -> tuple[Value, Value, Value]:
+    """Per row the largest element m and the sum of exp(x - m), and the exponentials themselves."""
+    wide = opmath(x.dtype)
+    axes = wrap_dims(dim, x.rank)
+    m = accumulate("max", x.shape, axes, wide, lambda i: cast(x.load(i), wide))
+    e = build.pointwise(x.shape, lambda i: exp(cast(x.load(i), wide) - m.load(outside(i, axes))))
+    return m, accumulate("sum", x.shape, axes, wide, lambda i: e.load(i)), e
+
+
+@lower(aten._softmax)
+def softmax(x: Value, dim: int, half_to_float: bool) -> Value:
+    axes = wrap_dims(dim, x.rank)
+    _, total, e = _exponentials(x, dim)
+    return build.pointwise(x.shape, lambda i: e.load(i) / total.load(outside(i, axes)),
+                           torch.float32 if half_to_float else x.dtype)
+
+
+@lower(aten._safe_softmax)
+def safe_softmax(x: Value, dim: int, dtype: DType | None = None) -> Value:
+    """Softmax in which a row that is masked out altogether (all -inf) is zero instead of NaN."""
+    axes = wrap_dims(dim, x.rank)
+    m, total, e = _exponentials(x, dim)
+
+    def share(i: tuple[Index, ...]) -> Expr:
+        row = outside(i, axes)
+        return where(eq(m.load(row), -math.inf), 0, e.load(i) / total.load(row))
+
+    return build.pointwise(x.shape, share, dtype or x.dtype)
+
+
+@lower(aten._softmax_backward_data)
+def softmax_backward(grad: Value, y: Value, dim: int, input_dtype: DType) -> Value:
+    """y * (grad - sum(grad * y))"""
+    wide = opmath(torch.promote_types(grad.dtype, y.dtype))
+    axes = wrap_dims(dim, y.rank)
+
+    def g(i: tuple[Index, ...]) -> Expr:
+        return cast(grad.load(i), wide)
+
+    def p(i: tuple[Index, ...]) -> Expr:
+        return cast(y.load(i), wide)
+
+    total = accumulate("sum", y.shape, axes, wide, lambda i: g(i) * p(i))
+    return build.pointwise(y.shape, lambda i: p(i) * (g(i) - total.load(outside(i, axes))), input_dtype)
+
+
+@lower(aten._log_softmax)
+def log_softmax(x: Value, dim: int, half_to_float: bool) -> Value:
+    wide = opmath(x.dtype)
+    axes = wrap_dims(dim, x.rank)
+    m = accumulate("max", x.shape, axes, wide, lambda i: cast(x.load(i), wide))
+
+    def below(i: tuple[Index, ...]) -> Expr:
+        return cast(x.load(i), wide) - m.load(outside(i, axes))
+
+    total = accumulate("sum", x.shape, axes, wide, lambda i: exp(below(i)))
+    scale = build.pointwise(total.shape, lambda i: log(total.load(i)))
+    return build.pointwise(x.shape, lambda i: below(i) - scale.load(outside(i, axes)),
+                           torch.float32 if half_to_float else x.dtype)
+
+
+@lower(aten._log_softmax_backward_data)
+def log_softmax_backward(grad: Value, y: Value, dim: int, input_dtype: DType) -> Value:
+    """grad - exp(y) * sum(grad)"""
+    wide = opmath(torch.promote_types(grad.dtype, y.dtype))
+    axes = wrap_dims(dim, y.rank)
+    total = accumulate("sum", y.shape, axes, wide, lambda i: cast(grad.load(i), wide))
+    return build.pointwise(y.shape, lambda i: cast(grad.load(i), wide)
+                           - exp(cast(y.load(i), wide)) * total.load(outside(i, axes)), input_dtype)

@@ -1,0 +1,438 @@
+"""Views: every one is a change of index and costs nothing; its scatter and backward forms stand beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import DType, is_float, opmath
+from flambeau.ir.expr import Expr, cast, const, index_value, where
+from flambeau.ir.index import (
+    ONE,
+    ZERO,
+    Index,
+    IndexLike,
+    as_index,
+    ceildiv,
+    fits,
+    is_nonneg,
+    maximum,
+    minimum,
+    product,
+)
+from flambeau.ir.nodes import Value, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.scalar import eq, fold_over
+
+from .registry import lower, to_dtype, wrap_dim
+
+aten = torch.ops.aten
+
+Place = tuple[Expr, Sequence[Index]]  # whether a point of the whole lies in the part, and where in it
+
+
+def along(x: Value, dim: int, size: IndexLike, fn: Callable[[Index], IndexLike]) -> Value:
+    """x with `size` points along dim, of which point i is point fn(i) of x."""
+    shape = (*x.shape[:dim], as_index(size), *x.shape[dim + 1:])
+    return x.view(shape, lambda i: (*i[:dim], fn(i[dim]), *i[dim + 1:]))
+
+
+def within(i: IndexLike, lo: IndexLike, hi: IndexLike) -> Expr:
+    """lo <= i < hi."""
+    return (index_value(i) >= index_value(lo)) & (index_value(i) < index_value(hi))
+
+
+def equal(i: IndexLike, j: IndexLike) -> Expr:
+    return eq(index_value(i), index_value(j))
+
+
+def is_empty(shape: Sequence[Index]) -> bool:
+    return any(n is ZERO for n in shape)
+
+
+def without(items: Sequence[Any], *dims: int) -> tuple[Any, ...]:
+    return tuple(x for k, x in enumerate(items) if k not in dims)
+
+
+# ---- reshape -----------------------------------------------------------------------------------------
+
+
+def infer_shape(old: Sequence[Index], size: Sequence[IndexLike]) -> tuple[Index, ...]:
+    """The sizes with the one that is -1 worked out."""
+    new = [as_index(n) for n in size]
+    free = [k for k, n in enumerate(new) if n.is_const and n.const == -1]
+    if free:
+        known, left, rest = without(new, *free), list(old), ONE
+        # Equal sizes cancel first: a symbolic size need not be a single monomial that division understands.
+        for n in known:
+            if n in left:
+                left.remove(n)
+            else:
+                rest = rest * n
+        new[free[0]] = ZERO if is_empty(known) else product(left) // rest
+    return tuple(new)
+
+
+def regroup(index: Sequence[Index], new: Sequence[Index], old: Sequence[Index]) -> list[Index]:
+    """Where in shape `old` the point `index` of shape `new` lies, in the row-major order they share.
+
+    Dimensions are matched in the smallest groups of equal product, so that only a group that really merges
+    or splits pays for a division.
+    """
+    out = [ZERO] * len(old)
+    if is_empty(old):
+        return out
+    fine_new = [k for k, n in enumerate(new) if n is not ONE]
+    fine_old = [k for k, n in enumerate(old) if n is not ONE]
+    cuts = {product(new[k] for k in fine_new[:end]): end for end in range(1, len(fine_new) + 1)}
+    a = b = 0
+    for end in range(1, len(fine_old) + 1):
+        stop = cuts.get(product(old[k] for k in fine_old[:end]))
+        if stop is None:
+            continue
+        linear = ZERO
+        for k in fine_new[b:stop]:
+            linear = linear * new[k] + index[k]
+        group = fine_old[a:end]
+        for position, k in enumerate(group):
+            at = linear // product(old[m] for m in group[position + 1:])
+            out[k] = at % old[k] if position else at
+        a, b = end, stop
+    if a != len(fine_old) or b != len(fine_new):
+        raise ValueError(f"reshape: {list(old)} and {list(new)} hold different numbers of elements")
+    return out
+
+
+@lower(aten.view.default, aten.view_copy.default, aten._unsafe_view, aten._reshape_copy, aten._reshape_alias,
+       aten._reshape_alias_copy, aten.reshape)
+def reshape(x: Value, size: Sequence[IndexLike], stride: Any = None) -> Value:
+    new = infer_shape(x.shape, size)
+    return x if new == x.shape else x.view(new, lambda i: regroup(i, new, x.shape))
+
+
+def flat(x: Value) -> Value:
+    return reshape(x, (x.numel,))
+
+
+def at_least_1d(x: Value) -> Value:
+    return x if x.rank else reshape(x, (1,))
+
+
+# ---- the same elements -------------------------------------------------------------------------------
+
+
+@lower(aten.alias, aten.alias_copy, aten.detach, aten.detach_copy, aten.lift, aten.lift_fresh,
+       aten.lift_fresh_copy, aten.real)
+def alias(x: Value) -> Value:
+    return x
+
+
+@lower(aten.view.dtype, aten.view_copy.dtype)
+def view_dtype(x: Value, dtype: DType) -> Any:
+    if dtype is x.dtype:
+        return x
+    if dtype.itemsize != x.dtype.itemsize or is_float(dtype) or is_float(x.dtype) or dtype is torch.bool:
+        return NotImplemented
+    return to_dtype(x, dtype)  # integers of one width: conversion keeps the bits
+
+
+@lower(aten.permute, aten.permute_copy)
+def permute(x: Value, dims: Sequence[int]) -> Value:
+    order = [wrap_dim(d, x.rank) for d in dims]
+    return x.view([x.shape[d] for d in order], lambda i: [i[order.index(d)] for d in range(x.rank)])
+
+
+@lower(aten.transpose.int, aten.transpose_copy.int)
+def transpose(x: Value, dim0: int, dim1: int) -> Value:
+    order = list(range(x.rank))
+    if order:
+        a, b = wrap_dim(dim0, x.rank), wrap_dim(dim1, x.rank)
+        order[a], order[b] = order[b], order[a]
+    return permute(x, order)
+
+
+@lower(aten.t, aten.t_copy)
+def t(x: Value) -> Value:
+    return transpose(x, 0, 1) if x.rank == 2 else x
+
+
+@lower(aten.unsqueeze, aten.unsqueeze_copy)
+def unsqueeze(x: Value, dim: int) -> Value:
+    return build.unsqueeze(x, [wrap_dim(dim, x.rank + 1)])
+
+
+@lower(aten.squeeze, aten.squeeze_copy)
+def squeeze(x: Value, dim: int | Sequence[int] | None = None) -> Value:
+    dims = range(x.rank) if dim is None else (dim,) if isinstance(dim, int) else dim
+    asked = {wrap_dim(d, x.rank) for d in dims}
+    gone = {k for k, n in enumerate(x.shape) if k in asked and n is ONE}
+    kept = [k for k in range(x.rank) if k not in gone]
+    return x.view([x.shape[k] for k in kept],
+                  lambda i: [ZERO if k in gone else i[kept.index(k)] for k in range(x.rank)])
+
+
+@lower(aten.expand, aten.expand_copy)
+def expand(x: Value, size: Sequence[IndexLike], implicit: bool = False) -> Value:
+    ahead = len(size) - x.rank
+    new = [as_index(n) for n in size]
+    for k, n in enumerate(x.shape):
+        if new[ahead + k].is_const and new[ahead + k].const == -1:
+            new[ahead + k] = n
+    return x.view(new, lambda i: [ZERO if n is ONE else i[ahead + k] for k, n in enumerate(x.shape)])
+
+
+# ---- parts: select, slice, diagonal ------------------------------------------------------------------
+#
+# A part is described twice: as a view of the whole, and as the Place of a point of the whole in it. The
+# second gives the operators that write into the part: *_scatter keep the rest, *_backward have zeros there.
+
+
+def overwrite(x: Value, part: Value, place: Callable[[Sequence[Index]], Place]) -> Value:
+    """x with the elements that `place` finds in the part taken from there."""
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        inside, at = place(i)
+        return where(inside, cast(part.load(at, inside), x.dtype), x.load(i))
+
+    return build.pointwise(x.shape, body)
+
+
+def embed(part: Value, size: Sequence[IndexLike], place: Callable[[Sequence[Index]], Place]) -> Value:
+    """Zeros of the given size, but for the part."""
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        inside, at = place(i)
+        return where(inside, part.load(at, inside), const(0, part.dtype))
+
+    return build.pointwise(size, body)
+
+
+def wrap_index(index: IndexLike, size: Index) -> Index:
+    """A position counted from the end if it is negative."""
+    at = as_index(index)
+    top = at.bounds()[1]
+    return at + size if top is not None and top < 0 else at
+
+
+@lower(aten.select.int, aten.select_copy.int)
+def select(x: Value, dim: int, index: IndexLike) -> Value:
+    d = wrap_dim(dim, x.rank)
+    at = wrap_index(index, x.shape[d])
+    return x.view(without(x.shape, d), lambda i: (*i[:d], at, *i[d:]))
+
+
+def _in_select(shape: Sequence[Index], dim: int, index: IndexLike) -> Callable[[Sequence[Index]], Place]:
+    d = wrap_dim(dim, len(shape))
+    at = wrap_index(index, shape[d])
+    return lambda i: (equal(i[d], at), without(i, d))
+
+
+@lower(aten.select_scatter)
+def select_scatter(x: Value, src: Value, dim: int, index: IndexLike) -> Value:
+    return overwrite(x, src, _in_select(x.shape, dim, index))
+
+
+@lower(aten.select_backward)
+def select_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, index: IndexLike) -> Value:
+    return embed(grad, sizes, _in_select([as_index(n) for n in sizes], dim, index))
+
+
+def slice_range(size: Index, start: IndexLike | None, end: IndexLike | None) -> tuple[Index, Index]:
+    """First and one past the last, within the size, the last not before the first."""
+
+    def clip(at: IndexLike) -> Index:
+        at = as_index(at)
+        if at.is_const and at.const > 2**62:
+            return size
+        return minimum(maximum(wrap_index(at, size), 0), size)
+
+    first = ZERO if start is None else clip(start)
+    return first, maximum(size if end is None else clip(end), first)
+
+
+@lower(aten.slice.Tensor, aten.slice_copy.Tensor)
+def slice_(x: Value, dim: int = 0, start: IndexLike | None = None, end: IndexLike | None = None,
+           step: IndexLike = 1) -> Value:
+    d = wrap_dim(dim, x.rank)
+    first, last = slice_range(x.shape[d], start, end)
+    return along(x, d, ceildiv(last - first, step), lambda i: first + i * step)
+
+
+@lower(aten.narrow_copy)
+def narrow(x: Value, dim: int, start: IndexLike, length: IndexLike) -> Value:
+    d = wrap_dim(dim, x.rank)
+    first = wrap_index(start, x.shape[d])
+    return along(x, d, length, lambda i: first + i)
+
+
+def _in_slice(shape: Sequence[Index], dim: int, start: IndexLike | None, end: IndexLike | None,
+              step: IndexLike) -> Callable[[Sequence[Index]], Place]:
+    d = wrap_dim(dim, len(shape))
+    first, last = slice_range(shape[d], start, end)
+
+    def place(i: Sequence[Index]) -> Place:
+        offset = i[d] - first
+        return (within(i[d], first, last) & equal(offset % step, 0),
+                (*i[:d], offset // step, *i[d + 1:]))
+
+    return place
+
+
+@lower(aten.slice_scatter)
+def slice_scatter(x: Value, src: Value, dim: int = 0, start: IndexLike | None = None,
+                  end: IndexLike | None = None, step: IndexLike = 1) -> Value:
+    return overwrite(x, src, _in_slice(x.shape, dim, start, end, step))
+
+
+@lower(aten.slice_backward)
+def slice_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, start: IndexLike, end: IndexLike,
+                   step: IndexLike) -> Value:
+    return embed(grad, sizes, _in_slice([as_index(n) for n in sizes], dim, start, end, step))
+
+
+@lower(aten.diagonal, aten.diagonal_copy)
+def diagonal(x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+    a, b = wrap_dim(dim1, x.rank), wrap_dim(dim2, x.rank)
+    down, right = max(-offset, 0), max(offset, 0)
+    length = maximum(minimum(x.shape[a] - down, x.shape[b] - right), 0)
+    kept = [k for k in range(x.rank) if k not in (a, b)]
+    moved = {a: down, b: right}
+    return x.view((*without(x.shape, a, b), length),
+                  lambda i: [i[-1] + moved[k] if k in moved else i[kept.index(k)] for k in range(x.rank)])
+
+
+def in_diagonal(rank: int, offset: int, dim1: int, dim2: int) -> Callable[[Sequence[Index]], Place]:
+    a, b = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
+    return lambda i: (equal(i[b] - i[a], offset), (*without(i, a, b), i[a] if offset >= 0 else i[b]))
+
+
+@lower(aten.diagonal_scatter)
+def diagonal_scatter(x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+    return overwrite(x, src, in_diagonal(x.rank, offset, dim1, dim2))
+
+
+@lower(aten.diagonal_backward)
+def diagonal_backward(grad: Value, sizes: Sequence[IndexLike], offset: int, dim1: int, dim2: int) -> Value:
+    return embed(grad, sizes, in_diagonal(len(sizes), offset, dim1, dim2))
+
+
+# ---- many parts --------------------------------------------------------------------------------------
+
+
+@lower(aten.split_with_sizes, aten.split_with_sizes_copy, aten.unsafe_split_with_sizes, aten.split.sizes)
+def split_with_sizes(x: Value, sizes: Sequence[IndexLike], dim: int = 0) -> list[Value]:
+    d = wrap_dim(dim, x.rank)
+    parts, start = [], ZERO
+    for n in sizes:
+        parts.append(narrow(x, d, start, n))
+        start = start + n
+    return parts
+
+
+@lower(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
+def split(x: Value, size: IndexLike, dim: int = 0) -> Any:
+    d = wrap_dim(dim, x.rank)
+    whole, part = x.shape[d], as_index(size)
+    if whole is ZERO:
+        return [x]
+    low, high = ceildiv(whole, part).bounds()
+    if low is None or low != high:
+        return NotImplemented  # how many parts there are depends on a run-time size
+    return split_with_sizes(x, [part] * (low - 1) + [whole - part * (low - 1)], d)
+
+
+@lower(aten.unbind.int, aten.unbind_copy.int)
+def unbind(x: Value, dim: int = 0) -> Any:
+    n = x.shape[wrap_dim(dim, x.rank)]
+    return [select(x, dim, k) for k in range(int(n))] if n.is_const else NotImplemented
+
+
+# ---- windows -----------------------------------------------------------------------------------------
+
+
+@lower(aten.unfold, aten.unfold_copy)
+def unfold(x: Value, dim: int, size: int, step: int) -> Value:
+    """Windows of `size` points, `step` apart, along dim; the points of a window are the last dimension."""
+    d = wrap_dim(dim, x.rank)
+    if x.rank == 0:
+        return x.view((size,), lambda i: ())
+    count = (x.shape[d] - size) // step + 1
+    return x.view((*x.shape[:d], count, *x.shape[d + 1:], size),
+                  lambda i: (*i[:d], i[d] * step + i[-1], *i[d + 1:-1]))
+
+
+@lower(aten.unfold_backward)
+def unfold_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, size: int, step: int) -> Value:
+    """Each point sums the gradients of the windows that saw it."""
+    d = wrap_dim(dim, len(sizes))
+    if not sizes:
+        return reshape(grad, ()) if size == 1 else build.pointwise((), lambda i: const(0, grad.dtype))
+    dtype = opmath(grad.dtype)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        at = i[d]
+        first = maximum(at - size + step, 0) // step
+        last = minimum(at // step + 1, grad.shape[d])
+
+        def add(w: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+            seen = grad.load((*i[:d], w[0], *i[d + 1:], at - w[0] * step))
+            return (carry[0] + cast(seen, dtype),)
+
+        return fold_over([(first, last)], [const(0, dtype)], add)[0]
+
+    return build.pointwise(sizes, body, grad.dtype)
+
+
+# ---- as_strided --------------------------------------------------------------------------------------
+
+
+def _from_storage(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike], offset: IndexLike | None
+                  ) -> tuple[Index, ...] | None:
+    """Where in the buffer of x the points of the strided array lie; None if that cannot be shown.
+
+    The buffer's dimensions are read off a storage position from the largest stride to the smallest.
+    """
+    buffer = build.graph().buffers[x.buffer]
+    strides = contiguous_strides(buffer.shape) if buffer.strides is None else buffer.strides
+    shape = tuple(as_index(n) for n in size)
+    out = [ZERO] * len(buffer.shape)
+    if is_empty(shape):
+        return tuple(out)
+    if offset is None:
+        start = sum((i * s for i, s in zip(x.at([0] * x.rank), strides, strict=True)), ZERO)
+    else:
+        start = as_index(offset) - buffer.offset
+    left = sum((i * s for i, s in zip(as_indices(dim_vars(shape)), stride, strict=True)), start)
+    real = [k for k, n in enumerate(buffer.shape) if n is not ONE and strides[k] is not ZERO]
+    order: list[int] = []
+    for k in real:
+        ahead = [m for m, o in enumerate(order) if not is_nonneg(strides[o] - strides[k])]
+        order.insert(ahead[0] if ahead else len(order), k)
+    for k in order:
+        out[k], left = left // strides[k], left % strides[k]
+        if not fits(out[k], buffer.shape[k]):
+            return None
+    return tuple(out) if left is ZERO else None
+
+
+@lower(aten.as_strided, aten.as_strided_copy)
+def as_strided(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike],
+               storage_offset: IndexLike | None = None) -> Any:
+    """x is read as the memory it lies in: its buffer, whatever view of it x is."""
+    at = _from_storage(x, size, stride, storage_offset)
+    return NotImplemented if at is None else Value(x.buffer, tuple(as_index(n) for n in size), x.dtype, at)
+
+
+@lower(aten.as_strided_scatter)
+def as_strided_scatter(x: Value, src: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike],
+                       storage_offset: IndexLike | None = None) -> Any:
+    if not x.is_whole(build.graph().buffers[x.buffer]):
+        return NotImplemented
+    at = _from_storage(x, size, stride, storage_offset)
+    if at is None:
+        return NotImplemented
+    inside = Value(x.buffer, tuple(as_index(n) for n in size), x.dtype, at)
+    return build.scatter(x.shape, lambda i: x.load(i), src.shape, inside.at,
+                         lambda j: cast(src.load(j), x.dtype))

@@ -1,0 +1,1 @@
+"""Reports on what was compiled, for people to read."""

@@ -1,0 +1,1 @@
+"""From a graph to a program: fusion, order, memory plan, numerics policy."""

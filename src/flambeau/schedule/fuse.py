@@ -1,0 +1,317 @@
+"""Horizontal and reduction fusion: nodes over the same points become one kernel.
+
+A group has a full domain and, once a reduction has joined, a set of reduced axes; what is left are its outer points.
+Members compute at every full point or once per outer point. A node joins when it is over the same points (up to a
+regrouping of dimensions) and reads what the group computes only at its own point: then nothing but registers lies
+between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flambeau.ir.expr import Expr, loads
+from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
+from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Segment
+
+MOST_MEMBERS = 48
+MOST_BUFFERS = 48
+
+Mapping = dict[Sym, Index]
+
+
+@dataclass
+class Member:
+    node: Node
+    level: str  # "full" or "outer"
+    mapping: Mapping
+
+
+@dataclass
+class Group:
+    position: int
+    fine: tuple[Index, ...]  # sizes of the full domain, no ones
+    axes: frozenset[int] | None = None
+    members: list[Member] = field(default_factory=list)
+    written: dict[str, tuple[tuple[Index, ...], str]] = field(default_factory=dict)
+    reads: set[str] = field(default_factory=set)
+    segment: Segment | None = None
+
+    @property
+    def vars(self) -> tuple[Sym, ...]:
+        return tuple(Sym(f"g{i}", n) for i, n in enumerate(self.fine))
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [m.node for m in self.members]
+
+
+@dataclass
+class Single:
+    """A node that is a kernel or a call of its own."""
+
+    position: int
+    node: Node
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [self.node]
+
+
+def fuse(graph: Graph) -> list[Group | Single]:
+    """Groups in an order that respects every dependency."""
+    groups: list[Group | Single] = []
+    home: dict[str, int] = {}  # buffer -> position of the group that computes it
+    sizes = {name: b.numel for name, b in graph.buffers.items()}
+    for n in graph.nodes:
+        reads = n.reads()
+        first = max((home[r] for r in reads if r in home), default=-1)
+        place = None
+        if isinstance(n, (Pointwise, Reduce)):
+            place = _find(groups, n, reads, first, sizes)
+        if place is None:
+            if isinstance(n, (Pointwise, Reduce)):
+                g = Group(len(groups), tuple(v.extent for v in n.vars if v.extent is not ONE))  # type: ignore[misc]
+                joined = _join(g, n)
+                assert joined is not None, f"a node must fit its own group: {n}"
+                _commit(g, n, reads, joined)
+                groups.append(g)
+            else:
+                groups.append(Single(len(groups), n))
+            place = len(groups) - 1
+        for name in n.names:
+            home[name] = place
+    return groups
+
+
+def _find(groups: list[Group | Single], n: Node, reads: set[str], first: int, sizes: dict[str, Index]) -> int | None:
+    best: tuple[int, int] | None = None
+    chosen = None
+    for position in range(max(first, 0), len(groups)):
+        g = groups[position]
+        if not isinstance(g, Group) or len(g.members) >= MOST_MEMBERS:
+            continue
+        shared = (reads & g.reads) | (reads & g.written.keys())
+        if not shared or len(g.reads | reads) + len(g.written) > MOST_BUFFERS:
+            continue
+        joined = _join(g, n)
+        if joined is None:
+            continue
+        # The more it takes from what the group writes, then reads, the better; later groups on ties.
+        score = (sum(_weight(sizes[r]) for r in reads & g.written.keys()), sum(_weight(sizes[r]) for r in shared))
+        if score == (0, 0):
+            continue
+        if best is None or score >= best:
+            best, chosen = score, (position, joined)
+    if chosen is None:
+        return None
+    position, joined = chosen
+    g = groups[position]
+    assert isinstance(g, Group)
+    _commit(g, n, reads, joined)
+    return position
+
+
+def _weight(size: Index) -> int:
+    return size.const if size.is_const else 1 << 20
+
+
+# ---- matching domains ----------------------------------------------------------------------------------
+
+
+def refine(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...] | None:
+    """The coarsest sizes of which both a and b are groupings, or None."""
+    if a == b:
+        return a
+    if not all(x.is_const for x in (*a, *b)):
+        return None
+    cuts = set()
+    totals = []
+    for sizes in (a, b):
+        n = 1
+        for s in reversed(sizes):
+            cuts.add(n)
+            n *= s.const
+        totals.append(n)
+    if totals[0] != totals[1] or totals[0] == 0:
+        return None
+    edges = [*sorted(cuts), totals[0]]
+    out = []
+    for small, big in zip(edges, edges[1:], strict=False):
+        if big % small:
+            return None
+        if big != small:
+            out.append(as_index(big // small))
+    return tuple(reversed(out))
+
+
+def positions(sizes: tuple[Index, ...], fine: tuple[Index, ...]) -> list[list[int]] | None:
+    """For each size, which consecutive fine dimensions make it up."""
+    out: list[list[int]] = []
+    at = 0
+    for n in sizes:
+        taken: list[int] = []
+        have = ONE
+        while have is not n:
+            if at >= len(fine):
+                return None
+            have = have * fine[at]
+            taken.append(at)
+            at += 1
+            if have.is_const and n.is_const and have.const > n.const:
+                return None
+        out.append(taken)
+    return out if at == len(fine) else None
+
+
+@dataclass
+class Joined:
+    fine: tuple[Index, ...]
+    axes: frozenset[int] | None
+    level: str
+    mapping: Mapping
+
+
+def _map(sizes: tuple[Index, ...], vars: list[Sym], fine: tuple[Index, ...], targets: list[int],
+         ) -> Mapping | None:
+    """Variables of these sizes as indices over the group variables at `targets`."""
+    where = positions(sizes, tuple(fine[t] for t in targets))
+    if where is None:
+        return None
+    out: Mapping = {}
+    for v, spots in zip(vars, where, strict=True):
+        at = ZERO
+        for s in spots:
+            t = targets[s]
+            at = at * fine[t] + Sym(f"g{t}", fine[t])
+        out[v] = at
+    return out
+
+
+def _join(g: Group, n: Node) -> Joined | None:
+    """How n would join, or None. Nothing is changed yet."""
+    assert isinstance(n, (Pointwise, Reduce))
+    if g.segment is not None and not isinstance(n, Pointwise):
+        return None
+    real = [v for v in n.vars if v.extent is not ONE]
+    sizes: tuple[Index, ...] = tuple(v.extent for v in real)  # type: ignore[misc]
+    if isinstance(n, Segment):
+        if g.members:
+            return None
+        return _try(g, n, real, sizes, g.fine, frozenset(real.index(v) for v in n.reduced if v in real), "full")
+    if isinstance(n, Reduce):
+        fine = refine(g.fine, sizes)
+        if fine is None:
+            return None
+        where = positions(sizes, fine)
+        assert where is not None
+        axes = frozenset(p for v, spots in zip(real, where, strict=True) if v in n.reduced for p in spots)
+        old = _refined_axes(g, fine)
+        if old is not None and old != axes:
+            return None
+        return _try(g, n, real, sizes, fine, axes, "full")
+    fine = refine(g.fine, sizes)
+    if fine is not None and g.segment is None:
+        return _try(g, n, real, sizes, fine, _refined_axes(g, fine), "full")
+    if g.axes is not None:
+        return _try(g, n, real, sizes, g.fine, g.axes, "outer")
+    return None
+
+
+def _refined_axes(g: Group, fine: tuple[Index, ...]) -> frozenset[int] | None:
+    if g.axes is None:
+        return None
+    where = positions(g.fine, fine)
+    assert where is not None
+    return frozenset(p for k, spots in enumerate(where) if k in g.axes for p in spots)
+
+
+def _try(g: Group, n: Node, real: list[Sym], sizes: tuple[Index, ...], fine: tuple[Index, ...],
+         axes: frozenset[int] | None, level: str) -> Joined | None:
+    targets = list(range(len(fine)))
+    if level == "outer":
+        assert axes is not None
+        targets = [t for t in targets if t not in axes]
+    mapping = _map(sizes, real, fine, targets)
+    if mapping is None:
+        return None
+    written = g.written if fine == g.fine else _rewritten(g, fine)
+    own = frozenset(mapping)
+    for e in loads(*n.exprs()):
+        if e.attr[0] not in written:
+            continue
+        expected, made_at = written[e.attr[0]]
+        if made_at == "full" and level == "outer":
+            return None
+        at = tuple(i.subs(mapping) for i in e.attr[1])
+        if at != expected or not frozenset().union(*(i.symbols() for i in e.attr[1])) <= own:
+            return None
+    return Joined(fine, axes, level, mapping)
+
+
+def _rewritten(g: Group, fine: tuple[Index, ...]) -> dict[str, tuple[tuple[Index, ...], str]]:
+    """Where the group writes, in the variables of a finer domain."""
+    where = positions(g.fine, fine)
+    assert where is not None
+    mapping = {}
+    for v, spots in zip(g.vars, where, strict=True):
+        at = ZERO
+        for s in spots:
+            at = at * fine[s] + Sym(f"g{s}", fine[s])
+        mapping[v] = at
+    return {name: (tuple(i.subs(mapping) for i in at), level) for name, (at, level) in g.written.items()}
+
+
+def _commit(g: Group, n: Node, reads: set[str], j: Joined) -> None:
+    if j.fine != g.fine:
+        g.written = _rewritten(g, j.fine)
+        where = positions(g.fine, j.fine)
+        assert where is not None
+        regroup: Mapping = {}
+        for v, spots in zip(g.vars, where, strict=True):
+            at = ZERO
+            for s in spots:
+                at = at * j.fine[s] + Sym(f"g{s}", j.fine[s])
+            regroup[v] = at
+        for m in g.members:
+            m.mapping = {v: i.subs(regroup) for v, i in m.mapping.items()}
+        g.fine = j.fine
+    g.axes = j.axes
+    g.members.append(Member(n, j.level, j.mapping))
+    g.reads |= reads
+    if isinstance(n, Segment):
+        g.segment = n
+    kept = n.kept if isinstance(n, Reduce) else n.vars  # type: ignore[attr-defined]
+    at = tuple(ZERO if v.extent is ONE else j.mapping[v] for v in kept)
+    level = "outer" if isinstance(n, Reduce) else j.level
+    for name in n.names:
+        g.written[name] = (at, level)
+
+
+def reads_elsewhere(groups: list[Group | Single], graph_reads: set[str]) -> dict[str, set[int]]:
+    """Buffer -> positions of the groups that read it from another group."""
+    made: dict[str, int] = {}
+    out: dict[str, set[int]] = {name: {-1} for name in graph_reads}
+    for g in groups:
+        for n in g.nodes:
+            for name in n.names:
+                made[name] = g.position
+    for g in groups:
+        for n in g.nodes:
+            for r in n.reads():
+                if made.get(r) != g.position:
+                    out.setdefault(r, set()).add(g.position)
+    return out
+
+
+def member_exprs(m: Member) -> tuple[Expr, ...]:
+    """The member's expressions in the group's variables."""
+    n = m.node
+    assert isinstance(n, (Pointwise, Reduce))
+    exprs = n.inputs if isinstance(n, Reduce) else (n.body,)
+    ones = {v: ZERO for v in n.vars if v.extent is ONE}
+    return tuple(e.subs({**ones, **m.mapping}) for e in exprs)
+
+
+def is_call(n: Node) -> bool:
+    return isinstance(n, Extern)

@@ -1,0 +1,179 @@
+"""Vertical fusion: the body of a pointwise node takes the place of the reads of it.
+
+A producer is inlined where that costs nothing: its only consumer reads each element once; or it is so cheap that
+computing it again beats a trip through memory. What must be memory anyway (outputs, arguments of externs) is read
+from memory, unless it reads nothing itself. Every decision that keeps a value as memory leaves a note.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+
+import torch
+
+from flambeau.ir.cost import cost_of
+from flambeau.ir.expr import Expr, masked, rewrite, walk
+from flambeau.ir.index import ONE, Index, Sym, as_index
+from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
+
+CHEAP = 4  # operations that are worth computing twice
+LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
+MOST_READS = 24
+
+
+@dataclass
+class Body:
+    node: Pointwise
+    expr: Expr
+    cost: int
+    reads: int
+    size: int
+
+
+def prune(graph: Graph) -> None:
+    """Drop what no output, mutation or kept node needs."""
+    needed = {o.buffer for o in graph.outputs if isinstance(o, Value)}
+    needed |= {n for n, _ in graph.mutations} | {v.buffer for _, v in graph.mutations}
+    kept: list[Node] = []
+    for n in reversed(graph.nodes):
+        effect = isinstance(n, Extern) and has_effect(n)
+        if effect or any(name in needed for name in n.names):
+            kept.append(n)
+            needed |= n.reads()
+    graph.nodes = kept[::-1]
+
+
+def has_effect(n: Extern) -> bool:
+    """An operator that must run even if nobody reads its result."""
+    schema = getattr(n.target, "_schema", None)
+    if schema is None:
+        return True
+    return bool(schema.is_mutable) or not n.names or "sym_constrain" in str(n.target) or "_assert" in str(n.target)
+
+
+def materialised(graph: Graph) -> dict[str, str]:
+    """Buffers that must be memory, with the reason."""
+    out: dict[str, str] = {}
+    for n in graph.nodes:
+        if isinstance(n, Extern):
+            for v in n.values():
+                out.setdefault(v.buffer, f"argument of {n.target}")
+    for o in graph.outputs:
+        if isinstance(o, Value):
+            out.setdefault(o.buffer, "output")
+    for name, v in graph.mutations:
+        out.setdefault(v.buffer, f"new value of {name}")
+    return out
+
+
+def inline(graph: Graph, notes: list[str]) -> None:
+    prune(graph)
+    hard = materialised(graph)
+    uses: Counter[str] = Counter()
+    for n in graph.nodes:
+        for name in n.reads():
+            uses[name] += 1
+    bodies: dict[str, Body] = {}
+    why: dict[str, set[str]] = defaultdict(set)
+    nodes: list[Node] = []
+    for n in graph.nodes:
+        if not isinstance(n, Extern):
+            n = _inline_into(n, graph, bodies, uses, hard, why)
+        if isinstance(n, Pointwise):
+            everything = list(walk(n.body))
+            bodies[n.names[0]] = Body(n, n.body, cost_of([n.body]), sum(e.op == "load" for e in everything),
+                                      len(everything))
+        nodes.append(n)
+    graph.nodes = nodes
+    prune(graph)
+    alive = {x for n in graph.nodes for x in n.names}
+    for name, reasons in why.items():
+        if name in alive:
+            notes.append(f"{name} is kept: {'; '.join(sorted(reasons))}")
+
+
+def _inline_into(n: Node, graph: Graph, bodies: dict[str, Body], uses: Counter[str], hard: dict[str, str],
+                 why: dict[str, set[str]]) -> Node:
+    seen: dict[str, set[tuple[Index, ...]]] = defaultdict(set)
+    inner_only: dict[str, bool] = {}
+    domains = domains_of(n)
+    for e in walk(*n.exprs()):
+        if e.op == "load" and e.attr[0] in bodies:
+            seen[e.attr[0]].add(e.attr[1])
+            symbols = frozenset().union(*(i.symbols() for i in e.attr[1])) if e.attr[1] else frozenset()
+            once = any(symbols <= d and all(v in symbols or v.extent is ONE for v in d) for d in domains)
+            repeated = not once
+            inner_only[e.attr[0]] = inner_only.get(e.attr[0], False) or repeated
+    chosen: set[str] = set()
+    budget = sum(1 for _ in walk(*n.exprs()))
+    reads = sum(1 for e in walk(*n.exprs()) if e.op == "load")
+    for name, places in seen.items():
+        b = bodies[name]
+        verdict = _decide(b, uses[name], hard.get(name), inner_only[name], len(places))
+        if verdict is None and (budget + b.size * len(places) > LARGEST or reads + b.reads > MOST_READS) and b.cost > 1:
+            verdict = "the fused body would be too large"
+        if verdict is None:
+            chosen.add(name)
+            budget += b.size * len(places)
+            reads += b.reads * len(places)
+        else:
+            why[name].add(verdict)
+    if not chosen:
+        return n
+
+    def put(e: Expr) -> Expr:
+        if e.op != "load" or e.attr[0] not in chosen:
+            return e
+        b = bodies[e.attr[0]]
+        mapping = {v: i for v, i in zip(b.node.vars, e.attr[1], strict=True)}
+        body = b.expr.subs(mapping)
+        return masked(body, e.args[0]) if e.args else body
+
+    memo: dict[Expr, Expr] = {}
+    return map_exprs(n, lambda e: rewrite(e, put, None, memo))
+
+
+def _decide(b: Body, uses: int, hard: str | None, repeated: bool, places: int) -> str | None:
+    """None to inline, else the reason to keep the value."""
+    if b.reads == 0 and b.cost <= 2 * CHEAP:
+        return None  # a constant or a function of the index
+    if hard is not None:
+        return hard
+    if b.cost <= 1 and b.reads <= 1:
+        return None  # only moves data
+    if b.cost <= CHEAP and b.reads <= 1:
+        return None
+    if repeated or places > 1:
+        return "read more than once by one consumer"
+    if uses == 1:
+        return None
+    return f"{uses} consumers and {b.cost} operations"
+
+
+def domains_of(n: Node) -> list[frozenset[Sym]]:
+    """The sets of variables its expressions are evaluated over."""
+    if isinstance(n, Scatter):
+        return [frozenset(n.vars), frozenset(n.out_vars)]
+    return [frozenset(n.vars)] if isinstance(n, (Pointwise, Reduce, Scan)) else []
+
+
+def map_exprs(n: Node, fn) -> Node:  # type: ignore[no-untyped-def]
+    """The node with `fn` applied to each of its expressions, those inside a scatter's target included."""
+    if isinstance(n, Pointwise):
+        return replace(n, body=fn(n.body))
+    if isinstance(n, Segment):
+        return replace(n, inputs=tuple(map(fn, n.inputs)), lo=fn(n.lo), hi=fn(n.hi))
+    if isinstance(n, (Reduce, Scan)):
+        return replace(n, inputs=tuple(map(fn, n.inputs)))
+    if isinstance(n, Scatter):
+
+        def on_index(i: Index) -> Index:
+            if i.is_const:
+                return i
+            e = fn(Expr("index", torch.int64, (), i))
+            return e.attr if e.op == "index" else as_index(e.attr)  # type: ignore[no-any-return]
+
+        return replace(n, init=fn(n.init), value=fn(n.value), target=tuple(on_index(t) for t in n.target),
+                       mask=None if n.mask is None else fn(n.mask))
+    return n

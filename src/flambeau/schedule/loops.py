@@ -1,0 +1,434 @@
+"""From a group of nodes to a loop nest: stages, addresses, and the shape of the loops.
+
+Dimensions are split where an index divides them, ordered so that memory is walked in order, and merged where every
+access walks two of them as one. The variable that is contiguous in most accesses is the one that vectorises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.cost import cost_of
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import Expr, loads, rewrite, walk
+from flambeau.ir.index import ONE, ZERO, Index, Op, Sym, as_index, product
+from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
+from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel
+
+from .fuse import Group, member_exprs
+
+_INT64 = torch.int64
+RECOMPUTE = 10  # operations that are cheaper again in a later stage than a row of scratch
+
+
+def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
+    assert buffer.strides is not None, f"buffer {buffer.name} has no layout yet"
+    at = ZERO
+    for i, s in zip(index, buffer.strides, strict=True):
+        at = at + i * s
+    return at
+
+
+def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) -> Expr:
+    """Reads become addresses; reads of what the kernel computes become locals."""
+
+    def fn(x: Expr) -> Expr:
+        if x.op != "load":
+            return x
+        name, index = x.attr
+        if local(name):
+            return Expr("local", x.dtype, (), name)
+        return Expr("load", x.dtype, x.args, (name, (address_of(buffers[name], index),)))
+
+    return rewrite(e, fn)
+
+
+@dataclass
+class Draft:
+    """A kernel while its loops are being shaped."""
+
+    outer: list[Sym]
+    inner: list[Sym]
+    items: list[Item]
+    stores: dict[str, Index]
+    stage_of: dict[str, int] = field(default_factory=dict)
+    bounds: tuple[Expr, Expr] | None = None
+
+    def exprs(self) -> list[Expr]:
+        out = [e for i in self.items for e in i.exprs]
+        return out + list(self.bounds) if self.bounds else out
+
+    def substitute(self, mapping: dict[Sym, Index]) -> None:
+        memo: dict[Expr, Expr] = {}
+        sub = lambda e: rewrite(e, lambda x: x, mapping, memo)  # noqa: E731
+        self.items = [Item(i.names, i.level, tuple(map(sub, i.exprs)), i.combine) for i in self.items]
+        self.stores = {n: a.subs(mapping) for n, a in self.stores.items()}
+        if self.bounds:
+            self.bounds = (sub(self.bounds[0]), sub(self.bounds[1]))
+
+    def accesses(self) -> list[tuple[str, Index, bool]]:
+        """(buffer, address, is a store) of every memory access."""
+        out = [(e.attr[0], e.attr[1][0], False) for e in loads(*self.exprs())]
+        return out + [(n, a, True) for n, a in self.stores.items()]
+
+    def indices(self) -> list[Index]:
+        return [i for e in walk(*self.exprs()) for i in e.own_indices()] + list(self.stores.values())
+
+
+def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Draft:
+    made = {n for m in g.members for n in m.node.names}
+    items: list[Item] = []
+    for m in g.members:
+        exprs = tuple(linear(e, buffers, made.__contains__) for e in member_exprs(m))
+        combine: Combine | None = m.node.combine if isinstance(m.node, Reduce) else None
+        items.append(Item(m.node.names, m.level, exprs, combine))
+    vars = g.vars
+    axes = g.axes if g.axes is not None else frozenset()
+    stores = {name: address_of(buffers[name], g.written[name][0]) for name in made & stored}
+    d = Draft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
+              stores)
+    if g.segment is not None:
+        m = g.members[0]
+        ones = {v: ZERO for v in g.segment.vars if v.extent is ONE}
+        lo, hi = (linear(e.subs({**ones, **m.mapping}), buffers, made.__contains__)
+                  for e in (g.segment.lo, g.segment.hi))
+        d.bounds = (lo, hi)
+        if not d.inner:  # a segment over an axis of one element still runs from lo to hi
+            axis = Sym("g99", 1)
+            d.inner = [axis]
+    return d
+
+
+# ---- stages --------------------------------------------------------------------------------------------
+
+
+def locals_in(exprs: Sequence[Expr]) -> set[str]:
+    return {e.attr for e in walk(*exprs) if e.op == "local"}
+
+
+def stage(d: Draft, g_has_axes: bool) -> None:
+    """When each item runs: full stages are even, outer stages odd; a reduction is ready one stage later."""
+    made: dict[str, tuple[int, str]] = {}
+    for i in d.items:
+        t = 1 if i.level == "outer" else 0
+        if not g_has_axes:
+            t = 0
+        else:
+            for name in locals_in(i.exprs):
+                at, kind = made[name]
+                if i.level == "full":
+                    t = max(t, at + 2 if kind == "reduce" else at + 1 if kind == "outer" else at)
+                else:
+                    t = max(t, at + 1 if kind == "reduce" else at)
+        kind = "reduce" if i.combine is not None else i.level
+        for name in i.names:
+            made[name] = (t, kind)
+            d.stage_of[name] = t
+
+
+def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of: dict[str, DType]
+                  ) -> tuple[set[str], set[str]]:
+    """Full-level values that a later stage reads: computed again, kept in a scratch row, or stored.
+
+    Returns (names for the scratch row, names that must be stored after all).
+    """
+    bodies = {i.names[0]: i for i in d.items if i.combine is None and i.level == "full"}
+    scratch: set[str] = set()
+    extra: set[str] = set()
+    space = caps.scratch_bytes // 4
+    for k, i in enumerate(d.items):
+        t = d.stage_of[i.names[0]]
+        late = {n for n in locals_in(i.exprs) if n in bodies and d.stage_of[n] < t and n not in d.stores}
+        again = {n for n in late if n not in scratch and n not in extra
+                 and (cost_of(bodies[n].exprs) <= RECOMPUTE and not locals_late(bodies[n], bodies, d))}
+        for n in late - again:
+            if n in scratch or n in extra:
+                continue
+            need = None if row_bytes is None else row_bytes * dtype_of[n].itemsize
+            if need is not None and need <= space:
+                scratch.add(n)
+                space -= need
+            else:
+                extra.add(n)
+        if again:
+            memo: dict[Expr, Expr] = {}
+
+            def put(x: Expr, again: set[str] = again) -> Expr:
+                return bodies[x.attr].exprs[0] if x.op == "local" and x.attr in again else x
+
+            d.items[k] = Item(i.names, i.level, tuple(rewrite(e, put, None, memo) for e in i.exprs), i.combine)
+    return scratch, extra
+
+
+def locals_late(i: Item, bodies: dict[str, Item], d: Draft) -> bool:
+    """Its body reads full-level values of the kernel: repeating it would repeat those too."""
+    return any(n in bodies for n in locals_in(i.exprs))
+
+
+# ---- the shape of the loops ------------------------------------------------------------------------------
+
+
+def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
+    """x // k and x % k of a variable: two variables instead, where k divides its size."""
+    for _ in range(16):
+        found: tuple[Sym, int] | None = None
+        for i in d.indices():
+            for a in i.atoms():
+                if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const:
+                    v = a.a.atom()
+                    if isinstance(v, Sym) and v.extent is not None and v.extent.is_const \
+                            and any(v in vs for vs in lists) and 1 < a.b.const < v.extent.const \
+                            and v.extent.const % a.b.const == 0:
+                        found = (v, a.b.const)
+                        break
+            if found:
+                break
+        if not found:
+            return
+        v, k = found
+        assert v.extent is not None
+        big, small = Sym(f"{v.name}o", v.extent.const // k), Sym(f"{v.name}i", k)
+        d.substitute({v: as_index(big) * k + small})
+        for vs in lists:
+            if v in vs:
+                at = vs.index(v)
+                vs[at:at + 1] = [big, small]
+
+
+def choose_vector(d: Draft, candidates: Sequence[Sym]) -> Sym | None:
+    """The variable that is contiguous in most accesses; stores count double, jumps count against."""
+    best: Sym | None = None
+    best_score = 0.0
+    for k, v in enumerate(candidates):
+        assert v.extent is not None
+        score = 0.0
+        for _, address, is_store in d.accesses():
+            c = address.coefficient(v)
+            weight = 2.0 if is_store else 1.0
+            if c is None:
+                score -= 0.5 * weight
+            elif c is ONE:
+                score += 2 * weight
+            elif c is ZERO:
+                score += 0.25 * weight
+            else:
+                score -= weight
+        if v.extent.is_const and v.extent.const < 8:
+            score -= 6
+        score += 0.01 * k
+        if best is None or score > best_score:
+            best, best_score = v, score
+    return best
+
+
+def order(vars: list[Sym], d: Draft, vector: Sym | None) -> list[Sym]:
+    """Largest step of the main access outermost, the vector variable innermost."""
+    stores = [a for _, a, s in d.accesses() if s]
+    main = stores or [a for _, a, _ in d.accesses()]
+
+    def step(v: Sym) -> tuple[int, int]:
+        for a in main:
+            c = a.coefficient(v)
+            if c is not None and c is not ZERO:
+                return (0, -c.const) if c.is_const else (0, -(1 << 40))
+        return (1, 0)
+
+    keyed = sorted(enumerate(vars), key=lambda kv: (step(kv[1])[1] if step(kv[1])[0] == 0 else 0, kv[0]))
+    placed = [v for _, v in keyed] if all(step(v)[0] == 0 for v in vars) else list(vars)
+    if vector in placed:
+        placed.remove(vector)
+        placed.append(vector)
+    return placed
+
+
+def merge(vars: list[Sym], d: Draft, protected: Sym | None = None) -> list[Sym]:
+    """Neighbours that every access walks as one become one."""
+    k = len(vars) - 2
+    while k >= 0:
+        a, b = vars[k], vars[k + 1]
+        assert a.extent is not None and b.extent is not None
+        if a is not protected and b is not protected and mergeable(a, b, d):
+            joint = Sym(f"{a.name}{b.name}", a.extent * b.extent)
+            d.substitute({a: as_index(joint) // b.extent, b: as_index(joint) % b.extent})
+            vars[k:k + 2] = [joint]
+            k = min(k, len(vars) - 2)
+            if k == len(vars) - 1:
+                k -= 1
+            continue
+        k -= 1
+    return vars
+
+
+def mergeable(a: Sym, b: Sym, d: Draft) -> bool:
+    assert b.extent is not None
+    for i in d.indices():
+        ca, cb = i.coefficient(a), i.coefficient(b)
+        if ca is None or cb is None or ca is not cb * b.extent:
+            return False
+    return True
+
+
+def choose_tile(d: Draft, vars: Sequence[Sym], vector: Sym | None) -> Sym | None:
+    """A second variable that is contiguous where the vector variable jumps: a transposition."""
+    if vector is None or vector.extent is None or not _at_least(vector, 16):
+        return None
+    votes: dict[Sym, int] = {}
+    for _, address, _ in d.accesses():
+        c = address.coefficient(vector)
+        if c is None or c is ONE or c is ZERO:
+            continue
+        for v in vars:
+            if v is not vector and address.coefficient(v) is ONE and _at_least(v, 8):
+                votes[v] = votes.get(v, 0) + 1
+    return max(votes, key=lambda v: votes[v]) if votes else None
+
+
+def _at_least(v: Sym, n: int) -> bool:
+    return v.extent is not None and (not v.extent.is_const or v.extent.const >= n)
+
+
+def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities
+                ) -> tuple[LoopKernel, set[str]]:
+    """The kernel of a group, and the buffers it stores beyond those asked for."""
+    d = draft_group(g, buffers, stored)
+    has_axes = g.axes is not None
+    stage(d, has_axes)
+    lists = [d.outer, d.inner]
+    split_dims(d, lists)
+    candidates = [*d.outer, *d.inner] if g.segment is None else d.outer
+    vector = choose_vector(d, candidates) if candidates else None
+    d.outer = order(d.outer, d, vector if vector in d.outer else None)
+    d.inner = order(d.inner, d, vector if vector in d.inner else None)
+    tile = choose_tile(d, d.outer, vector) if not has_axes else None
+    last_outer = d.outer[-1] if d.outer else None
+    d.outer = merge(d.outer, d, tile)
+    if g.segment is None:
+        d.inner = merge(d.inner, d)
+    if vector is not None and vector not in (*d.outer, *d.inner):
+        vector = d.outer[-1] if vector is last_outer else d.inner[-1]
+    if tile is not None and (tile not in d.outer or vector not in d.outer):
+        tile = None
+    dtype_of = {n: (i.combine.dtypes[k] if i.combine else i.exprs[0].dtype)
+                for i in d.items for k, n in enumerate(i.names)}
+    row: int | None = None
+    if d.inner and vector in d.inner and all(v.extent is not None and v.extent.is_const for v in d.inner):
+        points = product(v.extent for v in d.outer if v.extent is not None)
+        length = int(product(v.extent for v in d.inner if v.extent is not None))
+        if not points.is_const or points.const >= 32 or length < 8192:
+            row = length
+    scratch, extra = bring_forward(d, row, caps, dtype_of)
+    if extra:
+        for name in extra:
+            b = buffers[name]
+            if b.strides is None:
+                raise AssertionError(f"{name} has no layout")
+        return shape_group(g, buffers, stored | extra, caps)[0], extra
+    stages: dict[int, list[Item]] = {}
+    for i in d.items:
+        stages.setdefault(d.stage_of[i.names[0]], []).append(i)
+    # What only the stages themselves read needs no memory and no item of its own.
+    used = set().union(*(locals_in(i.exprs) for i in d.items)) if d.items else set()
+    ordered = []
+    for t in sorted(stages):
+        live = tuple(i for i in stages[t] if any(n in used or n in d.stores for n in i.names))
+        if live:
+            ordered.append(live)
+    kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(sorted(d.stores.items())),
+                        frozenset(scratch), params_of(d.accesses(), buffers), sizes_of(d), d.bounds, tile,
+                        tuple(dict.fromkeys(m.node.origin for m in g.members if m.node.origin)))
+    return kernel, extra
+
+
+def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Buffer]) -> tuple[Param, ...]:
+    """Pointer arguments in order of first use: text does not depend on buffer names."""
+    written = {n for n, _, s in accesses if s}
+    return tuple(Param(n, buffers[n].dtype, n in written) for n in dict.fromkeys(n for n, _, _ in accesses))
+
+
+def sizes_of(d: Draft) -> tuple[Sym, ...]:
+    """Run-time sizes that the kernel needs."""
+    loop = {*d.outer, *d.inner}
+    free: set[Sym] = set()
+    for i in d.indices():
+        free |= i.symbols()
+    for v in loop:
+        assert v.extent is not None
+        free |= v.extent.symbols()
+    for e in walk(*d.exprs()):
+        if e.op == "fold":
+            loop |= {v for v, _, _ in e.attr.loops}
+            for v, _, _ in e.attr.loops:
+                free |= v.extent.symbols() if v.extent is not None else frozenset()
+    return tuple(sorted((s for s in free if s not in loop), key=lambda s: s.name))
+
+
+# ---- scans and scatters ------------------------------------------------------------------------------------
+
+
+def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str]) -> ScanKernel:
+    ones = {v: ZERO for v in n.vars if v.extent is ONE and v is not n.vars[n.axis]}
+    axis = n.vars[n.axis]
+    exprs = tuple(linear(e.subs(ones), buffers, lambda _: False) for e in n.inputs)
+    at = tuple(ones.get(v, as_index(v)) for v in n.vars)
+    stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
+    outer = [v for v in n.vars if v is not axis and v.extent is not ONE]
+    d = Draft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
+    split_dims(d, [d.outer])
+    vector = choose_vector(d, [*d.outer, axis])
+    row = vector is axis or vector is None
+    d.outer = order(d.outer, d, None if row else vector)
+    last = d.outer[-1] if d.outer else None
+    d.outer = merge(d.outer, d)
+    if not row and vector not in d.outer:
+        vector = d.outer[-1] if vector is last else None
+        row = vector is None
+    return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.names,
+                      tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes_of(d),
+                      (n.origin,) if n.origin else ())
+
+
+def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
+    out = n.names[0]
+    ones = {v: ZERO for v in (*n.vars, *n.out_vars) if v.extent is ONE}
+    fix = lambda e: linear(e.subs(ones), buffers, lambda _: False)  # noqa: E731
+    init, value = fix(n.init), fix(n.value)
+    mask = None if n.mask is None else fix(n.mask)
+    target = []
+    for t in n.target:
+        probe = fix(Expr("index", _INT64, (), t)) if not t.is_const else None
+        target.append(t if probe is None else probe.attr if probe.op == "index" else as_index(probe.attr))
+    vars = [v for v in n.vars if v.extent is not ONE]
+    out_vars = [v for v in n.out_vars if v.extent is not ONE]
+    where = [as_index(v) if v in out_vars else ZERO for v in n.out_vars]
+    free: set[Sym] = set()
+    for k, t in enumerate(target):
+        v = t.atom()
+        if isinstance(v, Sym) and v in vars and not any(v in x.symbols() for j, x in enumerate(target) if j != k):
+            free.add(v)
+    owner = owners = None
+    for k, t in enumerate(target):
+        a = t.atom()
+        if a is not None and not isinstance(a, Sym) and n.out_vars[k].extent is not ONE:
+            owner, owners = t, n.out_vars[k].extent
+            break
+    b = buffers[out]
+    address = address_of(b, target)
+    init_address = address_of(b, where)
+    # The free variable that walks the target contiguously goes innermost.
+    for v in list(vars):
+        if v in free and address.coefficient(v) is ONE:
+            vars.remove(v)
+            vars.append(v)
+            break
+    d = Draft(vars, out_vars, [Item((out,), "full", (init, value, *(() if mask is None else (mask,)),
+                                                     *(Expr("index", _INT64, (), t) for t in target
+                                                       if not t.is_const)))], {out: address})
+    d.stores[out + "'"] = init_address
+    params = params_of([a for a in d.accesses() if a[0] != out + "'"], buffers)
+    return ScatterKernel(tuple(out_vars), init, init_address, tuple(vars), frozenset(free), address, owner, owners,
+                         value, n.mode, mask, out, params, sizes_of(d), (n.origin,) if n.origin else ())
+

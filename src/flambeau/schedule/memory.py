@@ -1,0 +1,87 @@
+"""The memory plan: lifetimes, and a place in one arena for every intermediate of known size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flambeau.ir.index import as_index
+from flambeau.ir.nodes import Value
+from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
+
+ALIGN = 64
+
+
+def buffers_read(step: Launch | Call | Copy) -> set[str]:
+    if isinstance(step, Launch):
+        return set(step.args)
+    if isinstance(step, Copy):
+        return {step.dst, step.src.buffer}
+    return {v.buffer for v in values_in((step.args, step.kwargs))}
+
+
+def values_in(x: object) -> Iterable[Value]:
+    if isinstance(x, Value):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from values_in(y)
+
+
+def lifetimes(p: Program) -> dict[str, tuple[int, int]]:
+    """First and last step of each buffer; what the caller gets lives past the end."""
+    out: dict[str, tuple[int, int]] = {}
+    for k, step in enumerate(p.steps):
+        names = buffers_read(step)
+        if isinstance(step, Call):
+            names |= set(step.names)
+        for n in names:
+            first, _ = out.get(n, (k, k))
+            out[n] = (first, k)
+    for v in values_in(p.outputs):
+        if v.buffer in out:
+            out[v.buffer] = (out[v.buffer][0], len(p.steps))
+    return out
+
+
+def nbytes(b: BufferPlan) -> int | None:
+    """Bytes a dense buffer spans, None if not known before the run."""
+    top = as_index(1)
+    for n, s in zip(b.shape, b.strides, strict=True):
+        if n.is_const and n.const == 0:
+            return 0
+        top = top + (n - 1) * s
+    return top.const * b.dtype.itemsize if top.is_const else None
+
+
+def plan_memory(p: Program) -> None:
+    """Give arena buffers their offsets: largest first, at the lowest place free during their whole life."""
+    lives = lifetimes(p)
+    arena = [b for b in p.buffers.values() if b.place == "arena"]
+    known = []
+    for b in arena:
+        size = nbytes(b)
+        if size is None or b.name not in lives:
+            b.place = "alloc"
+        else:
+            known.append((size, b))
+    placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
+    top = 0
+    for size, b in sorted(known, key=lambda sb: (-sb[0], sb[1].name)):
+        first, last = lives[b.name]
+        size = -(-max(size, 1) // ALIGN) * ALIGN
+        busy = sorted((o, e) for o, e, f, la in placed if f <= last and first <= la)
+        at = 0
+        for o, e in busy:
+            if at + size <= o:
+                break
+            at = max(at, e)
+        b.offset = at
+        placed.append((at, at + size, first, last))
+        top = max(top, at + size)
+    p.arena_bytes = top
+    frees: dict[int, list[str]] = {}
+    for n, (_, last) in lives.items():
+        b = p.buffers[n]
+        if b.place in ("extern", "alloc", "input") and last < len(p.steps):
+            frees.setdefault(last, []).append(n)
+    p.frees = {k: tuple(sorted(v)) for k, v in frees.items()}

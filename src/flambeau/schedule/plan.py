@@ -1,0 +1,145 @@
+"""Graph in, Program out: inline, fuse, shape the loops, plan the memory."""
+
+from __future__ import annotations
+
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.index import ZERO, Index, Sym, as_index
+from flambeau.ir.nodes import (
+    Buffer,
+    Extern,
+    Graph,
+    Pointwise,
+    Scan,
+    Scatter,
+    Value,
+    contiguous_strides,
+    dim_vars,
+)
+from flambeau.ir.program import BufferPlan, Call, Copy, Kernel, Launch, Program
+from flambeau.ir.verify import verify
+
+from . import numerics as policy
+from .fuse import Group, fuse, reads_elsewhere
+from .inline import inline, materialised
+from .loops import shape_group, shape_scan, shape_scatter
+from .memory import plan_memory
+
+
+def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
+    """(strides, offset) of a value as a strided view of its buffer's memory, or None if it is not one."""
+    assert buffer.strides is not None
+    at = ZERO
+    for i, s in zip(v.index, buffer.strides, strict=True):
+        at = at + i * s
+    strides = []
+    rest = at
+    for var in dim_vars(v.shape):
+        c = at.coefficient(var)
+        if c is None or any(isinstance(s, Sym) and s.extent is not None for s in c.symbols()):
+            return None
+        strides.append(c)
+        rest = rest - c * var
+    return (tuple(strides), rest) if not any(s.extent is not None for s in rest.symbols()) else None
+
+
+def may_alias(n: Extern) -> bool:
+    """Whether a result can share memory with an argument; without a schema nobody knows."""
+    schema = getattr(n.target, "_schema", None)
+    return schema is None or any(r.alias_info is not None for r in schema.returns)
+
+
+def settle_layouts(graph: Graph) -> None:
+    for b in graph.buffers.values():
+        if b.strides is None:
+            b.strides = contiguous_strides(b.shape)
+
+
+def make_views_real(graph: Graph) -> None:
+    """Externs and outputs take strided memory: anything else is copied first."""
+    from dataclasses import replace
+
+    added: list[Pointwise] = []
+
+    def real(x):  # type: ignore[no-untyped-def]
+        if isinstance(x, Value):
+            if strided(x, graph.buffers[x.buffer]) is not None:
+                return x
+            vars = dim_vars(x.shape)
+            b = graph.add_buffer(x.shape, x.dtype, strides=contiguous_strides(x.shape))
+            added.append(Pointwise((b.name,), vars, x.load([as_index(v) for v in vars]), origin="copy"))
+            return graph.whole(b.name)
+        if isinstance(x, (list, tuple)):
+            return type(x)(real(y) for y in x)
+        return x
+
+    nodes = []
+    for n in graph.nodes:
+        if isinstance(n, Extern):
+            added.clear()
+            n = replace(n, args=real(n.args), kwargs=tuple((k, real(v)) for k, v in n.kwargs))
+            nodes.extend(added)
+        nodes.append(n)
+    added.clear()
+    graph.outputs = [real(o) for o in graph.outputs]
+    graph.mutations = [(name, real(v)) for name, v in graph.mutations]
+    graph.nodes = [*nodes, *added]
+
+
+def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bool = False) -> Program:
+    notes: list[str] = []
+    settle_layouts(graph)
+    make_views_real(graph)
+    if check:
+        verify(graph, "after lowering")
+    inline(graph, notes)
+    policy.apply(graph, numerics)
+    if check:
+        verify(graph, "after inlining")
+    groups = fuse(graph)
+    hard = set(materialised(graph))
+    stored = set(reads_elsewhere(groups, hard))
+    kernels: list[Kernel] = []
+    steps: list[Launch | Call | Copy] = []
+    seen: dict[Kernel, int] = {}
+    for g in groups:
+        kernel: Kernel
+        if isinstance(g, Group):
+            kernel, extra = shape_group(g, graph.buffers, stored, caps)
+            stored |= extra
+        else:
+            n = g.node
+            if isinstance(n, Extern):
+                steps.append(Call(n.target, n.args, n.kwargs, n.names, n.outputs, n.kind, n.origin, n.out, may_alias(n)))
+                continue
+            if isinstance(n, Scan):
+                kernel = shape_scan(n, graph.buffers, stored)
+            else:
+                assert isinstance(n, Scatter)
+                kernel = shape_scatter(n, graph.buffers)
+        at = seen.setdefault(kernel, len(kernels))
+        if at == len(kernels):
+            kernels.append(kernel)
+        steps.append(Launch(at, tuple(p.name for p in kernel.params), kernel.origins))
+    p = Program(list(graph.inputs), list(graph.symbols), kernels, steps, {}, list(graph.outputs),
+                list(graph.seeds), notes=notes)
+    steps.extend(Copy(name, v) for name, v in graph.mutations)
+    place_buffers(p, graph)
+    plan_memory(p)
+    return p
+
+
+def place_buffers(p: Program, graph: Graph) -> None:
+    from .memory import lifetimes, values_in
+
+    used = set(lifetimes(p)) | {v.buffer for v in values_in(p.outputs)} | set(p.inputs)
+    returned = {v.buffer for v in values_in(p.outputs)}
+    from_calls = {n for s in p.steps if isinstance(s, Call) and s.out is None for n in s.names}
+    # Memory that a call's result may share must live as long as that result: it is not the arena's.
+    shared = {v.buffer for s in p.steps if isinstance(s, Call) and s.aliases for v in values_in((s.args, s.kwargs))}
+    for name, b in graph.buffers.items():
+        if name not in used:
+            continue
+        place = ("input" if name in graph.inputs else "seed" if name in graph.seeds else "extern" if name in from_calls
+                 else "output" if name in returned else "alloc" if name in shared else "arena")
+        assert b.strides is not None
+        p.buffers[name] = BufferPlan(name, b.dtype, b.shape, b.strides, place, storage_offset=b.offset)

@@ -1,0 +1,1 @@
+"""The machines: compile text, allocate, launch."""

@@ -1,0 +1,241 @@
+"""The C++ compiler of this machine: found, probed once for the flags it takes, and run.
+
+A probe's outcome is kept in the cache on disk under the identity of the compiler's file, so that a process
+which finds all its kernels there starts no compiler at all, not even to ask for its version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+from flambeau.errors import CompileError
+from flambeau.targets.cache import DiskCache
+
+T = TypeVar("T")
+
+# Without errno and floating-point traps, loops with sqrt or a choice become vectors; no result changes.
+_MATH = ("-fno-math-errno", "-fno-trapping-math")
+# a*b+c has two roundings, as in eager; where one is wanted, the kernel says fma.
+_REQUIRED = ("-std=c++17", "-O3", "-fPIC", "-shared", *_MATH, "-ffp-contract=off")
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Flags that kernels work without; `loss` is what the user is told if they must."""
+
+    flags: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    loss: str | None = None
+
+
+def _options() -> dict[str, _Option]:
+    return {
+        "native": _Option(flags=("-march=native",)),
+        "openmp": _Option(
+            flags=("-fopenmp",),
+            libraries=_openmp_libraries(),
+            loss="has no OpenMP: kernels run on one thread. Install the compiler's OpenMP runtime (libgomp)",
+        ),
+        # Vector loops also where there is no OpenMP.
+        "simd": _Option(flags=("-fopenmp-simd",)),
+        # The vector forms of sin and friends, where the C library has them.
+        "mvec": _Option(libraries=("-lmvec",)),
+    }
+
+
+# What compiler, linker and loader say when it is the disk's fault, not the text's.
+_DISK_SYMPTOMS = {
+    "No space left on device": "no space left",
+    "failed to map segment from shared object": "mounted noexec",
+}
+
+# It declares what it calls: to parse <cmath> takes longer than all the rest.
+_PROBE = """
+#include <stdint.h>
+extern "C" double exp(double) noexcept;
+extern "C" double flambeau_probe(const double* x, int64_t n) {
+  double sum = 0;
+#pragma omp parallel for reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += exp(x[i]);
+  return sum;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A compiler that works, with the flags it takes."""
+
+    compiler: str
+    version: str
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+    losses: tuple[str, ...]
+
+    def identity(self) -> str:
+        """Whatever decides, besides the text, which machine code comes out, and where it may run."""
+        return "\n".join((self.version, *self.flags, *self.libraries, cpu_identity()))
+
+    def compile(
+        self, text: str, name: str, disk: DiskCache, load: Callable[[Path], T], include: Path | None = None
+    ) -> tuple[T, bytes]:
+        """What `load` makes of the shared library built from C++ text, and the library itself.
+
+        It is loaded before anybody stores it: nothing that does not load gets into the cache. Raises
+        CompileError with what the compiler said, or what `load` raises.
+        """
+        while True:
+            with disk.workspace() as folder:
+                try:
+                    library = self._compile(text, folder / f"{name}.so", include)
+                    return load(library), library.read_bytes()
+                except (CompileError, OSError) as error:
+                    reasons = [reason for symptom, reason in _DISK_SYMPTOMS.items() if symptom in str(error)]
+                    if not reasons or not disk.give_up(folder, reasons[0]):
+                        raise
+
+    def _compile(self, text: str, library: Path, include: Path | None) -> Path:
+        source = library.with_suffix(".cpp")
+        source.write_text(text)
+        folders = [f"-I{include}"] if include else []
+        command = [self.compiler, *self.flags, *folders, str(source), "-o", str(library), *self.libraries]
+        result = _run(command, library.parent)
+        if result.returncode < 0:
+            raise CompilerKilled(f"{self.compiler} was ended by {signal.Signals(-result.returncode).name}")
+        if result.returncode:
+            raise CompileError(result.stdout.strip().replace(str(source), library.stem), target="cpu")
+        return library
+
+
+class CompilerKilled(CompileError):
+    """The compiler was ended from outside, which says nothing about the text."""
+
+
+def find_toolchain(setting: str, disk: DiskCache) -> Toolchain:
+    """The compiler that `setting` names, probed unless this process or an earlier one has done so."""
+    found = shutil.which(setting)
+    if found is None:
+        raise CompileError(
+            f"the C++ compiler {setting!r} was not found",
+            target="cpu",
+            hint="install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; "
+            "conda: conda install gxx), or name another in FLAMBEAU_CXX",
+        )
+    status = os.stat(found)
+    compiler = os.path.abspath(found)
+    return _toolchain(compiler, f"{os.path.realpath(found)} {status.st_size} {status.st_mtime_ns}", disk)
+
+
+@cache
+def cpu_identity() -> str:
+    """What `-march=native` depends on: its code must not be loaded on a machine with other instructions."""
+    x86 = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+    arm = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        uname = os.uname()
+        return f"{uname.machine} {uname.nodename}"
+    rows = [line.split(":", 1) for line in first.splitlines() if ":" in line]
+    return "\n".join(f"{key.strip()}: {value.strip()}" for key, value in rows if key.strip() in x86 + arm)
+
+
+@cache
+def _toolchain(compiler: str, file_identity: str, disk: DiskCache) -> Toolchain:
+    asked = repr((compiler, file_identity, _REQUIRED, _options(), _PROBE, cpu_identity()))
+    key = hashlib.sha256(asked.encode()).hexdigest()
+    if (stored := disk.read(key, ".probe")) is not None:
+        version, *lists = json.loads(stored)
+        toolchain = Toolchain(compiler, version, *map(tuple, lists))
+    else:
+        toolchain = _probe(compiler, disk)
+        fields = (toolchain.version, toolchain.flags, toolchain.libraries, toolchain.losses)
+        disk.put(key, json.dumps(fields).encode(), ".probe")
+    for loss in toolchain.losses:
+        warnings.warn(f"the C++ compiler {compiler} {loss}.", stacklevel=4)
+    return toolchain
+
+
+def _probe(compiler: str, disk: DiskCache) -> Toolchain:
+    options = _options()
+    with disk.workspace() as folder:
+        version = _run([compiler, "--version"], folder).stdout
+
+    def attempt(names: Sequence[str]) -> Toolchain:
+        chosen = [options[name] for name in names]
+        toolchain = Toolchain(
+            compiler,
+            version,
+            flags=(*_REQUIRED, *(flag for option in chosen for flag in option.flags)),
+            libraries=(*(library for option in chosen for library in option.libraries), "-lm"),
+            losses=tuple(option.loss for option in options.values() if option not in chosen and option.loss),
+        )
+        toolchain.compile(_PROBE, "-".join(("probe", *names)), disk, lambda path: ctypes.CDLL(str(path)))
+        return toolchain
+
+    def works(names: Sequence[str]) -> bool:
+        try:
+            attempt(names)
+        except (CompileError, OSError):
+            return False
+        return True
+
+    try:
+        return attempt(list(options))
+    except (CompileError, OSError):
+        usable = [name for name in options if works([name])]
+    try:
+        return attempt(usable)
+    except (CompileError, OSError) as error:
+        raise CompileError(
+            f"the C++ compiler {compiler} does not work: {error}",
+            target="cpu",
+            hint="`flambeau doctor` tells more; FLAMBEAU_CXX names another compiler",
+        ) from error
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    # In the C locale messages can be recognised. The compiler's own temporary files go to the folder of the
+    # build, so that none outlive it even if the compiler is killed.
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise CompileError(f"{command[0]} cannot be run: {error}", target="cpu") from error
+
+
+def _openmp_libraries() -> tuple[str, ...]:
+    """The OpenMP runtime inside the torch wheel, where it has a name of its own.
+
+    Two runtimes in one process would be two pools of threads that take each other's cores, and
+    torch.set_num_threads would reach one of them. A runtime with the usual name is shared without help: the
+    loader takes the one that is already there.
+    """
+    torch = find_spec("torch")  # not imported: the name of a file is all that is wanted
+    if torch is None or torch.origin is None:
+        return ()
+    folder = Path(torch.origin).parent
+    found = [*folder.glob("lib/libgomp-*.so*"), *folder.parent.glob("torch.libs/libgomp-*.so*")]
+    return (f"-Wl,--as-needed,{found[0]}",) if found else ()
