@@ -220,8 +220,8 @@ def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limi
 def compare(row: Row, built: Built, mode: str, backends: Sequence[str]) -> None:
     """Fills in the row's accuracy, by draw of the inputs.
 
-    More than one draw, as any rounding may move a value over the kink of a ReLU, which shows in the gradients as
-    a difference of percents, in eager as well. It happens on few draws; a wrong kernel shows on all.
+    More than one draw, as any rounding may move a value over the kink of a ReLU, which shows in the gradients
+    as a difference of percents, in eager as well. It happens on few draws; a wrong kernel shows on all.
     """
     torch._dynamo.reset()
     plain = copied(built)
@@ -296,8 +296,8 @@ def time_table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> Tabl
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        times = [f"{'~' * (row.spread[b] > NOISY)}{row.seconds[b] * 1e3:.2f}" if b in row.seconds else "failed"
-                 for b in backends]
+        times = ["~" * (row.spread[b] > NOISY) + f"{row.seconds[b] * 1e3:.2f}"
+                 if b in row.seconds else "failed" for b in backends]
         ratios = ["" if (r := row.ratio(b, base)) is None else f"{r:.2f}" for b, base in pairs]
         errors = [f"{statistics.median(draw['eager_errors'] for draw in row.accuracy[b]):.1f}"
                   if b in row.accuracy else "" for b in checked]

@@ -239,14 +239,15 @@ class UNet3D(nn.Module):
         super().__init__()
 
         def convs(cin: int, cout: int, norm: Callable[[int], nn.Module], bias: bool) -> nn.Module:
-            return nn.Sequential(nn.Conv3d(cin, cout, 3, padding=1, bias=bias), norm(cout), nn.LeakyReLU(0.01),
-                                 nn.Conv3d(cout, cout, 3, padding=1, bias=bias), norm(cout), nn.LeakyReLU(0.01))
+            first, second = (nn.Conv3d(c, cout, 3, padding=1, bias=bias) for c in (cin, cout))
+            return nn.Sequential(first, norm(cout), nn.LeakyReLU(), second, norm(cout), nn.LeakyReLU())
 
         widths = [width << level for level in range(levels)]
         group, instance = partial(nn.GroupNorm, 4), partial(nn.InstanceNorm3d, affine=True)
         self.down = nn.ModuleList(convs(a, b, group, True) for a, b in zip([1, *widths], widths))
-        # An instance norm cancels a bias before it: the gradient would be zero, and its roundings all there is.
-        self.up = nn.ModuleList(convs(a + b, a, instance, False) for a, b in zip(widths[-2::-1], widths[:0:-1]))
+        # An instance norm cancels a bias before it: its gradient would be nothing but rounding.
+        pairs = zip(widths[-2::-1], widths[:0:-1])
+        self.up = nn.ModuleList(convs(a + b, a, instance, False) for a, b in pairs)
         self.head = nn.Conv3d(width, classes, 1)
 
     def forward(self, volume: Tensor) -> Tensor:

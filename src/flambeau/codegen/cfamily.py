@@ -248,6 +248,8 @@ class Writer:
             return ""
         if e.op == "philox":
             return f"({d.long}){d.function.format('philox')}({', '.join(args)}, {e.attr})"
+        if e.op == "bitcast":
+            return f"{d.function.format('bitcast')}<{d.types[e.dtype]}>({args[0]})"
         if e.op in d.infix and not (e.op == "div" and not is_float(e.dtype)):
             text = f"{args[0]} {d.infix[e.op]} {args[1]}"
             return self._narrowed(text, e.dtype)

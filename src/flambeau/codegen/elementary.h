@@ -7,7 +7,7 @@
 #pragma once
 #include "prelude.h"
 
-// libmvec has sin, cos, exp, log and pow since glibc 2.22 and the others since 2.35. Linking with -lm finds it.
+// libmvec has sin, cos, exp, log and pow since glibc 2.22, the others since 2.35. Linking with -lm finds it.
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define FL_SINCE_2_22 _Pragma("omp declare simd notinbranch")
 #if __GLIBC_PREREQ(2, 35)
@@ -118,7 +118,8 @@ FL_INLINE float exp2(float x) {
 }
 
 FL_INLINE float expm1_of_rest(float r) {
-  const float c[] = {0x1p-1f, 0x1.555556p-3f, 0x1.5554f6p-5f, 0x1.111004p-7f, 0x1.6d3cacp-10f, 0x1.a242e8p-13f};
+  const float c[] = {0x1p-1f,        0x1.555556p-3f,  0x1.5554f6p-5f,
+                     0x1.111004p-7f, 0x1.6d3cacp-10f, 0x1.a242e8p-13f};
   return madd(r * r, horner(r, c), r);
 }
 
@@ -130,10 +131,11 @@ FL_INLINE float expm1(float x) {
 }
 
 FL_INLINE float tanh(float x) {
-  const float near_zero[] = {-0x1.555534p-2f, 0x1.110760p-3f, -0x1.b84340p-5f, 0x1.52509ep-6f, -0x1.76922ap-8f};
+  const float near_zero[] = {-0x1.555534p-2f, 0x1.110760p-3f, -0x1.b84340p-5f, 0x1.52509ep-6f,
+                             -0x1.76922ap-8f};  // (tanh(x) - x) / x^3, in x^2
   const float a = abs(x), square = x * x;
   const float far = 1.0f - 2.0f / (exp_normal(2.0f * (a > 10.0f ? 10.0f : a)) + 1.0f);
-  return a < 0.625f ? madd(x * square, horner(square, near_zero), x) : copysign(far, x);
+  return copysign(a < 0.625f ? madd(a * square, horner(square, near_zero), a) : far, x);
 }
 
 // exp of a negative number alone, which cannot overflow.
@@ -180,7 +182,7 @@ FL_INLINE float log_sum(log_parts p) {
 
 FL_INLINE float log(float x) { return log_ends(x, log_sum(split_log(x))); }
 
-// log(x) / log(base), with 1 / log(base) = high + low and power * log(2) / log(base) = power * (p_high + p_low)
+// log(x) / log(base), where 1 / log(base) = high + low and log(2) / log(base) = p_high + p_low
 FL_INLINE float log_base(float x, float high, float low, float p_high, float p_low) {
   const log_parts p = split_log(x);
   float sum = madd(log_of_rest(p.rest), high, p.rest * low);
@@ -206,7 +208,7 @@ FL_INLINE float erf(float x) {
   const float near_zero[] = {0x1.06eba8p-3f,  -0x1.81273ep-2f, 0x1.ce2ce6p-4f, -0x1.b7f71ap-6f,
                              0x1.53f224p-8f, -0x1.a3515ep-11f, 0x1.4771fcp-14f};  // erf(x) / x - 1, in x^2
   const float log_erfc[] = {-0x1.661a16p-12f, -0x1.2088ecp+0f, -0x1.46bae6p-1f, -0x1.a65372p-4f,
-                            0x1.65cbdep-6f,   -0x1.825be2p-9f, 0x1.86df46p-13f};  // on [1, 4]; 1 - erf(4) < 2^-25
+                            0x1.65cbdep-6f,   -0x1.825be2p-9f, 0x1.86df46p-13f};  // on [1, 4], where erf is 1
   const float a = abs(x), capped = a > 4.0f ? 4.0f : a;
   const float far = copysign(1.0f - exp_normal(horner(capped, log_erfc)), x);
   return a < 1.0f ? madd(x, horner(x * x, near_zero), x) : far;
@@ -214,8 +216,9 @@ FL_INLINE float erf(float x) {
 
 // erfinv(x) / x as a polynomial in w = -log(1 - x^2) below 5 and in its root above.
 template <class T, int N> FL_INLINE T erfinv_guess(T x, const float (&tail)[N]) {
-  const float central[] = {0x1.805c5ep+0f,   0x1.f91e8ap-3f,  -0x1.11c99ap-8f, -0x1.4866fap-10f, 0x1.ca617cp-13f,
-                           -0x1.4bcbf8p-18f, -0x1.d8bde4p-19f, 0x1.ee1362p-22f, 0x1.e1e62ep-26f, -0x1.1b9014p-27f};
+  const float central[] = {0x1.805c5ep+0f,  0x1.f91e8ap-3f,   -0x1.11c99ap-8f,  -0x1.4866fap-10f,
+                           0x1.ca617cp-13f, -0x1.4bcbf8p-18f, -0x1.d8bde4p-19f, 0x1.ee1362p-22f,
+                           0x1.e1e62ep-26f, -0x1.1b9014p-27f};
   const T w = -log((T(1) - x) * (T(1) + x));
   return x * (w < T(5) ? horner(w - T(2.5), central) : horner(sqrt(w) - T(3), tail));
 }

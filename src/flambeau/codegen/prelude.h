@@ -9,8 +9,12 @@
 
 #define FL_INLINE static inline __attribute__((always_inline))
 
-extern "C" double fmod(double, double) noexcept;
-extern "C" float fmodf(float, float) noexcept;
+extern "C" {
+double fmod(double, double) noexcept;
+float fmodf(float, float) noexcept;
+int omp_get_thread_num() noexcept;
+int omp_get_num_threads() noexcept;
+}
 
 namespace fl {
 
@@ -22,16 +26,17 @@ template <class A> struct same<A, A> { static constexpr bool value = true; };
 // ---- storage types -------------------------------------------------------------------------------------
 
 // Both are bare 16-bit patterns: g++ 12 and 13 convert _Float16 one element at a time, while the integer
-// forms below vectorise on every target.
-struct bf16 { uint16_t bits; };
-struct half { uint16_t bits; };
+// forms below vectorise on every target. They are enums because a struct as a local variable of an
+// `omp simd` loop keeps the loop scalar.
+enum class bf16 : uint16_t {};
+enum class half : uint16_t {};
 
 FL_INLINE float to_float(float x) { return x; }
-FL_INLINE float to_float(bf16 x) { return bitcast<float>(uint32_t(x.bits) << 16); }
+FL_INLINE float to_float(bf16 x) { return bitcast<float>(uint32_t(x) << 16); }
 
 FL_INLINE float to_float(half x) {
-  const uint32_t magnitude = uint32_t(x.bits & 0x7fffu) << 13;
-  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = (uint32_t(x) & 0x7fffu) << 13;
+  const uint32_t sign = (uint32_t(x) & 0x8000u) << 16;
   // A subnormal becomes the fraction of a number in [2^-14, 2^-13); the subtraction normalises it exactly.
   const float subnormal = bitcast<float>(magnitude + (113u << 23)) - 0x1p-14f;
   const uint32_t normal = magnitude + (112u << 23);
@@ -44,7 +49,7 @@ FL_INLINE float to_float(half x) {
 FL_INLINE bf16 to_bf16(float x) {
   const uint32_t bits = bitcast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return {uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+  return bf16((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
 FL_INLINE half to_half(float x) {
@@ -55,14 +60,14 @@ FL_INLINE half to_half(float x) {
   uint32_t result = bits < (113u << 23) ? subnormal : normal;
   result = bits >= 0x477ff000u ? 0x7c00u : result;  // 65520 and above
   result = bits > 0x7f800000u ? 0x7e00u : result;
-  return {uint16_t(result | sign)};
+  return half(result | sign);
 }
 
 // ATen rounds twice, through float; so do these.
 FL_INLINE bf16 to_bf16(double x) { return to_bf16(float(x)); }
 FL_INLINE half to_half(double x) { return to_half(float(x)); }
 
-// ---- casts ---------------------------------------------------------------------------------------------
+// ---- from float to integer -----------------------------------------------------------------------------
 
 // The upper half of an unsigned range is reached by moving it onto the signed one.
 template <class To, class Signed, class From> FL_INLINE To to_unsigned(From x) {
@@ -71,21 +76,14 @@ template <class To, class Signed, class From> FL_INLINE To to_unsigned(From x) {
   return x >= half ? moved : To(Signed(x));
 }
 
-// fl::cast<To>(x) between any two element types. Out of range the integers are those of ATen on x86, where a
-// conversion answers the most negative int32 or int64 and never traps, and narrower types keep its low bits.
-template <class To, class From> FL_INLINE To cast(From x) {
-  constexpr bool from_16_bits = same<From, bf16>::value || same<From, half>::value;
-  constexpr bool from_double = same<From, double>::value;
-  constexpr bool from_float = same<From, float>::value || from_double;
-  if constexpr (same<To, From>::value) return x;
-  else if constexpr (from_16_bits) return cast<To>(to_float(x));
-  else if constexpr (same<To, bf16>::value) return to_bf16(float(x));
-  else if constexpr (same<To, half>::value) return to_half(float(x));
-  else if constexpr (same<To, bool>::value) return x != From(0);
-  else if constexpr (from_double && same<To, uint8_t>::value) return To(int64_t(x));
-  else if constexpr (from_float && sizeof(To) < 4) return To(int32_t(x));
-  else if constexpr (from_float && same<To, uint32_t>::value) return to_unsigned<To, int32_t>(x);
-  else if constexpr (from_float && same<To, uint64_t>::value) return to_unsigned<To, int64_t>(x);
+// fl::to_int<To>(x). Out of range the results are those of ATen on x86, where a conversion answers the most
+// negative int32 or int64 and never traps, and narrower types keep its low bits.
+template <class To, class From> FL_INLINE To to_int(From x) {
+  if constexpr (same<To, bool>::value) return x != From(0);
+  else if constexpr (same<To, uint8_t>::value && same<From, double>::value) return To(int64_t(x));
+  else if constexpr (sizeof(To) < 4) return To(int32_t(x));
+  else if constexpr (same<To, uint32_t>::value) return to_unsigned<To, int32_t>(x);
+  else if constexpr (same<To, uint64_t>::value) return to_unsigned<To, int64_t>(x);
   else return To(x);
 }
 
@@ -95,8 +93,14 @@ FL_INLINE bool isnan(float x) { return x != x; }
 FL_INLINE bool isnan(double x) { return x != x; }
 FL_INLINE bool isinf(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 FL_INLINE bool isinf(double x) { return __builtin_fabs(x) == __builtin_inf(); }
+FL_INLINE bool signbit(float x) { return bitcast<int32_t>(x) < 0; }
+FL_INLINE bool signbit(double x) { return bitcast<int64_t>(x) < 0; }
 FL_INLINE bool isfinite(float x) { return __builtin_fabsf(x) < __builtin_inff(); }
 FL_INLINE bool isfinite(double x) { return __builtin_fabs(x) < __builtin_inf(); }
+
+// For sizes and indices, whatever integers they are written as.
+FL_INLINE int64_t imin(int64_t a, int64_t b) { return a < b ? a : b; }
+FL_INLINE int64_t imax(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // torch.minimum and torch.maximum: NaN if either is NaN.
 template <class T> FL_INLINE T min(T a, T b) { return (a != a) | (a < b) ? a : b; }
@@ -129,6 +133,13 @@ FL_INLINE double sqrt(double x) { return __builtin_sqrt(x); }
 FL_INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 FL_INLINE double rsqrt(double x) { return 1.0 / __builtin_sqrt(x); }
 
+FL_INLINE float nextafter(float x, float y) { return __builtin_nextafterf(x, y); }
+FL_INLINE double nextafter(double x, double y) { return __builtin_nextafter(x, y); }
+
+// a * b + c with one rounding, in software where the machine has no such instruction.
+FL_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+FL_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+
 // a * b + c, fused where the machine can. -ffp-contract=off leaves it to us to ask for it.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define FL_FMA 1
@@ -148,40 +159,80 @@ template <class T, class C, int N> FL_INLINE T horner(T x, const C (&c)[N]) {
   return sum;
 }
 
-// ---- division ------------------------------------------------------------------------------------------
+// ---- integer arithmetic --------------------------------------------------------------------------------
 
-// Quotient toward zero. Division by zero, and of the most negative number by -1, must not end the process.
-FL_INLINE int32_t truncdiv(int32_t a, int32_t b) {
+// Integers are divided as int32 or int64, whichever holds them; uint64 as it is.
+template <class T> struct wide { using type = int32_t; };
+template <> struct wide<uint32_t> { using type = int64_t; };
+template <> struct wide<int64_t> { using type = int64_t; };
+template <> struct wide<uint64_t> { using type = uint64_t; };
+
+// The quotient toward zero, and its rest; unsigned products wrap where signed ones may not. Dividing by zero,
+// or the most negative number by -1, must not end the process.
+FL_INLINE int32_t quotient(int32_t a, int32_t b) {
   return int32_t(double(a) / double(b));  // exact, and doubles vectorise where idiv cannot
 }
-FL_INLINE int64_t truncdiv(int64_t a, int64_t b) {
-  const int64_t quotient = a / ((b == 0) | (b == -1) ? 1 : b);
-  return b == -1 ? int64_t(0 - uint64_t(a)) : b == 0 ? 0 : quotient;
+FL_INLINE int64_t quotient(int64_t a, int64_t b) {
+  const int64_t safe = a / ((b == 0) | (b == -1) ? 1 : b);
+  return b == -1 ? int64_t(0 - uint64_t(a)) : b == 0 ? 0 : safe;
+}
+FL_INLINE uint64_t quotient(uint64_t a, uint64_t b) { return b == 0 ? 0 : a / (b == 0 ? 1 : b); }
+FL_INLINE int32_t rest(int32_t a, int32_t b) {
+  return int32_t(uint32_t(a) - uint32_t(quotient(a, b)) * uint32_t(b));
+}
+FL_INLINE int64_t rest(int64_t a, int64_t b) {
+  return int64_t(uint64_t(a) - uint64_t(quotient(a, b)) * uint64_t(b));
+}
+FL_INLINE uint64_t rest(uint64_t a, uint64_t b) { return a - quotient(a, b) * b; }
+
+template <class T> FL_INLINE T div(T a, T b) {
+  using W = typename wide<T>::type;
+  return T(quotient(W(a), W(b)));
 }
 
-// The rest that belongs to truncdiv; unsigned because the products at the edges wrap.
-FL_INLINE int32_t truncmod(int32_t a, int32_t b) {
-  return int32_t(uint32_t(a) - uint32_t(truncdiv(a, b)) * uint32_t(b));
-}
-FL_INLINE int64_t truncmod(int64_t a, int64_t b) {
-  return int64_t(uint64_t(a) - uint64_t(truncdiv(a, b)) * uint64_t(b));
-}
-
-// Python's // and %: the rest has the sign of the divisor. Narrow integers go through int32.
-template <class T> struct wide { using type = int32_t; };
-template <> struct wide<int64_t> { using type = int64_t; };
-template <> struct wide<long long> { using type = int64_t; };
-
+// Python's // and %: the rest has the sign of the divisor.
 template <class T> FL_INLINE T floordiv(T a, T b) {
   using W = typename wide<T>::type;
-  const W rest = truncmod(W(a), W(b));
-  return T(truncdiv(W(a), W(b)) - W((rest != 0) & ((rest < 0) != (b < 0))));
+  const W r = rest(W(a), W(b));
+  return T(quotient(W(a), W(b)) - W((r != 0) & ((r < 0) != (W(b) < 0))));
 }
 template <class T> FL_INLINE T mod(T a, T b) {
   using W = typename wide<T>::type;
-  const W rest = truncmod(W(a), W(b));
-  return T(rest + ((rest != 0) & ((rest < 0) != (b < 0)) ? W(b) : W(0)));
+  const W r = rest(W(a), W(b));
+  return T(r + ((r != 0) & ((r < 0) != (W(b) < 0)) ? W(b) : W(0)));
 }
+// For indices, where one of the two may be a plain literal.
+FL_INLINE int64_t floordiv(int64_t a, int64_t b) { return floordiv<int64_t>(a, b); }
+FL_INLINE int64_t mod(int64_t a, int64_t b) { return mod<int64_t>(a, b); }
+
+template <class T> FL_INLINE T fmod(T a, T b) {
+  using W = typename wide<T>::type;
+  return T(rest(W(a), W(b)));
+}
+template <class T> FL_INLINE T remainder(T a, T b) { return mod<T>(a, b); }
+
+// Wrapping. A negative exponent gives the truncated true result: 0 unless the base is 1 or -1.
+template <class T> FL_INLINE T pow(T base, T exponent) {
+  if (exponent < 0) return base == T(1) ? T(1) : base == T(-1) ? (exponent & 1 ? T(-1) : T(1)) : T(0);
+  uint64_t result = 1, power = uint64_t(base);
+  for (uint64_t left = uint64_t(exponent); left; left >>= 1, power *= power) result *= left & 1 ? power : 1;
+  return T(result);
+}
+
+template <class T> FL_INLINE T gcd(T a, T b) {
+  a = abs(a), b = abs(b);
+  while (b != 0) {
+    const T r = T(a % b);
+    a = b, b = r;
+  }
+  return a;
+}
+template <class T> FL_INLINE T lcm(T a, T b) {
+  const T divisor = gcd(a, b);
+  return divisor == 0 ? T(0) : T(abs(a / divisor * b));
+}
+
+// ---- division of floats --------------------------------------------------------------------------------
 
 FL_INLINE double fmod(double a, double b) { return ::fmod(a, b); }
 
@@ -191,44 +242,38 @@ FL_INLINE double fmod(double a, double b) { return ::fmod(a, b); }
 // floats differ by at most 277, hence six steps.
 FL_INLINE float fmod(float a, float b) {
   const double divisor = __builtin_fabs(double(b)), inverse = 1.0 / divisor;
-  double rest = __builtin_fabs(double(a));
+  double left = __builtin_fabs(double(a));
 #pragma GCC unroll 6
-  for (int step = 0; step < 6; ++step) rest = madd(-__builtin_rint(rest * inverse), divisor, rest);
-  rest = rest < 0 ? rest + divisor : rest;
+  for (int step = 0; step < 6; ++step) left = madd(-__builtin_rint(left * inverse), divisor, left);
+  left = left < 0 ? left + divisor : left;
   const bool unchanged = isinf(b) & isfinite(a);
-  return __builtin_copysignf(unchanged ? a : float(rest), a);
+  return __builtin_copysignf(unchanged ? a : float(left), a);
 }
 #else
 FL_INLINE float fmod(float a, float b) { return ::fmodf(a, b); }
 #endif
 
 // torch.remainder: the sign of the divisor.
-template <class T> FL_INLINE T remainder(T a, T b) {
-  const T rest = fmod(a, b);
-  return (rest != 0) & ((b < 0) != (rest < 0)) ? rest + b : rest;
+template <class T> FL_INLINE T remainder_of(T a, T b) {
+  const T r = fmod(a, b);
+  return (r != 0) & ((b < 0) != (r < 0)) ? r + b : r;
 }
+FL_INLINE float remainder(float a, float b) { return remainder_of(a, b); }
+FL_INLINE double remainder(double a, double b) { return remainder_of(a, b); }
 
 // torch.floor_divide. Divides what the exact rest leaves, so that the quotient is within rounding of an
-// integer; x // 0 is x / 0 and a zero keeps the sign of the true quotient.
-template <class T> FL_INLINE T floordiv_float(T a, T b) {
-  const T rest = fmod(a, b);
-  T quotient = (a - rest) / b;
-  quotient = (rest != 0) & ((b < 0) != (rest < 0)) ? quotient - 1 : quotient;
-  const T below = floor(quotient);
-  T result = quotient - below > T(0.5) ? below + 1 : below;
-  result = quotient == 0 ? copysign(T(0), a / b) : result;
+// integer; x // 0 is x / 0, and a zero has the sign of the true quotient.
+template <class T> FL_INLINE T floordiv_of(T a, T b) {
+  const T r = fmod(a, b);
+  T q = (a - r) / b;
+  q = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
+  const T below = floor(q);
+  T result = q - below > T(0.5) ? below + 1 : below;
+  result = q == 0 ? copysign(T(0), a / b) : result;
   return b == 0 ? a / b : result;
 }
-FL_INLINE float floordiv(float a, float b) { return floordiv_float(a, b); }
-FL_INLINE double floordiv(double a, double b) { return floordiv_float(a, b); }
-
-// Integer power, wrapping. A negative exponent gives the truncated true result: 0 unless the base is 1 or -1.
-template <class T> FL_INLINE T ipow(T base, T exponent) {
-  if (exponent < 0) return base == T(1) ? T(1) : base == T(-1) ? (exponent & 1 ? T(-1) : T(1)) : T(0);
-  uint64_t result = 1, power = uint64_t(base);
-  for (uint64_t rest = uint64_t(exponent); rest; rest >>= 1, power *= power) result *= rest & 1 ? power : 1;
-  return T(result);
-}
+FL_INLINE float floordiv(float a, float b) { return floordiv_of(a, b); }
+FL_INLINE double floordiv(double a, double b) { return floordiv_of(a, b); }
 
 // ---- random bits ---------------------------------------------------------------------------------------
 
@@ -260,6 +305,16 @@ FL_INLINE float uniform(uint32_t bits) { return float(int32_t(bits >> 8)) * 0x1p
 FL_INLINE double uniform53(uint32_t high, uint32_t low) {
   return (double(int32_t(high >> 5)) * 0x1p26 + double(int32_t(low >> 6))) * 0x1p-53;
 }
+
+// ---- threads -------------------------------------------------------------------------------------------
+
+#ifdef _OPENMP
+FL_INLINE int64_t thread() { return ::omp_get_thread_num(); }
+FL_INLINE int64_t threads() { return ::omp_get_num_threads(); }
+#else
+FL_INLINE int64_t thread() { return 0; }
+FL_INLINE int64_t threads() { return 1; }
+#endif
 
 }  // namespace fl
 

@@ -1,4 +1,4 @@
-// Special functions with ATen's conventions, for the kernels that use them: gamma, zeta, Bessel, Airy, normal.
+// Special functions with ATen's conventions: gamma and zeta, Bessel and Airy, the normal distribution.
 //
 // All are computed in double, the float overloads too, which is simpler and closer than a second set of
 // approximations; none needs to vectorise. Where ATen and mathematics differ at infinity, ATen wins.
@@ -176,8 +176,8 @@ static inline double igamma_uniform(double a, double x, double side) {
   const double eta = copysign(sqrt(2 * half_square), x - a);
   const double c0[] = {-1.0 / 3, 1.0 / 12, -2.0 / 135, 1.0 / 864, 1.0 / 2835, -139.0 / 777600, 1.0 / 25515};
   const double c1[] = {-1.0 / 540, -1.0 / 288, 1.0 / 378};
-  const double correction = exp(-a * half_square) / sqrt(2 * pi * a) * (horner(eta, c0) + horner(eta, c1) / a);
-  return 0.5 * erfc(side * eta * sqrt(a / 2)) + side * correction;
+  const double density = exp(-a * half_square) / sqrt(2 * pi * a);
+  return 0.5 * erfc(side * eta * sqrt(a / 2)) + side * density * (horner(eta, c0) + horner(eta, c1) / a);
 }
 
 static inline bool igamma_is_uniform(double a, double x) { return a > 1e5 && abs(x - a) < 0.1 * a; }
@@ -232,7 +232,8 @@ static inline double bessel_k0(double x, bool scaled) {
 static inline double bessel_k1(double x, bool scaled) {
   if (x == 0) return infinity;
   if (x < 0) return nan;
-  if (x <= 2) return (chebyshev_sum(x * x, 0, 4, k1_small) / x + log(0.5 * x) * i1(x)) * (scaled ? exp(x) : 1);
+  if (x <= 2)
+    return (chebyshev_sum(x * x, 0, 4, k1_small) / x + log(0.5 * x) * i1(x)) * (scaled ? exp(x) : 1);
   return chebyshev_sum(1 / x, 0, 0.5, k1e_large) / sqrt(x) * (scaled ? 1 : exp(-x));
 }
 static inline double modified_bessel_k0(double x) { return bessel_k0(x, false); }
@@ -298,29 +299,12 @@ static inline double ndtri(double p) {
   return copysign(y / sqrt_half, p - 0.5);
 }
 
-// ---- integers and neighbours ---------------------------------------------------------------------------
-
-template <class T> static inline T gcd(T a, T b) {
-  a = abs(a), b = abs(b);
-  while (b != 0) {
-    const T rest = T(a % b);
-    a = b, b = rest;
-  }
-  return a;
-}
-template <class T> static inline T lcm(T a, T b) {
-  const T divisor = gcd(a, b);
-  return divisor == 0 ? T(0) : abs(T(a / divisor * b));
-}
-
-static inline float nextafter(float x, float y) { return __builtin_nextafterf(x, y); }
-static inline double nextafter(double x, double y) { return __builtin_nextafter(x, y); }
-
 // ---- the float overloads -------------------------------------------------------------------------------
 
 #define FL_FLOAT(name) static inline float name(float x) { return float(name(double(x))); }
 FL_FLOAT(lgamma) FL_FLOAT(digamma) FL_FLOAT(i0) FL_FLOAT(i0e) FL_FLOAT(i1) FL_FLOAT(i1e)
-FL_FLOAT(modified_bessel_i0) FL_FLOAT(modified_bessel_i1) FL_FLOAT(modified_bessel_k0) FL_FLOAT(modified_bessel_k1)
+FL_FLOAT(modified_bessel_i0) FL_FLOAT(modified_bessel_i1)
+FL_FLOAT(modified_bessel_k0) FL_FLOAT(modified_bessel_k1)
 FL_FLOAT(scaled_modified_bessel_k0) FL_FLOAT(scaled_modified_bessel_k1)
 FL_FLOAT(bessel_j0) FL_FLOAT(bessel_j1) FL_FLOAT(bessel_y0) FL_FLOAT(bessel_y1) FL_FLOAT(spherical_bessel_j0)
 FL_FLOAT(airy_ai) FL_FLOAT(erfcx) FL_FLOAT(ndtr) FL_FLOAT(log_ndtr) FL_FLOAT(ndtri)

@@ -57,22 +57,30 @@ template <class T> static inline T chebyshev_w(T x, int64_t n, int64_t cosine_fr
   return chebyshev_recurrence(x, x + x + T(1), n);
 }
 
-template <class T> static inline T chebyshev_polynomial_t(T x, T n) { return chebyshev_t(x, cast<int64_t>(n), 6); }
-template <class T> static inline T chebyshev_polynomial_u(T x, T n) { return chebyshev_u(x, cast<int64_t>(n), 8); }
-template <class T> static inline T chebyshev_polynomial_v(T x, T n) { return chebyshev_v(x, cast<int64_t>(n), 8); }
-template <class T> static inline T chebyshev_polynomial_w(T x, T n) { return chebyshev_w(x, cast<int64_t>(n), 8); }
+template <class T> static inline T chebyshev_polynomial_t(T x, T n) {
+  return chebyshev_t(x, to_int<int64_t>(n), 6);
+}
+template <class T> static inline T chebyshev_polynomial_u(T x, T n) {
+  return chebyshev_u(x, to_int<int64_t>(n), 8);
+}
+template <class T> static inline T chebyshev_polynomial_v(T x, T n) {
+  return chebyshev_v(x, to_int<int64_t>(n), 8);
+}
+template <class T> static inline T chebyshev_polynomial_w(T x, T n) {
+  return chebyshev_w(x, to_int<int64_t>(n), 8);
+}
 
 template <class T> static inline T shifted_chebyshev_polynomial_t(T x, T n) {
-  return chebyshev_t(x + x - T(1), cast<int64_t>(n), 6);
+  return chebyshev_t(x + x - T(1), to_int<int64_t>(n), 6);
 }
 template <class T> static inline T shifted_chebyshev_polynomial_u(T x, T n) {
-  return chebyshev_u(x + x - T(1), cast<int64_t>(n), 6);
+  return chebyshev_u(x + x - T(1), to_int<int64_t>(n), 6);
 }
 template <class T> static inline T shifted_chebyshev_polynomial_v(T x, T n) {
-  return chebyshev_v(x + x - T(1), cast<int64_t>(n), 6);
+  return chebyshev_v(x + x - T(1), to_int<int64_t>(n), 6);
 }
 template <class T> static inline T shifted_chebyshev_polynomial_w(T x, T n) {
-  return chebyshev_w(x + x - T(1), cast<int64_t>(n), 4);
+  return chebyshev_w(x + x - T(1), to_int<int64_t>(n), 4);
 }
 
 // Above these degrees the Hermite polynomials overflow almost everywhere, and ATen answers NaN.
@@ -81,7 +89,7 @@ template <> struct hermite_limit<float> { static constexpr int64_t value = 128; 
 
 // h(k+1) = factor * (x h(k) - k h(k-1)): factor 2 for the physicists' polynomials, 1 for the probabilists'.
 template <class T> static inline T hermite(T x, T degree, T factor) {
-  const int64_t n = cast<int64_t>(degree);
+  const int64_t n = to_int<int64_t>(degree);
   if (n < 0) return T(0);
   if (n == 0) return T(1);
   if (n == 1) return factor * x;
@@ -97,7 +105,7 @@ template <class T> static inline T hermite_polynomial_h(T x, T n) { return hermi
 template <class T> static inline T hermite_polynomial_he(T x, T n) { return hermite(x, n, T(1)); }
 
 template <class T> static inline T laguerre_polynomial_l(T x, T degree) {
-  const int64_t n = cast<int64_t>(degree);
+  const int64_t n = to_int<int64_t>(degree);
   if (n < 0) return T(0);
   if (n == 0 || x == T(0)) return T(1);
   T previous = T(1), current = T(1) - x;
@@ -109,7 +117,7 @@ template <class T> static inline T laguerre_polynomial_l(T x, T degree) {
 }
 
 template <class T> static inline T legendre_polynomial_p(T x, T degree) {
-  const int64_t n = cast<int64_t>(degree);
+  const int64_t n = to_int<int64_t>(degree);
   if (n < 0) return T(0);
   if (abs(x) == T(1)) return x > 0 ? T(1) : alternating(n, T(1));
   if (n == 0) return T(1);

@@ -6,6 +6,7 @@ one native plan over a table of pointers; intermediates of known size live in an
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,7 @@ class ArenaPool:
 
 
 POOL = ArenaPool()
+_keys = itertools.count()
 
 
 class Runner:
@@ -120,7 +122,7 @@ class Runner:
         if same and offset.is_const and offset.const == 0:
             return base
         at = python_text(offset)
-        if b.place == "input":
+        if b.place in ("input", "arena", "extern"):  # may start inside their storage
             at = f"{at} + {base}.storage_offset()"
         return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
 
@@ -177,7 +179,7 @@ class Runner:
             self.lines[head:] = ["    " + x for x in self.lines[head:]]
             self.lines += ["    finally:", "        POOL.give(TARGET, arena)"]
         source = "def run(args):\n" + "\n".join(self.lines)
-        self.scope.update(PROTO=[0] * (len(self.slots) + 1), KEY=id(self), make_views=self.make_views)
+        self.scope.update(PROTO=[0] * (len(self.slots) + 1), KEY=next(_keys), make_views=self.make_views)
         exec(compile(source, "<flambeau program>", "exec"), self.scope)
         run: Callable[[list[Any]], list[Any]] = self.scope["run"]
         run.source = source  # type: ignore[attr-defined]

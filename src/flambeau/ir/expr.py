@@ -480,7 +480,7 @@ def remake(e: Expr, args: tuple[Expr, ...]) -> Expr:
         return where(*args)
     if e.attr is None and len(args) == 2 and e.op in OPS:
         return binary(e.op, *args)
-    if e.attr is None and len(args) == 1 and e.op in OPS:
+    if e.attr is None and len(args) == 1 and e.op in OPS and e.op != "bitcast":
         return unary(e.op, *args)
     return Expr(e.op, e.dtype, args, e.attr)
 

@@ -366,10 +366,22 @@ def _normal(acc: dict[Monomial, int], const: int) -> Index:
 
 def upper(e: Index) -> Index:
     """A symbolic upper bound: every loop variable with a symbolic extent at its last value."""
-    mapping = {s: s.extent - 1 for s in e.symbols() if s.extent is not None and s.hi is None}
-    if any(c < 0 for m, c in e.terms if any(s in mapping for a in m for s in a.symbols())):
-        return e
-    return e.subs(mapping)
+    last = {s: s.extent - 1 for s in e.symbols() if s.extent is not None and s.hi is None}
+    out = as_index(e.const)
+    for mono, coef in e.terms:
+        term = Index(((mono, coef),), 0)
+        # Only a term that never falls as a variable rises is greatest at the last value; a remainder is not.
+        grows = coef > 0 and all(_never_falls(a, last) for a in mono)
+        out = out + (term.subs(last) if grows else term)
+    return out
+
+
+def _never_falls(a: Atom, syms: Mapping[Sym, Index]) -> bool:
+    if a.lo is None or a.lo < 0:
+        return False
+    if isinstance(a, Op) and a.kind == "div" and a.b.symbols().isdisjoint(syms):
+        return all(c > 0 and all(_never_falls(x, syms) for x in m) for m, c in a.a.terms)
+    return isinstance(a, Sym) or a.symbols().isdisjoint(syms)
 
 
 def is_nonneg(e: Index) -> bool:
@@ -419,6 +431,8 @@ def _divide_exactly(e: Index, d: Index) -> tuple[Index, Index]:
 def floordiv(e: Index, d: Index) -> Index:
     if d is ONE:
         return e
+    if d is ZERO:
+        return ZERO  # an index into a dimension of size zero: no loop ever gets there
     if not d.terms and not e.terms:
         return as_index(e.const // d.const)
     q, r = _divide_exactly(e, d)
@@ -452,6 +466,8 @@ def floordiv(e: Index, d: Index) -> Index:
 
 
 def mod(e: Index, d: Index) -> Index:
+    if d is ZERO:
+        return ZERO
     if not d.terms and not e.terms:
         return as_index(e.const % d.const)
     _, r = _divide_exactly(e, d)

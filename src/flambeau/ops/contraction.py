@@ -1,13 +1,111 @@
-"""Contractions: operators that are a library call, or later a template, through the Contract node."""
+"""Contractions: matrix products, convolutions and attention are library calls; the thin ones are loops."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import accumulator, is_bool, is_float, opmath, promote
+from flambeau.ir.expr import Expr, Scalar, cast, index_value, lift
+from flambeau.ir.index import Index, as_index
+from flambeau.ir.nodes import Value
+from flambeau.ops.registry import load_at, lower, operand
 
 aten = torch.ops.aten
 
+# The frontend makes a Contract of these where no lowering below takes the call; the results have the metadata
+# of the fake tensors.
 CONTRACTIONS: frozenset[torch._ops.OpOverload] = frozenset((
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
-    aten.convolution_backward.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._addmm_activation.default,
+    aten._int_mm.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten.mkldnn_rnn_layer.default,
+    aten.mkldnn_rnn_layer_backward.default,
 ))
+
+
+def dot_over(shape: tuple[Index, ...], a: Value, b: Value) -> Value:
+    """The sum over the last dimension of the products of two values that broadcast to `shape`."""
+    wide = accumulator(a.dtype)
+    total, = build.reduce(shape, [len(shape) - 1], build.simple_combine("sum", wide),
+                          lambda i: cast(load_at(a, i), wide) * cast(load_at(b, i), wide))
+    return total
+
+
+@lower(aten.dot, aten.vdot)
+def dot(a: Value, b: Value) -> Any:
+    if is_bool(a.dtype):
+        return NotImplemented
+    total = dot_over(a.shape, a, b)
+    return build.pointwise((), lambda i: total.load(i), a.dtype)
+
+
+@lower(aten.mv)
+def mv(a: Value, x: Value) -> Any:
+    """A matrix times a vector reads the matrix once: nothing for a library to save."""
+    if is_bool(a.dtype):
+        return NotImplemented
+    total = dot_over(a.shape, a, x)
+    return build.pointwise(total.shape, lambda i: total.load(i), a.dtype)
+
+
+@lower(aten.addmv)
+def addmv(y: Value, a: Value, x: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if is_bool(a.dtype):
+        return NotImplemented
+    total = dot_over(a.shape, a, x)
+    return combined(y, total.shape, lambda i: total.load(i), beta, alpha)
+
+
+def combined(c: Value, shape: tuple[Index, ...], product: Any, beta: Any, alpha: Any) -> Value:
+    """beta * c + alpha * product; a beta of zero hides even a NaN in c."""
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        p = product(i)
+        wide = p.dtype
+        out = scaled(p, alpha)
+        return out if is_zero(beta) else scaled(cast(load_at(c, i), wide), beta) + out
+
+    return build.pointwise(shape, body, c.dtype)
+
+
+def scaled(x: Expr, by: Any) -> Expr:
+    factor: Scalar = index_value(by, x.dtype) if isinstance(by, Index) else by
+    return x if isinstance(by, (int, float)) and by == 1 else x * lift(factor, x.dtype)
+
+
+def is_zero(x: Any) -> bool:
+    return isinstance(x, (int, float)) and x == 0
+
+
+def is_outer(a: Value, b: Value) -> bool:
+    """Whether a @ b sums over one element only: then every result is one product, and fuses."""
+    return a.shape[-1] is as_index(1) and is_float(a.dtype) and a.dtype is b.dtype
+
+
+def outer(a: Value, b: Value, i: tuple[Index, ...]) -> Expr:
+    wide, zero = opmath(a.dtype), as_index(0)
+    return cast(a.load((*i[:-1], zero)), wide) * cast(b.load((*i[:-2], zero, i[-1])), wide)
+
+
+@lower(aten.mm.default, aten.bmm.default)
+def mm(a: Value, b: Value) -> Any:
+    if not is_outer(a, b):
+        return NotImplemented
+    return build.pointwise((*a.shape[:-1], b.shape[-1]), lambda i: outer(a, b, i), a.dtype)
+
+
+@lower(aten.addmm.default, aten.baddbmm.default)
+def addmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if not is_outer(a, b) or promote([operand(c), operand(a)]) is not c.dtype:
+        return NotImplemented
+    return combined(c, (*a.shape[:-1], b.shape[-1]), lambda i: outer(a, b, i), beta, alpha)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.build import arg_combine, simple_combine
+from flambeau.ir.build import arg_combine, make_combine, simple_combine
 from flambeau.ir.dtypes import DType, accumulator, int_to_float, is_float, opmath
 from flambeau.ir.expr import Expr, cast, index_value, where
 from flambeau.ir.index import ZERO, Index, product
@@ -250,6 +250,25 @@ def any_(x: Value, dim: Any = None, keepdim: bool = False) -> Value:
 @lower(aten.all.default, aten.all.dim, aten.all.dims)
 def all_(x: Value, dim: Any = None, keepdim: bool = False) -> Value:
     return _truth("all", x, dim, keepdim)
+
+
+# ---- hashes ------------------------------------------------------------------------------------------
+
+
+_XOR = make_combine("xor", (torch.int64,), (0,), lambda a, b: (a[0] ^ b[0],))
+
+
+@lower(aten.hash_tensor)
+def hash_tensor(x: Value, dim: Sequence[int] = (), *, keepdim: bool = False, mode: int = 0) -> Value:
+    """The exclusive or of all elements as 64 bits: those of a float64, or a sign-extended integer."""
+    axes = wrap_dims(dim, x.rank)
+
+    def bits(i: tuple[Index, ...]) -> tuple[Expr, ...]:
+        if not is_float(x.dtype):
+            return (cast(x.load(i), torch.int64),)
+        return (Expr("bitcast", torch.int64, (cast(x.load(i), torch.float64),)),)
+
+    return finish(reduce_with(_XOR, x.shape, axes, bits)[0], torch.uint64, axes, keepdim)
 
 
 # ---- logsumexp and norms -----------------------------------------------------------------------------

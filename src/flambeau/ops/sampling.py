@@ -274,7 +274,8 @@ def image_gradient(s: Sampler, grad: Value) -> Value:
             out = out * pick(t.weights, i)
         return cast(out, s.image.dtype)
 
-    return build.scatter(s.image.shape, lambda _: const(0, s.image.dtype), source, target, value, "add", inside)
+    zero = const(0, s.image.dtype)
+    return build.scatter(s.image.shape, lambda _: zero, source, target, value, "add", inside)
 
 
 def grid_gradient(s: Sampler, grad: Value) -> Value:

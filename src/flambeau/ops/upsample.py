@@ -7,7 +7,6 @@ work is the sum of the column lengths and not their product.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -53,10 +52,23 @@ class Axis:
     align: bool
     dtype: DType  # positions and weights are computed in it
 
-    # The window [y - before, y + after) of source positions in which an output touches input y, and the
-    # source position scale * (o + shift) - back of output o. In halves, to stay with integers.
-    before = after = shift = back = 0
-    slack = 0  # more outputs looked at on either side, where rounding decides who touches whom
+    # An output touches input y if its source position lies in [y - before, y + after); in halves, to stay
+    # with integers.
+    before = after = 0
+
+    @property
+    def slack(self) -> int:
+        """More outputs to look at on either side, where rounding decides who touches whom."""
+        return 0
+
+    @property
+    def shift(self) -> int:
+        """The source position of output o is scale * (o + shift/2) - back/2."""
+        return 0
+
+    @property
+    def back(self) -> int:
+        return 0
 
     @property
     def given(self) -> bool:
@@ -130,37 +142,49 @@ class Axis:
 
     def _reach_by_float(self, y: Index) -> tuple[IndexLike, IndexLike]:
         assert self.factor is not None
+        factor = self.factor
 
         def first(past: int) -> Expr:
-            at = index_value(y * 2 + past + self.back, torch.float64) * (self.factor / 2) - self.shift / 2
+            at = index_value(y * 2 + past + self.back, torch.float64) * (factor / 2) - self.shift / 2
             return cast(ceil(at), torch.int64)
 
         m = index_value(self.m)
         top = self.m.bounds()[1]
         # A given factor that is too small for the sizes lets the last input take all that lies beyond it.
-        high = where(eq(index_value(y), index_value(self.n - 1)), m, clamp(first(self.after) + self.slack, 0, m))
+        high = where(eq(index_value(y), index_value(self.n - 1)), m,
+                     clamp(first(self.after) + self.slack, 0, m))
         return (computed(clamp(first(-self.before) - self.slack, 0, m), 0, top), computed(high, 0, top))
 
 
 class Nearest(Axis):
-    after, slack = 2, 1
+    after = 2
+
+    @property
+    def exact(self) -> bool:
+        """Whole multiples for which no rounding can change the source: then it is integer arithmetic."""
+        if self.ratio is None or not (self.n.is_const and self.m.is_const):
+            return False
+        n, m = int(self.n), int(self.m)
+        return n % m == 0 or (m % n == 0 and self.safe(m // n))
+
+    @property
+    def slack(self) -> int:
+        return 0 if self.exact else 1
 
     def source(self, o: Index) -> Index:
-        """floor(o * scale). In whole multiples this is integer arithmetic, if the float agrees with it."""
-        if self.ratio is not None and self.n.is_const and self.m.is_const:
-            n, m = int(self.n), int(self.m)
-            exact = [(2 * k + self.shift) * n // (2 * m) for k in range(m)]
-            if (m % n == 0 or n % m == 0) and exact == self._rounded(n, m):
-                return ((o * 2 + self.shift) * n) // (2 * m)
+        """floor(o * scale)"""
+        if self.exact:
+            return ((o * 2 + self.shift) * self.n) // (self.m * 2)
         # ATen takes the floor of a single float whatever the dtype is.
-        x = floor(cast((index_value(o, self.dtype) + self.shift / 2) * self.scale, torch.float32))
+        x = floor(cast(self.position(o), torch.float32))
         return self.index(smaller(x, index_value(self.n - 1, torch.float32)))
 
-    def _rounded(self, n: int, m: int) -> list[int]:
-        kind = self.dtype
-        step = torch.tensor(1.0 / self.factor if self.given and self.factor else n / m, dtype=kind)
-        x = ((torch.arange(m).to(kind) + self.shift / 2) * step).to(torch.float32).floor()
-        return x.clamp(max=n - 1).to(torch.int64).tolist()  # type: ignore[no-any-return]
+    def safe(self, k: int) -> bool:
+        """Whether o * (1/k) cannot fall below a whole number when rounded: 1/k is exact."""
+        return k & (k - 1) == 0
+
+    def position(self, o: Index) -> Expr:
+        return index_value(o, self.dtype) * self.scale
 
     def taps(self, o: Index) -> list[Tap]:
         return [(self.source(o), None)]
@@ -170,16 +194,30 @@ class Nearest(Axis):
 
 
 class NearestExact(Nearest):
-    shift = 1  # the centre of the output cell
+    """Nearest to the centre of the output cell."""
+
+    @property
+    def shift(self) -> int:
+        return 1
+
+    def safe(self, k: int) -> bool:
+        """Centres of an even number of cells stay half a cell away from whole numbers."""
+        return k % 2 == 0
+
+    def position(self, o: Index) -> Expr:
+        return larger(self.scale * (index_value(o, self.dtype) + 0.5) - 0.5, 0) + 0.5
 
 
 class Linear(Axis):
     before = after = 2
 
-    def __post_init__(self) -> None:
-        half = 0 if self.align else 1
-        object.__setattr__(self, "shift", half)
-        object.__setattr__(self, "back", half)
+    @property
+    def shift(self) -> int:
+        return 0 if self.align else 1
+
+    @property
+    def back(self) -> int:
+        return self.shift
 
     def source(self, o: Index) -> Expr:
         x = index_value(o, self.dtype)
@@ -326,12 +364,12 @@ for _kind, _rank, _aligned, _name in (
     lower(getattr(aten, _name + "_backward").default)(_backward)
 
 
-# ---- antialiased: the filter widens with the scale, and each row is divided by its sum ----------------------
+# ---- antialiased: the filter widens with the scale, and each row is divided by its sum -----------------
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Weights of the inputs around the centre of an output, zero beyond `radius` (in units of the wider cell)."""
+    """Weights of the inputs around the centre of an output: zero beyond `radius` coarse cells."""
 
     radius: float
     at: Callable[[Expr], Expr]
@@ -414,6 +452,9 @@ def gather_antialiased(g: Value, dim: int, axis: Antialiased, dtype: DType) -> V
         # One more on either side: the span of an output is cut in floating point.
         low = clamp(cast(floor((at - support) / axis.scale - 0.5), torch.int64) - 1, 0, m)
         high = clamp(cast(ceil((at + support) / axis.scale - 0.5), torch.int64) + 2, 0, m)
+        bounds = (computed(low, 0, top), computed(high, 0, top))
+        if axis.align and (axis.n is as_index(1) or axis.m is as_index(1)):  # the scale is zero
+            bounds = (as_index(0), axis.m)
 
         def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
             o = w[0]
@@ -422,7 +463,7 @@ def gather_antialiased(g: Value, dim: int, axis: Antialiased, dtype: DType) -> V
             value = cast(g.load((*i[:dim], o, *i[dim + 1:])), axis.dtype)
             return (carry[0] + where(mine, value * (axis.raw(o, y) / totals.load((o,))), 0),)
 
-        return fold_over([(computed(low, 0, top), computed(high, 0, top))], (const(0, axis.dtype),), step)[0]
+        return fold_over([bounds], (const(0, axis.dtype),), step)[0]
 
     return build.pointwise((*g.shape[:dim], axis.n, *g.shape[dim + 1:]), body, dtype)
 

@@ -35,8 +35,10 @@ Place = tuple[Expr, Sequence[Index]]  # whether a point of the whole lies in the
 
 def along(x: Value, dim: int, size: IndexLike, fn: Callable[[Index], IndexLike]) -> Value:
     """x with `size` points along dim, of which point i is point fn(i) of x."""
-    shape = (*x.shape[:dim], as_index(size), *x.shape[dim + 1:])
-    return x.view(shape, lambda i: (*i[:dim], fn(i[dim]), *i[dim + 1:]))
+    n = as_index(size)
+    # Nothing is read of an empty array; its index must not point past the end all the same.
+    return x.view((*x.shape[:dim], n, *x.shape[dim + 1:]),
+                  lambda i: (*i[:dim], ZERO if n is ZERO else fn(i[dim]), *i[dim + 1:]))
 
 
 def within(i: IndexLike, lo: IndexLike, hi: IndexLike) -> Expr:

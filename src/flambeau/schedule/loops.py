@@ -200,15 +200,20 @@ def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
 
 
 def choose_vector(d: Draft, candidates: Sequence[Sym]) -> Sym | None:
-    """The variable that is contiguous in most accesses; stores count double, jumps count against."""
+    """The variable that is contiguous in most accesses; stores count double, jumps count against.
+
+    What a kernel touches once per outer point (the result of a row's reduction) hardly counts."""
     best: Sym | None = None
     best_score = 0.0
+    inner = frozenset(d.inner)
     for k, v in enumerate(candidates):
         assert v.extent is not None
         score = 0.0
         for _, address, is_store in d.accesses():
             c = address.coefficient(v)
             weight = 2.0 if is_store else 1.0
+            if inner and inner.isdisjoint(address.symbols()):
+                weight *= 0.1
             if c is None:
                 score -= 0.5 * weight
             elif c is ONE:

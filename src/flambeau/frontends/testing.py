@@ -1,0 +1,232 @@
+"""OpInfo through the pipeline without Dynamo: every sample of an operator, forward and gradient, against eager.
+
+    report = check_opinfo("nn.functional.hardswish", torch.float32)
+    assert not report.failures and not report.externs
+
+All graphs of one operator are captured first (running as ATen), then built together, then run again on our kernels:
+one compiler start instead of one for each sample. The judge is eager in the same dtype at torch's own tolerances; where
+eager itself is off in low precision, the float64 result decides: ours may not be further from it than eager's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils import _pytree as pytree
+
+from flambeau.config import config
+
+from .decompositions import table
+from .pipeline import boxed, compile_graph, interpret
+
+OPS: dict[str, OpInfo] = {o.formatted_name: o for o in op_db}
+RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "exponential", "geometric", "cauchy", "multinomial",
+          "empty", "log_normal", "rrelu", "poisson")
+
+
+@dataclass
+class Report:
+    op: str
+    dtype: torch.dtype
+    samples: int = 0
+    gradients: int = 0
+    externs: dict[str, int] = field(default_factory=dict)
+    contractions: int = 0
+    failures: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # eager or the capture itself refuses the sample
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+class Switch:
+    """A captured graph that runs as ATen until its kernels are built."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.run = interpret(gm)
+        self.compiled: Any = None
+
+
+def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | None = None, grad: bool = True,
+                 numerics: str = "fast") -> Report:
+    """Every sample input (or the first `limit`) of the op_db entry `name` (as in OPS) in `dtype`."""
+    op = OPS[name]
+    report = Report(name, dtype)
+    wants_grad = grad and op.supports_autograd and dtype in op.supported_backward_dtypes("cpu") \
+        and dtype.is_floating_point
+    torch.manual_seed(1234)
+    samples = list(op.sample_inputs("cpu", dtype, requires_grad=wants_grad))[:limit]
+    cases = [c for s in samples if (c := _Case.make(op, s, wants_grad, report)) is not None]
+    switches = [s for c in cases for s in c.switches]
+    for s in switches:
+        try:
+            with config.override(verify=True):
+                s.compiled = compile_graph(s.gm, numerics)
+        except Exception as e:
+            report.failures.append(f"compile: {type(e).__name__}: {str(e)[:400]}")
+    for s in switches:
+        if s.compiled is not None:
+            captured = s.compiled.compiled.captured
+            for k, n in captured.externs.items():
+                report.externs[k] = report.externs.get(k, 0) + n
+            s.run = s.compiled
+    for c in cases:
+        try:
+            c.compare(report)
+        except Exception as e:
+            report.failures.append(f"{c.text}: {type(e).__name__}: {str(e)[:600]}")
+    return report
+
+
+@dataclass
+class _Case:
+    fn: Callable[..., Any]
+    leaves: list[torch.Tensor]
+    rebuild: Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
+    call: Callable[..., Any]
+    wants_grad: bool
+    random: bool
+    text: str
+    switches: list[Switch] = field(default_factory=list)
+    traced: Callable[..., Any] | None = None
+
+    @classmethod
+    def make(cls, op: OpInfo, sample: SampleInput, wants_grad: bool, report: Report) -> _Case | None:
+        flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        where = [k for k, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+
+        def call(*tensors: torch.Tensor) -> Any:
+            full = list(flat)
+            for k, t in zip(where, tensors, strict=True):
+                full[k] = t
+            first, args, kwargs = pytree.tree_unflatten(full, spec)
+            return op(first, *args, **kwargs)
+
+        leaves = [flat[k] for k in where]
+        text = str(sample)[:160].replace("\n", " ")
+        case = cls(op, leaves, lambda t: tuple(t), call, wants_grad, any(r in op.name for r in RANDOM), text)
+        try:
+            with torch.random.fork_rng():
+                call(*[t.detach().clone() for t in leaves])
+        except Exception as e:
+            report.skipped.append(f"eager: {type(e).__name__}: {str(e)[:120]}")
+            return None
+
+        def compiler(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            s = Switch(gm)
+            case.switches.append(s)
+
+            def run(args: list[Any]) -> list[Any]:
+                return s.run(args)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        try:
+            case.traced = aot_function(call, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
+                                       partition_fn=min_cut_rematerialization_partition, decompositions=table(),
+                                       keep_inference_input_mutations=True)
+            case.evaluate(case.traced)
+        except Exception as e:
+            report.skipped.append(f"capture: {type(e).__name__}: {str(e)[:120]}")
+            return None
+        report.samples += 1
+        return case
+
+    def evaluate(self, fn: Callable[..., Any], dtype: torch.dtype | None = None) -> tuple[list[Any], list[Any]]:
+        """(outputs, gradients) for fixed random output gradients."""
+        args = []
+        for t in self.leaves:
+            x = t.detach().clone(memory_format=torch.preserve_format)
+            if x.stride() != t.stride():
+                x = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) if t.numel() and min(
+                    t.stride(), default=1) > 0 else t.detach()
+            if dtype is not None and x.is_floating_point():
+                x = x.to(dtype)
+            args.append(x.requires_grad_(t.requires_grad and self.wants_grad))
+        torch.manual_seed(7)
+        outs = [o for o in pytree.tree_leaves(fn(*args)) if isinstance(o, torch.Tensor)]
+        grads: list[Any] = []
+        diff = [o for o in outs if o.requires_grad]
+        if self.wants_grad and diff:
+            g = torch.Generator().manual_seed(3)
+            seeds = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.dtype) for o in diff]
+            grads = list(torch.autograd.grad(diff, [a for a in args if a.requires_grad], seeds, allow_unused=True))
+        return [o.detach() for o in outs], grads
+
+    def compare(self, report: Report) -> None:
+        assert self.traced is not None
+        ours, our_grads = self.evaluate(self.traced)
+        eager, eager_grads = self.evaluate(self.call)
+        report.gradients += bool(our_grads)
+        exact: tuple[list[Any], list[Any]] | None = None
+        for part, (a, b) in enumerate(((ours, eager), (our_grads, eager_grads))):
+            assert len(a) == len(b), f"{len(a)} results, eager has {len(b)}"
+            for k, (x, y) in enumerate(zip(a, b, strict=True)):
+                if x is None or y is None:
+                    assert x is y or (x is None and not y.any()) or (y is None and not x.any()), "missing gradient"
+                    continue
+                assert x.shape == y.shape and x.dtype == y.dtype, f"{x.dtype}{list(x.shape)}, eager {y.dtype}{list(y.shape)}"
+                if self.random:
+                    continue
+                try:
+                    torch.testing.assert_close(x, y, equal_nan=True)
+                except AssertionError as e:
+                    if not x.is_floating_point():
+                        raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
+                    exact = exact or self.evaluate(self.call, torch.float64)
+                    if not no_further(x, y, exact[part][k]):
+                        raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
+
+
+def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Ours is as near to the float64 result as eager is, or within one rounding of it."""
+    ok = torch.isclose(x.double(), exact, rtol=4 * torch.finfo(x.dtype).eps, atol=1e-7 if x.dtype is not torch.float64
+                       else 1e-13, equal_nan=True)
+    ours, eager = (x.double() - exact).abs(), (y.double() - exact).abs()
+    return bool((ok | (ours <= 1.1 * eager.nan_to_num(0).amax()) | (x == y)).all()) if x.numel() else True
+
+
+__all__ = ["OPS", "Report", "boxed", "check_opinfo"]
+
+
+def main() -> None:
+    """python -m flambeau.frontends.testing [name-part ...] [--dtype float32] [--limit N]: a quick table."""
+    import argparse
+    import time
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--dtype", action="append")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--exact", action="store_true", help="names are whole, not parts")
+    a = parser.parse_args()
+    dtypes = [getattr(torch, d) for d in a.dtype or ["float32"]]
+    for name, op in OPS.items():
+        if a.names and not any((n == name) if a.exact else (n in name) for n in a.names):
+            continue
+        for dtype in dtypes:
+            if dtype not in op.supported_dtypes("cpu"):
+                continue
+            t = time.perf_counter()
+            r = check_opinfo(name, dtype, limit=a.limit)
+            print(f"{'ok  ' if r.ok else 'FAIL'} {name} {str(dtype)[6:]} samples={r.samples} grads={r.gradients} "
+                  f"externs={r.externs or '-'} skipped={len(r.skipped)} {time.perf_counter() - t:.1f}s", flush=True)
+            for f in r.failures[:3]:
+                print("     ", f.replace("\n", " ")[:500])
+            for f in r.skipped[:2]:
+                print("      skipped:", f.replace("\n", " ")[:200])
+
+
+if __name__ == "__main__":
+    main()

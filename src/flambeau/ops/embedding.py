@@ -1,0 +1,302 @@
+"""Embeddings and bags of embeddings: rows of a table by index, reduced over bags, with their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import DType, lowest, opmath
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Index, IndexLike, as_index
+from flambeau.ir.nodes import Combine, Value, dim_vars
+from flambeau.ir.scalar import abs_, cast, check, const, eq, index_value, maximum, ne, pow_, sqrt, where
+from flambeau.ops.registry import lower, to_dtype
+
+aten = torch.ops.aten
+
+Place = tuple[Index, ...]
+SUM, MEAN, MAX = range(3)
+
+
+def word(indices: Value, i: Place) -> Expr:
+    return cast(indices.load(i), torch.int64)
+
+
+def is_not(w: Expr, padding_idx: IndexLike) -> Expr | None:
+    """Where an index is not the padding; None if there is no padding (a negative index of it)."""
+    if isinstance(padding_idx, int) and padding_idx < 0:
+        return None
+    return ne(w, index_value(as_index(padding_idx)))
+
+
+@lower(aten.embedding)
+def embedding(weight: Value, indices: Value, padding_idx: IndexLike = -1, scale_grad_by_freq: bool = False,
+              sparse: bool = False) -> Value:
+    r = indices.rank
+    return build.pointwise((*indices.shape, *weight.shape[1:]), lambda i: weight.load(
+        (check(word(indices, i[:r]), weight.shape[0]), *i[r:])))
+
+
+def counts(indices: Value, size: IndexLike) -> Value:
+    """How often each row is asked for."""
+    one, zero = const(1, torch.int64), const(0, torch.int64)
+    return build.scatter((size,), lambda _: zero, indices.shape,
+                         lambda j: (check(word(indices, j), as_index(size)),), lambda _: one, "add")
+
+
+@lower(aten.embedding_dense_backward)
+def embedding_dense_backward(grad: Value, indices: Value, num_weights: IndexLike, padding_idx: IndexLike,
+                             scale_grad_by_freq: bool) -> Value:
+    r, wide, rows = indices.rank, opmath(grad.dtype), as_index(num_weights)
+    often = counts(indices, rows) if scale_grad_by_freq else None
+
+    def row(j: Place) -> Index:
+        w = word(indices, j[:r])
+        return check(w, rows, is_not(w, padding_idx))
+
+    def value(j: Place) -> Expr:
+        g = cast(grad.load(j), wide)
+        return g if often is None else g / cast(often.load((row(j),)), wide)
+
+    out = build.scatter((rows, grad.shape[-1]), lambda _: const(0, wide), grad.shape,
+                        lambda j: (row(j), j[-1]), value, "add", not_padding(indices, padding_idx))
+    return to_dtype(out, grad.dtype)
+
+
+def not_padding(indices: Value, padding_idx: IndexLike) -> Callable[[Place], Expr] | None:
+    """The mask of a scatter whose points begin with a place in `indices`."""
+    if isinstance(padding_idx, int) and padding_idx < 0:
+        return None
+    r = indices.rank
+    return lambda j: ne(word(indices, j[:r]), index_value(as_index(padding_idx)))
+
+
+@lower(aten.embedding_renorm)
+def embedding_renorm(weight: Value, indices: Value, max_norm: float, norm_type: float) -> Value:
+    """Rows that are asked for and longer than max_norm are scaled down to it."""
+    wide = opmath(weight.dtype)
+    yes, no = const(True, torch.bool), const(False, torch.bool)
+    asked = build.scatter((weight.shape[0],), lambda _: no, indices.shape,
+                          lambda j: (check(word(indices, j), weight.shape[0]),), lambda _: yes)
+
+    def power(i: Place) -> Expr:
+        x = abs_(cast(weight.load(i), wide))
+        return x if norm_type in (1, math.inf) else x * x if norm_type == 2 else pow_(x, norm_type)
+
+    def root(t: Expr) -> Expr:
+        return t if norm_type in (1, math.inf) else sqrt(t) if norm_type == 2 else pow_(t, 1 / norm_type)
+
+    kind = "max" if norm_type == math.inf else "sum"
+    total, = build.reduce(weight.shape, [1], build.simple_combine(kind, wide), power)
+
+    def body(i: Place) -> Expr:
+        norm = root(total.load(i[:1]))
+        x = cast(weight.load(i), wide)
+        return where(asked.load(i[:1]) & (norm > max_norm), x * (max_norm / (norm + 1e-7)), x)
+
+    return build.pointwise(weight.shape, body, weight.dtype)
+
+
+# ---- bags ----------------------------------------------------------------------------------------------
+
+
+class Bags:
+    """Bag b holds the items [offsets[b], offsets[b + 1]); the last ends where the items end."""
+
+    def __init__(self, indices: Value, offsets: Value, include_last_offset: bool, padding_idx: int) -> None:
+        self.indices, self.offsets, self.padding_idx = indices, offsets, padding_idx
+        self.items = indices.shape[0]
+        self.closed = include_last_offset
+        self.count = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
+
+    def bound(self, b: Index, mask: Expr | None = None) -> Expr:
+        at = check(cast(self.offsets.load((b,), mask), torch.int64), self.items + 1, mask)
+        return index_value(at)
+
+    def first(self, i: Place) -> Expr:
+        return self.bound(i[0])
+
+    def end(self, i: Place) -> Expr:
+        if self.closed:
+            return self.bound(i[0] + 1)
+        inner = index_value(i[0] + 1) < index_value(self.count)
+        return where(inner, self.bound(i[0] + 1, inner), index_value(self.items))
+
+    def counted(self, item: Index) -> Expr:
+        w = word(self.indices, (item,))
+        wanted = is_not(w, self.padding_idx)
+        return const(True, torch.bool) if wanted is None else wanted
+
+    def sizes(self) -> Value:
+        """Items in each bag, without the padding."""
+        if self.padding_idx < 0:
+            return build.pointwise((self.count,), lambda i: maximum(self.end(i) - self.first(i), 0))
+        size, = build.segment((self.count, self.items), 1, self.first, self.end,
+                              build.simple_combine("sum", torch.int64),
+                              lambda i: cast(self.counted(i[1]), torch.int64))
+        return size
+
+    def of_items(self) -> Value:
+        """The bag of every item: the number of bags that have begun, less one."""
+        started = build.scatter((self.items + 1,), lambda _: const(0, torch.int64), (self.count,),
+                                lambda j: (check(cast(self.offsets.load(j), torch.int64), self.items + 1),),
+                                lambda _: const(1, torch.int64), "add")
+        return build.scan((self.items,), 0, build.simple_combine("sum", torch.int64),
+                          lambda i: started.load(i) - cast(eq(index_value(i[0]), 0), torch.int64))[0]
+
+
+def best_of_bag(dtype: DType) -> Combine:
+    """(value, row): the first greatest, where a row below zero is no item. A NaN wins only as the first."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        take = (b[1] >= 0) & ((a[1] < 0) | (b[0] > a[0]))
+        return where(take, b[0], a[0]), where(take, b[1], a[1])
+
+    return build.make_combine("best_of_bag", (dtype, torch.int64), (lowest(dtype), -1), fn)
+
+
+def adjacent(v: Value, dim: int) -> bool:
+    """Whether elements along `dim` are neighbours in memory (true for what is laid out by us)."""
+    strides = build.graph().buffers[v.buffer].strides
+    if strides is None:
+        return True
+    step = as_index(0)
+    for s, at in zip(strides, v.index, strict=True):
+        c = at.coefficient(dim_vars(v.shape)[dim])
+        if c is None:
+            return False
+        step = step + s * c
+    return step is as_index(1) or v.shape[dim] is as_index(1)
+
+
+@lower(aten._embedding_bag)
+def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_freq: bool = False,
+                  mode: int = SUM, sparse: bool = False, per_sample_weights: Value | None = None,
+                  include_last_offset: bool = False, padding_idx: int = -1) -> tuple[Value, ...]:
+    """(output, bag of each item, size of each bag, row of each maximum)"""
+    bags = Bags(indices, offsets, include_last_offset, padding_idx)
+    wide, whole = opmath(weight.dtype), offsets.dtype
+    domain = (bags.count, bags.items, weight.shape[1])
+
+    def item(i: Place) -> Expr:
+        w = cast(weight.load((check(word(indices, i[1:2]), weight.shape[0]), i[2])), wide)
+        return w if per_sample_weights is None else w * cast(per_sample_weights.load(i[1:2]), wide)
+
+    if mode == MAX:
+        values, rows = build.segment(
+            domain, 1, bags.first, bags.end, best_of_bag(wide),
+            lambda i: (item(i), where(bags.counted(i[1]), word(indices, i[1:2]), -1)))
+        output = build.pointwise(
+            values.shape, lambda i: where(rows.load(i) < 0, 0, values.load(i)), weight.dtype)
+        sizes = to_dtype(bags.sizes(), whole)
+        best = build.pointwise(rows.shape, lambda i: maximum(rows.load(i), 0), whole)
+        return output, to_dtype(bags.of_items(), whole), sizes, best
+
+    total, = build.segment(domain, 1, bags.first, bags.end, build.simple_combine("sum", wide),
+                           lambda i: where(bags.counted(i[1]), item(i), 0))
+    if mode == MEAN:
+        count = bags.sizes()
+        output = build.pointwise(total.shape, lambda i: total.load(i) / cast(
+            maximum(count.load(i[:1]), 1), wide), weight.dtype)
+        sizes = to_dtype(count, whole)
+        return output, to_dtype(bags.of_items(), whole), sizes, sizes
+
+    zeros = build.pointwise((bags.count,), lambda _: const(0, whole))
+    # ATen has a faster kernel for sums without padding, and that one leaves the bags of the items out.
+    fast = (weight.dtype in (torch.float32, torch.float16) and padding_idx < 0 and adjacent(weight, 1)
+            and (per_sample_weights is None or adjacent(per_sample_weights, 0)))
+    owners = build.pointwise((0,), lambda _: const(0, whole)) if fast else to_dtype(bags.of_items(), whole)
+    return to_dtype(total, weight.dtype), owners, zeros, zeros
+
+
+@lower(aten._embedding_bag_forward_only)
+def embedding_bag_forward_only(weight: Value, indices: Value, offsets: Value, *args: Any, **kwargs: Any
+                               ) -> tuple[Value, ...]:
+    """As above; the sizes have the length of the offsets, even of one more than there are bags."""
+    output, owners, sizes, best = embedding_bag(weight, indices, offsets, *args, **kwargs)
+    if sizes.shape[0] is not offsets.shape[0]:
+        short = sizes
+        inside = short.shape[0]
+
+        def padded(i: Place) -> Expr:
+            real = index_value(i[0]) < index_value(inside)
+            return where(real, short.load(i, real), 0)
+
+        sizes = build.pointwise(offsets.shape, padded)
+    return output, owners, sizes, best
+
+
+def dense_gradient(grad: Value, indices: Value, owners: Value, bag_size: Value, max_indices: Value,
+                   num_weights: IndexLike, scale_grad_by_freq: bool, mode: int,
+                   per_sample_weights: Value | None, padding_idx: int) -> Value:
+    wide, rows = opmath(grad.dtype), as_index(num_weights)
+    shape = (rows, grad.shape[1])
+    if mode == MAX:
+        out = build.scatter(shape, lambda _: const(0, wide), grad.shape,
+                            lambda j: (check(word(max_indices, j), rows), j[1]),
+                            lambda j: cast(grad.load(j), wide), "add", lambda j: ne(bag_size.load(j[:1]), 0))
+        return to_dtype(out, grad.dtype)
+    often = counts(indices, rows) if scale_grad_by_freq else None
+
+    def row(j: Place) -> Index:
+        return check(word(indices, j[:1]), rows)
+
+    def value(j: Place) -> Expr:
+        bag = check(word(owners, j[:1]), grad.shape[0])
+        g = cast(grad.load((bag, j[1])), wide)
+        if per_sample_weights is not None:
+            g = g * cast(per_sample_weights.load(j[:1]), wide)
+        if often is not None:
+            g = g / cast(often.load((row(j),)), wide)
+        if mode == MEAN:
+            g = g / cast(maximum(cast(bag_size.load((bag,)), torch.int64), 1), wide)
+        return g
+
+    out = build.scatter(shape, lambda _: const(0, wide), (indices.shape[0], grad.shape[1]),
+                        lambda j: (row(j), j[1]), value, "add", not_padding(indices, padding_idx))
+    return to_dtype(out, grad.dtype)
+
+
+def owners_of(indices: Value, offsets: Value, offset2bag: Value) -> Value:
+    """The bags of the items, found anew where the forward left them out."""
+    kept = not (offset2bag.shape[0].is_const and int(offset2bag.shape[0]) == 0)
+    return offset2bag if kept else Bags(indices, offsets, False, -1).of_items()
+
+
+@lower(aten._embedding_bag_backward)
+def embedding_bag_backward(grad: Value, indices: Value, offsets: Value, offset2bag: Value, bag_size: Value,
+                           max_indices: Value, num_weights: IndexLike, scale_grad_by_freq: bool, mode: int,
+                           sparse: bool, per_sample_weights: Value | None, padding_idx: int = -1) -> Any:
+    if sparse:
+        return NotImplemented
+    return dense_gradient(grad, indices, owners_of(indices, offsets, offset2bag), bag_size, max_indices,
+                          num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
+
+
+@lower(aten._embedding_bag_dense_backward)
+def embedding_bag_dense_backward(grad: Value, indices: Value, offset2bag: Value, bag_size: Value,
+                                 max_indices: Value, num_weights: IndexLike, scale_grad_by_freq: bool,
+                                 mode: int, per_sample_weights: Value | None, padding_idx: int = -1) -> Value:
+    return dense_gradient(grad, indices, offset2bag, bag_size, max_indices, num_weights, scale_grad_by_freq,
+                          mode, per_sample_weights, padding_idx)
+
+
+@lower(aten._embedding_bag_per_sample_weights_backward)
+def embedding_bag_per_sample_weights_backward(grad: Value, weight: Value, indices: Value, offsets: Value,
+                                              offset2bag: Value, mode: int, padding_idx: int = -1) -> Value:
+    """For each item, its row times the gradient of its bag."""
+    owners, wide = owners_of(indices, offsets, offset2bag), opmath(grad.dtype)
+
+    def product(i: Place) -> Expr:
+        w = word(indices, i[:1])
+        wanted = is_not(w, padding_idx)
+        g = cast(grad.load((check(word(owners, i[:1]), grad.shape[0]), i[1])), wide)
+        p = g * cast(weight.load((check(w, weight.shape[0], wanted), i[1]), wanted), wide)
+        return p if wanted is None else where(wanted, p, 0)
+
+    total, = build.reduce((indices.shape[0], grad.shape[1]), [1], build.simple_combine("sum", wide), product)
+    return to_dtype(total, grad.dtype)
