@@ -1,9 +1,10 @@
 // What every generated C++ kernel may call: storage types, casts, integer and float arithmetic, random bits.
 //
-// Everything is inlined by force and free of branches, so that a loop over it vectorises; the transcendental
-// functions are in elementary.h, which this file includes. No C++ standard header is included: parsing one
-// costs more than compiling the kernel. Needs -fno-math-errno and -fno-trapping-math to vectorise, and
-// -ffp-contract=off where results must not depend on which products the compiler happens to fuse.
+// Everything is inlined by force and, but for the integer loops of pow and gcd, free of branches, so that a
+// loop over it vectorises; the transcendental functions are in elementary.h, which this file includes. No C++
+// standard header is included: parsing one costs more than compiling the kernel. Needs -fno-math-errno and
+// -fno-trapping-math to vectorise, and -ffp-contract=off where results must not depend on which products the
+// compiler happens to fuse.
 #pragma once
 #include <stdint.h>
 
@@ -25,7 +26,7 @@ template <class A> struct same<A, A> { static constexpr bool value = true; };
 
 // ---- storage types -------------------------------------------------------------------------------------
 
-// Both are bare 16-bit patterns: g++ 12 and 13 convert _Float16 one element at a time, while the integer
+// Both are bare 16-bit patterns: g++ 12 converts _Float16 one element at a time, while the integer
 // forms below vectorise on every target. They are enums because a struct as a local variable of an
 // `omp simd` loop keeps the loop scalar.
 enum class bf16 : uint16_t {};

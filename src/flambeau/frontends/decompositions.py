@@ -10,6 +10,7 @@ import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 
 from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.ops.contraction import CONTRACTIONS
 
 aten = torch.ops.aten
 
@@ -18,10 +19,6 @@ EXTRA = (
     aten.addmv, aten.baddbmm, aten.native_batch_norm, aten.rrelu_with_noise, aten.special_entr, aten.trace,
     aten.index_add, aten.index_copy, aten.nansum, aten.logaddexp2, aten.take, aten.mvlgamma, aten.special_log_ndtr,
 )
-# Kept whole although torch would take them apart: one library call, or a lowering's own business.
-KEEP = (aten.addmm, aten.baddbmm, aten.bmm, aten.mm)
-
-
 @lru_cache(maxsize=1)
 def table() -> dict[Any, Callable[..., Any]]:
     ops_loaded()
@@ -31,9 +28,7 @@ def table() -> dict[Any, Callable[..., Any]]:
             op = getattr(packet, name)
             if op in decomposition_table:
                 out[op] = decomposition_table[op]
-    for op in LOWERINGS:
+    # What we lower stays whole, and so does what is one library call.
+    for op in (*LOWERINGS, *CONTRACTIONS):
         out.pop(op, None)
-    for packet in KEEP:
-        for name in packet.overloads():
-            out.pop(getattr(packet, name), None)
     return out

@@ -23,8 +23,11 @@ def dim_vars(shape: Sequence[Index], prefix: str = "d") -> tuple[Sym, ...]:
 
 
 def as_indices(vars: Iterable[Sym]) -> tuple[Index, ...]:
-    """The variables as indices; one that can only be zero is zero."""
-    return tuple(ZERO if v.hi == 0 else as_index(v) for v in vars)
+    """The variables as indices; one that can only be zero is zero.
+
+    One of an empty range stays: what is read with it must stay in the loop that never runs.
+    """
+    return tuple(ZERO if v.hi == 0 and v.extent is not ZERO else as_index(v) for v in vars)
 
 
 def contiguous_strides(shape: Sequence[Index]) -> tuple[Index, ...]:

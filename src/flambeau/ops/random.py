@@ -307,15 +307,13 @@ def native_dropout_backward(grad: Value, mask: Value, scale: float) -> Value:
 def rrelu_with_noise(x: Value, noise: Value, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
                      ) -> tuple[Value, Value]:
     """A leaky relu whose slope is drawn for each element in training; the noise tells the gradient the slopes."""
+    if not training:
+        slope = (lower + upper) / 2
+        return pointwise(lambda v: where(v > 0, v, v * slope))(x), noise
     compute = opmath(x.dtype)
 
-    def negative(i: tuple[Index, ...]) -> Expr:
-        return cast(x.load(i), compute) <= 0
+    def body(r: Stream, i: tuple[Index, ...]) -> Expr:
+        return where(cast(x.load(i), compute) <= 0, r.uniform(compute) * (upper - lower) + lower, 1)
 
-    if training:
-        noise = draw(x.shape, x.dtype, lambda r, i: where(
-            negative(i), r.uniform(compute) * (upper - lower) + lower, 1))
-        slope = noise
-    else:
-        slope = build.pointwise(x.shape, lambda i: where(negative(i), const((lower + upper) / 2, compute), 1))
-    return pointwise(lambda a, b: a * b)(x, slope), noise
+    noise = draw(x.shape, x.dtype, body)
+    return pointwise(lambda v, slope: v * slope)(x, noise), noise

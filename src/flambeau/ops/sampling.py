@@ -1,7 +1,7 @@
 """Grid sampling: an image read at real positions, with the gradients of the image and of the grid.
 
-The kernels of ATen for the CPU treat what is not a number in two ways, and a lowering follows the one its
-operator has (`Rules`).
+ATen has two sets of formulas, equal but for rounding and for what is not a number. A point that lies on the
+border in the one may lie beside it in the other, so a lowering follows its operator's (`Axis`, `PlainAxis`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from flambeau.ir.scalar import (
     const,
     eq,
     floor,
+    fmod,
     index_value,
     minimum,
+    ne,
     round,
     trunc,
     where,
@@ -41,26 +43,15 @@ ZEROS, BORDER, REFLECTION = range(3)
 
 
 @dataclass(frozen=True)
-class Rules:
-    """How an operator treats NaN: the border it is clipped to, and whether a corner outside the image adds
-    zero times its weight (so that a NaN shows) or nothing."""
-
-    nan_to_zero: bool
-    outside_counts: bool
-
-
-VECTORISED = Rules(nan_to_zero=True, outside_counts=True)  # grid_sampler_2d
-PLAIN = Rules(nan_to_zero=False, outside_counts=False)  # grid_sampler_3d and the fallback of the first
-
-
-@dataclass(frozen=True)
 class Axis:
-    """One spatial dimension of the image: from a grid coordinate in [-1, 1] to a position in [0, size)."""
+    """One dimension of the image, from a coordinate in [-1, 1] to a position in [0, size): grid_sampler_2d."""
 
     size: Index
     padding: int
     align: bool
-    rules: Rules
+
+    # A corner outside the image adds zero times its weight, so that a NaN in the grid shows.
+    outside_counts = True
 
     def number(self, i: Index, like: Expr) -> Expr:
         return index_value(i, like.dtype)
@@ -75,16 +66,11 @@ class Axis:
         return self.number(self.size - 1 if self.align else self.size, like) / 2
 
     def clip(self, x: Expr) -> Expr:
-        last = self.number(self.size - 1, x)
-        if self.rules.nan_to_zero:
-            return where(x > 0, minimum(x, last), 0)
-        return where(x < last, where(x > 0, x, 0), last)
+        """To the image; NaN becomes zero."""
+        return where(x > 0, minimum(x, self.number(self.size - 1, x)), 0)
 
     def reflect(self, x: Expr) -> tuple[Expr, Expr]:
-        """The position mirrored into the image until it lies inside, and whether its direction was turned."""
-        turned = const(False, torch.bool)
-        if self.align and self.size is as_index(1):
-            return const(0, x.dtype), turned
+        """The position mirrored at the borders until it lies inside, and whether its direction was turned."""
         low = 0.0 if self.align else -0.5
         period = self.number((self.size - 1 if self.align else self.size) * 2, x)
         away = abs_(x - low)
@@ -93,10 +79,15 @@ class Axis:
         turned = (extra > back) ^ (x - low < 0)
         return minimum(extra, back) + low, turned
 
+    @property
+    def is_point(self) -> bool:
+        """Both borders are one point: there is nothing to mirror."""
+        return self.align and self.size is as_index(1)
+
     def place(self, x: Expr) -> Expr:
         """An unnormalised position as the padding mode moves it."""
         if self.padding == REFLECTION:
-            x = self.reflect(x)[0]
+            x = const(0, x.dtype) if self.is_point else self.reflect(x)[0]
         return x if self.padding == ZEROS else self.clip(x)
 
     def place_with_slope(self, x: Expr) -> tuple[Expr, Expr]:
@@ -105,10 +96,10 @@ class Axis:
         if self.padding == ZEROS:
             return x, slope
         if self.padding == REFLECTION:
+            if self.is_point:
+                return const(0, x.dtype), const(0, x.dtype)
             x, turned = self.reflect(x)
             slope = where(turned, -slope, slope)
-            if self.align and self.size is as_index(1):
-                slope = const(0, x.dtype)
         last = self.number(self.size - 1, x)
         return (where(x <= 0, 0, where(x >= last, last, x)), where((x <= 0) | (x >= last), 0, slope))
 
@@ -120,6 +111,30 @@ class Axis:
         top = self.size.bounds()[1]
         narrow = top is not None and top < 2**31
         return computed(cast(x, torch.int32 if narrow else torch.int64), 0, None if top is None else top - 1)
+
+
+class PlainAxis(Axis):
+    """The same for grid_sampler_3d and the plain form of grid_sampler_2d."""
+
+    outside_counts = False
+
+    def unnormalize(self, x: Expr) -> Expr:
+        if self.align:
+            return (x + 1) / 2 * self.number(self.size - 1, x)
+        return ((x + 1) * self.number(self.size, x) - 1) / 2
+
+    def clip(self, x: Expr) -> Expr:
+        """To the image; NaN becomes the last position."""
+        last = self.number(self.size - 1, x)
+        return where(x < last, where(x > 0, x, 0), last)
+
+    def reflect(self, x: Expr) -> tuple[Expr, Expr]:
+        low = 0.0 if self.align else -0.5
+        span = self.number(self.size - 1 if self.align else self.size, x)
+        away = abs_(x - low)
+        extra = fmod(away, span)
+        odd = ne(fmod(floor(away / span), 2), 0)
+        return where(odd, span - extra, extra) + low, odd ^ (x - low < 0)
 
 
 A = -0.75  # the free constant of cubic convolution, as in ATen
@@ -181,9 +196,9 @@ def taps(axis: Axis, mode: int, coordinate: Expr, backward: bool = False) -> Tap
 class Sampler:
     """The geometry of one call: which taps output (n, *o) has along each dimension."""
 
-    def __init__(self, image: Value, grid: Value, mode: int, padding: int, align: bool, rules: Rules) -> None:
-        self.image, self.grid, self.mode, self.rules = image, grid, mode, rules
-        self.axes = [Axis(n, padding, align, rules) for n in image.shape[2:]]
+    def __init__(self, image: Value, grid: Value, mode: int, padding: int, align: bool, kind: type[Axis]) -> None:
+        self.image, self.grid, self.mode, self.kind = image, grid, mode, kind
+        self.axes = [kind(n, padding, align) for n in image.shape[2:]]
         self.rank = len(self.axes)
         self.out = grid.shape[1:-1]
         self.dtype = opmath(image.dtype)
@@ -203,12 +218,12 @@ class Sampler:
     def term(self, value: Expr, inside: Expr, *factors: Expr) -> Expr:
         for f in factors:
             value = value * f
-        return value if self.rules.outside_counts else where(inside, value, 0)
+        return value if self.kind.outside_counts else where(inside, value, 0)
 
 
-def forward(rules: Rules) -> Callable[..., Any]:
+def forward(kind: type[Axis]) -> Callable[..., Any]:
     def sample(image: Value, grid: Value, mode: int, padding: int, align: bool) -> Value:
-        s = Sampler(image, grid, mode, padding, align, rules)
+        s = Sampler(image, grid, mode, padding, align, kind)
 
         def body(i: Place) -> Expr:
             n, c, *o = i
@@ -307,16 +322,16 @@ def grid_gradient(s: Sampler, grad: Value) -> Value:
     return build.pointwise(s.grid.shape, scaled, s.grid.dtype)
 
 
-def backward(rules: Rules) -> Callable[..., Any]:
+def backward(kind: type[Axis]) -> Callable[..., Any]:
     def gradients(grad: Value, image: Value, grid: Value, mode: int, padding: int, align: bool,
                   output_mask: Sequence[bool] = (True, True)) -> tuple[Value | None, Value]:
-        s = Sampler(image, grid, mode, padding, align, rules)
+        s = Sampler(image, grid, mode, padding, align, kind)
         return image_gradient(s, grad) if output_mask[0] else None, grid_gradient(s, grad)
 
     return gradients
 
 
-lower(aten.grid_sampler_2d)(forward(VECTORISED))
-lower(aten.grid_sampler_2d_backward)(backward(VECTORISED))
-lower(aten.grid_sampler_3d, aten._grid_sampler_2d_cpu_fallback)(forward(PLAIN))
-lower(aten.grid_sampler_3d_backward, aten._grid_sampler_2d_cpu_fallback_backward)(backward(PLAIN))
+lower(aten.grid_sampler_2d)(forward(Axis))
+lower(aten.grid_sampler_2d_backward)(backward(Axis))
+lower(aten.grid_sampler_3d, aten._grid_sampler_2d_cpu_fallback)(forward(PlainAxis))
+lower(aten.grid_sampler_3d_backward, aten._grid_sampler_2d_cpu_fallback_backward)(backward(PlainAxis))

@@ -8,11 +8,11 @@ from functools import cache
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.build import arg_combine, make_combine, simple_combine
-from flambeau.ir.dtypes import DType, is_float, opmath
+from flambeau.ir.build import make_combine, simple_combine
+from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.nodes import Combine, Value
-from flambeau.ir.scalar import abs_, eq, exp, log, maximum
+from flambeau.ir.scalar import abs_, eq, exp, isnan, log, maximum
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
@@ -45,13 +45,28 @@ def cumprod(x: Value, dim: int, *, dtype: DType | None = None) -> Value:
     return _cumulated("prod", x, dim, dtype)
 
 
+@cache
+def _so_far(name: str, dtype: DType) -> Combine:
+    """The extremum and its index. The right side is always the later one, so on ties, and among NaNs, it wins
+    as in ATen."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (best, at), (new, here) = a, b
+        take = new >= best if name == "max" else new <= best
+        if is_float(dtype):
+            take = take | isnan(new)  # and what is compared with a NaN never takes its place
+        return where(take, new, best), where(take, here, at)
+
+    start = lowest(dtype) if name == "max" else highest(dtype)
+    return make_combine(f"cum{name}", (dtype, torch.int64), (start, -1), fn)
+
+
 def _extremum_so_far(name: str, x: Value, dim: int) -> tuple[Value, Value]:
-    """On ties the later index, and the latest NaN, as in ATen."""
     if not x.rank:
         return x, build.pointwise((), lambda i: const(0, torch.int64))
     axis = wrap_dim(dim, x.rank)
     wide = opmath(x.dtype)
-    best, at = build.scan(x.shape, axis, arg_combine(name, wide, later=True),
+    best, at = build.scan(x.shape, axis, _so_far(name, wide),
                           lambda i: (cast(x.load(i), wide), index_value(i[axis])),
                           dtypes=(x.dtype, torch.int64))
     return best, at

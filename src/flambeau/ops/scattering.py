@@ -33,6 +33,8 @@ def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode
 
     Sums and products of half and bfloat16 are kept in float32 and rounded once; bools add as `or`.
     """
+    if is_empty(source):
+        return x
     kept = x.dtype if mode == "set" else opmath(x.dtype)
     if is_bool(x.dtype):
         mode = {"add": "max", "mul": "min"}.get(mode, mode)
@@ -129,9 +131,9 @@ def masked_scatter_backward(grad: Value, mask: Value, sizes: Sequence[IndexLike]
     count = product(sizes)
     mask = expand(mask, grad.shape)
     before = chosen_before(mask)
-    packed = build.scatter((count,), lambda i: const(0, grad.dtype), grad.shape,
-                           lambda j: [position(before.load(j), count, mask=mask.load(j))],
-                           lambda j: grad.load(j), mask=lambda j: mask.load(j))
+    zeros = build.pointwise((count,), lambda i: const(0, grad.dtype))
+    packed = write(zeros, grad.shape, lambda j: [position(before.load(j), count, mask=mask.load(j))],
+                   lambda j: grad.load(j), mask=lambda j: mask.load(j))
     return reshape(packed, sizes)
 
 
@@ -184,7 +186,10 @@ def index_reduce(x: Value, dim: int, index: Value, source: Value, reduce: str, *
 
 
 def _elements(x: Value, dim: int, index: Value) -> tuple[Value, Shape, Target]:
-    """x (not a scalar), the shape of the index, and where each element of it points."""
+    """x (not a scalar), the shape of the index, and where each element of it points.
+
+    An empty index may have any rank: `write` does not look at it then.
+    """
     whole, places = at_least_1d(x), at_least_1d(index)
     d = wrap_dim(dim, whole.rank)
     return whole, places.shape, lambda j: (
@@ -199,8 +204,6 @@ def _source(src: Any, dtype: DType) -> Source:
 
 @lower(aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce)
 def scatter(x: Value, dim: int, index: Value, src: Any, *, reduce: str | None = None) -> Value:
-    if is_empty(index.shape):  # of any rank
-        return x
     mode = {None: "set", "add": "add", "multiply": "mul"}[reduce]
     whole, shape, target = _elements(x, dim, index)
     return reshape(write(whole, shape, target, _source(src, x.dtype), mode), x.shape)
@@ -214,8 +217,6 @@ def scatter_add(x: Value, dim: int, index: Value, src: Value) -> Value:
 @lower(aten.scatter_reduce.two)
 def scatter_reduce(x: Value, dim: int, index: Value, src: Value, reduce: str, *, include_self: bool = True
                    ) -> Value:
-    if is_empty(index.shape):
-        return x
     whole, shape, target = _elements(x, dim, index)
     return reshape(write_reduced(whole, shape, target, _source(src, x.dtype), reduce, include_self), x.shape)
 
@@ -237,6 +238,8 @@ _MODES = {"sum": "add", "mean": "add", "prod": "mul", "amax": "max", "amin": "mi
 def write_reduced(x: Value, source: Shape, target: Target, value: Source, reduce: str, include_self: bool
                   ) -> Value:
     """What is written to an element of x is reduced there, with its old value only if include_self."""
+    if is_empty(source):
+        return x
     mode = _MODES[reduce]
     if not include_self:
         identity = {"add": 0, "mul": 1, "max": lowest(x.dtype), "min": highest(x.dtype)}[mode]

@@ -22,7 +22,7 @@ from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKern
 from .fuse import Group, member_exprs
 
 _INT64 = torch.int64
-RECOMPUTE = 10  # operations that are cheaper again in a later stage than a row of scratch
+RECOMPUTE = 6  # operations that are cheaper again in a later stage than a row of scratch
 
 
 def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
