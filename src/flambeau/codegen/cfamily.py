@@ -33,7 +33,6 @@ class Dialect:
     function = "fl::{}"  # how a named operation is called
     long = "int64_t"
     simd = "#pragma omp simd"
-    headers: dict[str, frozenset[str]] = {}  # extra header -> operations that need it
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:
         raise NotImplementedError

@@ -44,18 +44,21 @@ class Cpp(Dialect):
             return float_text(torch.tensor(value, dtype=torch.float32).item(), "f")
         if dtype is torch.int64:
             return "INT64_MIN" if value == -(2**63) else f"INT64_C({value})" if value >= 0 else f"(-INT64_C({-value}))"
-        text = f"({self.types[dtype]}){value}" if value >= 0 else f"({self.types[dtype]})({value})"
-        return f"({text}{'ull' if dtype is torch.uint64 else 'll' if abs(int(value)) >= 2**31 else ''})"
+        suffix = "ull" if dtype is torch.uint64 else "ll" if abs(int(value)) >= 2**31 else ""
+        return f"(({self.types[dtype]})({value}{suffix}))"
 
     def cast(self, text: str, src: DType, dst: DType) -> str:
         if src in self.small:
             text, src = f"fl::to_float({text})", torch.float32
         if dst in self.small:
             if src is not torch.float64:
-                text = text if src is torch.float32 else f"(float)({text})"
+                text = text if src is torch.float32 else self.cast(text, src, torch.float32)
             return f"{self.small[dst]}({text})"
         if src is dst:
             return text
+        if is_bool(src):
+            # A select: loops with a bool turned into a number by conversion are not vectorised by g++.
+            return f"({text} ? {self.constant(1, dst)} : {self.constant(0, dst)})"
         if is_bool(dst):
             return f"({text} != 0)"
         if is_float(src) and not is_float(dst):

@@ -8,10 +8,11 @@ whose number depends on the sizes alone, so that results do not depend on the nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
@@ -23,6 +24,33 @@ BLOCK = 512  # columns that are reduced side by side
 CHUNKS = 64  # parts of a long row
 MANY = 32  # outer points that are enough to keep threads busy
 TILE = 32
+CASCADE = 128  # rows of a column reduction that are summed on their own
+STRETCH = 4096  # elements of a long row that are summed on their own
+SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
+
+
+def interior(exprs: Sequence[Expr], v: Sym) -> tuple[int, int] | None:
+    """The longest range of v in which every comparison of an index with a bound has one outcome."""
+    assert v.extent is not None
+    n = v.extent.const
+    cuts = {0, n}
+    for e in walk(*exprs):
+        if e.op not in ("lt", "le", "gt", "ge") or not all(a.op in ("index", "const") for a in e.args):
+            continue
+        x, y = (as_index(a.attr) if a.op == "const" else a.attr for a in e.args)
+        d = (y - x) if e.op in ("lt", "ge") else (x - y)  # lt, gt: d > 0; ge, le: not (d > 0)
+        c = d.coefficient(v)
+        if c is None or not c.is_const or c.const == 0 or not (d - c * v).is_const:
+            continue
+        k, step = (d - c * v).const, c.const
+        cut = -k // step + 1 if step > 0 else -(k // step)
+        if 0 < cut < n:
+            cuts.add(cut)
+    edges = sorted(cuts)
+    if len(edges) < 3:
+        return None
+    a, b = max(zip(edges, edges[1:], strict=False), key=lambda ab: ab[1] - ab[0])
+    return (a, b) if b - a >= 8 and 2 * (b - a) > n else None
 
 
 class LoopWriter(NestWriter):
@@ -37,6 +65,7 @@ class LoopWriter(NestWriter):
         self.dtype_of = {n: (i.combine.dtypes[j] if i.combine else i.exprs[0].dtype)
                          for s in kernel.stages for i in s for j, n in enumerate(i.names)}
         self.origin: str | None = None  # first column of the current block
+        self.narrowed: dict[Sym, Index] = {}  # variables that are known to stay inside, for now
 
     def render(self) -> list[str]:
         if not self.k.inner:
@@ -77,7 +106,7 @@ class LoopWriter(NestWriter):
 
     def map_item(self, item: Item) -> None:
         name = item.names[0]
-        text = self.value(item.exprs[0])
+        text = self.value(item.exprs[0].subs(self.narrowed))
         if item.level == "outer" and self.column:
             assert self.k.vector is not None
             self.line(f"o_{self.slot(name)}[{self.sym(self.k.vector)} - {self.origin}] = {text};")
@@ -85,7 +114,42 @@ class LoopWriter(NestWriter):
         if name in self.k.scratch:
             self.line(f"s_{self.slot(name)}[{self.index(self.inner_position())}] = {text};")
         if name in self.address:
-            self.store(name, self.address[name], text)
+            self.store(name, self.address[name].subs(self.narrowed), text)
+
+    @contextmanager
+    def inside(self, v: Sym, lo: int, hi: int) -> Iterator[None]:
+        """Within this block v is known to lie in [lo, hi): comparisons that this decides fall away."""
+        narrow = Sym(v.name, v.extent, lo, hi - 1)
+        self.names[narrow] = self.sym(v)
+        self.scopes[-1].vars.add(narrow)
+        self.narrowed = {v: as_index(narrow)}
+        yield
+        self.narrowed = {}
+
+    def vector_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item]) -> None:
+        """The innermost loop of a map. A whole one is cut where its padding masks change, so that the long middle
+        part has none."""
+        pragma = f"{self.d.simd} CHECKS"
+        whole = v.extent is not None and v.extent.is_const and lo == "0" and hi == self.extent(v)
+        part = interior([e for i in items for e in i.exprs], v) if whole else None
+        if part is None:
+            with self.loop(v, lo, hi, pragma=pragma):
+                for i in items:
+                    self.map_item(i)
+            return
+        a, b = part
+        for start, end in ((lo, str(a)), (str(a), str(b)), (str(b), hi)):
+            if start == end:
+                continue
+            middle = start == str(a)
+            with self.loop(v, start, end, pragma=pragma if middle else ""):
+                if middle:
+                    with self.inside(v, a, b):
+                        for i in items:
+                            self.map_item(i)
+                else:
+                    for i in items:
+                        self.map_item(i)
 
     def finish(self, item: Item, texts: Sequence[str]) -> None:
         """A reduction's results become outer values (and memory, if anybody else wants them)."""
@@ -118,10 +182,8 @@ class LoopWriter(NestWriter):
         if not others or (amount is not None and amount < MANY and long):
             self.chunked(others, v, items)
             return
-        with self.nest(others, self.parallel(k.outer, self.cost, len(others))), \
-                self.loop(v, "0", self.extent(v), pragma=f"{self.d.simd} CHECKS"):
-            for i in items:
-                self.map_item(i)
+        with self.nest(others, self.parallel(k.outer, self.cost, len(others))):
+            self.vector_loop(v, "0", self.extent(v), items)
 
     def chunked(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
         """Few or no outer points: the contiguous variable itself is divided."""
@@ -130,9 +192,8 @@ class LoopWriter(NestWriter):
         step = 4096
         pragma = self.parallel(self.k.outer, self.cost, len(others) + 1)
         if not pragma:
-            with self.nest(others), self.loop(v, "0", self.extent(v), pragma=f"{self.d.simd} CHECKS"):
-                for i in items:
-                    self.map_item(i)
+            with self.nest(others):
+                self.vector_loop(v, "0", self.extent(v), items)
             return
         with self.nest(others, pragma, (part, self.extent(v), str(step))):
             end = self.fresh("e")
@@ -263,12 +324,32 @@ class LoopWriter(NestWriter):
         segment = k.bounds is not None
         length = None if segment else v.extent
         lanes = self.lanes(reductions, length) if reductions else 1
-        arrays = self.declare(reductions, lanes)
         lo, hi = ("0", self.extent(v)) if k.bounds is None else (self.value(k.bounds[0]), self.value(k.bounds[1]))
+        if reductions and length is not None and not (length.is_const and length.const < 2 * STRETCH):
+            totals = self.declare(reductions, 1)
+            self.deep(k.inner[:-1], lambda: self.stretches(stage, reductions, totals, lanes))
+            for i in reductions:
+                self.finish(i, [f"{totals[n]}[0]" for n in i.names])
+            return
+        arrays = self.declare(reductions, lanes)
         self.deep(k.inner[:-1], lambda: self.row_walk(stage, arrays, lanes, lo, hi, length))
         self.join_lanes(reductions, arrays, lanes)
         for i in reductions:
             self.finish(i, [f"{arrays[n]}[0]" for n in i.names])
+
+    def stretches(self, stage: Sequence[Item], reductions: Sequence[Item], totals: dict[str, str], lanes: int) -> None:
+        """A long row in stretches, each with lanes of its own, so that rounding errors do not pile up."""
+        v = self.k.inner[-1]
+        start, last = self.fresh("z"), self.fresh("e")
+        with self.scope(f"for ({self.d.long} {start} = 0; {start} < {self.extent(v)}; {start} += {STRETCH}) {{",
+                        (Sym(start, v.extent),)):
+            self.line(f"const {self.d.long} {last} = fl::imin({start} + {STRETCH}, {self.extent(v)});")
+            arrays = self.declare(reductions, lanes)
+            self.row_walk(stage, arrays, lanes, start, last, None)
+            self.join_lanes(reductions, arrays, lanes)
+            for i in reductions:
+                assert i.combine is not None
+                self.combine_into(i.combine, [f"{totals[n]}[0]" for n in i.names], [f"{arrays[n]}[0]" for n in i.names])
 
     def deep(self, vars: Sequence[Sym], body) -> None:  # type: ignore[no-untyped-def]
         """Nested serial loops, each a scope of its own so that what does not change moves out."""
@@ -358,15 +439,19 @@ class LoopWriter(NestWriter):
         assert v is not None and v.extent is not None
         others = tuple(x for x in k.outer if x is not v)
         width = min(BLOCK, v.extent.const) if v.extent.is_const else BLOCK
-        block = Sym(f"{v.name}b", v.extent)
-        self.origin = self.sym(block)
         self.width = width
         blocks = ceildiv(v.extent, width) * product(x.extent for x in others if x.extent is not None)
         long = self.is_long(blocks)
-        pragma = "" if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + 1)
-        with self.nest(others, pragma, (block, self.extent(v), str(width))):
-            self.end = self.fresh("e")
-            self.line(f"const {self.d.long} {self.end} = fl::imin({self.origin} + {width}, {self.extent(v)});")
+        single = blocks.is_const and v.extent.is_const and v.extent.const == width
+        block = Sym(f"{v.name}b", v.extent)
+        self.origin = "0" if single else self.sym(block)
+        pragma = "" if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
+        with self.nest(others, pragma, None if single else (block, self.extent(v), str(width))):
+            # A bound that the compiler knows keeps the states in registers.
+            known = v.extent.is_const and v.extent.const % width == 0
+            self.end = f"{self.origin} + {width}" if known else self.fresh("e")
+            if not known:
+                self.line(f"const {self.d.long} {self.end} = fl::imin({self.origin} + {width}, {self.extent(v)});")
             for name, level in self.level_of.items():
                 if level == "outer":
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
@@ -407,12 +492,38 @@ class LoopWriter(NestWriter):
         reductions = [i for i in stage if i.combine is not None]
         arrays = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         self.set_identity(reductions, arrays)
-        if k.bounds is None:
+        first = k.inner[0].extent
+        if k.bounds is None and reductions and first is not None and not (first.is_const and first.const < 2 * CASCADE):
+            self.cascade(stage, reductions, arrays)
+        elif k.bounds is None:
             self.deep(k.inner, lambda: self.column_walk(stage, arrays))
         else:
             with self.loop(k.inner[0], self.value(k.bounds[0]), self.value(k.bounds[1])):
                 self.column_walk(stage, arrays)
         self.column_finish(reductions)
+
+    def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
+        """Many rows: groups of them are reduced first, so that rounding errors do not pile up."""
+        v = self.k.inner[0]
+        group = Sym(f"{v.name}c", v.extent)
+        name = self.sym(group)
+        with self.scope(f"for ({self.d.long} {name} = 0; {name} < {self.extent(v)}; {name} += {CASCADE}) {{", (group,)):
+            parts = {}
+            for n in states:
+                parts[n] = self.fresh("gp")
+                self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {parts[n]}[{self.width}];")
+            self.set_identity(reductions, parts)
+            last = self.fresh("e")
+            self.line(f"const {self.d.long} {last} = fl::imin({name} + {CASCADE}, {self.extent(v)});")
+            with self.loop(v, name, last):
+                self.deep(self.k.inner[1:], lambda: self.column_walk(stage, parts))
+            self.join_columns(reductions, states, parts)
+
+    def join_columns(self, reductions: Sequence[Item], states: dict[str, str], parts: dict[str, str]) -> None:
+        with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", pragma=self.d.simd):
+            for i in reductions:
+                assert i.combine is not None
+                self.combine_into(i.combine, [f"{states[n]}[l]" for n in i.names], [f"{parts[n]}[l]" for n in i.names])
 
     def column_stage_chunked(self, stage: Sequence[Item]) -> None:
         k = self.k
@@ -438,13 +549,7 @@ class LoopWriter(NestWriter):
         if reductions:
             self.set_identity(reductions, states)
             # Chunks join in order: their number is small and does not depend on the threads.
-            with self.scope(f"for (int c = 0; c < {count}; ++c) {{"), \
-                    self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", pragma=self.d.simd):
-                for i in reductions:
-                    assert i.combine is not None
-                    self.combine_into(i.combine, [f"{states[n]}[l]" for n in i.names],
-                                      [f"{partial[n]}[c][l]" for n in i.names])
+            with self.scope(f"for (int c = 0; c < {count}; ++c) {{"):
+                self.join_columns(reductions, states, {n: f"{partial[n]}[c]" for n in partial})
             self.column_finish(reductions)
 
-
-SERIAL_SHARED = 65536

@@ -18,7 +18,7 @@ from flambeau.ir.nodes import Contract, Extern, Graph, Value
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 
-from .symbols import Symbols
+from .symbols import Host, Symbols
 
 aten = torch.ops.aten
 OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.addmm.default: aten.addmm.out,
@@ -29,7 +29,7 @@ OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.
 class Captured:
     graph: Graph
     symbols: Symbols
-    # where each size symbol comes from: ("arg", position) or ("size", buffer, dimension)
+    # where each size symbol comes from: ("arg", position), ("size", buffer, dimension) or ("text", source, sizes in it)
     sources: dict[Sym, tuple[Any, ...]] = field(default_factory=dict)
     tensors: list[int] = field(default_factory=list)  # positions of the tensor arguments, in input order
     externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
@@ -65,6 +65,7 @@ class _Lowering:
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
         self.g.symbols = list(self.c.symbols.known.values())
+        self.c.sources |= {s: ("text", h.text, h.sizes) for s, h in self.c.symbols.hosts.items()}
 
     # ---- inputs and outputs ----------------------------------------------------------------------------
 
@@ -155,15 +156,21 @@ class _Lowering:
         if target is operator.getitem:
             seq, k = n.args
             return self.env[seq][k]  # type: ignore[index]
+        if target is aten._local_scalar_dense.default:
+            raise UnsupportedError(f"{n.name} makes a number of data inside a graph")
         if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
             return self.c.symbols.index(val) if isinstance(val, torch.SymInt) else val
         if isinstance(val, (torch.SymFloat, torch.SymBool)):
-            raise UnsupportedError(f"{n.name} computes a symbolic {type(val).__name__}")
+            return self.c.symbols.host(val)
+        if isinstance(val, (float, bool)):
+            return val
         args = fx.node.map_aggregate(n.args, self.lookup)
         kwargs = fx.node.map_aggregate(n.kwargs, self.lookup)
         if target is aten.copy_.default:
             return self.mutate(args[0], args[1])
-        if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
+        on_host = any(isinstance(x, Host) for x in _flat([args, *kwargs.values()]))  # no kernel can take it
+        if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and not on_host \
+                and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = LOWERINGS[target](*args, **kwargs)
             if out is not NotImplemented:
@@ -232,8 +239,8 @@ class _Lowering:
                 metas.append(([to(s) for s in m.shape], m.dtype, [to(s) for s in m.stride()]))
             else:
                 raise UnsupportedError(f"{target} returns a {type(m).__name__}")
-        out = OUT_FORMS.get(target) if not several and val is not None and val.is_contiguous() and is_float(val.dtype) \
-            and not kwargs and all(isinstance(s, int) for s in val.shape) else None
+        out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
+            and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() else None
         made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out)
         for v, m in zip(made, val if several else [val], strict=True):
             if isinstance(m, torch.Tensor) and v is not None:

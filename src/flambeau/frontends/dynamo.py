@@ -18,6 +18,7 @@ from flambeau.errors import OptionError
 
 from .decompositions import table
 from .pipeline import compile_graph
+from .whole import whole_operators
 
 OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "numerics": (("fast", "eager"), "fast keeps more precision inside fused kernels; eager rounds where eager rounds"),
@@ -49,5 +50,5 @@ def flambeau_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, optio
     backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
                            partition_fn=min_cut_rematerialization_partition, decompositions=table(),
                            keep_inference_input_mutations=True)
-    with torch._dynamo.config.patch(enable_dynamo_decompositions=False):
+    with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators():
         return backend(gm, example_inputs)  # type: ignore[no-any-return]

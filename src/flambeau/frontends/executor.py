@@ -7,6 +7,7 @@ one native plan over a table of pointers; intermediates of known size live in an
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Target
 
-from .symbols import python_text
+from .symbols import Host, python_text
 
 Kernels = dict[int, Any]
 
@@ -70,7 +71,7 @@ class Runner:
         self.p, self.target = p, target
         self.symbols, self.positions, self.count = sources, positions, count
         self.lines: list[str] = []
-        self.scope: dict[str, Any] = {"torch": torch, "empty_strided": torch.empty_strided, "POOL": POOL, "TARGET": target,
+        self.scope: dict[str, Any] = {"torch": torch, "math": math, "empty_strided": torch.empty_strided, "POOL": POOL, "TARGET": target,
                                       "check": check_status, "fit": fit}
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
@@ -131,6 +132,8 @@ class Runner:
             return self.value(x)
         if isinstance(x, Index):
             return python_text(x)
+        if isinstance(x, Host):
+            return f"({x.text})"
         if isinstance(x, (list, tuple)):
             inside = "".join(self.argument(y) + ", " for y in x)
             return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
@@ -166,11 +169,9 @@ class Runner:
                 self.line(f"{name} = torch.empty((), dtype=torch.int64).random_()")
         launched = {a for s in p.steps if isinstance(s, Launch) for a in s.args}
         for name, b in p.buffers.items():
-            if b.place in ("output", "alloc"):
-                self.line(f"{name} = empty_strided({self.shape(b.shape)}, {self.shape(b.strides)}, "
-                          f"dtype={self.const(b.dtype)})")
-            if b.place in ("input", "seed", "output", "alloc") and name in launched:
+            if b.place in ("input", "seed") and name in launched:
                 self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+        self.allocate(launched)
         self.steps(launches, launched)
         outs = "".join(self.argument(o) + ", " for o in p.outputs)
         self.line(f"return [{outs}]")
@@ -198,6 +199,21 @@ class Runner:
             if source[0] == "size" and source[1] in ready and s not in self.bound:
                 self.line(f"{s.name} = {source[1]}.shape[{source[2]}]")
                 self.bound.add(s)
+        for s, source in self.symbols.items():
+            if source[0] == "text" and s not in self.bound and source[2] <= {b.name for b in self.bound}:
+                self.line(f"{s.name} = {source[1]}")
+                self.bound.add(s)
+
+    def allocate(self, launched: set[str]) -> None:
+        """Memory for every buffer whose sizes are known by now; those that data decides come after their call."""
+        for name, b in self.p.buffers.items():
+            sizes = frozenset().union(*(i.symbols() for i in (*b.shape, *b.strides)))
+            if b.place in ("output", "alloc") and name not in self.variables and sizes <= self.bound:
+                self.variables.add(name)
+                self.line(f"{name} = empty_strided({self.shape(b.shape)}, {self.shape(b.strides)}, "
+                          f"dtype={self.const(b.dtype)})")
+                if name in launched:
+                    self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
 
     def steps(self, launches: Callable[[Launch], Any], launched: set[str]) -> None:
         p = self.p
@@ -252,7 +268,10 @@ class Runner:
             for name, k in zip(c.names, c.outputs, strict=True):
                 self.line(f"{name} = {got}[{k}]")
             self.line(f"del {got}")
+        before = len(self.bound)
         self.bind_sizes(set(c.names))
+        if len(self.bound) > before:
+            self.allocate(launched)
         for name in c.names:
             if name in self.p.buffers:
                 b = self.p.buffers[name]

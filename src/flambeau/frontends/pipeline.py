@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flambeau.codegen.cpp import render
 from flambeau.config import config
-from flambeau.errors import CompileError, Error
+from flambeau.errors import CompileError
 from flambeau.ir.program import Launch, Program
 from flambeau.schedule.plan import schedule
 from flambeau.targets.base import Build, get_target
@@ -45,7 +46,9 @@ class Compiled:
         with LOCK:
             if self.run is not None:
                 return self.run
+            start = time.perf_counter()
             kernels = self.build.wait() if self.build is not None else {}
+            self.seconds["wait for compiler"] = time.perf_counter() - start
             bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
             if bad:
                 return self.retry(bad)
@@ -66,6 +69,9 @@ class Compiled:
         return self.run
 
 
+OBSERVERS: list[Callable[[Compiled], None]] = []  # called with every compiled graph; see flambeau.debug
+
+
 def boxed(c: Compiled) -> Callable[[list[Any]], list[Any]]:
     """A plain function around it: AOTAutograd's wrappers keep a function's attributes, not an object's."""
 
@@ -81,11 +87,12 @@ def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset
                   ) -> Callable[[list[Any]], list[Any]]:
     """A boxed function for a functional ATen graph. What cannot be compiled runs as ATen, with one warning."""
     try:
-        with LOCK:
+        # Tensors that the graph holds are real, and are read while AOTAutograd's fake mode is on.
+        with LOCK, unset_fake_temporarily():
             return boxed(_compile(gm, numerics, exclude))
     except CompileError:
         raise
-    except (Error, AssertionError, NotImplementedError, KeyError, TypeError, ValueError) as e:
+    except Exception as e:  # whatever is wrong with the compiler, the model runs
         if config.verify:
             raise
         warnings.warn(f"flambeau: this graph runs as ATen because it could not be compiled: {type(e).__name__}: {e}. "
@@ -105,7 +112,10 @@ def _compile(gm: fx.GraphModule, numerics: str, exclude: frozenset[str]) -> Comp
     build = target.build(texts) if texts else None
     count = sum(n.op == "placeholder" for n in gm.graph.nodes)
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
-    return Compiled(gm, captured, program, texts, build, target, numerics, count, seconds, exclude=exclude)
+    made = Compiled(gm, captured, program, texts, build, target, numerics, count, seconds, exclude=exclude)
+    for observe in OBSERVERS:
+        observe(made)
+    return made
 
 
 def interpret(gm: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:

@@ -1,13 +1,23 @@
-"""Symbolic sizes of torch as indices of ours."""
+"""Symbolic sizes of torch as indices of ours, and as Python source."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._sympy.printers import PythonPrinter
 
 from flambeau.errors import UnsupportedError
-from flambeau.ir.index import Index, Sym, as_index, floordiv, maximum, minimum, mod
+from flambeau.ir.index import Index, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
+
+
+@dataclass(frozen=True)
+class Host:
+    """A number that Python computes from sizes when the program runs: floats, conditions, sizes by way of floats."""
+
+    text: str
+    sizes: frozenset[str]  # names of the symbols in it
 
 
 class Symbols:
@@ -15,23 +25,44 @@ class Symbols:
 
     def __init__(self) -> None:
         self.known: dict[str, Sym] = {}
+        self.hosts: dict[Sym, Host] = {}  # those that stand for a computed number
 
     def index(self, x: Any) -> Index:
         """An int or SymInt as an Index."""
-        if isinstance(x, torch.SymInt):
+        if not isinstance(x, torch.SymInt):
+            return as_index(int(x))
+        try:
             return self.convert(x.node.expr, x.node.shape_env)
-        return as_index(int(x))
+        except UnsupportedError:
+            return as_index(self.computed(x))
 
     def symbol(self, s: Any, env: Any) -> Sym:
         if s.name not in self.known:
-            lo, hi = 0, None
+            lo = hi = None
             ranges = getattr(env, "var_to_range", {})
             if s in ranges:
                 r = ranges[s]
-                lo = int(r.lower) if r.lower.is_Integer else 0
+                lo = int(r.lower) if r.lower.is_Integer and int(r.lower) > -(2**40) else None
                 hi = int(r.upper) if r.upper.is_Integer and int(r.upper) < 2**40 else None
-            self.known[s.name] = Sym(s.name, None, max(lo, 0), hi)
+            self.known[s.name] = Sym(s.name, None, lo, hi)
         return self.known[s.name]
+
+    def host(self, x: Any) -> Host:
+        """A symbolic number of any kind as Python source."""
+        expr, env = x.node.expr, x.node.shape_env
+        return Host(PythonPrinter().doprint(expr), frozenset(self.symbol(s, env).name for s in expr.free_symbols))
+
+    def computed(self, x: torch.SymInt) -> Sym:
+        """A size that has no index form, as a symbol of its own."""
+        host = self.host(x)
+        for sym, known in self.hosts.items():
+            if known == host:
+                return sym
+        low = x.node.shape_env.bound_sympy(x.node.expr).lower
+        sym = Sym(f"host{len(self.hosts)}", None, int(low) if low.is_Integer else None)
+        self.known[sym.name] = sym
+        self.hosts[sym] = host
+        return sym
 
     def convert(self, e: Any, env: Any) -> Index:
         if e.is_Integer:
@@ -39,6 +70,9 @@ class Symbols:
         if e.is_Symbol:
             return as_index(self.symbol(e, env))
         name = type(e).__name__
+        if name in ("CeilToInt", "FloorToInt") and type(e.args[0]).__name__ == "IntTrueDiv":
+            a, b = (self.convert(x, env) for x in e.args[0].args)
+            return ceildiv(a, b) if name == "CeilToInt" else floordiv(a, b)
         args = [self.convert(a, env) for a in e.args] if name not in ("Pow", "Rational") else []
         if e.is_Add:
             return sum(args[1:], args[0])
@@ -53,7 +87,7 @@ class Symbols:
             for _ in range(int(e.args[1]) - 1):
                 out = out * base
             return out
-        if name in ("FloorDiv", "CleanDiv", "IntTrueDiv") and len(args) == 2:
+        if name in ("FloorDiv", "CleanDiv") and len(args) == 2:
             return floordiv(*args)
         if name in ("Mod", "PythonMod"):
             return mod(*args)
@@ -64,7 +98,7 @@ class Symbols:
             for a in args[1:]:
                 out = (maximum if name == "Max" else minimum)(out, a)
             return out
-        if name in ("Identity", "CeilToInt", "FloorToInt", "TruncToInt") and len(args) == 1:
+        if name == "Identity":
             return args[0]
         raise UnsupportedError(f"symbolic size {e} has no index form")
 

@@ -26,10 +26,11 @@ from flambeau.config import config
 
 from .decompositions import table
 from .pipeline import boxed, compile_graph, interpret
+from .whole import whole_operators
 
 OPS: dict[str, OpInfo] = {o.formatted_name: o for o in op_db}
 RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "exponential", "geometric", "cauchy", "multinomial",
-          "empty", "log_normal", "rrelu", "poisson")
+          "empty", "log_normal", "rrelu", "poisson", "fractional")
 
 
 @dataclass
@@ -136,7 +137,8 @@ class _Case:
             case.traced = aot_function(call, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
                                        partition_fn=min_cut_rematerialization_partition, decompositions=table(),
                                        keep_inference_input_mutations=True)
-            case.evaluate(case.traced)
+            with whole_operators():
+                case.evaluate(case.traced)
         except Exception as e:
             report.skipped.append(f"capture: {type(e).__name__}: {str(e)[:120]}")
             return None

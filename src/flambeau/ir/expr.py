@@ -249,7 +249,7 @@ def fresh_carry(dtype: DType) -> Expr:
     return Expr("carry", dtype, (), next(_fresh))
 
 
-def fresh_sym(extent: Index | int, prefix: str = "w") -> Sym:
+def fresh_sym(extent: Index | int | None, prefix: str = "w") -> Sym:
     return Sym(f"{prefix}{next(_fresh)}", extent)
 
 

@@ -52,7 +52,8 @@ class Sym(Atom):
     name: str
     extent: Index | None
 
-    def __new__(cls, name: str, extent: IndexLike | None = None, lo: int = 0, hi: int | None = None) -> Sym:
+    def __new__(cls, name: str, extent: IndexLike | None = None, lo: int | None = 0,
+                hi: int | None = None) -> Sym:
         ext = None if extent is None else as_index(extent)
         if ext is not None and hi is None:
             top = ext.bounds()[1]
@@ -365,8 +366,10 @@ def _normal(acc: dict[Monomial, int], const: int) -> Index:
 
 
 def upper(e: Index) -> Index:
-    """A symbolic upper bound: every loop variable with a symbolic extent at its last value."""
-    last = {s: s.extent - 1 for s in e.symbols() if s.extent is not None and s.hi is None}
+    """A symbolic upper bound: every loop variable at its last value. Without sizes, the ranges say as much."""
+    if all(s.extent is not None and s.extent.is_const for s in e.symbols()):
+        return e
+    last = {s: s.extent - 1 for s in e.symbols() if s.extent is not None}
     out = as_index(e.const)
     for mono, coef in e.terms:
         term = Index(((mono, coef),), 0)

@@ -24,7 +24,7 @@ from .expr import (
     unary,
     where,
 )
-from .index import Index, IndexLike, as_index
+from .index import Index, IndexLike, as_index, upper
 
 __all__ = [
     "Expr", "Scalar", "abs_", "cast", "check", "clamp", "computed", "const", "eq", "fma", "fold_over", "index_value",
@@ -109,23 +109,28 @@ def philox(seed: Expr, subsequence: Scalar, counter: Expr, word: int = 0) -> Exp
 
 
 def fold_over(bounds: Sequence[tuple[IndexLike, IndexLike]], inits: Sequence[Expr],
-              step: Callable[[tuple[Index, ...], tuple[Expr, ...]], Sequence[Expr]], longest: IndexLike | None = None
-              ) -> tuple[Expr, ...]:
+              step: Callable[[tuple[Index, ...], tuple[Expr, ...]], Sequence[Expr]]) -> tuple[Expr, ...]:
     """A small loop nest inside an expression: carries start at `inits` and become step(index, carries).
 
-    bounds: (first, one past the last) per loop; `longest`: the most steps any loop can take, if known.
+    bounds: (first, one past the last) per loop.
     """
     loops = []
     for lo, hi in bounds:
         lo, hi = as_index(lo), as_index(hi)
-        low, high = lo.bounds()[0], hi.bounds()[1]
-        sym = fresh_sym(hi) if high is None else fresh_sym(max(high, 1))
+        low = lo.bounds()[0]
         if low is not None and low < 0:
             raise ValueError("fold_over: loops start at zero or later; shift the index inside the step")
-        loops.append((sym, lo, hi))
+        loops.append((fresh_sym(_extent(hi)), lo, hi))
     carries = tuple(fresh_carry(e.dtype) for e in inits)
     updates = tuple(step(tuple(as_index(v) for v, _, _ in loops), carries))
     return fold(tuple(loops), carries, tuple(inits), updates)
+
+
+def _extent(end: Index) -> Index | None:
+    """The most that a loop's end can be, in sizes alone: loop variables around it are split and renamed later on."""
+    high = end.bounds()[1]
+    most = upper(end) if high is None else as_index(max(high, 1))
+    return most if all(s.extent is None for s in most.symbols()) else None
 
 
 def window(sizes: Sequence[IndexLike], inits: Sequence[Expr],

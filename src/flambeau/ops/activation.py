@@ -132,7 +132,8 @@ def elu(x: Expr, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> 
 
 
 @lower(aten.elu_backward)
-def elu_backward(grad: Value, alpha: float, scale: float, input_scale: float, is_result: bool, x: Value) -> Value:
+def elu_backward(grad: Value, alpha: float, scale: float, input_scale: float, is_result: bool,
+                 x: Value) -> Value:
     def formula(grad: Expr, x: Expr) -> Expr:
         growth = x + alpha * scale if is_result else exp(x * input_scale) * (alpha * scale)
         return where(x > 0, grad * scale, grad * input_scale * growth)
@@ -213,15 +214,24 @@ def silu_backward(grad: Expr, x: Expr) -> Expr:
     return grad * y * (1 + x * (1 - y))
 
 
+def _mish_ratio(x: Expr) -> Expr:
+    """n with tanh(log(1 + e^x)) = n / (n + 2): no cancellation, and beyond 20 the quotient is one anyway."""
+    e = exp(minimum(x, 20))
+    return e * (e + 2)
+
+
 @lower_pointwise(aten.mish)
 def mish(x: Expr) -> Expr:
-    return x * tanh(log1p(exp(x)))
+    """x * tanh(softplus(x))"""
+    n = _mish_ratio(x)
+    return x * (n / (n + 2))
 
 
 @lower_pointwise(aten.mish_backward)
 def mish_backward(grad: Expr, x: Expr) -> Expr:
-    y = tanh(log1p(exp(x)))
-    return grad * (y + x * sigmoid(x) * (1 - y * y))
+    n = _mish_ratio(x)
+    y, slope = n / (n + 2), 4 * (n + 1) / ((n + 2) * (n + 2))
+    return grad * (y + x * sigmoid(x) * slope)
 
 
 def _halves(x: Value, dim: int) -> tuple[tuple[Index, ...], Any, Any]:
@@ -229,9 +239,10 @@ def _halves(x: Value, dim: int) -> tuple[tuple[Index, ...], Any, Any]:
     dim = wrap_dim(dim, x.rank)
     size = x.shape[dim] // 2
     shape = tuple(size if k == dim else n for k, n in enumerate(x.shape))
+    compute = opmath(x.dtype)
 
     def half(shift: Index | int) -> Any:
-        return lambda i: cast(x.load([n + shift if k == dim else n for k, n in enumerate(i)]), opmath(x.dtype))
+        return lambda i: cast(x.load([n + shift if k == dim else n for k, n in enumerate(i)]), compute)
 
     return shape, half(0), half(size)
 

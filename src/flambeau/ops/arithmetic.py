@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.inductor_prims  # defines prims.fma
 import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
@@ -253,7 +254,8 @@ def clamp_between(x: Expr, min: Expr | None = None, max: Expr | None = None) -> 
 
 
 @lower(aten.nan_to_num)
-def nan_to_num(x: Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Value:
+def nan_to_num(x: Value, nan: float | None = None, posinf: float | None = None,
+               neginf: float | None = None) -> Value:
     if not is_float(x.dtype):
         return build.pointwise(x.shape, x.load)
     limits = torch.finfo(x.dtype)

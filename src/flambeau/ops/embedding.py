@@ -164,13 +164,10 @@ def adjacent(v: Value, dim: int) -> bool:
     strides = build.graph().buffers[v.buffer].strides
     if strides is None:
         return True
-    step = as_index(0)
+    offset = as_index(0)
     for s, at in zip(strides, v.index, strict=True):
-        c = at.coefficient(dim_vars(v.shape)[dim])
-        if c is None:
-            return False
-        step = step + s * c
-    return step is as_index(1) or v.shape[dim] is as_index(1)
+        offset = offset + s * at
+    return v.shape[dim] is as_index(1) or offset.coefficient(dim_vars(v.shape)[dim]) is as_index(1)
 
 
 @lower(aten._embedding_bag)

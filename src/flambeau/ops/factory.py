@@ -30,10 +30,6 @@ def constant(shape: Sequence[IndexLike], value: Any, dtype: DType | None) -> Val
     return build.pointwise(shape, lambda i: scalar_at(value, (), dtype, dtype))
 
 
-def default_float(dtype: DType | None) -> DType:
-    return dtype or torch.get_default_dtype()
-
-
 # ---- constants -----------------------------------------------------------------------------------------
 
 
@@ -48,7 +44,8 @@ def full_like(x: Value, fill_value: Any, *, dtype: DType | None = None, **place:
 
 
 @lower(aten.new_full)
-def new_full(x: Value, size: Sequence[IndexLike], fill_value: Any, *, dtype: DType | None = None, **place: Any) -> Value:
+def new_full(x: Value, size: Sequence[IndexLike], fill_value: Any, *, dtype: DType | None = None,
+             **place: Any) -> Value:
     return constant(size, fill_value, dtype or x.dtype)
 
 
@@ -67,10 +64,11 @@ def _filled_with(value: int, of_size: Sequence[Any], of_other: Sequence[Any], li
 
     @lower(*of_size)
     def by_size(size: Sequence[IndexLike], *layout: Any, dtype: DType | None = None, **place: Any) -> Value:
-        return constant(size, value, default_float(dtype))
+        return constant(size, value, dtype or torch.get_default_dtype())
 
     @lower(*of_other)
-    def by_other(x: Value, size: Sequence[IndexLike], *layout: Any, dtype: DType | None = None, **place: Any) -> Value:
+    def by_other(x: Value, size: Sequence[IndexLike], *layout: Any, dtype: DType | None = None,
+                 **place: Any) -> Value:
         return constant(size, value, dtype or x.dtype)
 
     @lower(*like)
@@ -81,8 +79,9 @@ def _filled_with(value: int, of_size: Sequence[Any], of_other: Sequence[Any], li
 _filled_with(0, [aten.zeros, aten._efficientzerotensor], [aten.new_zeros], [aten.zeros_like, aten.zero])
 _filled_with(1, [aten.ones], [aten.new_ones], [aten.ones_like])
 # What an empty tensor holds is undefined; zeros fuse away like any constant.
-_filled_with(0, [aten.empty, aten.empty_strided, aten.empty_permuted, prims.empty_strided, prims.empty_permuted],
-             [aten.new_empty, aten.new_empty_strided], [aten.empty_like])
+_filled_with(
+    0, [aten.empty, aten.empty_strided, aten.empty_permuted, prims.empty_strided, prims.empty_permuted],
+    [aten.new_empty, aten.new_empty_strided], [aten.empty_like])
 
 
 # ---- ranges --------------------------------------------------------------------------------------------
@@ -135,10 +134,11 @@ def arange_start(start: Any, end: Any, **options: Any) -> Value:
 
 
 @lower(aten.range)
-def inclusive_range(start: float, end: float, step: float = 1, *, dtype: DType | None = None, **place: Any) -> Value:
-    dtype = default_float(dtype)
-    return build.pointwise((int((end - start) / step) + 1,),
-                           lambda i: index_value(i[0], torch.float64) * step + start, dtype)
+def inclusive_range(start: float, end: float, step: float = 1, *, dtype: DType | None = None,
+                    **place: Any) -> Value:
+    length = int((end - start) / step) + 1
+    return build.pointwise((length,), lambda i: index_value(i[0], torch.float64) * step + start,
+                           dtype or torch.get_default_dtype())
 
 
 @lower(prims.iota)
@@ -149,8 +149,8 @@ def iota(length: IndexLike, *, start: Any, step: Any, dtype: DType, **place: Any
 def _even_steps(start: Any, end: Any, steps: IndexLike, dtype: DType, i: Index) -> Expr:
     """Counted from the nearer end, so that both ends are exact."""
     compute = opmath(dtype) if is_float(dtype) else torch.float64
-    low, high = (scalar_at(n, (), dtype, compute) if isinstance(n, Value) or is_float(dtype) else const(int(n), compute)
-                 for n in (start, end))
+    low, high = (const(int(n), compute) if isinstance(n, float) and not is_float(dtype)
+                 else scalar_at(n, (), dtype, compute) for n in (start, end))
     steps = as_index(steps)
     gap = (high - low) / index_value(index_max(steps - 1, 1), compute)
     rising, falling = low + gap * index_value(i, compute), high - gap * index_value(steps - 1 - i, compute)
@@ -159,7 +159,7 @@ def _even_steps(start: Any, end: Any, steps: IndexLike, dtype: DType, i: Index) 
 
 @lower(aten.linspace)
 def linspace(start: Any, end: Any, steps: IndexLike, *, dtype: DType | None = None, **place: Any) -> Value:
-    dtype = default_float(dtype)
+    dtype = dtype or torch.get_default_dtype()
     if dtype not in SUPPORTED:
         return NotImplemented
     return build.pointwise((steps,), lambda i: _even_steps(start, end, steps, dtype, i[0]), dtype)
@@ -168,7 +168,7 @@ def linspace(start: Any, end: Any, steps: IndexLike, *, dtype: DType | None = No
 @lower(aten.logspace)
 def logspace(start: Any, end: Any, steps: IndexLike, base: float = 10.0, *, dtype: DType | None = None,
              **place: Any) -> Value:
-    dtype = default_float(dtype)
+    dtype = dtype or torch.get_default_dtype()
     if dtype not in SUPPORTED:
         return NotImplemented
 
@@ -184,10 +184,11 @@ def logspace(start: Any, end: Any, steps: IndexLike, base: float = 10.0, *, dtyp
 
 @lower(aten.eye)
 def eye(n: IndexLike, m: IndexLike | None = None, *, dtype: DType | None = None, **place: Any) -> Value:
-    dtype = default_float(dtype)
+    dtype = dtype or torch.get_default_dtype()
     if dtype not in SUPPORTED:
         return NotImplemented
-    return build.pointwise((n, n if m is None else m), lambda i: eq(index_value(i[0]), index_value(i[1])), dtype)
+    shape = (n, n if m is None else m)
+    return build.pointwise(shape, lambda i: eq(index_value(i[0]), index_value(i[1])), dtype)
 
 
 def _lower_triangle(rows: int, columns: int, offset: int) -> tuple[int, Callable[[Expr], tuple[Expr, Expr]]]:
@@ -242,13 +243,14 @@ def triu_indices(row: int, col: int, offset: int = 0, *, dtype: DType | None = N
 
 
 def _window(*ops: Any) -> Callable[..., Any]:
-    """Register a window from its formula of the position in [0, 1]; periodic ones leave out the last point."""
+    """Register a window by its formula on [0, 1]; a periodic one leaves out the last point."""
 
     def register(formula: Callable[..., Expr]) -> Callable[..., Any]:
         @lower(*ops)
         @wraps(formula)
-        def window(length: int, periodic: bool = True, *shape: float, dtype: DType | None = None, **place: Any) -> Value:
-            dtype = default_float(dtype)
+        def window(length: int, periodic: bool = True, *shape: float, dtype: DType | None = None,
+                   **place: Any) -> Value:
+            dtype = dtype or torch.get_default_dtype()
             if length == 1:
                 return constant((1,), 1, dtype)
             last = length if periodic else length - 1

@@ -13,22 +13,20 @@ from flambeau.ops.registry import LOWERINGS, lower, overloads
 aten = torch.ops.aten
 
 _UNARY = (
-    "abs", "acos", "asin", "atan", "ceil", "clone", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac",
-    "lgamma", "log", "log10", "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh",
-    "sqrt", "tan", "tanh", "trunc", "zero",
+    "abs", "acos", "asin", "atan", "ceil", "clone", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor",
+    "frac", "lgamma", "log", "log10", "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid",
+    "sign", "sin", "sinh", "sqrt", "tan", "tanh", "trunc", "zero",
 )
-_BINARY = {
+_OTHERS = {
     "add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "div": aten.div.Tensor,
     "pow": aten.pow.Tensor_Tensor, "maximum": aten.maximum.default, "minimum": aten.minimum.default,
     "clamp_min": aten.clamp_min.Tensor, "clamp_max": aten.clamp_max.Tensor, "lerp": aten.lerp.Tensor,
+    "addcmul": aten.addcmul.default, "addcdiv": aten.addcdiv.default,
     "copy": aten.copy.default, "mm": aten.mm.default,
     "norm": aten.linalg_vector_norm.default, "max": aten.max.default,
 }
 # The operator on one tensor, for each operator on lists.
-_ONE: dict[str, torch._ops.OpOverload] = {
-    **{name: getattr(aten, name).default for name in _UNARY}, **_BINARY,
-    "addcmul": aten.addcmul.default, "addcdiv": aten.addcdiv.default,
-}
+_ONE: dict[str, torch._ops.OpOverload] = {**{name: getattr(aten, name).default for name in _UNARY}, **_OTHERS}
 
 
 def along_lists(overload: torch._ops.OpOverload, one: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
-"""Random numbers: Philox 4x32-10, counted by element, so that a draw depends on its seed and its place alone.
+"""Random numbers: Philox 4x32-10, counted by element: a draw depends on its seed and its place alone.
 
-Every random operator has a seed, drawn anew for each run. An element's linear index is its counter, and gives it four
-words of 32 bits. With a number of the operator in the kernel instead, equal layers would have different kernels.
+Every random operator has a seed of its own, drawn anew for each run; an element's linear index is its
+counter and gives it four words of 32 bits. One seed and a number for each operator would do as well, but
+a number in the text of a kernel would give equal layers different kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import SUPPORTED, DType, is_float, opmath
+from flambeau.ir.dtypes import SUPPORTED, DType, highest, is_float, opmath
 from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, contiguous_strides
@@ -43,12 +44,8 @@ class Stream:
         """32 bits as an int64."""
         return philox(self._seed, 0, self._place, k)
 
-    def bits(self, count: int) -> Expr:
-        """An integer in [0, 2^count), count up to 63, from the first two words."""
-        return binary("shl", self.word(0), count - 32) | binary("shr", self.word(1), 64 - count)
-
     def uniform(self, dtype: DType, pair: int = 0) -> Expr:
-        """In [0, 1), a multiple of the last place below one in that dtype, so that no rounding makes it one."""
+        """In [0, 1), a multiple of the dtype's last place below one: no rounding makes it one."""
         compute, first, second = opmath(dtype), self.word(2 * pair), self.word(2 * pair + 1)
         if dtype is torch.float64:
             return (_small(first, 5, compute) * 2.0**26 + _small(second, 6, compute)) * 2.0**-53
@@ -56,11 +53,11 @@ class Stream:
         return _small(first, 32 - digits, compute) * 2.0**-digits
 
     def open_uniform(self, dtype: DType) -> Expr:
-        """In (0, 1], with every bit there is near zero: a logarithm makes the tail of a distribution of it."""
+        """In (0, 1], with every bit there is near zero, which a logarithm makes the tail of."""
         if dtype is torch.float64:
             return self.uniform(dtype) + 2.0**-53
-        low = self.word(0) & 0xFFFF
-        return _small(self.word(0), 16, torch.float32) * 2.0**-16 + _small(low + 1, 0, torch.float32) * 2.0**-32
+        high, low = _small(self.word(0), 16, torch.float32), self.word(0) & 0xFFFF
+        return high * 2.0**-16 + _small(low + 1, 0, torch.float32) * 2.0**-32
 
     def normal(self, dtype: DType) -> Expr:
         """Box and Muller's transform."""
@@ -72,23 +69,29 @@ class Stream:
         return maximum(-log(self.open_uniform(dtype)), torch.finfo(opmath(dtype)).eps / 2)
 
     def below(self, count: Any) -> Expr:
-        """An int64 in [0, count); count is a number up to 2^64 or an Index."""
+        """An integer in [0, count), as a uint64; count is a number up to 2^64 or an Index.
+
+        The high word of bits * count: the values that the bits cannot share out evenly are spread over the range.
+        """
+        high, low = (cast(self.word(k), torch.uint64) for k in (0, 1))
         if isinstance(count, Index):
-            return binary("mod", self.bits(63), index_value(count))
-        if count <= _SMALL_RANGE:
-            return binary("shr", self.word(0) * count, 32)
-        if count <= 2**63:
-            return self.bits(63) if count == 2**63 else binary("mod", self.bits(63), const(count, torch.int64))
-        # Beyond the signed integers: all 64 bits, and what lies past the count wraps around once.
-        raw = binary("shl", self.word(0), 32) | self.word(1)
-        if count == 2**64:
-            return raw
-        flip = const(-(2**63), torch.int64)
-        return where((raw ^ flip) >= (const(count, torch.int64) ^ flip), raw - const(count, torch.int64), raw)
+            count = cast(index_value(count), torch.uint64)
+        elif count == 2**64:
+            return binary("shl", high, 32) | low
+        elif count <= _SMALL_RANGE:
+            return binary("shr", high * count, 32)
+        else:
+            count = const(count, torch.uint64)
+        # 64 by 64 bits in words of 32; no partial sum needs more than 64.
+        count_high, count_low = binary("shr", count, 32), count & _WORD
+        middle = high * count_low + binary("shr", low * count_low, 32)
+        other = low * count_high + (middle & _WORD)
+        return high * count_high + binary("shr", middle, 32) + binary("shr", other, 32)
 
 
 _MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-_SMALL_RANGE = 2**28  # as in ATen: up to here, 32 bits make every value equally likely, but for one part in 16
+_SMALL_RANGE = 2**28  # as in ATen, which draws 64 bits beyond
+_WORD = 2**32 - 1
 
 
 def _small(word: Expr, shift: int, dtype: DType) -> Expr:
@@ -96,7 +99,10 @@ def _small(word: Expr, shift: int, dtype: DType) -> Expr:
     return cast(cast(binary("shr", word, shift) if shift else word, torch.int32), dtype)
 
 
-def draw(shape: Sequence[IndexLike], dtype: DType, body: Callable[[Stream, tuple[Index, ...]], Expr]) -> Value:
+Body = Callable[[Stream, tuple[Index, ...]], Expr]
+
+
+def draw(shape: Sequence[IndexLike], dtype: DType, body: Body) -> Value:
     """The value of `shape` whose element i is body(random bits, i)."""
     if dtype not in SUPPORTED:
         return NotImplemented
@@ -143,7 +149,8 @@ def uniform(x: Value, low: float = 0.0, high: float = 1.0) -> Value:
 
 
 @without_generator(prims.uniform)
-def prims_uniform(shape: Sequence[IndexLike], *, low: float, high: float, dtype: DType, **place: Any) -> Value:
+def prims_uniform(shape: Sequence[IndexLike], *, low: float, high: float, dtype: DType,
+                  **place: Any) -> Value:
     return draw(shape, dtype, lambda r, i: r.uniform(dtype) * (high - low) + low)
 
 
@@ -216,19 +223,16 @@ def cauchy(x: Value, median: float = 0.0, sigma: float = 1.0) -> Value:
 
 
 def _integer_between(r: Stream, low: Any, high: Any) -> Expr:
-    """In [low, high), as an int64."""
+    """In [low, high); unsigned until the end, because the range may be most of the integers."""
     count = high - low
-    if isinstance(count, Index) and count.is_const:
-        count = int(count)
-    if isinstance(count, Index):
-        return r.below(count) + index_value(as_index(low))
-    # The sum goes around the signed integers when the range is most of them.
-    unsigned = cast(r.below(count), torch.uint64) + const(int(low), torch.uint64)
-    return cast(unsigned, torch.int64) if count > 2**63 else r.below(count) + int(low)
+    first = index_value(low) if isinstance(low, Index) else const(low, torch.int64)
+    count = int(count) if isinstance(count, Index) and count.is_const else count
+    return cast(r.below(count) + cast(first, torch.uint64), torch.int64)
 
 
 @without_generator(aten.randint.low, aten.randint.low_generator)
-def randint(low: Any, high: Any, size: Sequence[IndexLike], *, dtype: DType | None = torch.int64, **place: Any) -> Value:
+def randint(low: Any, high: Any, size: Sequence[IndexLike], *, dtype: DType | None = torch.int64,
+            **place: Any) -> Value:
     return draw(size, dtype or torch.int64, lambda r, i: _integer_between(r, low, high))
 
 
@@ -252,8 +256,7 @@ def random(x: Value, *bounds: Any) -> Value:
     """With no upper bound, to the last integer up to which the dtype has them all."""
     low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, None)
     if high is None:
-        last = 2 ** _MANTISSA[x.dtype] if is_float(x.dtype) else 1 if x.dtype is torch.bool else torch.iinfo(x.dtype).max
-        high = last + 1
+        high = 1 + (2 ** _MANTISSA[x.dtype] if is_float(x.dtype) else int(highest(x.dtype)))
     return randint(low, high, x.shape, dtype=x.dtype)
 
 
@@ -304,9 +307,9 @@ def native_dropout_backward(grad: Value, mask: Value, scale: float) -> Value:
 
 
 @without_generator(aten.rrelu_with_noise_functional)
-def rrelu_with_noise(x: Value, noise: Value, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
-                     ) -> tuple[Value, Value]:
-    """A leaky relu whose slope is drawn for each element in training; the noise tells the gradient the slopes."""
+def rrelu_with_noise(x: Value, noise: Value, lower: float = 1 / 8, upper: float = 1 / 3,
+                     training: bool = False) -> tuple[Value, Value]:
+    """A leaky relu whose slopes are drawn in training; the noise keeps them for the gradient."""
     if not training:
         slope = (lower + upper) / 2
         return pointwise(lambda v: where(v > 0, v, v * slope))(x), noise

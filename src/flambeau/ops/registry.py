@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from flambeau.ir.nodes import Value
 F = TypeVar("F", bound=Callable[..., Any])
 
 LOWERINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+FAMILIES: dict[torch._ops.OpOverload, str] = {}  # the file whose lowering it is
 
 
 def overloads(op: Any) -> Iterable[torch._ops.OpOverload]:
@@ -35,13 +37,24 @@ def lower(*ops: Any) -> Callable[[F], F]:
     Value or a tuple of them. Returning NotImplemented hands this call to ATen, counted and named.
     """
 
+    family = registering_file()
+
     def register(fn: F) -> F:
         for op in ops:
             for overload in overloads(op):
                 LOWERINGS[overload] = fn
+                FAMILIES[overload] = family
         return fn
 
     return register
+
+
+def registering_file() -> str:
+    """The file that registers now. The lowering does not tell: its formula may stand in ir/scalar.py."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"] == __name__:
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"]).rpartition(".")[2]
 
 
 def is_number(x: Any) -> bool:

@@ -44,7 +44,7 @@ ZEROS, BORDER, REFLECTION = range(3)
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of the image, from a coordinate in [-1, 1] to a position in [0, size): grid_sampler_2d."""
+    """One dimension of the image: from [-1, 1] to a position in [0, size), as in grid_sampler_2d."""
 
     size: Index
     padding: int
@@ -196,7 +196,8 @@ def taps(axis: Axis, mode: int, coordinate: Expr, backward: bool = False) -> Tap
 class Sampler:
     """The geometry of one call: which taps output (n, *o) has along each dimension."""
 
-    def __init__(self, image: Value, grid: Value, mode: int, padding: int, align: bool, kind: type[Axis]) -> None:
+    def __init__(self, image: Value, grid: Value, mode: int, padding: int, align: bool,
+                 kind: type[Axis]) -> None:
         self.image, self.grid, self.mode, self.kind = image, grid, mode, kind
         self.axes = [kind(n, padding, align) for n in image.shape[2:]]
         self.rank = len(self.axes)

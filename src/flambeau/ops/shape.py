@@ -15,7 +15,7 @@ from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, mi
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import fold_over, window
 
-from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim
+from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
 from .view import (
     along,
     diagonal,
@@ -129,7 +129,8 @@ def reflection_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
 def replication_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
     pads = _pads(padding, x.rank)
     return x.view(_padded(x.shape, pads), lambda i: [
-        minimum(maximum(k - before, 0), n - 1) for k, n, (before, _) in zip(i, x.shape, pads)])
+        k if before is ZERO and after is ZERO else maximum(minimum(k - before, n - 1), 0)
+        for k, n, (before, after) in zip(i, x.shape, pads)])
 
 
 @lower(aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward)
@@ -164,22 +165,27 @@ def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]
     """An inner point was read once, an edge point by all the padding beyond it as well."""
     pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
     spread = [d for d, (before, after) in enumerate(pads) if before is not ZERO or after is not ZERO]
+    if not spread:
+        return grad
 
     def readers(d: int, k: Index) -> tuple[Index, Index]:
-        n, (before, after) = x.shape[d], pads[d]
-        first = k + before * minimum(k, 1)
-        last = k + before + after * (1 - minimum(n - 1 - k, 1))
-        return maximum(first, 0), minimum(last + 1, grad.shape[d])
+        """The first, and how many there are."""
+        before, after = pads[d]
+        inner_left = minimum(k, 1)  # 0 at the edge, else 1
+        inner_right = minimum(maximum(x.shape[d] - 1 - k, 0), 1)
+        return k + before * inner_left, before * (1 - inner_left) + 1 + after * (1 - inner_right)
 
     def body(i: tuple[Index, ...]) -> Expr:
-        def add(at: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
-            where_ = list(i)
-            for d, k in zip(spread, at):
-                where_[d] = k
-            return (carry[0] + cast(grad.load(where_), dtype),)
+        runs = [readers(d, i[d]) for d in spread]
 
-        bounds = [readers(d, i[d]) for d in spread]
-        return fold_over(bounds, [const(0, dtype)], add)[0] if spread else grad.load(i)
+        def add(step: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+            at, inside = list(i), const(True, torch.bool)
+            for d, (first, _), k in zip(spread, runs, step):
+                at[d] = first + k
+                inside = inside & within(at[d], 0, grad.shape[d])  # a negative pad cuts readers off
+            return (carry[0] + where(inside, cast(grad.load(at, inside), dtype), const(0, dtype)),)
+
+        return fold_over([(0, count) for _, count in runs], [const(0, dtype)], add)[0]
 
     return build.pointwise(x.shape, body, grad.dtype)
 
@@ -189,8 +195,14 @@ def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]
 
 @lower(aten.flip)
 def flip(x: Value, dims: Sequence[int]) -> Value:
-    turned = {wrap_dim(d, x.rank) for d in dims}
-    return x.view(x.shape, lambda i: [x.shape[d] - 1 - k if d in turned else k for d, k in enumerate(i)])
+    for d in wrap_dims(list(dims), x.rank) if dims else ():
+        x = _flipped(x, d)
+    return x
+
+
+def _flipped(x: Value, dim: int) -> Value:
+    n = x.shape[dim]
+    return along(x, dim, n, lambda i: n - 1 - i)
 
 
 @lower(aten.roll)

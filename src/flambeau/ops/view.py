@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import DType, is_float, opmath
+from flambeau.ir.dtypes import DType, is_bool, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import (
     ONE,
@@ -24,7 +24,7 @@ from flambeau.ir.index import (
     product,
 )
 from flambeau.ir.nodes import Value, as_indices, contiguous_strides, dim_vars
-from flambeau.ir.scalar import eq, fold_over
+from flambeau.ir.scalar import eq, window
 
 from .registry import lower, to_dtype, wrap_dim
 
@@ -89,6 +89,8 @@ def regroup(index: Sequence[Index], new: Sequence[Index], old: Sequence[Index]) 
     fine_new = [k for k, n in enumerate(new) if n is not ONE]
     fine_old = [k for k, n in enumerate(old) if n is not ONE]
     cuts = {product(new[k] for k in fine_new[:end]): end for end in range(1, len(fine_new) + 1)}
+    # The ends meet, also where sizes such as 4 * (n // 4) and n do not show that they are equal.
+    cuts[product(old)] = len(fine_new)
     a = b = 0
     for end in range(1, len(fine_old) + 1):
         stop = cuts.get(product(old[k] for k in fine_old[:end]))
@@ -102,8 +104,6 @@ def regroup(index: Sequence[Index], new: Sequence[Index], old: Sequence[Index]) 
             at = linear // product(old[m] for m in group[position + 1:])
             out[k] = at % old[k] if position else at
         a, b = end, stop
-    if a != len(fine_old) or b != len(fine_new):
-        raise ValueError(f"reshape: {list(old)} and {list(new)} hold different numbers of elements")
     return out
 
 
@@ -135,9 +135,11 @@ def alias(x: Value) -> Value:
 def view_dtype(x: Value, dtype: DType) -> Any:
     if dtype is x.dtype:
         return x
-    if dtype.itemsize != x.dtype.itemsize or is_float(dtype) or is_float(x.dtype) or dtype is torch.bool:
-        return NotImplemented
-    return to_dtype(x, dtype)  # integers of one width: conversion keeps the bits
+    if dtype.itemsize != x.dtype.itemsize or is_bool(dtype):
+        return NotImplemented  # neighbours would join or split; or bytes other than 0 and 1 become bools
+    if is_bool(x.dtype):
+        return to_dtype(x, dtype)
+    return build.pointwise(x.shape, lambda i: Expr("bitcast", dtype, (x.load(i),)))
 
 
 @lower(aten.permute, aten.permute_copy)
@@ -372,17 +374,17 @@ def unfold_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, size: int
     if not sizes:
         return reshape(grad, ()) if size == 1 else build.pointwise((), lambda i: const(0, grad.dtype))
     dtype = opmath(grad.dtype)
+    most = -(-size // step)  # windows that can see one point
 
     def body(i: tuple[Index, ...]) -> Expr:
-        at = i[d]
-        first = maximum(at - size + step, 0) // step
-        last = minimum(at // step + 1, grad.shape[d])
+        def add(k: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+            w = i[d] // step - (most - 1) + k[0]
+            within_it = i[d] - w * step
+            sees = within(w, 0, grad.shape[d]) & within(within_it, 0, size)
+            seen = grad.load((*i[:d], w, *i[d + 1:], within_it), sees)
+            return (carry[0] + where(sees, cast(seen, dtype), const(0, dtype)),)
 
-        def add(w: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
-            seen = grad.load((*i[:d], w[0], *i[d + 1:], at - w[0] * step))
-            return (carry[0] + cast(seen, dtype),)
-
-        return fold_over([(first, last)], [const(0, dtype)], add)[0]
+        return window([most], [const(0, dtype)], add)[0]
 
     return build.pointwise(sizes, body, grad.dtype)
 

@@ -63,9 +63,12 @@ def fuse(graph: Graph) -> list[Group | Single]:
     groups: list[Group | Single] = []
     home: dict[str, int] = {}  # buffer -> position of the group that computes it
     sizes = {name: b.numel for name, b in graph.buffers.items()}
+    born: dict[Sym, int] = {}  # a size that data decides -> position of the call whose result has it
     for n in graph.nodes:
         reads = n.reads()
         first = max((home[r] for r in reads if r in home), default=-1)
+        if born:
+            first = max((first, *(born[s] for s in symbols_of(n) if s in born)))
         place = None
         if isinstance(n, (Pointwise, Reduce)):
             place = _find(groups, n, reads, first, sizes)
@@ -81,7 +84,19 @@ def fuse(graph: Graph) -> list[Group | Single]:
             place = len(groups) - 1
         for name in n.names:
             home[name] = place
+        if isinstance(n, Extern):
+            known = set(born).union(*(i.symbols() for v in n.values() for i in v.shape))
+            made = frozenset().union(*(i.symbols() for name in n.names for i in graph.buffers[name].shape))
+            born |= {s: place for s in made - known}
     return groups
+
+
+def symbols_of(n: Node) -> set[Sym]:
+    """The sizes that a node's loops and expressions speak of."""
+    out: set[Sym] = set().union(*(e.symbols() for e in n.exprs()))
+    for v in getattr(n, "vars", ()):
+        out |= v.extent.symbols()
+    return out
 
 
 def _find(groups: list[Group | Single], n: Node, reads: set[str], first: int, sizes: dict[str, Index]) -> int | None:

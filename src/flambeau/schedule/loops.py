@@ -14,7 +14,7 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr, loads, rewrite, walk
+from flambeau.ir.expr import Expr, const, loads, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Index, Op, Sym, as_index, product
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel
@@ -42,9 +42,15 @@ def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) ->
         name, index = x.attr
         if local(name):
             return Expr("local", x.dtype, (), name)
-        return Expr("load", x.dtype, x.args, (name, (address_of(buffers[name], index),)))
+        # What is empty can be read at an index that fails its check, and nowhere else: the check stays, the read goes.
+        mask = (const(False, torch.bool),) if is_empty(buffers[name]) else x.args
+        return Expr("load", x.dtype, mask, (name, (address_of(buffers[name], index),)))
 
     return rewrite(e, fn)
+
+
+def is_empty(b: Buffer) -> bool:
+    return any(n is ZERO for n in b.shape)
 
 
 @dataclass
@@ -80,15 +86,19 @@ class Draft:
 
 
 def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Draft:
-    made = {n for m in g.members for n in m.node.names}
+    # Everything is in the order of its making: equal layers get equal text, in every process.
+    made = dict.fromkeys(n for m in g.members for n in m.node.names)
     items: list[Item] = []
+    axes = g.axes if g.axes is not None else frozenset()
     for m in g.members:
         exprs = tuple(linear(e, buffers, made.__contains__) for e in member_exprs(m))
         combine: Combine | None = m.node.combine if isinstance(m.node, Reduce) else None
-        items.append(Item(m.node.names, m.level, exprs, combine))
+        if combine is not None and not axes and g.segment is None:  # of one element: its components as they are
+            items += [Item((name,), m.level, (e,)) for name, e in zip(m.node.names, exprs, strict=True)]
+        else:
+            items.append(Item(m.node.names, m.level, exprs, combine))
     vars = g.vars
-    axes = g.axes if g.axes is not None else frozenset()
-    stores = {name: address_of(buffers[name], g.written[name][0]) for name in made & stored}
+    stores = {name: address_of(buffers[name], g.written[name][0]) for name in made if name in stored}
     d = Draft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
               stores)
     if g.segment is not None:
@@ -179,7 +189,7 @@ def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
         for i in d.indices():
             for a in i.atoms():
                 if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const:
-                    v = a.a.atom()
+                    v = (a.a - a.a.const).atom()  # x // k, and (x + c) // k as in the gradient of a pooling
                     if isinstance(v, Sym) and v.extent is not None and v.extent.is_const \
                             and any(v in vs for vs in lists) and 1 < a.b.const < v.extent.const \
                             and v.extent.const % a.b.const == 0:
@@ -304,7 +314,9 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     stage(d, has_axes)
     lists = [d.outer, d.inner]
     split_dims(d, lists)
-    candidates = [*d.outer, *d.inner] if g.segment is None else d.outer
+    # A segment's ends are read before its lanes: they may not differ from lane to lane.
+    tied = set().union(*(e.symbols() for e in d.bounds)) if d.bounds else set()
+    candidates = [*d.outer, *d.inner] if g.segment is None else [v for v in d.outer if v not in tied]
     vector = choose_vector(d, candidates) if candidates else None
     d.outer = order(d.outer, d, vector if vector in d.outer else None)
     d.inner = order(d.inner, d, vector if vector in d.inner else None)
@@ -342,7 +354,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         live = tuple(i for i in stages[t] if any(n in used or n in d.stores for n in i.names))
         if live:
             ordered.append(live)
-    kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(sorted(d.stores.items())),
+    kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(d.stores.items()),
                         frozenset(scratch), params_of(d.accesses(), buffers), sizes_of(d), d.bounds, tile,
                         tuple(dict.fromkeys(m.node.origin for m in g.members if m.node.origin)))
     return kernel, extra
@@ -402,6 +414,9 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     fix = lambda e: linear(e.subs(ones), buffers, lambda _: False)  # noqa: E731
     init, value = fix(n.init), fix(n.value)
     mask = None if n.mask is None else fix(n.mask)
+    mode = n.mode
+    if is_empty(buffers[out]):  # its indices are checked, and there is nothing to write to
+        mask, mode = const(False, torch.bool), "set"
     target = []
     for t in n.target:
         probe = fix(Expr("index", _INT64, (), t)) if not t.is_const else None
@@ -435,5 +450,5 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     d.stores[out + "'"] = init_address
     params = params_of([a for a in d.accesses() if a[0] != out + "'"], buffers)
     return ScatterKernel(tuple(out_vars), init, init_address, tuple(vars), frozenset(free), address, owner, owners,
-                         value, n.mode, mask, out, params, sizes_of(d), (n.origin,) if n.origin else ())
+                         value, mode, mask, out, params, sizes_of(d), (n.origin,) if n.origin else ())
 

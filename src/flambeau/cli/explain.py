@@ -1,0 +1,223 @@
+"""`flambeau explain`: what was captured, fused, kept in memory and generated, and why."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from flambeau import OptionError
+
+if TYPE_CHECKING:
+    from flambeau.report.program import Summary
+
+SHORT = 12  # lines of a section, unless --full
+PLACES = {"output": 1, "input": 2}  # the order of the memory table; others come first
+WIDTH = 160  # of a page that is not a terminal: a file is read without wrapped tables
+EPILOG = """\
+FILE:FUNC names a function (or an nn.Module) in a Python file. The file also defines FUNC_inputs() or
+inputs(), which returns the arguments to compile for: a tuple, or one tensor. Where a result requires a
+gradient, the backward graph is compiled and shown as well.
+
+  # example.py
+  import torch
+  def norm(x): return torch.nn.functional.gelu(x - x.mean(-1, keepdim=True))
+  def norm_inputs(): return (torch.randn(64, 512, requires_grad=True),)
+
+  flambeau explain example.py:norm --text
+"""
+
+Subject = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from flambeau.config import Config
+
+    parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("function", nargs="?", metavar="FILE:FUNC", help="a function and its inputs, see below")
+    what.add_argument("--demo", action="store_true", help="a normalisation, an activation and a softmax")
+    what.add_argument("--model", metavar="NAME", help="a training step of a model of the bench suite")
+    parser.add_argument("--size", choices=("tiny", "small"), default="tiny", help="of the model")
+    parser.add_argument("--infer", action="store_true", help="without gradients")
+    parser.add_argument("--numerics", choices=("fast", "eager"), default="fast", help=Config.numerics.doc)
+    parser.add_argument("--text", action="store_true", help="print the generated kernels")
+    parser.add_argument("--full", action="store_true", help="every section whole, not its first lines")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from flambeau.debug import compile_once
+    from flambeau.report.program import summarise
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    function, inputs = subject(args)
+    with torch.set_grad_enabled(not args.infer):
+        graphs = compile_once(function, inputs, numerics=args.numerics)
+    if not graphs:
+        console.print("Nothing was compiled: the function does no work on tensors.")
+        return 1
+    summaries = [summarise(graph) for graph in graphs]
+    for number, summary in enumerate(summaries, 1):
+        show(console, number, summary, None if args.full else SHORT, args.text)
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(s) for s in summaries], indent=1) + "\n")
+    return 0
+
+
+# ---- what to compile -------------------------------------------------------------------------------------
+
+
+def subject(args: argparse.Namespace) -> Subject:
+    if args.demo:
+        return demo_subject()
+    return model_subject(args.model, args.size, args.infer) if args.model else file_subject(args.function)
+
+
+def demo_subject() -> Subject:
+    import torch
+    import torch.nn.functional as F
+
+    def attend(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        y = F.gelu(F.layer_norm(x, x.shape[-1:], weight, bias))
+        return torch.softmax(y @ y.transpose(-1, -2) / x.shape[-1] ** 0.5, dim=-1)
+
+    shapes = ((4, 64, 256), (256,), (256,))
+    return attend, tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
+
+
+def model_subject(name: str, size: str, infer: bool) -> Subject:
+    from flambeau.bench.models import SUITE
+
+    if name not in SUITE:
+        raise OptionError(f"no model is called {name!r}", hint=f"there are {', '.join(SUITE)}")
+    built = SUITE[name].build(size)
+    *inputs, target = built.make_inputs()
+    if infer:
+        return built.module.eval(), tuple(inputs)
+
+    def loss(*inputs: Any) -> Any:
+        return built.loss(built.module(*inputs), target)
+
+    return loss, tuple(inputs)
+
+
+def file_subject(text: str) -> Subject:
+    path, _, name = text.rpartition(":")
+    if not path or not name:
+        raise OptionError(f"{text!r} is not FILE:FUNC", hint="for example model.py:forward")
+    module = load(Path(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise OptionError(f"{path} defines no function {name}")
+    make = getattr(module, f"{name}_inputs", None) or getattr(module, "inputs", None)
+    if not callable(make):
+        raise OptionError(f"{path} does not say what to call {name} with",
+                          hint=f"define {name}_inputs() or inputs(), which returns a tuple of arguments")
+    inputs = make()
+    return function, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+def load(path: Path) -> ModuleType:
+    """The file as a module; its neighbours can be imported, as when it is run as a script."""
+    if not path.is_file():
+        raise OptionError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+# ---- the page --------------------------------------------------------------------------------------------
+
+
+def show(console: Console, number: int, s: Summary, limit: int | None, text: bool) -> None:
+    console.rule(f"[bold]graph {number}[/], {escape(s.headline())}", align="left")
+    section(console, "Captured", [escape(line) for line in s.operators], limit)
+    console.print("[bold]Runs as[/]")
+    console.print(steps_table(s, limit))
+    externs = [f"{n} x {operator}" for operator, n in s.externs.items()]
+    section(console, "Without a lowering: called as ATen", externs, limit)
+    section(console, "Computed once, and never memory",
+            [f"a value of {operator}: {escape(why)}" for operator, why in s.local.items()], limit)
+    console.print(f"[bold]Memory[/]  intermediates of known size share an arena of {s.arena_bytes:,} bytes")
+    console.print(memory_table(s, limit))
+    times = ", ".join(f"{phase} {seconds * 1e3:.0f} ms" for phase, seconds in s.seconds.items())
+    console.print(f"[bold]Time[/]  {times}\n")
+    for name, source in s.texts.items() if text else ():
+        console.print(f"[bold]{name}[/]")
+        if console.is_terminal:
+            console.print(Syntax(source, "cpp", background_color="default", word_wrap=True))
+        else:
+            console.print(source, markup=False, soft_wrap=True)
+
+
+def section(console: Console, title: str, lines: list[str], limit: int | None) -> None:
+    if lines:
+        console.print(f"[bold]{title}[/]")
+        for line in shortened(lines, limit):
+            console.print(f"  {line}", soft_wrap=True)
+        console.print()
+
+
+def shortened(lines: list[str], limit: int | None) -> Iterator[str]:
+    yield from lines[:limit]
+    if limit is not None and len(lines) > limit:
+        yield f"[dim]... {len(lines) - limit} more (--full)[/]"
+
+
+def new_table(*columns: str) -> Table:
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        column.overflow = "fold"
+    table.columns[0].no_wrap = True
+    return table
+
+
+def steps_table(s: Summary, limit: int | None) -> Table:
+    table = new_table("", "step", "operators", "outer", "inner", "vector", "reads", "writes")
+    shown = s.steps if limit is None else s.steps[: 2 * limit]
+    for step in shown:
+        name = f"{step.name} = {step.same_as}" if step.same_as else step.name
+        cells = (step.outer, step.inner, step.vector, " ".join(step.reads), " ".join(step.writes))
+        table.add_row(step.kind, escape(name), ", ".join(step.operators), *cells,
+                      style="cyan" if step.kind == "kernel" else None)
+    if len(shown) < len(s.steps):
+        table.add_row("...", f"{len(s.steps) - len(shown)} more", "(--full)", style="dim")
+    return table
+
+
+def memory_table(s: Summary, limit: int | None) -> Table:
+    """Intermediates first: they are what fusion saves, and inputs and outputs are the caller's."""
+    rows = sorted(s.memory, key=lambda m: (PLACES.get(m.place, 0), -(m.bytes or 0)))
+    shown = rows[:limit]
+    table = new_table("buffer", "type", "place", "bytes", "of operator", "why it is memory")
+    table.columns[3].justify = "right"
+    for m in shown:
+        size = "at run time" if m.bytes is None else f"{m.bytes:,}"
+        table.add_row(m.buffer, escape(m.type), m.place, size, m.operator, m.why)
+    if len(shown) < len(rows):
+        table.add_row("...", f"{len(rows) - len(shown)} more (--full)", style="dim")
+    return table

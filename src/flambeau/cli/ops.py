@@ -1,0 +1,111 @@
+"""`flambeau ops`: the operators by family, and what happens to each in each dtype."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from flambeau import OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+    from flambeau.report.coverage import Operator
+
+# One letter, so that eleven dtypes fit beside the longest name.
+MARKS = {"native": ("N", "green"), "partly": ("P", "green"), "library": ("L", "cyan"),
+         "extern": ("E", "yellow"), "none": (".", "dim")}
+HEADS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64",
+         "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool", "complex64": "c64"}
+EPILOG = """\
+A cell says what torch.compile(backend="flambeau") does with the operator in that dtype on the CPU:
+
+  N  native   compiled by Flambeau
+  P  partly   the same, except for some arguments, with which ATen is called
+  L  library  one call of ATen's library (matrix products, convolutions, attention)
+  E  extern   called as it is in ATen
+  .  none     PyTorch does not have the operator in this dtype on the CPU
+
+Nothing is run for this. N and P follow from the lowering and from the dtypes of the loop language, which
+every lowering is written for; whether PyTorch has the operator in a dtype is taken from PyTorch's operator
+tests (OpInfo). Small letters (n, p, l, e): OpInfo does not know the operator, so its dtypes are assumed.
+Operators that PyTorch takes apart before a backend sees them have no row: their parts have.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--family", metavar="NAME", help="a file of flambeau/ops, such as activation")
+    parser.add_argument("--dtype", metavar="D", action="append", help="a column, such as int64; repeatable")
+    parser.add_argument("--filter", metavar="TEXT", help="operators whose name contains TEXT")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+
+
+def run(args: argparse.Namespace) -> int:
+    from flambeau.report.coverage import DTYPES, coverage
+
+    console = Console(highlight=False)
+    every = coverage([dtype_named(d) for d in args.dtype] if args.dtype else DTYPES)
+    families = list(dict.fromkeys(row.family for row in every))
+    if args.family and args.family not in families:
+        raise OptionError(f"no family is called {args.family!r}", hint=f"there are {', '.join(families)}")
+    rows = [row for row in every if (not args.family or row.family == args.family)
+            and (not args.filter or args.filter in row.name)]
+    if not rows:
+        console.print(f"No operator matches --filter {args.filter!r}.", markup=False)
+        return 1
+    for family, members in groupby(rows, key=lambda row: row.family):
+        console.print(family_table(family, list(members)))
+    console.print(totals(rows), soft_wrap=True)
+    if args.json:
+        report = {"operators": [dataclasses.asdict(row) for row in rows], "counts": dict(counts(rows))}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def dtype_named(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(f"torch has no dtype {name!r}", hint=f"for example {', '.join(HEADS)}")
+    return dtype
+
+
+def family_table(family: str, rows: list[Operator]) -> Table:
+    heads = (HEADS.get(dtype, dtype) for dtype in rows[0].cells)
+    table = Table(f"[bold]{family}[/] ({len(rows)})", *heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+                  pad_edge=False)
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "center", True
+    for row in rows:
+        marks = (mark(cell, row.assumed) for cell in row.cells.values())
+        table.add_row(row.name.removeprefix("aten."), *marks)
+    return table
+
+
+def mark(cell: str, assumed: bool) -> str:
+    letter, style = MARKS[cell]
+    return f"[{style}]{letter.lower() if assumed else letter}[/]"
+
+
+def counts(rows: list[Operator]) -> Counter[str]:
+    """Operators by what is best about them: native in one dtype makes an operator native."""
+    return Counter(min(row.cells.values(), key=list(MARKS).index) for row in rows)
+
+
+def totals(rows: list[Operator]) -> str:
+    found = counts(rows)
+    words = [f"[{MARKS[key][1]}]{found[key]} {key}[/]" for key in MARKS if found[key]]
+    return f"{len(rows)} operators ({sum(row.overloads for row in rows)} overloads): {', '.join(words)}. " \
+           "[dim]flambeau ops --help says what the letters mean.[/]"

@@ -1,0 +1,67 @@
+"""Operators kept whole while a graph is captured, where torch takes them apart before any table is asked.
+
+Some operators have Python kernels of torch below autograd that write them as many small ones (upsampling becomes
+a dozen gathers, and its gradient as many scatters). Within `whole_operators` those kernels are put aside for what we
+lower, and the forms of upsampling with a list of scale factors call the plain operator. Their gradients get
+shapes that may be symbolic, which torch's own do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._decomp.decompositions import upsample_compute_output_size
+from torch._prims_common import suggest_memory_format
+
+from flambeau.ops import LOWERINGS, ops_loaded
+
+aten = torch.ops.aten
+
+KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+           "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+           "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+
+
+def by_factors(plain: torch._ops.OpOverload) -> Callable[..., Any]:
+    """op(x, output_size or None, [align_corners], scale_factors or None) as a call of the plain operator."""
+
+    def kernel(x: torch.Tensor, output_size: Any, *rest: Any) -> Any:
+        *align, factors = rest
+        size = upsample_compute_output_size(x.size(), output_size, factors)
+        return plain(x, size, *align, *(factors or ()))
+
+    return kernel
+
+
+def gradient_shape(grad: torch.Tensor, output_size: Any, input_size: Any, *rest: Any, **named: Any) -> torch.Tensor:
+    return grad.new_empty(input_size).to(memory_format=suggest_memory_format(grad))
+
+
+@contextmanager
+def whole_operators() -> Iterator[None]:
+    ops_loaded()
+    wanted: dict[torch._ops.OpOverload, dict[Any, Any]] = {
+        op: {} for op in LOWERINGS if any(k in op.py_kernels for k in KEYS)}
+    for name in RESIZES:
+        packet = getattr(aten, name)
+        if packet.default in LOWERINGS:
+            wanted[packet.vec] = dict.fromkeys(KEYS, by_factors(packet.default))
+            wanted[getattr(aten, name + "_backward").default] = {DispatchKey.Meta: gradient_shape}
+    before = {op: dict(op.py_kernels) for op in wanted}
+    try:
+        for op, kernels in wanted.items():
+            for k in KEYS:
+                op.py_kernels.pop(k, None)
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in before.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()

@@ -1,0 +1,182 @@
+"""What became of a captured graph, as plain data: its steps, what was fused into them, memory, seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.frontends.pipeline import Compiled
+from flambeau.ir.index import Sym
+from flambeau.ir.program import Call, Copy, Kernel, Launch, LoopKernel, ScanKernel
+from flambeau.ops.registry import FAMILIES
+from flambeau.schedule.memory import nbytes, values_in
+
+SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
+         torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+         torch.bool: "bool", torch.complex64: "c64"}
+NAMES = {"kernel": "kernel(s)", "library": "library call(s)", "ATen": "ATen call(s)",
+         "copy": "update(s) of inputs"}
+KINDS = {"contract": "library", "extern": "ATen", "sort": "ATen"}
+MOVES = ("view",)  # families whose operators are index changes: they cost nothing and are not shown as fused
+
+
+@dataclass
+class Step:
+    """One launch, call or copy. The loops are empty where it is not a kernel of ours."""
+
+    kind: str  # kernel, library, ATen or copy
+    name: str
+    operators: list[str]
+    reads: list[str]
+    writes: list[str]
+    outer: str = ""
+    inner: str = ""
+    vector: str = ""
+    same_as: str = ""  # an earlier kernel with the same text: one compilation serves both
+
+
+@dataclass
+class Memory:
+    """A buffer, and why it is one."""
+
+    buffer: str
+    type: str
+    place: str
+    bytes: int | None  # None: known at run time only
+    operator: str
+    why: str
+
+
+@dataclass
+class Summary:
+    direction: str
+    operators: list[str]  # the ATen graph, a line for each call
+    steps: list[Step]
+    memory: list[Memory]
+    local: dict[str, str]  # operators with a value that stays inside its kernel, and why it is computed apart
+    arena_bytes: int
+    externs: dict[str, int]
+    seconds: dict[str, float]
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def count(self, kind: str) -> int:
+        return sum(step.kind == kind for step in self.steps)
+
+    def headline(self) -> str:
+        parts = [f"{n} {name}" for kind, name in NAMES.items() if (n := self.count(kind)) or kind == "kernel"]
+        return f"{self.direction}: {len(self.operators)} operators became {', '.join(parts)}"
+
+
+def summarise(graph: Compiled) -> Summary:
+    """Reads a compiled graph; nothing is run or changed."""
+    p = graph.program
+    calls = [n for n in graph.gm.graph.nodes if n.op == "call_function" and not is_getitem(n)]
+    backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.gm.graph.nodes)
+    origins = {name: node.origin for node in graph.captured.graph.nodes for name in node.names}
+    why = reasons(graph)
+    memory = [Memory(name, typed(b.dtype, b.shape), b.place, nbytes(b), origins.get(name, ""), why[name])
+              for name, b in p.buffers.items()]
+    local = {origins[name]: why for name, why in why.items() if name not in p.buffers and name in origins}
+    return Summary("backward" if backward else "forward", [line(n) for n in calls], steps(graph), memory,
+                   local, p.arena_bytes, dict(graph.captured.externs), dict(graph.seconds),
+                   {t.name: t.text for t in graph.texts})
+
+
+def reasons(graph: Compiled) -> dict[str, str]:
+    """Why each value that was not computed inside its consumer was not: the notes, and the plain cases."""
+    p = graph.program
+    out = dict.fromkeys(p.buffers, "read by a later step")
+    out |= {name: reason for name, _, reason in (note.partition(" is kept: ") for note in p.notes)}
+    for step in p.steps:
+        if isinstance(step, Call):
+            out |= {v.buffer: f"argument of {step.target}" for v in values_in((step.args, step.kwargs))}
+            out |= dict.fromkeys(step.names, f"result of {step.target}")
+    out |= {v.buffer: "output" for v in values_in(p.outputs)}
+    return out | dict.fromkeys(p.inputs, "input") | dict.fromkeys(p.seeds, "seed of random numbers")
+
+
+def is_getitem(n: fx.Node) -> bool:
+    return not isinstance(n.target, torch._ops.OpOverload)
+
+
+def typed(dtype: torch.dtype, shape: Iterable[Any]) -> str:
+    return f"{SHORT.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(map(str, shape))}]"
+
+
+def line(n: fx.Node) -> str:
+    """`gelu: f32[32, 256] = aten.gelu.default(add)`, without what is not a value of the graph."""
+    val = n.meta.get("val")
+    results = val if isinstance(val, (list, tuple)) else [val]
+    types = ", ".join(typed(v.dtype, v.shape) if isinstance(v, torch.Tensor) else str(v) for v in results)
+    return f"{n.name}: {types} = {n.target}({', '.join(str(a) for a in n.args)})"
+
+
+# ---- steps -----------------------------------------------------------------------------------------------
+
+
+def steps(graph: Compiled) -> list[Step]:
+    p, inlined = graph.program, absorbed(graph)
+    out: list[Step] = []
+    first: dict[str, str] = {}
+    for at, step in enumerate(p.steps):
+        if isinstance(step, Launch):
+            kernel, text = p.kernels[step.kernel], graph.texts[step.kernel]
+            outer, inner, vector = loops(kernel)
+            same = first.setdefault(text.text, text.name)
+            params = kernel.params
+            out.append(Step("kernel", text.name, [*inlined[at], *step.origins],
+                            [q.name for q in params if not q.written], [q.name for q in params if q.written],
+                            outer, inner, vector, same if same != text.name else ""))
+        elif isinstance(step, Call):
+            reads = [v.buffer for v in values_in((step.args, step.kwargs))]
+            out.append(Step(KINDS[step.kind], str(step.target).removesuffix(".default"), [step.origin], reads,
+                            list(step.names)))
+        else:
+            out.append(Step("copy", f"{step.dst} <- {step.src.buffer}", [], [step.src.buffer], [step.dst]))
+    return out
+
+
+def loops(kernel: Kernel) -> tuple[str, str, str]:
+    """As text: what the kernel is parallel over, what it walks inside, and the variable that vectorises."""
+
+    def extents(variables: Iterable[Sym]) -> str:
+        return " ".join(f"{v.name}:{v.extent}" for v in variables)
+
+    if isinstance(kernel, LoopKernel):
+        inner = extents(kernel.inner) + (" (a range read from memory)" if kernel.bounds else "")
+        vectors = [v.name for v in (kernel.vector, kernel.tile) if v]  # two: walked in square tiles
+        return extents(kernel.outer), inner, " x ".join(vectors)
+    if isinstance(kernel, ScanKernel):
+        inner = f"scan {extents([kernel.axis])}{' reversed' if kernel.reverse else ''}"
+        return extents(kernel.outer), inner, kernel.vector.name if kernel.vector else ""
+    free = [v for v in kernel.vars if v in kernel.free]
+    rest = [v for v in kernel.vars if v not in kernel.free]
+    return extents(free), f"scatter {kernel.mode} {extents(rest)}", ""
+
+
+def absorbed(graph: Compiled) -> dict[int, list[str]]:
+    """The operators that were computed inside their consumers, by the step that computes them.
+
+    A step names only the operators whose results it makes. One that no step names, and that is no view, lives
+    on inside the steps of its users.
+    """
+    named: dict[str, set[int]] = {}
+    for at, step in enumerate(graph.program.steps):
+        names = step.origins if isinstance(step, Launch) else () if isinstance(step, Copy) else (step.origin,)
+        for name in names:
+            named.setdefault(name, set()).add(at)
+    homes: dict[fx.Node, set[int]] = {}
+    out: dict[int, list[str]] = {at: [] for at in range(len(graph.program.steps))}
+    for n in reversed(graph.gm.graph.nodes):
+        if n.op != "call_function":
+            continue
+        homes[n] = named.get(n.name) or set().union(*(homes.get(u, set()) for u in n.users))
+        if n.name not in named and not is_getitem(n) and FAMILIES.get(n.target) not in MOVES:
+            for at in homes[n]:
+                if isinstance(graph.program.steps[at], Launch):
+                    out[at].insert(0, n.name)
+    return out

@@ -1,0 +1,94 @@
+"""`flambeau explain`: what is compiled is found, and the page says what was fused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flambeau import debug
+from flambeau.cli import main
+from flambeau.frontends import pipeline
+from flambeau.report.program import Summary, summarise
+
+FILE = """
+import torch
+
+def act(x):
+    return torch.relu(x * 2 + 1).sum(-1)
+
+def act_inputs():
+    return torch.randn(8, 32, requires_grad=True)
+
+def lonely(x):
+    return x
+
+inputs = 3
+"""
+
+
+def summaries(function, *inputs: torch.Tensor) -> list[Summary]:  # type: ignore[no-untyped-def]
+    return [summarise(graph) for graph in debug.compile_once(function, inputs)]
+
+
+def test_operators_inside_their_consumer_are_named() -> None:
+    forward, = summaries(lambda x: torch.relu(x * 2 + 1).sum(-1), torch.randn(8, 32))
+    step, = forward.steps
+    assert step.kind == "kernel" and {"mul", "add", "relu"} < set(step.operators)
+    assert (step.reads, forward.arena_bytes) == (["in0"], 0)
+    assert "32" in step.inner
+    assert "KERNEL_NAME" in forward.texts[step.name]
+    assert forward.headline() == "forward: 4 operators became 1 kernel(s)"
+    assert {"lower", "schedule", "codegen", "wait for compiler"} <= forward.seconds.keys()
+
+
+def test_library_calls_and_what_is_memory_for_them() -> None:
+    forward, backward = summaries(lambda x: torch.tanh(x * 3) @ x, torch.randn(16, 16, requires_grad=True))
+    assert (forward.direction, backward.direction) == ("forward", "backward")
+    assert [s.kind for s in forward.steps] == ["kernel", "library"]
+    assert any(m.operator == "tanh" for m in forward.memory)
+    assert any(m.why == "result of aten.mm.default" for m in backward.memory)
+
+
+def test_equal_layers_share_a_kernel() -> None:
+    def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.softmax(x @ w, -1)
+        return x
+
+    forward, = summaries(layers, torch.randn(16, 16), torch.randn(16, 16))
+    kernels = [s for s in forward.steps if s.kind == "kernel"]
+    assert [s.same_as for s in kernels] == ["", "k0", "k0"]
+
+
+def test_collect_ends_with_its_block() -> None:
+    with debug.collect() as graphs:
+        assert len(pipeline.OBSERVERS) == 1
+    assert not pipeline.OBSERVERS and not graphs
+
+
+def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "example.py", tmp_path / "out.json"
+    file.write_text(FILE)
+    assert main(["explain", f"{file}:act", "--text", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "graph 1, forward" in printed and "graph 2, backward" in printed and "KERNEL_NAME" in printed
+    assert len(json.loads(out.read_text())) == 2
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("example.py", "not FILE:FUNC"), ("nothing.py:act", "no file"), ("example.py:absent", "no function"),
+    ("example.py:lonely", "lonely_inputs()")])
+def test_what_is_not_there(name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                           capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "example.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", name]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--model", "nothing"]) == 1
+    assert "gpt" in capsys.readouterr().err

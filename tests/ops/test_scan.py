@@ -1,0 +1,73 @@
+"""Cumulative operators: NaNs and ties, precision over long rows, gradients, flips that cost nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from agreement import agree, through
+from flambeau.frontends.decompositions import table
+from flambeau.frontends.pipeline import compile_graph
+from flambeau.ir.program import ScanKernel
+
+NAN, INF = math.nan, math.inf
+
+
+def every_scan(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+    return x.cumsum(dim), x.cumprod(dim), *x.cummax(dim), *x.cummin(dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_every_dimension(dim: int) -> None:
+    agree(lambda x: (*every_scan(x, dim), x.logcumsumexp(dim)), torch.randn(6, 7, 5, requires_grad=True))
+
+
+def test_later_of_equals_and_latest_nan() -> None:
+    x = torch.tensor([[1.0, 1.0, 0.0, 1.0, 2.0], [NAN, 3.0, NAN, 5.0, 1.0], [-INF, -INF, 1.0, INF, INF],
+                      [0.0, NAN, 7.0, NAN, NAN]])
+    agree(lambda x: (*every_scan(x, 1), *every_scan(x, 0)), x)
+    agree(lambda x: every_scan(x, 1), torch.tensor([[3, 3, 1, 5, 5], [0, -1, -1, 0, 0]]))
+    agree(lambda x: (*x.cummax(1), *x.cummin(1), x.cumsum(1)), torch.rand(3, 6) > 0.5)
+
+
+def test_logcumsumexp_of_infinities() -> None:
+    x = torch.tensor([[-INF, -INF, 1.0, 2.0], [INF, 1.0, INF, -INF], [NAN, 1.0, 2.0, 3.0],
+                      [1.0, NAN, 2.0, 3.0], [1e3, 1e3, -1e3, 0.0], [-1e3, -INF, -999.0, -998.0]])
+    agree(lambda x: (x.logcumsumexp(1), x.logcumsumexp(0)), x)
+
+
+def test_dtypes() -> None:
+    def fn(a, b, c):
+        return (a.cumsum(0), a.cumsum(1, dtype=torch.float32), a.cumprod(0, dtype=torch.int16), b.cumsum(1),
+                c.cumsum(0, dtype=torch.int32), c.cumprod(1, dtype=torch.float64))
+
+    small = torch.randint(0, 9, (4, 5), dtype=torch.uint8)
+    agree(fn, small, torch.rand(4, 5) > 0.5, 3 * torch.randn(4, 5))
+
+
+def test_a_number_and_none() -> None:
+    agree(lambda a, b: (*every_scan(a, 0), a.logcumsumexp(0), *every_scan(b, 1)), torch.tensor(2.0),
+          torch.empty(3, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_rows_keep_their_digits(dtype: torch.dtype) -> None:
+    x = torch.rand(2, 100_000).to(dtype)
+    got = through(lambda x: (x.cumsum(1), x.logcumsumexp(1)))(x)
+    torch.testing.assert_close(got, (x.double().cumsum(1).to(dtype), x.double().logcumsumexp(1).to(dtype)))
+
+
+def test_a_reversed_scan_is_one_kernel() -> None:
+    x = torch.randn(40, 50)
+    gm = torch.fx.experimental.proxy_tensor.make_fx(lambda x: [x.flip(1).cumsum(1).flip(1)], table())(x)
+    for n in gm.graph.nodes:
+        if isinstance(n.meta.get("val"), torch.Tensor):
+            n.meta["val"] = torch._subclasses.FakeTensorMode().from_tensor(torch.empty_strided(
+                n.meta["val"].shape, n.meta["val"].stride()))
+    run = compile_graph(gm)
+    kernels = run.compiled.program.kernels
+    assert sum(isinstance(k, ScanKernel) for k in kernels) == 1
+    assert len(kernels) <= 2
+    torch.testing.assert_close(run([x])[0], x.flip(1).cumsum(1).flip(1))
