@@ -11,17 +11,20 @@ from agreement import agree
 from flambeau.frontends.testing import check_opinfo
 
 SAMPLED = (
-    "full", "full_like", "new_full", "zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones", "arange",
-    "linspace", "linspace_tensor_overload", "logspace", "logspace_tensor_overload", "eye", "scalar_tensor",
+    "full", "full_like", "new_full", "zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones",
+    "arange", "linspace", "linspace_tensor_overload", "logspace", "logspace_tensor_overload", "eye",
+    "scalar_tensor",
 )
 
 
 def test_constants_and_their_dtypes() -> None:
     def fn(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.full((2, 3), 1), torch.full((2,), 1.5), torch.full((), True), torch.full_like(x, 3),
-                torch.full_like(x, 2.7, dtype=torch.int32), x.new_full((2,), -1), torch.zeros(3), torch.zeros(0, 2),
-                torch.ones(2, dtype=torch.bool), torch.zeros_like(x), torch.ones_like(x, dtype=torch.int64),
-                torch.scalar_tensor(3), torch.scalar_tensor(2.5, dtype=torch.float64), x.clone().fill_(4), x * 0 + 1]
+                torch.full_like(x, 2.7, dtype=torch.int32), x.new_full((2,), -1), torch.zeros(3),
+                torch.zeros(0, 2), torch.ones(2, dtype=torch.bool), torch.zeros_like(x),
+                torch.ones_like(x, dtype=torch.int64), torch.scalar_tensor(3),
+                torch.scalar_tensor(2.5, dtype=torch.float64), x.clone().fill_(4),
+                x * 0 + 1]
 
     agree(fn, torch.randn(2, 3).bfloat16())
 
@@ -35,8 +38,8 @@ def test_an_empty_tensor_has_the_right_shape() -> None:
 
 def test_ranges() -> None:
     def fn(x: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.arange(5), torch.arange(2, 9), torch.arange(9, 2, -3), torch.arange(0), torch.arange(5.0),
-                torch.arange(0, 1, 0.1), torch.arange(1, -1, -0.3, dtype=torch.float64),
+        return [torch.arange(5), torch.arange(2, 9), torch.arange(9, 2, -3), torch.arange(0),
+                torch.arange(5.0), torch.arange(0, 1, 0.1), torch.arange(1, -1, -0.3, dtype=torch.float64),
                 torch.arange(0, 5, dtype=torch.int32), torch.arange(3, dtype=torch.bfloat16),
                 torch.arange(0.5, 3.5, dtype=torch.int64), x]
 
@@ -45,8 +48,9 @@ def test_ranges() -> None:
 
 def test_even_steps_are_exact_at_both_ends() -> None:
     def fn(x: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.linspace(0, 1, 7), torch.linspace(3, -2, 100), torch.linspace(-1, 1, 1), torch.linspace(0, 1, 0),
-                torch.linspace(0, 10, 5, dtype=torch.int64), torch.linspace(-7, 9, 33, dtype=torch.int32),
+        return [torch.linspace(0, 1, 7), torch.linspace(3, -2, 100), torch.linspace(-1, 1, 1),
+                torch.linspace(0, 1, 0), torch.linspace(0, 10, 5, dtype=torch.int64),
+                torch.linspace(-7, 9, 33, dtype=torch.int32),
                 torch.linspace(-1, 1, 9, dtype=torch.float64), torch.logspace(-2, 2, 5),
                 torch.logspace(0, 4, 5, base=2, dtype=torch.int64), torch.linspace(x[0], x[1], 4)]
 
@@ -74,7 +78,8 @@ def test_windows() -> None:
         makers = [getattr(torch, f"{name}_window") for name in names]
         out = [make(n, periodic=p) for make in makers for n in (1, 2, 9) for p in (True, False)]
         return [*out, torch.kaiser_window(8, True, 5.0), torch.hamming_window(8, True, 0.5, 0.4),
-                torch.hann_window(8, dtype=torch.float64), torch.eye(3), torch.eye(2, 4, dtype=torch.int64), x]
+                torch.hann_window(8, dtype=torch.float64), torch.eye(3), torch.eye(2, 4, dtype=torch.int64),
+                x]
 
     agree(fn, torch.ones(1))
 

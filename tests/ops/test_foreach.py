@@ -29,8 +29,9 @@ def lists() -> list[torch.Tensor]:
 def test_numbers_and_lists_of_numbers() -> None:
     def fn(a0: torch.Tensor, a1: torch.Tensor, *_: torch.Tensor) -> list[torch.Tensor]:
         a, out = [a0, a1], []
-        for op in (torch._foreach_add, torch._foreach_sub, torch._foreach_mul, torch._foreach_div, torch._foreach_pow,
-                   torch._foreach_maximum, torch._foreach_minimum, torch._foreach_clamp_max):
+        for op in (torch._foreach_add, torch._foreach_sub, torch._foreach_mul, torch._foreach_div,
+                   torch._foreach_pow, torch._foreach_maximum, torch._foreach_minimum,
+                   torch._foreach_clamp_max):
             out += [*op(a, 0.7), *op(a, [0.5, 2.0])]
         return [*out, *torch._foreach_pow(2.0, a)]
 
@@ -40,23 +41,25 @@ def test_numbers_and_lists_of_numbers() -> None:
 def test_lists_of_tensors() -> None:
     def fn(*t: torch.Tensor) -> list[torch.Tensor]:
         a, b, c = list(t[:2]), list(t[2:4]), list(t[4:6])
-        out = [*torch._foreach_add(a, b, alpha=2), *torch._foreach_sub(a, b, alpha=0.5), *torch._foreach_mul(a, b),
-               *torch._foreach_div(a, b), *torch._foreach_pow(a, b), *torch._foreach_maximum(a, b),
-               *torch._foreach_add(a, b[1][0], alpha=3), *torch._foreach_mul(a, b[1][0])]
+        out = [*torch._foreach_add(a, b, alpha=2), *torch._foreach_sub(a, b, alpha=0.5),
+               *torch._foreach_mul(a, b), *torch._foreach_div(a, b), *torch._foreach_pow(a, b),
+               *torch._foreach_maximum(a, b), *torch._foreach_add(a, b[1][0], alpha=3),
+               *torch._foreach_mul(a, b[1][0])]
         for op in (torch._foreach_addcmul, torch._foreach_addcdiv):
-            out += [*op(a, b, c, 0.3), *op(a, b, c, [0.3, 0.4]), *op(a, b, c, torch.tensor([0.3, 0.4]))]
+            out += [*op(a, b, c, 0.3), *op(a, b, c, [0.3, 0.4])]
         return [*out, *torch._foreach_lerp(a, b, c), *torch._foreach_lerp(a, b, 0.3)]
 
     agree(fn, *lists())
 
 
 def test_functions_of_each() -> None:
-    names = ("abs", "acos", "ceil", "cos", "erf", "exp", "expm1", "floor", "frac", "lgamma", "log", "log1p", "neg",
-             "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "tanh", "trunc")
+    names = ("abs", "acos", "ceil", "cos", "erf", "exp", "expm1", "floor", "frac", "lgamma", "log", "log1p",
+             "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "tanh", "trunc")
 
     def fn(*t: torch.Tensor) -> list[torch.Tensor]:
         out = [y for name in names for y in getattr(torch, f"_foreach_{name}")(list(t[:2]))]
-        return [*out, *torch._foreach_norm(list(t)), *torch._foreach_norm(list(t), 1), *torch._foreach_max(list(t))]
+        return [*out, *torch._foreach_norm(list(t)), *torch._foreach_norm(list(t), 1),
+                *torch._foreach_max(list(t))]
 
     agree(fn, *lists())
 

@@ -14,10 +14,11 @@ from flambeau.errors import UnsupportedError
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.index import ONE, Index, Sym
-from flambeau.ir.nodes import Contract, Extern, Graph, Value
+from flambeau.ir.nodes import Contract, Extern, Graph, Value, contiguous_strides
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 
+from .package import Held
 from .symbols import Host, Symbols
 
 aten = torch.ops.aten
@@ -133,9 +134,9 @@ class _Lowering:
         b = self.g.buffers[v.buffer]
         shape = tuple(self.c.symbols.index(s) for s in val.shape)
         fits = dense(shape, want)
-        if b.strides is None and v.is_whole(b) and fits:
-            b.strides = want
-        have = strided(v, b) if b.strides is not None else None
+        if b.strides is None:
+            b.strides = want if v.is_whole(b) and fits else contiguous_strides(b.shape)
+        have = strided(v, b)
         if have is not None and v.buffer not in self.g.inputs and all(
                 h is w or n is ONE for h, w, n in zip(have[0], want, v.shape, strict=True)):
             return v
@@ -145,7 +146,8 @@ class _Lowering:
             return v
         with build.building(self.g, "copy"):
             copy = build.pointwise(v.shape, lambda i: v.load(i))
-        self.g.buffers[copy.buffer].strides = want if fits else None
+        # Holes and overlaps too: whoever was captured with these strides will read by them.
+        self.g.buffers[copy.buffer].strides = want
         return copy
 
     # ---- calls -----------------------------------------------------------------------------------------
@@ -249,19 +251,6 @@ class _Lowering:
         if several:
             return list(made)
         return made[0] if made else None
-
-
-class Held:
-    """A constant tensor of the graph, as a call without arguments."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __call__(self) -> torch.Tensor:
-        return self.tensor
-
-    def __repr__(self) -> str:
-        return f"constant{list(self.tensor.shape)}"
 
 
 def supported(t: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The one executor: a Program becomes a Python function that launches its kernels and makes its calls.
+"""The one executor: a Program becomes a Package, a Python function that launches its kernels and makes its calls.
 
 The function is written out once as straight-line source: no interpretation at run time. Neighbouring launches become
 one native plan over a table of pointers; intermediates of known size live in an arena that runs take turns with.
@@ -6,76 +6,41 @@ one native plan over a table of pointers; intermediates of known size live in an
 
 from __future__ import annotations
 
-import itertools
-import math
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from flambeau.codegen.source import KernelSource
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Value
-from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
+from flambeau.ir.program import Call, Copy, Launch, Program
 from flambeau.schedule.plan import strided
-from flambeau.targets.base import Target
 
+from .package import Package, Step, View, is_operator, operator_path
 from .symbols import Host, python_text
 
-Kernels = dict[int, Any]
+
+def write(p: Program, target: str, kernels: Sequence[KernelSource], sources: dict[Sym, tuple[Any, ...]],
+          positions: list[int], count: int) -> Package:
+    """The package of a program: `kernels` are its kernels' texts, `positions` where its tensors stand among the
+    `count` arguments, `sources` where its sizes come from."""
+    w = Writer(p, sources, positions, count)
+    return Package(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
+                   len(w.slots) + 1)
 
 
-class Arena:
-    """One block of memory and the tensors made over it; a run owns it from start to end."""
+class Writer:
+    """Writes the source of a program's run function, and the tables of what it names."""
 
-    __slots__ = ("memory", "pointer", "tensors")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.pointer = memory.data_ptr()
-        self.tensors: dict[int, list[torch.Tensor]] = {}
-
-
-class ArenaPool:
-    """Arenas that no run is using. A program takes the largest and grows it if it must."""
-
-    def __init__(self) -> None:
-        self.free: dict[str, list[Arena]] = {}
-        self.lock = threading.Lock()
-
-    def take(self, target: Target, nbytes: int) -> Arena:
-        with self.lock:
-            free = self.free.setdefault(target.name, [])
-            if free:
-                a = free.pop()
-                if a.memory.numel() >= nbytes:
-                    return a
-        return Arena(target.empty(nbytes))
-
-    def give(self, target: Target, a: Arena) -> None:
-        with self.lock:
-            free = self.free[target.name]
-            free.append(a)
-            free.sort(key=lambda x: x.memory.numel())
-
-
-POOL = ArenaPool()
-_keys = itertools.count()
-
-
-class Runner:
-    """Writes the source of a program's run function."""
-
-    def __init__(self, p: Program, target: Target, sources: dict[Sym, tuple[Any, ...]], positions: list[int],
-                 count: int) -> None:
-        self.p, self.target = p, target
+    def __init__(self, p: Program, sources: dict[Sym, tuple[Any, ...]], positions: list[int], count: int) -> None:
+        self.p = p
         self.symbols, self.positions, self.count = sources, positions, count
         self.lines: list[str] = []
-        self.scope: dict[str, Any] = {"torch": torch, "math": math, "empty_strided": torch.empty_strided, "POOL": POOL, "TARGET": target,
-                                      "check": check_status, "fit": fit}
+        self.constants: dict[str, Any] = {}
+        self.operators: dict[str, str] = {}
+        self.plans: dict[str, tuple[Step, ...]] = {}
+        self.views: list[View] = []
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
-        self.arena_views: list[tuple[BufferPlan, Any]] = []
         self.bound: set[Sym] = set()
 
     def line(self, text: str) -> None:
@@ -84,8 +49,14 @@ class Runner:
     # ---- texts ---------------------------------------------------------------------------------------
 
     def const(self, x: Any, prefix: str = "c") -> str:
-        name = f"{prefix}{len(self.scope)}"
-        self.scope[name] = x
+        if is_operator(x):
+            return self.named(self.operators, "op", operator_path(x))
+        return self.named(self.constants, prefix, x)
+
+    @staticmethod
+    def named(table: dict[str, Any], prefix: str, x: Any) -> str:
+        name = f"{prefix}{len(table)}"
+        table[name] = x
         return name
 
     def shape(self, sizes: tuple[Index, ...]) -> str:
@@ -102,11 +73,10 @@ class Runner:
         if b.place != "arena":
             return name
         if name not in self.variables:
-            k = len(self.arena_views)
             shape, strides = (tuple(s.const for s in x) for x in (b.shape, b.strides))
-            self.arena_views.append((b, (shape, strides)))
+            self.line(f"{name} = views[{len(self.views)}]")
+            self.views.append(View(b.offset, b.dtype, shape, strides))
             self.variables.add(name)
-            self.line(f"{name} = views[{k}]")
         return name
 
     def value(self, v: Value) -> str:
@@ -143,7 +113,7 @@ class Runner:
 
     # ---- the function ----------------------------------------------------------------------------------
 
-    def build(self, launches: Callable[[Launch], Any]) -> Callable[[list[Any]], list[Any]]:
+    def source(self) -> str:
         p = self.p
         names = [f"_{k}" for k in range(self.count)]
         for buffer, position in zip(p.inputs, self.positions, strict=True):
@@ -160,7 +130,6 @@ class Runner:
         if arena:
             self.line(f"arena = POOL.take(TARGET, {p.arena_bytes})")
             self.line("try:")
-            self.indent = True
             self.line("P[0] = arena.pointer")
             self.line("views = arena.tensors.get(KEY)")
             self.line("if views is None: views = arena.tensors[KEY] = make_views(arena)")
@@ -172,27 +141,14 @@ class Runner:
             if b.place in ("input", "seed") and name in launched:
                 self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
         self.allocate(launched)
-        self.steps(launches, launched)
+        self.steps(launched)
         outs = "".join(self.argument(o) + ", " for o in p.outputs)
         self.line(f"return [{outs}]")
         if arena:
             head = self.lines.index("    try:") + 1
             self.lines[head:] = ["    " + x for x in self.lines[head:]]
             self.lines += ["    finally:", "        POOL.give(TARGET, arena)"]
-        source = "def run(args):\n" + "\n".join(self.lines)
-        self.scope.update(PROTO=[0] * (len(self.slots) + 1), KEY=next(_keys), make_views=self.make_views)
-        exec(compile(source, "<flambeau program>", "exec"), self.scope)
-        run: Callable[[list[Any]], list[Any]] = self.scope["run"]
-        run.source = source  # type: ignore[attr-defined]
-        return run
-
-    def make_views(self, arena: Arena) -> list[torch.Tensor]:
-        out = []
-        for b, (shape, strides) in self.arena_views:
-            typed = arena.memory[b.offset:]
-            typed = typed[:typed.numel() // b.dtype.itemsize * b.dtype.itemsize].view(b.dtype)
-            out.append(typed.as_strided(shape, strides, typed.storage_offset()))
-        return out
+        return "def run(args):\n" + "\n".join(self.lines)
 
     def bind_sizes(self, ready: set[str]) -> None:
         for s, source in self.symbols.items():
@@ -215,17 +171,17 @@ class Runner:
                 if name in launched:
                     self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
 
-    def steps(self, launches: Callable[[Launch], Any], launched: set[str]) -> None:
+    def steps(self, launched: set[str]) -> None:
         p = self.p
-        pending: list[tuple[Any, list[tuple[int, int]], list[int], Launch]] = []
+        pending: list[tuple[Step, tuple[str, ...]]] = []  # with the operators that the kernel computes
         sizes: dict[Sym, int] = {}
 
         def flush() -> None:
             if not pending:
                 return
-            plan = self.const(self.target.plan([(k, a, s) for k, a, s, _ in pending]), "plan")
+            plan = self.named(self.plans, "plan", tuple(step for step, _ in pending))
             table = "(" + "".join(s.name + ", " for s in sizes) + ")"
-            where = self.const([x.origins for *_, x in pending], "w")
+            where = self.const([origins for _, origins in pending], "w")
             self.line(f"bad = {plan}(P, {table})")
             self.line(f"if bad is not None: check(bad, {where})")
             pending.clear()
@@ -233,13 +189,10 @@ class Runner:
 
         for k, step in enumerate(p.steps):
             if isinstance(step, Launch):
-                args = []
-                for name in step.args:
-                    b = p.buffers[name]
-                    args.append((0, b.offset) if b.place == "arena" else (self.slot(name), 0))
-                kernel = p.kernels[step.kernel]
-                slots = [sizes.setdefault(s, len(sizes)) for s in kernel.sizes]
-                pending.append((launches(step), args, slots, step))
+                where = [p.buffers[name] for name in step.args]
+                pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0) for b in where)
+                slots = tuple(sizes.setdefault(s, len(sizes)) for s in p.kernels[step.kernel].sizes)
+                pending.append((Step(step.kernel, pointers, slots), step.origins))
             else:
                 flush()
                 self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
@@ -279,15 +232,3 @@ class Runner:
                 self.line(f"if {name}.stride() != {strides}: {name} = fit({name}, {strides})")
                 if name in launched:
                     self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
-
-
-def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A result whose memory order is not the one the capture promised is brought into it."""
-    if all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), strides, strict=True)) or t.numel() == 0:
-        return t.as_strided(t.shape, strides, t.storage_offset())
-    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-
-
-def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
-    names = ", ".join(origins[bad[0]]) or "a kernel"
-    raise IndexError(f"index out of range in self ({names})")

@@ -21,7 +21,8 @@ from flambeau.schedule.plan import schedule
 from flambeau.targets.base import Build, get_target
 
 from .capture import Captured, capture
-from .executor import Runner
+from .executor import write
+from .package import Package, Run
 
 LOCK = threading.RLock()  # expressions are interned process-wide: one compile at a time
 
@@ -35,14 +36,13 @@ class Compiled:
     program: Program
     texts: list[Any]
     build: Build | None
-    target: Any
+    package: Package
     numerics: str
-    count: int
     seconds: dict[str, float] = field(default_factory=dict)
-    run: Callable[[list[Any]], list[Any]] | None = None
+    run: Run | None = None
     exclude: frozenset[str] = frozenset()
 
-    def finish(self) -> Callable[[list[Any]], list[Any]]:
+    def finish(self) -> Run:
         with LOCK:
             if self.run is not None:
                 return self.run
@@ -52,11 +52,10 @@ class Compiled:
             bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
             if bad:
                 return self.retry(bad)
-            runner = Runner(self.program, self.target, self.captured.sources, self.captured.tensors, self.count)
-            self.run = runner.build(lambda step: kernels[f"k{step.kernel}"])
+            self.run = self.package.bind(kernels)
             return self.run
 
-    def retry(self, bad: dict[int, CompileError]) -> Callable[[list[Any]], list[Any]]:
+    def retry(self, bad: dict[int, CompileError]) -> Run:
         """Kernels that do not build are left to ATen: their operators are called as they are."""
         origins = {o for s in self.program.steps if isinstance(s, Launch) and s.kernel in bad for o in s.origins}
         first = next(iter(bad.values()))
@@ -72,7 +71,7 @@ class Compiled:
 OBSERVERS: list[Callable[[Compiled], None]] = []  # called with every compiled graph; see flambeau.debug
 
 
-def boxed(c: Compiled) -> Callable[[list[Any]], list[Any]]:
+def boxed(c: Compiled) -> Run:
     """A plain function around it: AOTAutograd's wrappers keep a function's attributes, not an object's."""
 
     def run(args: list[Any]) -> list[Any]:
@@ -83,8 +82,7 @@ def boxed(c: Compiled) -> Callable[[list[Any]], list[Any]]:
     return run
 
 
-def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset[str] = frozenset()
-                  ) -> Callable[[list[Any]], list[Any]]:
+def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset[str] = frozenset()) -> Run:
     """A boxed function for a functional ATen graph. What cannot be compiled runs as ATen, with one warning."""
     try:
         # Tensors that the graph holds are real, and are read while AOTAutograd's fake mode is on.
@@ -111,14 +109,15 @@ def _compile(gm: fx.GraphModule, numerics: str, exclude: frozenset[str]) -> Comp
     t3 = time.perf_counter()
     build = target.build(texts) if texts else None
     count = sum(n.op == "placeholder" for n in gm.graph.nodes)
+    package = write(program, target.name, texts, captured.sources, captured.tensors, count)
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
-    made = Compiled(gm, captured, program, texts, build, target, numerics, count, seconds, exclude=exclude)
+    made = Compiled(gm, captured, program, texts, build, package, numerics, seconds, exclude=exclude)
     for observe in OBSERVERS:
         observe(made)
     return made
 
 
-def interpret(gm: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+def interpret(gm: fx.GraphModule) -> Run:
     """The graph as it is, operator by operator."""
 
     def run(args: list[Any]) -> list[Any]:

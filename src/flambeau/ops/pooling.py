@@ -20,7 +20,6 @@ from flambeau.ir.scalar import (
     computed,
     const,
     eq,
-    floordiv,
     fold_over,
     index_value,
     isnan,
@@ -171,13 +170,6 @@ for _rank, _op, _grad_op in ((2, aten.max_pool2d_with_indices, aten.max_pool2d_w
 # ---- mean --------------------------------------------------------------------------------------------
 
 
-def divide(total: Expr, by: Expr) -> Expr:
-    """Integers are divided towards zero, as in C."""
-    if is_float(total.dtype):
-        return total / by
-    return where(total < 0, -floordiv(-total, by), floordiv(total, by))
-
-
 def divisor(axes: Sequence[Axis], o: Place, with_padding: bool, override: int | None, dtype: DType) -> Expr:
     if override is not None:
         return const(override, dtype)
@@ -199,7 +191,8 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                 return (carry[0] + where(inside, cast(x.load((*lead, *p), inside), dtype), 0),)
 
             total, = fold_over([(0, a.kernel) for a in axes], (const(0, dtype),), step)
-            return divide(total, divisor(axes, o, count_include_pad, divisor_override, dtype))
+            # Integers are divided towards zero, as in C.
+            return total / divisor(axes, o, count_include_pad, divisor_override, dtype)
 
         return build.pointwise((*x.shape[:-rank], *(a.out for a in axes)), body, x.dtype)
 

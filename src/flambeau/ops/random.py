@@ -71,7 +71,7 @@ class Stream:
     def below(self, count: Any) -> Expr:
         """An integer in [0, count), as a uint64; count is a number up to 2^64 or an Index.
 
-        The high word of bits * count: the values that the bits cannot share out evenly are spread over the range.
+        The high word of bits * count: what the bits cannot share out evenly is spread over the range.
         """
         high, low = (cast(self.word(k), torch.uint64) for k in (0, 1))
         if isinstance(count, Index):

@@ -120,6 +120,7 @@ def line(n: fx.Node) -> str:
 
 def steps(graph: Compiled) -> list[Step]:
     p, inlined = graph.program, absorbed(graph)
+    order = {n.name: k for k, n in enumerate(graph.gm.graph.nodes)}  # names such as "copy" are ours: last
     out: list[Step] = []
     first: dict[str, str] = {}
     for at, step in enumerate(p.steps):
@@ -128,7 +129,8 @@ def steps(graph: Compiled) -> list[Step]:
             outer, inner, vector = loops(kernel)
             same = first.setdefault(text.text, text.name)
             params = kernel.params
-            out.append(Step("kernel", text.name, [*inlined[at], *step.origins],
+            names = sorted([*inlined[at], *step.origins], key=lambda name: order.get(name, len(order)))
+            out.append(Step("kernel", text.name, names,
                             [q.name for q in params if not q.written], [q.name for q in params if q.written],
                             outer, inner, vector, same if same != text.name else ""))
         elif isinstance(step, Call):
@@ -178,5 +180,5 @@ def absorbed(graph: Compiled) -> dict[int, list[str]]:
         if n.name not in named and not is_getitem(n) and FAMILIES.get(n.target) not in MOVES:
             for at in homes[n]:
                 if isinstance(graph.program.steps[at], Launch):
-                    out[at].insert(0, n.name)
+                    out[at].append(n.name)
     return out

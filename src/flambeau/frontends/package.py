@@ -1,0 +1,177 @@
+"""A program in its last form: plain data that pickles, from which its run function is made in any process.
+
+    package = executor.write(program, ...)     # when a graph is compiled
+    run = package.load()                       # there, in a later process, or out of a file
+
+The function was written out as straight-line Python source: nothing is interpreted at run time. What the source
+names stands beside it in tables: constants, operators, native plans over a table of pointers, views of the arena.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from flambeau.codegen.source import KernelSource
+from flambeau.errors import CompileError
+from flambeau.targets.base import Build, Launch, Target, get_target
+
+Run: TypeAlias = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor in the arena."""
+
+    offset: int  # bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def over(self, memory: torch.Tensor) -> torch.Tensor:
+        size = self.dtype.itemsize
+        typed = memory[self.offset : self.offset + (memory.numel() - self.offset) // size * size].view(self.dtype)
+        return typed.as_strided(self.shape, self.strides, typed.storage_offset())
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a plan."""
+
+    kernel: int  # position in Package.kernels
+    pointers: tuple[tuple[int, int], ...]  # a slot of the pointer table (0 is the arena) and an offset in bytes
+    sizes: tuple[int, ...]  # slots of the plan's size table
+
+
+@dataclass(frozen=True)
+class Package:
+    target: str
+    source: str  # def run(args): ...
+    kernels: tuple[KernelSource, ...] = ()
+    plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out": operators themselves do not pickle
+    views: tuple[View, ...] = ()
+    slots: int = 1  # of the pointer table
+
+    def load(self) -> Run:
+        """The run function; kernels are built or come from the cache. CompileError if one of them does not build."""
+        build = self.build()
+        kernels = build.wait() if build is not None else {}
+        for kernel in kernels.values():
+            if isinstance(kernel, CompileError):
+                raise kernel
+        return self.bind(kernels)
+
+    def build(self) -> Build | None:
+        """Start to build the kernels, in the background."""
+        return get_target(self.target).build(self.kernels) if self.kernels else None
+
+    def bind(self, kernels: Mapping[str, Launch | CompileError]) -> Run:
+        """The run function over kernels that are built."""
+        target = get_target(self.target)
+        loaded: list[Any] = [kernels[k.name] for k in self.kernels]
+        scope: dict[str, Any] = {
+            **SCOPE, **self.constants, **{name: operator_named(path) for name, path in self.operators.items()},
+            **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
+               for name, steps in self.plans.items()},
+            "TARGET": target, "PROTO": [0] * self.slots, "KEY": next(_keys),
+            "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
+        }
+        exec(compile(self.source, "<flambeau program>", "exec"), scope)
+        run: Run = scope["run"]
+        return run
+
+
+# ---- operators by name ---------------------------------------------------------------------------------
+
+
+def is_operator(x: object) -> bool:
+    return isinstance(x, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+
+
+def operator_path(op: Any) -> str:
+    """Where it is found under torch.ops."""
+    return f"higher_order.{op.name()}" if isinstance(op, torch._ops.HigherOrderOperator) else str(op)
+
+
+def operator_named(path: str) -> Any:
+    found: Any = torch.ops
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# ---- what the source calls -----------------------------------------------------------------------------
+
+
+class Held:
+    """A constant tensor of the graph, as a call without arguments."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __repr__(self) -> str:
+        return f"constant{list(self.tensor.shape)}"
+
+
+class Arena:
+    """One block of memory and the tensors made over it; a run owns it from start to end."""
+
+    __slots__ = ("memory", "pointer", "tensors")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.pointer = memory.data_ptr()
+        self.tensors: dict[int, list[torch.Tensor]] = {}
+
+
+class ArenaPool:
+    """Arenas that no run is using. A program takes the largest and grows it if it must."""
+
+    def __init__(self) -> None:
+        self.free: dict[str, list[Arena]] = {}
+        self.lock = threading.Lock()
+
+    def take(self, target: Target, nbytes: int) -> Arena:
+        with self.lock:
+            free = self.free.setdefault(target.name, [])
+            if free:
+                a = free.pop()
+                if a.memory.numel() >= nbytes:
+                    return a
+        return Arena(target.empty(nbytes))
+
+    def give(self, target: Target, a: Arena) -> None:
+        with self.lock:
+            free = self.free[target.name]
+            free.append(a)
+            free.sort(key=lambda x: x.memory.numel())
+
+
+def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A result whose memory order is not the one the capture promised is brought into it."""
+    if all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), strides, strict=True)) or t.numel() == 0:
+        return t.as_strided(t.shape, strides, t.storage_offset())
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
+    names = ", ".join(origins[bad[0]]) or "a kernel"
+    raise IndexError(f"index out of range in self ({names})")
+
+
+POOL = ArenaPool()
+_keys = itertools.count()
+# Names that every source may use.
+SCOPE: dict[str, Any] = {"torch": torch, "math": math, "empty_strided": torch.empty_strided, "POOL": POOL,
+                         "check": check_status, "fit": fit}
