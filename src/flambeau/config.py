@@ -133,6 +133,7 @@ class Config:
     # fmt: off
     cache_dir      = Setting("FLAMBEAU_CACHE_DIR", _path, _user_cache, "folder of compiled kernels")
     cache_limit_mb = Setting("FLAMBEAU_CACHE_LIMIT_MB", _positive, 1024, "MiB before the oldest entries go")
+    graph_cache    = Setting("FLAMBEAU_GRAPH_CACHE", _boolean, True, "keep whole compiled graphs in that folder")
     compiler       = Setting("FLAMBEAU_CXX", _text, "g++", "C++ compiler, on the PATH or with its folder")
     compile_jobs   = Setting("FLAMBEAU_JOBS", _positive, _cpu_count, "how many compilers run at once")
     verify         = Setting("FLAMBEAU_VERIFY", _boolean, False, "check the loop language after every pass")

@@ -22,7 +22,7 @@ from flambeau.config import config
 from flambeau.errors import CompileError, OptionError
 from flambeau.targets import base, cpu, launch, toolchain
 from flambeau.targets.base import Build, get_target, register_target
-from flambeau.targets.cache import DiskCache
+from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.cpu import CpuTarget
 
 # A compiler that writes down each start, and does what the files beside it ask for.
@@ -353,7 +353,7 @@ def test_a_compiler_without_a_flag(machine: Machine, flag: str, told: int) -> No
         warnings.simplefilter("always")
         check(machine.fresh().build([scale(2)]), 2)
     assert ["OpenMP" in str(warning.message) for warning in caught] == [True] * told
-    found = toolchain.find_toolchain(config.compiler, cpu._disk(config.cache_dir, config.cache_limit_mb))
+    found = toolchain.find_toolchain(config.compiler, shared_cache(config.cache_dir, config.cache_limit_mb))
     assert flag not in (*found.flags, *found.libraries)
     assert len({"-march=native", "-fopenmp", "-lmvec"} & {*found.flags, *found.libraries}) == 2
 

@@ -19,6 +19,7 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 
 from .package import Held
+from . import replay
 from .symbols import Host, Symbols
 
 aten = torch.ops.aten
@@ -170,6 +171,8 @@ class _Lowering:
         kwargs = fx.node.map_aggregate(n.kwargs, self.lookup)
         if target is aten.copy_.default:
             return self.mutate(args[0], args[1])
+        if target in (replay.RUN_AND_SAVE, replay.RUN_WITH):
+            return self.replayed(n, args, kwargs)
         on_host = any(isinstance(x, Host) for x in _flat([args, *kwargs.values()]))  # no kernel can take it
         if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and not on_host \
                 and self.lowerable(n, target):
@@ -179,6 +182,15 @@ class _Lowering:
                 return self.settle(n, out)
             del self.g.nodes[before:]
         return self.extern(n, args, kwargs)
+
+    def number(self, n: fx.Node) -> Value:
+        """A float computed from sizes: Python computes it at the run, kernels read it."""
+        from dataclasses import replace
+
+        args = fx.node.map_aggregate(n.args, self.lookup)
+        made, = build.extern(Number(n.target), tuple(args), {}, [((), torch.float64, ())])
+        assert made is not None
+        return replace(made, number=True)
 
     def lookup(self, x: Any) -> Any:
         if isinstance(x, fx.Node):
@@ -232,25 +244,45 @@ class _Lowering:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
         val = n.meta.get("val")
         several = isinstance(val, (list, tuple))
-        metas: list[Any] = []
-        for m in val if several else [val]:
-            if m is None:
-                metas.append(None)
-            elif isinstance(m, torch.Tensor):
-                to = self.c.symbols.index
-                metas.append(([to(s) for s in m.shape], m.dtype, [to(s) for s in m.stride()]))
-            else:
-                raise UnsupportedError(f"{target} returns a {type(m).__name__}")
+        metas = self.metas(target, val if several else [val])
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() else None
         made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out)
-        for v, m in zip(made, val if several else [val], strict=True):
-            if isinstance(m, torch.Tensor) and v is not None:
-                for k, size in enumerate(m.shape):
-                    self.bind(size, ("size", v.buffer, k))
+        self.bind_results(made, val if several else [val])
         if several:
             return list(made)
         return made[0] if made else None
+
+    def metas(self, target: Any, vals: Sequence[Any]) -> list[Any]:
+        """(shape, dtype, strides) of each tensor that a call returns."""
+        to = self.c.symbols.index
+        for m in vals:
+            if m is not None and not isinstance(m, torch.Tensor):
+                raise UnsupportedError(f"{target} returns a {type(m).__name__}")
+        return [None if m is None else ([to(s) for s in m.shape], m.dtype, [to(s) for s in m.stride()]) for m in vals]
+
+    def bind_results(self, made: Sequence[Value | None], vals: Sequence[Any]) -> None:
+        for v, m in zip(made, vals, strict=True):
+            if isinstance(m, torch.Tensor) and v is not None:
+                for k, size in enumerate(m.shape):
+                    self.bind(size, ("size", v.buffer, k))
+
+    def replayed(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A random operator that forward runs and backward repeats."""
+        val = replay.results(n)
+        several = isinstance(val, (list, tuple))
+        vals = list(val) if several else [val]
+        save = n.target is replay.RUN_AND_SAVE
+        state = [u.meta["val"] for u in n.users if save and u.args[1] == 0]
+        # The state's size is a symbol of its own, which only the node that takes it out of the tuple shows.
+        before = state[:1] or ([torch.get_rng_state()] if save else [])
+        op = str(n.args[0 if save else 1])
+        self.c.externs[op] = self.c.externs.get(op, 0) + 1
+        made = build.extern(replay.run_and_save if save else replay.run_with, tuple(args), dict(kwargs),
+                            self.metas(op, [*before, *vals]), True)
+        self.bind_results(made, [*before, *vals])
+        out = list(made[len(before):]) if several else made[-1]
+        return [made[0], out] if save else out
 
 
 def supported(t: torch.Tensor) -> bool:

@@ -19,6 +19,18 @@ EXTRA = (
     aten.addmv, aten.baddbmm, aten.native_batch_norm, aten.rrelu_with_noise, aten.special_entr, aten.trace,
     aten.index_add, aten.index_copy, aten.nansum, aten.logaddexp2, aten.take, aten.mvlgamma, aten.special_log_ndtr,
 )
+
+
+def shrink_backward(grad: torch.Tensor, x: torch.Tensor, lambd: float) -> torch.Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, grad)
+
+
+# Ours, for operators whose metadata torch cannot compute with symbolic sizes.
+OWN: dict[Any, Callable[..., Any]] = {
+    op: shrink_backward for op in (aten.hardshrink_backward.default, aten.softshrink_backward.default)
+}
+
+
 @lru_cache(maxsize=1)
 def table() -> dict[Any, Callable[..., Any]]:
     ops_loaded()
@@ -31,4 +43,5 @@ def table() -> dict[Any, Callable[..., Any]]:
     # What we lower stays whole, and so does what is one library call.
     for op in (*LOWERINGS, *CONTRACTIONS):
         out.pop(op, None)
+    out.update(OWN)
     return out

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from flambeau.config import config
 from flambeau.errors import OptionError
 
-from .decompositions import table
-from .pipeline import compile_graph
-from .whole import whole_operators
+from .graph_cache import GraphCache
 
 OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "numerics": (("fast", "eager"), "fast keeps more precision inside fused kernels; eager rounds where eager rounds"),
@@ -43,12 +40,22 @@ def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str,
 def flambeau_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
                      mode: str | None = None, **_: Any) -> Callable[..., Any]:
     settings = check_options(options, mode)
+    cache = GraphCache(gm, example_inputs, settings)
+    return cache.load() or compile_anew(gm, example_inputs, settings, cache)
 
-    def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        return compile_graph(graph, settings["numerics"])
 
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
+def compile_anew(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], cache: GraphCache
+                 ) -> Callable[..., Any]:
+    # Imported here: a process that finds its graphs in the cache needs none of the compiler.
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from .decompositions import table
+    from .pipeline import compile_graph
+    from .whole import whole_operators
+
+    forward, backward, inference = (cache.compiler(lambda g: compile_graph(g, settings["numerics"])) for _ in range(3))
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference,
                            partition_fn=min_cut_rematerialization_partition, decompositions=table(),
                            keep_inference_input_mutations=True)
-    with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators():
+    with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(), cache.recording():
         return backend(gm, example_inputs)  # type: ignore[no-any-return]

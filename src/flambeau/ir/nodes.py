@@ -62,6 +62,7 @@ class Value:
     shape: Shape
     dtype: DType
     index: tuple[Index, ...]  # over dim_vars(shape)
+    number: bool = False  # a Python number known only at the run: promotes as a number, not as a tensor
 
     @property
     def rank(self) -> int:
@@ -105,11 +106,16 @@ class Combine:
 
 @dataclass(frozen=True)
 class Node:
-    """What every node has: the buffers it computes and the operator it came from."""
+    """What every node has: the buffers it computes, the operator it came from, and those inlined into it."""
 
     kind: ClassVar[str] = "node"
     names: tuple[str, ...]
     origin: str = field(default="", kw_only=True)
+    inlined: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(o for o in (*self.inlined, self.origin) if o))
 
     def exprs(self) -> tuple[Expr, ...]:
         return ()

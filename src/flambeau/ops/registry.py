@@ -27,7 +27,8 @@ def overloads(op: Any) -> Iterable[torch._ops.OpOverload]:
     if isinstance(op, torch._ops.OpOverload):
         return [op]
     every = [getattr(op, name) for name in op.overloads()]
-    return [o for o in every if not o._schema.is_mutable]
+    return [o for o in every if not o._schema.is_mutable
+            and any("Tensor" in str(a.type) for a in (*o._schema.arguments, *o._schema.returns))]
 
 
 def lower(*ops: Any) -> Callable[[F], F]:
@@ -63,7 +64,7 @@ def is_number(x: Any) -> bool:
 
 def operand(x: Any) -> Operand:
     if isinstance(x, Value):
-        return Operand(x.dtype, x.rank)
+        return Operand(x.dtype, None if x.number else x.rank)
     return Operand(torch.int64 if isinstance(x, Index) else number_dtype(x), None)
 
 

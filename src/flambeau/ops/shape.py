@@ -116,21 +116,29 @@ def _magnitude(i: Index) -> Index:
     return maximum(i, -i)
 
 
+def _pad_from_edge(x: Value, padding: Sequence[IndexLike], edge: Callable[[Index, Index], Index]) -> Value:
+    """Point k beyond the edge of a dimension of n points is point edge(k, n)."""
+    pads = _pads(padding, x.rank)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        plain = [k - before for k, (before, _) in zip(i, pads)]
+        at = [k if pad == (ZERO, ZERO) else edge(k, n) for k, n, pad in zip(plain, x.shape, pads)]
+        # Along the last dimension, neighbours inside are read as neighbours.
+        inside = within(plain[-1], 0, x.shape[-1])
+        return where(inside, x.load((*at[:-1], plain[-1]), inside), x.load(at, ~inside))
+
+    return build.pointwise(_padded(x.shape, pads), body)
+
+
 @lower(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
 def reflection_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
-    pads = _pads(padding, x.rank)
     # Folded at zero, then at the last point.
-    return x.view(_padded(x.shape, pads), lambda i: [
-        k if before is ZERO and after is ZERO else n - 1 - _magnitude(n - 1 - _magnitude(k - before))
-        for k, n, (before, after) in zip(i, x.shape, pads)])
+    return _pad_from_edge(x, padding, lambda k, n: n - 1 - _magnitude(n - 1 - _magnitude(k)))
 
 
 @lower(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
 def replication_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
-    pads = _pads(padding, x.rank)
-    return x.view(_padded(x.shape, pads), lambda i: [
-        k if before is ZERO and after is ZERO else maximum(minimum(k - before, n - 1), 0)
-        for k, n, (before, after) in zip(i, x.shape, pads)])
+    return _pad_from_edge(x, padding, lambda k, n: maximum(minimum(k, n - 1), 0))
 
 
 @lower(aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward)
@@ -213,16 +221,23 @@ def roll(x: Value, shifts: Any, dims: Any = ()) -> Value:
         return x
     if not dims:
         return reshape(roll(flat(x), shifts, [0]), x.shape)
+    total: dict[int, Index] = {}
     for shift, dim in zip(shifts, dims, strict=True):
         d = wrap_dim(dim, x.rank)
         if x.rank:
-            x = _rolled(x, d, as_index(shift))
-    return x
+            total[d] = total.get(d, ZERO) + shift
 
+    def read(i: tuple[Index, ...], left: Sequence[int], mask: Expr) -> Expr:
+        """Along each dimension two runs of neighbours, rather than a remainder at each point."""
+        if not left:
+            return x.load(i, mask)
+        d, n = left[0], x.shape[left[0]]
+        by = total[d] % n
+        wrapped = within(i[d], 0, by)
+        return where(wrapped, read((*i[:d], i[d] + n - by, *i[d + 1:]), left[1:], mask & wrapped),
+                     read((*i[:d], i[d] - by, *i[d + 1:]), left[1:], mask & ~wrapped))
 
-def _rolled(x: Value, dim: int, shift: Index) -> Value:
-    n = x.shape[dim]
-    return along(x, dim, n, lambda i: (i + -shift % n) % n)
+    return build.pointwise(x.shape, lambda i: read(i, list(total), const(True, torch.bool)))
 
 
 @lower(aten.rot90)

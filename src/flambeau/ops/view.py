@@ -38,7 +38,7 @@ def along(x: Value, dim: int, size: IndexLike, fn: Callable[[Index], IndexLike])
     n = as_index(size)
     # Nothing is read of an empty array; its index must not point past the end all the same.
     return x.view((*x.shape[:dim], n, *x.shape[dim + 1:]),
-                  lambda i: (*i[:dim], ZERO if n is ZERO else fn(i[dim]), *i[dim + 1:]))
+                  lambda i: (*i[:dim], i[dim] if n is ZERO else fn(i[dim]), *i[dim + 1:]))
 
 
 def within(i: IndexLike, lo: IndexLike, hi: IndexLike) -> Expr:

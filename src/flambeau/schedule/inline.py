@@ -131,7 +131,9 @@ def _inline_into(n: Node, graph: Graph, bodies: dict[str, Body], uses: Counter[s
         return masked(body, e.args[0]) if e.args else body
 
     memo: dict[Expr, Expr] = {}
-    return map_exprs(n, lambda e: rewrite(e, put, None, memo))
+    made = map_exprs(n, lambda e: rewrite(e, put, None, memo))
+    origins = dict.fromkeys(o for name in seen if name in chosen for o in bodies[name].node.origins)
+    return replace(made, inlined=(*origins, *n.inlined))
 
 
 def _decide(b: Body, uses: int, hard: str | None, repeated: bool, places: int) -> str | None:

@@ -356,7 +356,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
             ordered.append(live)
     kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(d.stores.items()),
                         frozenset(scratch), params_of(d.accesses(), buffers), sizes_of(d), d.bounds, tile,
-                        tuple(dict.fromkeys(m.node.origin for m in g.members if m.node.origin)))
+                        tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
     return kernel, extra
 
 
@@ -405,7 +405,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str]) -> ScanKer
         row = vector is None
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.names,
                       tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes_of(d),
-                      (n.origin,) if n.origin else ())
+                      n.origins)
 
 
 def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
@@ -450,5 +450,5 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     d.stores[out + "'"] = init_address
     params = params_of([a for a in d.accesses() if a[0] != out + "'"], buffers)
     return ScatterKernel(tuple(out_vars), init, init_address, tuple(vars), frozenset(free), address, owner, owners,
-                         value, mode, mask, out, params, sizes_of(d), (n.origin,) if n.origin else ())
+                         value, mode, mask, out, params, sizes_of(d), n.origins)
 

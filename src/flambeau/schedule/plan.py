@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.index import ZERO, Index, Sym, as_index
+from flambeau.ir.index import ZERO, Index, as_index, is_nonneg
 from flambeau.ir.nodes import (
     Buffer,
     Extern,
@@ -35,7 +35,8 @@ def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
     rest = at
     for var in dim_vars(v.shape):
         c = at.coefficient(var)
-        if c is None or any(isinstance(s, Sym) and s.extent is not None for s in c.symbols()):
+        # torch has no negative strides: what is flipped is copied.
+        if c is None or not is_nonneg(c) or any(s.extent is not None for s in c.symbols()):
             return None
         strides.append(c)
         rest = rest - c * var

@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -217,6 +218,12 @@ class DiskCache:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     _unlink(path)
+
+
+@cache
+def shared_cache(root: Path, limit_mb: int) -> DiskCache:
+    """One object for each directory and process: it knows what was verified already, and how full it is."""
+    return DiskCache(root, limit_mb * 2**20)
 
 
 def _scan(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:

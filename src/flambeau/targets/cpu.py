@@ -23,7 +23,7 @@ from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.base import Build, Launch, Plan, Step, Target
-from flambeau.targets.cache import DiskCache
+from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import CTYPES, Launcher, build_launcher, stored_launcher
 from flambeau.targets.toolchain import CompilerKilled, Toolchain, cpu_identity, find_toolchain
 
@@ -77,7 +77,7 @@ class CpuTarget(Target):
         if self._pid != os.getpid():
             self._start()
         # Settings are read here: an override holds in the caller's thread only.
-        disk = _disk(config.cache_dir, config.cache_limit_mb)
+        disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         toolchain = find_toolchain(config.compiler, disk)
         jobs = config.compile_jobs
 
@@ -271,11 +271,6 @@ def vector_bytes() -> int:
     """The width of a vector register, as the compiler will use it."""
     features = set(cpu_identity().split())
     return next((width for feature, width in (("avx512f", 64), ("avx2", 32)) if feature in features), 16)
-
-
-@cache
-def _disk(root: Path, limit_mb: int) -> DiskCache:
-    return DiskCache(root, limit_mb * 2**20)
 
 
 @cache

@@ -1,0 +1,181 @@
+"""Whole compiled graphs on disk: a process that meets a graph for the second time neither traces nor compiles it.
+
+An entry is what torch's own cache of AOTAutograd would keep (the wrappers for mutation, aliasing and autograd, and
+guards on sizes), with our packages of forward and backward in it. It lies in the kernel cache, sealed and bounded
+like a kernel, under the key of Dynamo's graph. Whatever is wrong with an entry, the graph is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+import torch.compiler.config
+import torch.fx as fx
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._functorch.aot_autograd import AOT_COUNTER, SerializableAOTDispatchCompiler
+from torch._inductor.output_code import OutputCode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flambeau.config import config
+from flambeau.targets.base import get_target
+from flambeau.targets.cache import DiskCache, shared_cache
+
+from .graph_key import Uncacheable, graph_key
+from .package import Package, Run
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".graph"
+PLACES = 4  # entries of one key: graphs with symbolic sizes that differ in what they assume about these
+SHARE = 8  # an entry larger than this part of the whole cache (a graph that holds tensors) is not kept
+
+stats: Counter[str] = Counter()  # hit, miss, stored, refused
+
+
+class Stored(OutputCode):
+    """A package in the form that AOTAutograd's results hold: callable once `post_compile` has loaded it."""
+
+    def __init__(self, package: Package | None) -> None:
+        super().__init__()
+        self.package = package  # None: this graph has none, and its entry is not kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"package": self.package}
+
+    def __call__(self, inputs: Any) -> Any:
+        return self.run(inputs)
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        assert self.package is not None
+        self.run: Run = self.package.load()
+        self._boxed_call = True  # of the object: wrappers copy its own attributes, not its class's
+
+
+class GraphCache:
+    """The cache, as one graph sees it. Without a key it keeps nothing."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> None:
+        self.inputs = list(inputs)
+        self.key: str | None = None
+        self.free: str | None = None  # the place for a new entry
+        if config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches:
+            try:
+                self.key = graph_key(gm, inputs, settings, get_target("cpu"))
+            except Uncacheable as reason:
+                stats["refused"] += 1
+                log.info("a graph is not cached: %s", reason)
+
+    # ---- look up ---------------------------------------------------------------------------------------
+
+    def load(self) -> Callable[..., Any] | None:
+        """The compiled function of an earlier process, ready to call."""
+        if self.key is None:
+            return None
+        disk = self.disk()
+        places = [hashlib.sha256(f"{self.key} {k}".encode()).hexdigest() for k in range(PLACES)]
+        self.free = places[0]
+        for place in reversed(places):
+            data = disk.read(place, SUFFIX)
+            if data is None:
+                self.free = place
+                continue
+            try:
+                with _disable_current_modes():
+                    entry = pickle.loads(data)
+                if self.fits(entry):
+                    made = self.restore(entry)
+                    stats["hit"] += 1
+                    return made
+            except Exception as error:  # from a torch of the same version with other files, or a kernel that is gone
+                log.warning("a cached graph does not load, and is compiled again: %s: %s", type(error).__name__, error)
+                self.free = place
+        stats["miss"] += 1
+        return None
+
+    def fits(self, entry: Any) -> bool:
+        """Whether the sizes of this call are among those that the entry was compiled for."""
+        if not entry.guards_expr:
+            return True
+        sizes = [x for x in self.inputs if isinstance(x, torch.SymInt)]
+        env = sizes[0].node.shape_env
+        return bool(env.evaluate_guards_expression(entry.guards_expr, [x.node.hint for x in sizes]))
+
+    def restore(self, entry: Any) -> Callable[..., Any]:
+        entry.sanitized_aot_config.aot_id = next(AOT_COUNTER)
+        run = entry.wrap_post_compile(self.inputs, entry.sanitized_aot_config, {})
+
+        def forward(*args: Any) -> Any:
+            return run(list(args))
+
+        made: Callable[..., Any] = torch._dynamo.disable(forward, reason="do not trace AOT-compiled graph")
+        return made
+
+    # ---- keep ------------------------------------------------------------------------------------------
+
+    def compiler(self, compile_graph: Callable[[fx.GraphModule], Run]) -> Callable[..., Any]:
+        """A compiler for AOTAutograd; its results carry their packages if they are to be kept."""
+        if self.key is None:
+            return lambda graph, inputs: compile_graph(graph)
+
+        def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+            run = compile_graph(graph)
+            made = getattr(run, "compiled", None)
+            run.__wrapped__ = Stored(made and made.package)  # type: ignore[attr-defined]
+            return run
+
+        return SerializableAOTDispatchCompiler(Stored, compiled)  # type: ignore[arg-type, return-value]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While a graph is compiled, torch's cache of AOTAutograd's results hands them to us and finds none itself."""
+        if self.key is None:
+            yield
+            return
+        original = AOTAutogradCache.save
+
+        def save(key: str, entry: Any, remote: bool) -> None:
+            parts = [p.result for p in (entry.compiled_fw, entry.compiled_bw) if hasattr(p, "result")]
+            if any(isinstance(part, Stored) for part in parts):
+                self.store(entry, [part.package for part in parts])
+            else:  # of Inductor, in another thread
+                original(key, entry, remote)
+
+        with ExitStack() as stack:
+            # An entry holds forward and backward, so the backward is compiled at once: its kernels build beside
+            # those of the forward.
+            stack.enter_context(torch._functorch.config.patch(
+                enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True))
+            stack.enter_context(torch._inductor.config.patch(fx_graph_cache=True))
+            stack.enter_context(patch.object(AOTAutogradCache, "_lookup", lambda *_, **__: None))
+            stack.enter_context(patch.object(AOTAutogradCache, "save", save))
+            yield
+
+    def store(self, entry: Any, packages: Sequence[Package | None]) -> None:
+        if any(p is None for p in packages):
+            stats["refused"] += 1
+            return
+        try:
+            with _disable_current_modes():
+                data = pickle.dumps(entry)
+        except Exception as error:  # something of torch's or of the graph that does not pickle
+            stats["refused"] += 1
+            log.info("a graph is not cached: %s: %s", type(error).__name__, error)
+            return
+        disk = self.disk()
+        if self.free is not None and len(data) <= disk.limit // SHARE:
+            disk.put(self.free, data, SUFFIX)
+            stats["stored"] += 1
+
+    @staticmethod
+    def disk() -> DiskCache:
+        return shared_cache(config.cache_dir, config.cache_limit_mb)

@@ -1,0 +1,49 @@
+"""Random operators that backward runs again (activation checkpointing): called as they are, with the state they had.
+
+The partitioner wraps them: forward returns the generator's state beside the result, backward takes it. Forward and
+backward are compiled apart, and one of them may have been left to ATen; so the state is always torch's own, and the
+operator ATen's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import detect_fake_mode
+
+RUN_AND_SAVE = torch.ops.higher_order.run_and_save_rng_state
+RUN_WITH = torch.ops.higher_order.run_with_rng_state
+
+
+def run_and_save(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """(the state, then the results)."""
+    state = torch.get_rng_state()
+    return (state, *_several(op(*args, **kwargs)))
+
+
+def run_with(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """The results under that state; the generator goes on as if nothing had been drawn."""
+    now = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        return _several(op(*args, **kwargs))
+    finally:
+        torch.set_rng_state(now)
+
+
+def results(n: fx.Node) -> Any:
+    """What torch says of the wrapped operator's results: a fake tensor, or several. The wrapper's node does not say."""
+    start = 1 if n.target is RUN_AND_SAVE else 2
+    op = n.args[start - 1]
+    args, kwargs = (fx.node.map_arg(x, lambda a: a.meta["val"]) for x in (n.args[start:], n.kwargs))
+    mode = detect_fake_mode([m.meta["val"] for m in n.graph.nodes if "val" in m.meta])
+    assert mode is not None
+    with mode:
+        return op(*args, **kwargs)  # type: ignore[operator]
+
+
+def _several(x: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x) if isinstance(x, Sequence) else (x,)

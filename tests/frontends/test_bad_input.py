@@ -1,0 +1,271 @@
+"""What goes wrong: bad data, a bad machine, a bad kernel. Each ends in an error that says so, or in the right result."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from frontends.compare import compiled
+from torch import Tensor
+
+import flambeau
+from flambeau.codegen.source import KernelSource
+from flambeau.config import config
+from flambeau.frontends import pipeline
+from flambeau.ir.verify import VerificationError
+
+# ---- data ----------------------------------------------------------------------------------------------
+
+W = torch.randn(5, 4)
+BAD_INDICES: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+    "embedding": (lambda i: F.embedding(i, W), torch.tensor([[0, 5]])),
+    "embedding, negative": (lambda i: F.embedding(i, W), torch.tensor([-1])),
+    "embedding, no rows": (lambda i: F.embedding(i, W[:0]), torch.tensor([0])),
+    "index": (lambda i: W[i], torch.tensor([1, 5])),
+    "index, negative": (lambda i: W[i], torch.tensor([-6])),
+    "index, no rows": (lambda i: W[:0][i], torch.tensor([0])),
+    "index, columns": (lambda i: W[:, i], torch.tensor([3, 4])),
+    "index_select": (lambda i: W.index_select(0, i), torch.tensor([5])),
+    "gather": (lambda i: W.gather(0, i), torch.tensor([[1, 5]])),
+    "gather, negative": (lambda i: W.gather(0, i), torch.tensor([[-1]])),
+    "take": (lambda i: W.take(i), torch.tensor([20])),
+    "scatter": (lambda i: W.scatter(0, i, 1.0), torch.tensor([[5]])),
+    "scatter_add": (lambda i: W.scatter_add(0, i, torch.ones(1, 1)), torch.tensor([[-1]])),
+    "scatter_reduce": (lambda i: W.scatter_reduce(0, i, torch.ones(1, 1), "amax"), torch.tensor([[7]])),
+    "scatter, no rows": (lambda i: W[:0].clone().scatter(0, i, 1.0), torch.tensor([[0]])),
+    "index_add": (lambda i: W.index_add(0, i, torch.ones(1, 4)), torch.tensor([5])),
+    "index_copy": (lambda i: W.index_copy(0, i, torch.ones(1, 4)), torch.tensor([5])),
+    "index_put": (lambda i: W.index_put((i,), torch.tensor(1.0)), torch.tensor([5])),
+    "nll_loss": (lambda i: F.nll_loss(W, i), torch.tensor([0, 1, 2, 3, 4])),
+    "cross_entropy": (lambda i: F.cross_entropy(W, i), torch.tensor([0, 1, 2, 3, -1])),
+    "embedding_bag": (lambda i: F.embedding_bag(i, W, torch.tensor([0, 1])), torch.tensor([0, 1, 9])),
+    "embedding_bag, offsets": (lambda o: F.embedding_bag(torch.tensor([0, 1, 2]), W, o), torch.tensor([0, 9])),
+    "one_hot": (lambda i: F.one_hot(i, 3), torch.tensor([3])),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INDICES)
+def test_an_index_out_of_range_is_an_error(name: str) -> None:
+    """Never a crash, never a result: the same function works again with good data."""
+    fn, bad = BAD_INDICES[name]
+    with pytest.raises((IndexError, RuntimeError)):
+        fn(bad)
+    c = compiled(fn)
+    with pytest.raises((IndexError, RuntimeError)):
+        c(bad)
+    if "no rows" not in name:
+        good = torch.zeros_like(bad)
+        torch.testing.assert_close(c(good), fn(good))
+
+
+def test_the_error_names_the_operator() -> None:
+    with pytest.raises(IndexError, match=r"out of range.*embedding"):
+        compiled(lambda i: F.embedding(i, W) * 2)(torch.tensor([99]))
+
+
+def test_a_bad_index_among_many_threads_is_found() -> None:
+    i = torch.zeros(300_000, dtype=torch.int64)
+    table = torch.randn(10)
+    c = compiled(lambda i: table[i].sum())
+    torch.testing.assert_close(c(i), table[i].sum())
+    i[-1] = 10
+    with pytest.raises(IndexError):
+        c(i)
+
+
+def test_a_failed_run_leaves_arguments_alone() -> None:
+    """The new value of a mutated argument is written when everything else has been computed."""
+
+    def f(x: Tensor, i: Tensor) -> Tensor:
+        y = W[i]
+        x.add_(1)
+        return y
+
+    x = torch.zeros(3)
+    c = compiled(f)
+    with pytest.raises(IndexError):
+        c(x, torch.tensor([9]))
+    assert torch.equal(x, torch.zeros(3))
+    c(x, torch.tensor([1]))
+    assert torch.equal(x, torch.ones(3))
+
+
+BAD_CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "shapes do not broadcast": (lambda a, b: a + b, (torch.randn(3), torch.randn(4))),
+    "inner sizes differ": (lambda a, b: a @ b, (torch.randn(3, 3), torch.randn(4, 4))),
+    "dtypes differ": (lambda a, b: a @ b, (torch.randn(3, 3), torch.randn(3, 3).double())),
+    "a float is no index": (lambda a: F.embedding(a, W), (torch.randn(3),)),
+    "bits of a float": (lambda a: a & 1, (torch.randn(3),)),
+    "no such dimension": (lambda a: a.sum(3), (torch.randn(3),)),
+    "a view that does not fit": (lambda a: a.view(7), (torch.randn(3),)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_call_that_eager_refuses_is_refused(name: str) -> None:
+    fn, args = BAD_CALLS[name]
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        fn(*args)
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        compiled(fn)(*args)
+
+
+def test_another_dtype_or_rank_is_compiled_for_itself() -> None:
+    c = compiled(lambda x: (x * 2).sum(-1))
+    for x in (torch.randn(4), torch.randn(4).double(), torch.randn(4, 5), torch.arange(4), torch.randn(5, 4).t()):
+        torch.testing.assert_close(c(x), (x * 2).sum(-1))
+
+
+# ---- kernels -------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_does_not_build_runs_as_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning that says what to report; its operators are called as they are, the others stay compiled."""
+    real = pipeline.render
+
+    def broken(kernel: Any, name: str) -> KernelSource:
+        source = real(kernel, name)
+        return KernelSource(source.name, "this is not C++\n" + source.text, source.headers) if "softmax" in str(
+            kernel.origins) else source
+
+    monkeypatch.setattr(pipeline, "render", broken)
+    f = lambda x, w: ((x @ w).softmax(-1) @ w).exp()  # noqa: E731
+    x, w = torch.randn(5, 6), torch.randn(6, 6)
+    c = compiled(f)
+    with pytest.warns(RuntimeWarning, match="did not build") as caught:
+        torch.testing.assert_close(c(x, w), f(x, w))
+    (message,) = [str(m.message) for m in caught if "flambeau" in str(m.message)]
+    assert "softmax" in message and "report" in message and "this is not C++" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        torch.testing.assert_close(c(x, w), f(x, w))
+
+
+def test_no_kernel_builds_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "render", lambda kernel, name: KernelSource(name, f"#error no {name}\n"))
+    x = torch.randn(5, 6, requires_grad=True)
+    c = compiled(lambda x: x.exp().softmax(-1).cumsum(0))
+    with pytest.warns(RuntimeWarning, match="did not build"):
+        y = c(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y, x.exp().softmax(-1).cumsum(0))
+    torch.testing.assert_close(grad, torch.autograd.grad(x.exp().softmax(-1).cumsum(0).sum(), x)[0])
+
+
+@pytest.mark.parametrize("error", [VerificationError("buffer b1 is computed twice"), RecursionError("too deep"),
+                                   AttributeError("no such thing"), ZeroDivisionError("by zero")], ids=repr)
+def test_an_error_in_the_compiler_runs_the_graph_as_aten(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def objects(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(pipeline, "schedule", objects)
+    x = torch.randn(5, 6, requires_grad=True)
+    with config.override(verify=False), pytest.warns(RuntimeWarning, match=f"{type(error).__name__}: {error}") as caught:
+        y = compiled(lambda x: x.exp().sum(0))(x)
+        y.sum().backward()
+    assert "report" in str(caught[0].message)
+    torch.testing.assert_close(y, x.exp().sum(0))
+    torch.testing.assert_close(x.grad, x.exp())
+    with config.override(verify=True), pytest.raises(Exception, match=str(error)):
+        compiled(lambda x: x.exp().sum(1))(x)
+
+
+# ---- the machine ---------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+torch.set_num_threads(1)
+f = lambda x: (x @ x.t()).softmax(-1).exp().sum(0)
+x = torch.linspace(-1, 1, 60).reshape(6, 10)
+y = torch.compile(f, backend="flambeau")(x)
+torch.testing.assert_close(y, f(x))
+print("right")
+"""
+
+
+def python(code: str, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=120,
+                          env={**os.environ, "FLAMBEAU_CACHE_DIR": str(cache), **env})
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    code = MODEL.replace("y = torch.compile", """
+import flambeau
+try:
+    torch.compile(f, backend="flambeau")(x)
+except Exception as e:
+    e = getattr(e, "inner_exception", e)
+    assert isinstance(e, flambeau.Error), repr(e)
+    assert e.hint, repr(e)
+    print(e)
+raise SystemExit
+y = torch.compile""")
+    run = python(code, tmp_path, FLAMBEAU_CXX="/nonexistent/g++")
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "/nonexistent/g++" in run.stdout and "FLAMBEAU_CXX" in run.stdout
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file stands where the folder should be: the most stubborn of unwritable caches, for root as well."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    run = python(MODEL, blocked / "cache")
+    assert run.returncode == 0 and "right" in run.stdout, run.stderr[-2000:]
+
+
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path) -> None:
+    assert "right" in python(MODEL, tmp_path).stdout
+    entries = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert entries
+    for k, p in enumerate(entries):
+        p.write_bytes(b"" if k % 3 == 0 else b"not what was here" if k % 3 == 1 else p.read_bytes()[:100])
+    run = python(MODEL, tmp_path)
+    assert run.returncode == 0 and "right" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_processes_that_compile_the_same_model_at_once(tmp_path: Path) -> None:
+    env = {**os.environ, "FLAMBEAU_CACHE_DIR": str(tmp_path)}
+    runs = [subprocess.Popen([sys.executable, "-c", MODEL], env=env, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE) for _ in range(2)]
+    for r in runs:
+        out, err = r.communicate(timeout=120)
+        assert r.returncode == 0 and "right" in out, err[-2000:]
+
+
+@pytest.mark.slow
+def test_a_compile_killed_half_way(tmp_path: Path) -> None:
+    """What it leaves behind must not be taken for a kernel."""
+    env = {**os.environ, "FLAMBEAU_CACHE_DIR": str(tmp_path)}
+    first = subprocess.Popen([sys.executable, "-c", MODEL], env=env, start_new_session=True,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(600):  # as soon as anything is on disk, the compilers are at work
+        if any(tmp_path.rglob("*")) or first.poll() is not None:
+            break
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    run = python(MODEL, tmp_path)
+    assert run.returncode == 0 and "right" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_a_bad_setting_says_what_it_may_be(tmp_path: Path) -> None:
+    run = python(MODEL, tmp_path, FLAMBEAU_NUMERICS="sloppy")
+    assert run.returncode != 0 and "FLAMBEAU_NUMERICS" in run.stderr and "fast, eager" in run.stderr
+
+
+def test_error_classes_are_public() -> None:
+    for name in ("Error", "CompileError", "CacheError", "OptionError", "UnsupportedError"):
+        assert issubclass(getattr(flambeau, name), flambeau.Error)
