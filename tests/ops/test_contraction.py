@@ -69,7 +69,8 @@ def test_integer_matrices() -> None:
 
 def test_convolution() -> None:
     agree(lambda x, w, b: (F.conv2d(x, w, b, 2, 1), F.conv_transpose2d(x, w[:3], None, 2),
-                           F.conv1d(x[:, :, 0], w[:, :, 0], b)), random(2, 3, 8, 8), random(4, 3, 3, 3), random(4))
+                           F.conv1d(x[:, :, 0], w[:, :, 0], b)),
+          random(2, 3, 8, 8), random(4, 3, 3, 3), random(4))
 
 
 def test_attention() -> None:

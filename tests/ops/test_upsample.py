@@ -98,7 +98,8 @@ def test_operators_stay_whole(dynamic: bool) -> None:
     seen: list[str] = []
 
     def compiler(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        seen.extend(str(n.target) for n in gm.graph.nodes if "upsample" in str(n.target) or "index" in str(n.target))
+        names = [str(n.target) for n in gm.graph.nodes]
+        seen.extend(n for n in names if "upsample" in n or "index" in n)
         return gm.forward
 
     double = aot_function(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), fw_compiler=compiler,

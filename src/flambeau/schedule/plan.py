@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.expr import loads
 from flambeau.ir.index import ZERO, Index, as_index, is_nonneg
 from flambeau.ir.nodes import (
     Buffer,
@@ -15,14 +18,14 @@ from flambeau.ir.nodes import (
     contiguous_strides,
     dim_vars,
 )
-from flambeau.ir.program import BufferPlan, Call, Copy, Kernel, Launch, Program
+from flambeau.ir.program import BufferPlan, Call, Copy, Kernel, Launch, LoopKernel, Program
 from flambeau.ir.verify import verify
 
 from . import numerics as policy
 from .fuse import Group, fuse, reads_elsewhere
 from .inline import inline, materialised
 from .loops import shape_group, shape_scan, shape_scatter
-from .memory import plan_memory
+from .memory import buffers_read, lifetimes, plan_memory, values_in
 
 
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
@@ -57,8 +60,6 @@ def settle_layouts(graph: Graph) -> None:
 
 def make_views_real(graph: Graph) -> None:
     """Externs and outputs take strided memory: anything else is copied first."""
-    from dataclasses import replace
-
     added: list[Pointwise] = []
 
     def real(x):  # type: ignore[no-untyped-def]
@@ -123,15 +124,68 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
         steps.append(Launch(at, tuple(p.name for p in kernel.params), kernel.origins))
     p = Program(list(graph.inputs), list(graph.symbols), kernels, steps, {}, list(graph.outputs),
                 list(graph.seeds), notes=notes)
-    steps.extend(Copy(name, v) for name, v in graph.mutations)
+    for name, v in graph.mutations:
+        if not write_in_place(p, graph, name, v):
+            steps.append(Copy(name, v))
+    forget_unused_kernels(p)
     place_buffers(p, graph)
     plan_memory(p)
     return p
 
 
-def place_buffers(p: Program, graph: Graph) -> None:
-    from .memory import lifetimes, values_in
+def forget_unused_kernels(p: Program) -> None:
+    used = sorted({s.kernel for s in p.steps if isinstance(s, Launch)})
+    place = {old: new for new, old in enumerate(used)}
+    p.kernels = [p.kernels[k] for k in used]
+    for s in p.steps:
+        if isinstance(s, Launch):
+            s.kernel = place[s.kernel]
 
+
+def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
+    """Let the kernel that computes an input's new value write it straight into that input, where nobody needs the
+    old value any more: the kernel itself may read it, at the very place it writes and not in a later stage."""
+    b, target = graph.buffers[v.buffer], graph.buffers[name]
+    returned = {x.buffer for x in values_in(p.outputs)}
+    if not v.is_whole(b) or b.strides != target.strides or {name, v.buffer} & returned:
+        return False
+    makers = [k for k, s in enumerate(p.steps) if isinstance(s, Launch) and v.buffer in s.args
+              and any(x.name == v.buffer and x.written for x in p.kernels[s.kernel].params)]
+    if len(makers) != 1 or any(name in buffers_read(s) for s in p.steps[makers[0] + 1:]):
+        return False
+    launch = p.steps[makers[0]]
+    assert isinstance(launch, Launch)
+    kernel = p.kernels[launch.kernel]
+    if not isinstance(kernel, LoopKernel) or not reads_before_write(kernel, name, v.buffer):
+        return False
+    params = tuple(replace(x, aliased=True) if x.name in (name, v.buffer) else x for x in kernel.params)
+    p.kernels.append(replace(kernel, params=params))
+    p.steps[makers[0]] = replace(launch, kernel=len(p.kernels) - 1)
+    for k, s in enumerate(p.steps):
+        if isinstance(s, Launch):
+            p.steps[k] = replace(s, args=tuple(name if a == v.buffer else a for a in s.args))
+        elif isinstance(s, Call):
+            p.steps[k] = replace(s, args=renamed(s.args, v.buffer, name), kwargs=renamed(s.kwargs, v.buffer, name))
+    return True
+
+
+def reads_before_write(k: LoopKernel, name: str, new: str) -> bool:
+    at = dict(k.stores)[new]
+    stage = next(t for t, items in enumerate(k.stages) if any(new in i.names for i in items))
+    for t, items in enumerate(k.stages):
+        for e in loads(*(e for i in items for e in i.exprs)):
+            if e.attr[0] == name and (e.attr[1][0] is not at or t > stage):
+                return False
+    return k.bounds is None or all(e.attr[0] != name for e in loads(*k.bounds))
+
+
+def renamed(x, old: str, new: str):  # type: ignore[no-untyped-def]
+    if isinstance(x, Value):
+        return replace(x, buffer=new) if x.buffer == old else x
+    return type(x)(renamed(y, old, new) for y in x) if isinstance(x, (list, tuple)) else x
+
+
+def place_buffers(p: Program, graph: Graph) -> None:
     used = set(lifetimes(p)) | {v.buffer for v in values_in(p.outputs)} | set(p.inputs)
     returned = {v.buffer for v in values_in(p.outputs)}
     from_calls = {n for s in p.steps if isinstance(s, Call) and s.out is None for n in s.names}
