@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from agreement import agree
-
-aten = torch.ops.aten
 
 PADDINGS = ("zeros", "border", "reflection")
 
@@ -49,12 +46,6 @@ def test_no_number_in_the_grid() -> None:
     h[0, 0, 1, 0, 1] = math.inf
     agree(lambda y, h: [F.grid_sample(y, h, m, p, a) for m in ("bilinear", "nearest")
                         for p in PADDINGS for a in (False, True)], y, h)
-
-
-def test_the_plain_form() -> None:
-    x, g = (t.detach() for t in image_and_grid((2, 3, 4, 5), (2, 3, 4, 2)))
-    modes = list(itertools.product(range(3), range(3), (False, True)))
-    agree(lambda x, g: [aten._grid_sampler_2d_cpu_fallback(x, g, *m) for m in modes], x, g)
 
 
 def test_only_the_grid_has_a_gradient() -> None:

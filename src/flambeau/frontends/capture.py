@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir import build
+from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Contract, Extern, Graph, Value, contiguous_strides
@@ -37,10 +38,10 @@ class Captured:
     externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
 
 
-def capture(gm: fx.GraphModule, exclude: frozenset[str] = frozenset()) -> Captured:
+def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = frozenset()) -> Captured:
     """Lower every node of gm; those named in `exclude` are called as they are."""
     ops_loaded()
-    c = Captured(Graph(), Symbols())
+    c = Captured(Graph(capabilities=caps), Symbols())
     _Lowering(gm, c, exclude).run()
     return c
 

@@ -101,7 +101,7 @@ def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset
 def _compile(gm: fx.GraphModule, numerics: str, exclude: frozenset[str]) -> Compiled:
     target = get_target("cpu")
     t0 = time.perf_counter()
-    captured = capture(gm, exclude)
+    captured = capture(gm, target.capabilities(), exclude)
     t1 = time.perf_counter()
     program = schedule(captured.graph, target.capabilities(), numerics, config.verify)
     t2 = time.perf_counter()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from .capabilities import Capabilities
 from .dtypes import DType
 from .expr import Expr, load, restart_names
 from .index import ZERO, Index, IndexLike, Sym, as_index, product
@@ -265,6 +266,7 @@ class Graph:
     mutations: list[tuple[str, Value]] = field(default_factory=list)  # input buffer <- value, at the end
     seeds: list[str] = field(default_factory=list)  # int64 scalars that each run draws anew
     origin: str = ""
+    capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it
 
     def __post_init__(self) -> None:
         restart_names()

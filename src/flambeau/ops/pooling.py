@@ -27,7 +27,7 @@ from flambeau.ir.scalar import (
     where,
 )
 from flambeau.ops.plane import Bounds, Place, all_of, flat, split, together, within
-from flambeau.ops.registry import lower
+from flambeau.ops.registry import lower, to_dtype
 
 aten = torch.ops.aten
 
@@ -121,6 +121,9 @@ def max_gradient(grad: Value, x: Value, indices: Value, rank: int,
                  window: Callable[[Place, Place], Place]) -> Value:
     """Each position adds the gradients of those candidate windows whose saved index is its own."""
     dtype = opmath(x.dtype)
+    if build.graph().capabilities.ordered_scatter:
+        sums = put_back(to_dtype(grad, dtype), indices, x.shape[:-rank], x.shape[-rank:], "add")
+        return to_dtype(sums, x.dtype)
 
     def body(i: Place) -> Expr:
         lead, here = split(i, rank)
@@ -200,6 +203,9 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                  count_include_pad: bool, divisor_override: int | None = None) -> Value:
         axes = geometry(x, rank, kernel_size, stride, padding, 1, ceil_mode)
         dtype = opmath(x.dtype)
+        # Every window divides its gradient once, not once for each of its positions.
+        shares_ = build.pointwise(grad.shape, lambda i: cast(grad.load(i), dtype) / divisor(
+            axes, split(i, rank)[1], count_include_pad, divisor_override, dtype))
 
         def body(i: Place) -> Expr:
             lead, here = split(i, rank)
@@ -208,9 +214,7 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                 o = tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True))
                 mine = all_of([within(k, a.out) & a.holds(k, h)
                                for a, k, h in zip(axes, o, here, strict=True)])
-                share = cast(grad.load((*lead, *o), mine), dtype) / divisor(
-                    axes, o, count_include_pad, divisor_override, dtype)
-                return (carry[0] + where(mine, share, 0),)
+                return (carry[0] + where(mine, shares_.load((*lead, *o), mine), 0),)
 
             return fold_over([(0, a.candidates) for a in axes], (const(0, dtype),), step)[0]
 

@@ -114,7 +114,7 @@ class Axis:
 
 
 class PlainAxis(Axis):
-    """The same for grid_sampler_3d and the plain form of grid_sampler_2d."""
+    """The same as in grid_sampler_3d."""
 
     outside_counts = False
 
@@ -334,5 +334,5 @@ def backward(kind: type[Axis]) -> Callable[..., Any]:
 
 lower(aten.grid_sampler_2d)(forward(Axis))
 lower(aten.grid_sampler_2d_backward)(backward(Axis))
-lower(aten.grid_sampler_3d, aten._grid_sampler_2d_cpu_fallback)(forward(PlainAxis))
-lower(aten.grid_sampler_3d_backward, aten._grid_sampler_2d_cpu_fallback_backward)(backward(PlainAxis))
+lower(aten.grid_sampler_3d)(forward(PlainAxis))
+lower(aten.grid_sampler_3d_backward)(backward(PlainAxis))

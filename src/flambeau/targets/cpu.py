@@ -71,7 +71,8 @@ class CpuTarget(Target):
 
         from flambeau.ir.capabilities import Capabilities
 
-        return Capabilities(name=self.name, vector_bytes=vector_bytes(), threads=torch.get_num_threads())
+        return Capabilities(name=self.name, vector_bytes=vector_bytes(), threads=torch.get_num_threads(),
+                            ordered_scatter=True)
 
     def build(self, sources: Sequence[KernelSource]) -> CpuBuild:
         if self._pid != os.getpid():
