@@ -24,9 +24,13 @@ def step(built: Built, forward: Callable[..., Any], inputs: tuple[torch.Tensor, 
     return loss.detach(), {n: p.grad.clone() for n, p in built.module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", SUITE)
+QUICK = ("gpt", "dlrm", "scans")  # models whose dynamic form is in the sampled tier
+
+
+@pytest.mark.parametrize(("name", "dynamic"), [
+    *(pytest.param(name, False, marks=pytest.mark.slow, id=f"{name}-static") for name in SUITE),
+    *(pytest.param(name, True, marks=pytest.mark.slow if name in QUICK else pytest.mark.sweep, id=f"{name}-dynamic")
+      for name in SUITE)])
 def test_suite(name: str, dynamic: bool) -> None:
     """Loss, gradients and buffers beside eager's in float64: we may be no further off than a few float32 roundings."""
     built = SUITE[name].build("tiny")
@@ -54,6 +58,7 @@ def test_suite(name: str, dynamic: bool) -> None:
             t.double() if t.is_floating_point() else t for t in args)), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_fifty_steps_follow_eager(name: str) -> None:
     curves: list[list[float]] = []

@@ -18,8 +18,9 @@ from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Contract, Extern, Graph, Value, contiguous_strides
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.schedule.plan import strided
 
-from .package import Held
+from .package import Held, Number
 from . import replay
 from .symbols import Host, Symbols
 
@@ -121,30 +122,27 @@ class _Lowering:
         results = n.args[0]
         assert isinstance(results, (list, tuple))
         outs: list[Any] = []
+        owners: dict[str, fx.Node] = {}  # buffer -> the result whose memory it is
         for r in results:
             v = self.env[r] if isinstance(r, fx.Node) else r
             if isinstance(v, Value) and isinstance(r, fx.Node):
-                v = self.with_layout(v, r.meta["val"])
+                v = self.with_layout(v, r, owners)
             outs.append(v)
         self.g.outputs = outs
 
-    def with_layout(self, v: Value, val: torch.Tensor) -> Value:
-        """A value in memory with the strides torch expects of it."""
-        from flambeau.schedule.plan import strided
-
-        want = tuple(self.c.symbols.index(s) for s in val.stride())
+    def with_layout(self, v: Value, r: fx.Node, owners: dict[str, fx.Node]) -> Value:
+        """A value in memory of its own, unless torch says that it shares memory, with the strides torch expects."""
+        root = view_root(r)
+        if r.op == "placeholder":
+            return v
         b = self.g.buffers[v.buffer]
-        shape = tuple(self.c.symbols.index(s) for s in val.shape)
-        fits = dense(shape, want)
+        want = tuple(self.c.symbols.index(s) for s in r.meta["val"].stride())
         if b.strides is None:
-            b.strides = want if v.is_whole(b) and fits else contiguous_strides(b.shape)
+            b.strides = want if v.is_whole(b) and dense(v.shape, want) else contiguous_strides(b.shape)
         have = strided(v, b)
-        if have is not None and v.buffer not in self.g.inputs and all(
-                h is w or n is ONE for h, w, n in zip(have[0], want, v.shape, strict=True)):
-            return v
-        if v.buffer in self.g.inputs and v.is_whole(b):
-            return v
-        if v.buffer in self.g.inputs and have is not None and have[0] == want:
+        same = have is not None and all(h is w or n is ONE for h, w, n in zip(have[0], want, v.shape, strict=True))
+        own = root.op == "placeholder" if v.buffer in self.g.inputs else owners.setdefault(v.buffer, root) is root
+        if same and own:
             return v
         with build.building(self.g, "copy"):
             copy = build.pointwise(v.shape, lambda i: v.load(i))
@@ -284,6 +282,24 @@ class _Lowering:
         self.bind_results(made, [*before, *vals])
         out = list(made[len(before):]) if several else made[-1]
         return [made[0], out] if save else out
+
+
+def view_root(n: fx.Node) -> fx.Node:
+    """The node whose memory n is a view of: itself, unless its operator returns an alias of its first argument."""
+    while n.op == "call_function":
+        if n.target is operator.getitem:
+            up = n.args[0]
+        elif isinstance(n.target, torch._ops.OpOverload) and any(
+                r.alias_info is not None and not r.alias_info.is_write for r in n.target._schema.returns):
+            up = n.args[0] if n.args else None
+        else:
+            return n
+        if not isinstance(up, fx.Node):
+            return n
+        if n.target is operator.getitem and view_root(up) is up:
+            return n
+        n = up
+    return n
 
 
 def supported(t: torch.Tensor) -> bool:
