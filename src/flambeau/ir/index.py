@@ -340,26 +340,49 @@ def _mono_bounds(mono: Monomial) -> Bounds:
 
 def _normal(acc: dict[Monomial, int], const: int) -> Index:
     terms = {m: c for m, c in acc.items() if c}
-    # Mods meet their quotients: c*(x % a) + c*a*(x // a) = c*x, and one level deeper.
+    # Remainders meet their quotients: c*(x % a) + c*a*(x // a) = c*x, and one level deeper.
     for mono, coef in list(terms.items()):
-        if len(mono) == 1 and isinstance(mono[0], Op) and mono[0].kind == "mod" and terms.get(mono) == coef:
-            x, a = mono[0].a, mono[0].b
-            quotient = floordiv(x, a)
-            whole = coef * a
-            q = quotient.atom()
-            for other in list(terms):
-                if len(whole.terms) or len(other) != 1:
-                    continue
-                if other[0] is q and terms[other] == whole.const:
-                    joined = x * coef
-                elif (isinstance(other[0], Op) and other[0].kind == "mod" and other[0].a is quotient
-                      and terms[other] == whole.const):
-                    joined = mod(x, a * other[0].b) * coef
-                else:
-                    continue
-                del terms[mono], terms[other]
-                return _normal(terms, const) + joined
+        for k, rest in enumerate(mono):
+            joined = _join(rest, mono[:k] + mono[k + 1:], coef, terms) if isinstance(rest, Op) else None
+            if joined is not None:
+                partner, whole = joined
+                del terms[mono], terms[partner]
+                return _normal(terms, const) + whole
     return Index(tuple(sorted(terms.items(), key=_term_key)), const)
+
+
+def _join(rest: Op, factor: Monomial, coef: int, terms: Mapping[Monomial, int]
+          ) -> tuple[Monomial, Index] | None:
+    """The partner of coef * factor * rest among the terms, and what the two are together."""
+    x, a = rest.a, rest.b
+    if rest.kind != "mod" or len(a.terms) > 1 or (a.terms and a.const):
+        return None
+    (by, times), = a.terms or (((), a.const),)
+    scale, quotient = Index(((factor, 1),), 0) * coef if factor else as_index(coef), None
+    for other, c in terms.items():
+        left = _without(other, factor + by)
+        if c != coef * times or left is None or len(left) != 1:
+            continue
+        quotient = quotient or floordiv(x, a)
+        # x % a is (x + a*t) % a, so the quotients may differ by any plain t.
+        if _is_plain(t := from_atom(left[0]) - quotient):
+            return other, (x + t * a) * scale
+        if isinstance(left[0], Op) and left[0].kind == "mod" and _is_plain(t := left[0].a - quotient):
+            return other, mod(x + t * a, a * left[0].b) * scale
+    return None
+
+
+def _without(mono: Monomial, gone: Monomial) -> Monomial | None:
+    left = list(mono)
+    for a in gone:
+        if a not in left:
+            return None
+        left.remove(a)
+    return tuple(left)
+
+
+def _is_plain(e: Index) -> bool:
+    return not any(isinstance(a, Op) for m, _ in e.terms for a in m)
 
 
 # ---- ranges ------------------------------------------------------------------------------------------
@@ -431,6 +454,11 @@ def _divide_exactly(e: Index, d: Index) -> tuple[Index, Index]:
     return _normal(quotient, quotient.pop((), 0)), _normal(rest, e.const)
 
 
+def _is_positive(d: Index) -> bool:
+    lo = d.bounds()[0]
+    return lo is not None and lo > 0
+
+
 def floordiv(e: Index, d: Index) -> Index:
     if d is ONE:
         return e
@@ -452,11 +480,12 @@ def floordiv(e: Index, d: Index) -> Index:
                     big = Index(tuple((m, c // g) for m, c in r.terms if c % g == 0), r.const // g)
                     return q + floordiv(big, as_index(k // g))
             a = r.atom()
-            if isinstance(a, Op) and not a.b.terms and a.b.const > 0:
-                if a.kind == "div":
-                    return q + floordiv(a.a, a.b * k)
-                if a.kind == "mod" and a.b.const % k == 0:
-                    return q + mod(floordiv(a.a, d), as_index(a.b.const // k))
+            if isinstance(a, Op) and a.kind == "mod" and not a.b.terms and a.b.const % k == 0:
+                return q + mod(floordiv(a.a, d), as_index(a.b.const // k))
+    # A division inside is taken out: (x + y // g) // k is (g*x + y) // (g*k).
+    for m, c in r.terms:
+        if c == 1 and len(m) == 1 and isinstance(m[0], Op) and m[0].kind == "div" and _is_positive(m[0].b):
+            return q + floordiv((r - from_atom(m[0])) * m[0].b + m[0].a, m[0].b * d)
     lo, hi = r.bounds()
     dlo, dhi = d.bounds()
     out_lo = out_hi = None

@@ -1,0 +1,356 @@
+"""Every form of kernel, on odd sizes, dtypes and layouts, against float64; and bits that no number of threads changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from codegen.programs import Built, built, run, threads
+from torch import Tensor
+
+from flambeau.ir import build
+from flambeau.ir.build import arg_combine, simple_combine, welford_combine
+from flambeau.ir.expr import cast, check, const, index_value
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import exp, sin
+
+SIZES = (0, 1, 7, 31, 33, 127, 1000, 8193, 10007)
+F32, F64, I64 = torch.float32, torch.float64, torch.int64
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+# ---- one function for every form -----------------------------------------------------------------------
+
+
+def sums(x: Value, axes: Sequence[int]) -> Value:
+    wide = F64 if x.dtype is F64 else F32 if x.dtype.is_floating_point else I64
+    return build.reduce(x.shape, axes, simple_combine("sum", wide), lambda i: cast(x.load(i), wide))[0]
+
+
+def softmax(x: Value, axis: int) -> Value:
+    """Two reductions and a map that needs both."""
+    wide = F64 if x.dtype is F64 else F32
+    top, = build.reduce(x.shape, [axis], simple_combine("max", wide), lambda i: cast(x.load(i), wide))
+    at = lambda v, i: v.load([n for k, n in enumerate(i) if k != axis])  # noqa: E731
+    total, = build.reduce(x.shape, [axis], simple_combine("sum", wide), lambda i: exp(cast(x.load(i), wide) - at(top, i)))
+    return build.pointwise(x.shape, lambda i: exp(cast(x.load(i), wide) - at(top, i)) / at(total, i), x.dtype)
+
+
+def arg_max(x: Value, axis: int) -> tuple[Value, ...]:
+    return build.reduce(x.shape, [axis], arg_combine("max", x.dtype), lambda i: (x.load(i), index_value(i[axis])))
+
+
+def moments(x: Value, axes: Sequence[int]) -> tuple[Value, ...]:
+    return build.reduce(x.shape, axes, welford_combine(x.dtype),
+                        lambda i: (x.load(i), const(0, x.dtype), const(1, x.dtype)))
+
+
+def running(x: Value, axis: int, reverse: bool = False) -> Value:
+    return build.scan(x.shape, axis, simple_combine("sum", F64), lambda i: cast(x.load(i), F64), reverse, dtypes=(x.dtype,))[0]
+
+
+def swapped(x: Value) -> Value:
+    """x transposed, in memory of its own."""
+    return build.pointwise((x.shape[1], x.shape[0]), lambda i: sin(x.load((i[1], i[0]))))
+
+
+def close(ours: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(ours, exact.to(ours.dtype), equal_nan=True)
+
+
+def each(make: Callable[[Value], Sequence[Value]], args: Sequence[Tensor]) -> tuple[Built, list[list[Tensor]]]:
+    """make for every argument, all in one program."""
+    counts: list[int] = []
+
+    def every(*values: Value) -> list[Value]:
+        out: list[Value] = []
+        for v in values:
+            made = list(make(v))
+            counts.append(len(made))
+            out += made
+        return out
+
+    b = built(every, *args)
+    results = b(*args)
+    split, at = [], 0
+    for n in counts:
+        split.append(results[at:at + n])
+        at += n
+    return b, split
+
+
+# ---- reductions ----------------------------------------------------------------------------------------
+
+
+def test_rows() -> None:
+    args = [torch.randn(shape) for n in SIZES for shape in ((3, n), (70, n))]
+    b, results = each(lambda x: (sums(x, [1]), softmax(x, 1), *arg_max(x, 1)), args)
+    assert {"row", "chunked row"} <= b.forms
+    for x, (total, soft, top, at) in zip(args, results, strict=True):
+        close(total, x.double().sum(1))
+        close(soft, x.double().softmax(1))
+        if x.shape[1]:
+            assert torch.equal(top, x.amax(1)) and torch.equal(at, x.argmax(1))
+        else:
+            assert (top == -torch.inf).all()
+
+
+def test_columns() -> None:
+    args = [torch.randn(shape) for n in SIZES for shape in ((n, 40), (n, 700)) if n < 9000] + [torch.randn(3, 9, 65)]
+    b, results = each(lambda x: (sums(x, [0]), softmax(x, 0), *moments(x, [0])[:2]), args)
+    assert {"column", "chunked column"} <= b.forms
+    for x, (total, soft, mean, spread) in zip(args, results, strict=True):
+        exact = x.double()
+        close(total, exact.sum(0))
+        close(soft, exact.softmax(0))
+        if len(x):
+            close(mean, exact.mean(0))
+            close(spread, exact.var(0, correction=0) * len(x))
+
+
+def test_columns_of_small_width_and_middle_axes() -> None:
+    args = [torch.randn(shape) for shape in ((9, 33, 5), (9, 5, 33), (130, 1, 7), (2, 300, 2), (1, 40, 1), (5, 0, 3))]
+    b, results = each(lambda x: (sums(x, [1]), sums(x, [0, 2]), sums(x, [0]), sums(x, [0, 1, 2])), args)
+    for x, (middle, ends, first, whole) in zip(args, results, strict=True):
+        exact = x.double()
+        close(middle, exact.sum(1))
+        close(ends, exact.sum((0, 2)))
+        close(first, exact.sum(0))
+        close(whole, exact.sum())
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_ties_and_nans(kind: str) -> None:
+    """The first of equal elements; a NaN before everything, the first of several."""
+    x = torch.randint(4, (40, 1001)).float()
+    x[3, 500:502] = torch.nan
+    x[4] = torch.nan
+    x[5] = -torch.inf if kind == "max" else torch.inf
+    combine = arg_combine(kind, F32)
+    for y in (x, x[:3].repeat(1, 20), x.t().contiguous()):
+        axis = 0 if y.shape[1] == 40 else 1
+        best, at = run(lambda v, axis=axis: build.reduce(
+            v.shape, [axis], combine, lambda i: (v.load(i), index_value(i[axis]))), y)
+        expected = getattr(y, kind)(axis)
+        torch.testing.assert_close(best, expected.values, equal_nan=True, rtol=0, atol=0)
+        assert torch.equal(at, getattr(y, f"arg{kind}")(axis))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.bool],
+                         ids=str)
+def test_dtypes_of_reductions(dtype: torch.dtype) -> None:
+    args = [(torch.randn(shape) * 3).to(dtype) for shape in ((3, 33), (40, 127), (2, 8193), (8193, 3))]
+    b, results = each(lambda x: (sums(x, [0]), sums(x, [1]), sums(x, [0, 1])), args)
+    for x, made in zip(args, results, strict=True):
+        for ours, dims in zip(made, ((0,), (1,), (0, 1)), strict=True):
+            close(ours, x.double().sum(dims))
+
+
+@pytest.mark.parametrize("n", [10**6, 10**6 + 3])
+def test_a_million_floats_add_up(n: int) -> None:
+    """In parts: the error of a float32 sum stays near its last place instead of growing with the length."""
+    x = torch.rand(n) + 0.5
+    for y in (x, x.reshape(-1, 1), x[:10**6].reshape(1000, 1000), x[:10**6].reshape(10, -1), x[:10**6].reshape(-1, 10)):
+        axes = list(range(y.dim()))
+        total, = run(lambda v, axes=axes: [sums(v, axes)], y)
+        assert abs(total.double() - y.double().sum()) <= 4e-7 * y.double().sum(), list(y.shape)
+        first, = run(lambda v: [sums(v, [0])], y)
+        torch.testing.assert_close(first.double(), y.double().sum(0), rtol=4e-6, atol=0)
+
+
+# ---- maps ----------------------------------------------------------------------------------------------
+
+
+def test_maps() -> None:
+    args = [torch.randn(n) for n in SIZES] + [torch.randn(3, 5, 7), torch.randn(100, 1000), torch.randn(())]
+    _, results = each(lambda x: [build.pointwise(x.shape, lambda i: sin(x.load(i)) * 2)], args)
+    for x, (y,) in zip(args, results, strict=True):
+        close(y, x.double().sin() * 2)
+
+
+def test_tiles() -> None:
+    args = [torch.randn(n, m) for n in (1, 7, 31, 33, 127) for m in (1, 8, 31, 33, 1000)] + [torch.randn(0, 5)]
+    b, results = each(lambda x: [swapped(x)], args)
+    assert "tiled" in b.forms
+    for x, (y,) in zip(args, results, strict=True):
+        close(y, x.double().sin().t())
+
+
+# ---- layouts -------------------------------------------------------------------------------------------
+
+
+def layouts() -> dict[str, Tensor]:
+    base = torch.randn(12, 34, 56)
+    image = torch.randn(4, 6, 7, 9).contiguous(memory_format=torch.channels_last)
+    return {
+        "transposed": base.transpose(0, 2), "permuted": base.permute(1, 2, 0), "every other": base[::2, 1::3, ::5],
+        "offset": base[3:, 5:, 7:], "one row": base[5], "one column": base[:, :, 3], "broadcast": base[:1].expand(9, 34, 56),
+        "broadcast last": base[:, :, :1].expand(12, 34, 33), "a number": base[0, 0, 0].expand(5, 6), "channels last": image,
+        "windows": base.reshape(-1)[5:].as_strided((20, 9), (3, 1)), "flat offset": base.reshape(-1)[17:8000],
+        "size one": base[:, 3:4, :], "big stride": base.reshape(-1)[::409],
+    }
+
+
+def test_layouts() -> None:
+    cases = layouts()
+
+    def everything(x: Value) -> list[Value]:
+        last = len(x.shape) - 1
+        return [build.pointwise(x.shape, lambda i: sin(x.load(i))), sums(x, [last]), sums(x, [0]), softmax(x, 0),
+                softmax(x, last), running(x, last), running(x, 0)]
+
+    _, results = each(everything, list(cases.values()))
+    for (name, x), made in zip(cases.items(), results, strict=True):
+        e = x.double()
+        expected = [e.sin(), e.sum(-1), e.sum(0), e.softmax(0), e.softmax(-1), e.cumsum(-1), e.cumsum(0)]
+        for k, (ours, exact) in enumerate(zip(made, expected, strict=True)):
+            torch.testing.assert_close(ours, exact.float(), msg=lambda m, k=k, name=name: f"{name}, result {k}: {m}")
+
+
+def test_flipped_views() -> None:
+    """Negative steps in the index algebra: torch has no such layout, lowerings make them."""
+    x = torch.randn(30, 41)
+    flip = lambda v: v.view(v.shape, lambda i: (v.shape[0] - 1 - i[0], v.shape[1] - 1 - i[1]))  # noqa: E731
+    out = run(lambda v: [build.pointwise(v.shape, lambda i: flip(v).load(i)), sums(flip(v), [1]), running(flip(v), 1),
+                         flip(v)], x)
+    y = x.flip(0, 1)
+    for ours, exact in zip(out, (y, y.double().sum(1), y.double().cumsum(1), y), strict=True):
+        close(ours, exact)
+
+
+# ---- scans ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scans(reverse: bool) -> None:
+    args = [torch.randn(shape) for n in SIZES for shape in ((3, n), (n, 3), (n, 65))] + [torch.randn(3, 40, 5)]
+    b, results = each(lambda x: (running(x, 1, reverse), running(x, 0, reverse)), args)
+    suffix = " reversed" if reverse else ""
+    assert {f"scan row{suffix}", f"scan column{suffix}"} <= b.forms
+    for x, made in zip(args, results, strict=True):
+        for ours, axis in zip(made, (1, 0), strict=True):
+            e = x.double()
+            close(ours, e.flip(axis).cumsum(axis).flip(axis) if reverse else e.cumsum(axis))
+
+
+# ---- segments ------------------------------------------------------------------------------------------
+
+
+def bags(table: Value, ends: Value) -> Value:
+    """Row b of the result: the sum of the table's rows ends[b] to ends[b + 1]."""
+    count = ends.shape[0] - 1
+    return build.segment((count, table.shape[0], table.shape[1]), 1, lambda i: ends.load((i[0],)),
+                         lambda i: ends.load((i[0] + 1,)), simple_combine("sum", table.dtype),
+                         lambda i: table.load((i[1], i[2])))[0]
+
+
+@pytest.mark.parametrize("width", [1, 7, 33, 1000])
+@pytest.mark.parametrize("rows", [1, 31, 1000])
+def test_segments(rows: int, width: int) -> None:
+    table = torch.randn(rows, width)
+    ends = torch.cat((torch.tensor([0, 0]), torch.randint(rows + 1, (20,)).sort().values, torch.tensor([rows, rows])))
+    b = built(lambda t, e: [bags(t, e)], table, ends)
+    assert b.forms == {"segment"}
+    exact = torch.stack([table[a:z].double().sum(0) for a, z in zip(ends, ends[1:], strict=False)])
+    close(b(table, ends)[0], exact)
+
+
+# ---- scatters ------------------------------------------------------------------------------------------
+
+MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "add": lambda x, i, s: x.index_add(0, i, s),
+    "mul": lambda x, i, s: x.index_reduce(0, i, s, "prod"),
+    "max": lambda x, i, s: x.index_reduce(0, i, s, "amax"),
+    "min": lambda x, i, s: x.index_reduce(0, i, s, "amin"),
+}
+
+
+def scattered(x: Value, index: Value, source: Value, mode: str) -> Value:
+    """x[index[j]] joined with source[j], rows of any number of dimensions."""
+    return build.scatter(x.shape, lambda i: x.load(i), source.shape,
+                         lambda j: (check(index.load((j[0],)), x.shape[0]), *j[1:]), lambda j: source.load(j), mode)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "set"])
+def test_scatters(mode: str) -> None:
+    """Rows (threads divide the columns), numbers (each thread owns a part of the target), few (one thread)."""
+    torch.manual_seed(1)
+    cases = [(rows, count, tail) for rows in (1, 7, 1000) for count, tail in (
+        (0, ()), (1, ()), (33, ()), (30011, ()), (33, (5,)), (1000, (33,)), (301, (127, 3)))]
+    args: list[Tensor] = []
+    for rows, count, tail in cases:
+        args += [torch.randn(rows, *tail), torch.randint(rows, (count,)), torch.rand(count, *tail) + 0.5]
+    b = built(lambda *v: [scattered(*v[k:k + 3], mode) for k in range(0, len(v), 3)], *args)
+    results = b(*args)
+    assert {f"scatter {mode} {how}" for how in ("free", "owned", "serial")} <= b.forms
+    for k, ours in enumerate(results):
+        x, i, s = args[3 * k:3 * k + 3]
+        if mode == "set":
+            exact = x.clone()
+            for j, at in enumerate(i.tolist()):  # the last one stays, as in a loop
+                exact[at] = s[j]
+        else:
+            exact = MODES[mode](x.double(), i, s.double())
+        torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-4, equal_nan=True,
+                                   msg=lambda m, k=k: f"{cases[k]}: {m}")
+
+
+def test_masked_scatter() -> None:
+    """Points that the mask leaves out neither write nor are checked."""
+    x, i = torch.zeros(10), torch.tensor([3, 99, 3, -5, 7])
+
+    def make(x: Value, i: Value) -> list[Value]:
+        ok = lambda j: (i.load(j) >= 0) & (i.load(j) < 10)  # noqa: E731
+        return [build.scatter(x.shape, lambda k: x.load(k), i.shape, lambda j: (check(i.load(j), 10, ok(j)),),
+                              lambda j: const(1.0, F32), "add", ok)]
+
+    out, = run(make, x, i)
+    assert torch.equal(out, torch.tensor([0, 0, 0, 2, 0, 0, 0, 1, 0, 0.0]))
+
+
+# ---- threads -------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    """Chunks depend on sizes alone, writes to one place come in the order of the source."""
+    shapes = ((400_003,), (70, 3001), (3001, 70), (5, 40_009), (40_009, 5), (64, 33, 40))
+    args = [torch.randn(s) for s in shapes]
+
+    def everything(x: Value) -> list[Value]:
+        rank = len(x.shape)
+        out = [sums(x, list(range(rank))), build.pointwise(x.shape, lambda i: sin(x.load(i))), running(x, 0)]
+        for axis in range(rank):
+            out += [sums(x, [axis]), softmax(x, axis), running(x, axis), *moments(x, [axis])[:2]]
+        return out
+
+    table, index, source = torch.randn(100), torch.randint(100, (100_003,)), torch.randn(100_003)
+    wide, rows = torch.randn(100, 65), torch.randn(3001, 65)
+    extra = [table, index, source, wide, index[:3001], rows]
+
+    def make(*values: Value) -> list[Value]:
+        *xs, t, i, s, w, j, r = values
+        return [o for x in xs for o in everything(x)] + [scattered(t, i, s, "add"), scattered(w, j, r, "add")]
+
+    b = built(make, *args, *extra)
+    assert {"chunked row", "chunked column", "row", "column", "scan row", "scan column"} <= b.forms
+    found = []
+    for n in (1, 2, 3):
+        with threads(n):
+            found.append(b(*args, *extra))
+    for other in found[1:]:
+        for k, (x, y) in enumerate(zip(found[0], other, strict=True)):
+            assert torch.equal(x, y), f"result {k}"
+
+
+def test_many_column_sums_fit_the_stack() -> None:
+    """Every state of a block of columns is on the stack of its thread: forty sums of 512 doubles in 64 chunks."""
+    x = torch.randn(9001, 512, dtype=F64)
+    out = run(lambda v: [build.reduce(v.shape, [0], simple_combine("sum", F64), lambda i, k=k: v.load(i) * (k + 1.0))[0]
+                         for k in range(40)], x)
+    for k, ours in enumerate(out):
+        close(ours, x.sum(0) * (k + 1))
