@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from flambeau.codegen.cpp import render
-from flambeau.errors import CompileError
-from flambeau.frontends.executor import Runner
+from flambeau.frontends.executor import write
 from flambeau.ir import build
+from flambeau.ir.index import IndexLike, Sym, as_index
 from flambeau.ir.nodes import Graph, Value
 from flambeau.ir.program import Kernel, LoopKernel, Program, ScanKernel, ScatterKernel
 from flambeau.schedule.plan import schedule
@@ -34,24 +34,30 @@ class Built:
         return {form(k, t) for k, t in zip(self.program.kernels, self.texts, strict=True)}
 
 
-def graph_of(make: Make, *args: torch.Tensor) -> Graph:
+def graph_of(make: Make, *args: torch.Tensor, dynamic: bool = False) -> Graph:
+    """The graph for arguments of these shapes, strides and dtypes; dynamic: contiguous ones of any size."""
     g = Graph()
     with build.building(g):
-        g.outputs = list(make(*(g.add_input(t.shape, t.dtype, t.stride()) for t in args)))
+        values = []
+        for k, t in enumerate(args):
+            shape: Sequence[IndexLike] = t.shape
+            if dynamic:
+                g.symbols += (sizes := [Sym(f"s{k}_{d}") for d in range(t.dim())])
+                shape = [as_index(s) for s in sizes]
+            values.append(g.add_input(shape, t.dtype, None if dynamic else t.stride()))
+        g.outputs = list(make(*values))
     return g
 
 
-def built(make: Make, *args: torch.Tensor, numerics: str = "fast") -> Built:
-    """The program that computes make(values) for arguments of these shapes, strides and dtypes."""
+def built(make: Make, *args: torch.Tensor, dynamic: bool = False) -> Built:
+    """The program that computes make(values), ready to run."""
     target = get_target("cpu")
-    program = schedule(graph_of(make, *args), target.capabilities(), numerics, True)
-    sources = [render(k, f"k{i}") for i, k in enumerate(program.kernels)]
-    kernels = target.build(sources).wait() if sources else {}
-    for k in kernels.values():
-        if isinstance(k, CompileError):
-            raise k
-    runner = Runner(program, target, {}, list(range(len(args))), len(args))
-    return Built(program, [s.text for s in sources], runner.build(lambda step: kernels[f"k{step.kernel}"]))
+    g = graph_of(make, *args, dynamic=dynamic)
+    sources = {s: ("size", f"in{s.name[1:].split('_')[0]}", int(s.name.split("_")[1])) for s in g.symbols}
+    program = schedule(g, target.capabilities(), "fast", True)
+    kernels = [render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+    package = write(program, target.name, kernels, sources, list(range(len(args))), len(args))
+    return Built(program, [k.text for k in kernels], package.load())
 
 
 def run(make: Make, *args: torch.Tensor) -> list[torch.Tensor]:

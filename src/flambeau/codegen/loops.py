@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, walk
+from flambeau.ir.expr import Expr, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
@@ -24,14 +24,18 @@ BLOCK = 512  # columns that are reduced side by side
 CHUNKS = 64  # parts of a long row
 MANY = 32  # outer points that are enough to keep threads busy
 TILE = 32
+SHORTEST = 8  # a part of a loop that is worth a body of its own
+COPIED = 500  # expressions that may be written out when a loop is cut into parts
 CASCADE = 128  # rows of a column reduction that are summed on their own
 STRETCH = 4096  # elements of a long row that are summed on their own
+STACK = 1 << 20  # bytes that the states of a block of columns may take in all its chunks
 SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
 
 
-def interior(exprs: Sequence[Expr], v: Sym) -> tuple[int, int] | None:
-    """The longest range of v in which every comparison of an index with a bound has one outcome."""
-    assert v.extent is not None
+def pieces(exprs: Sequence[Expr], v: Sym) -> list[tuple[int, int]]:
+    """The ranges of v in which every comparison of an index with a bound has one outcome."""
+    if v.extent is None or not v.extent.is_const or v.extent.const < 2:
+        return []
     n = v.extent.const
     cuts = {0, n}
     for e in walk(*exprs):
@@ -47,10 +51,19 @@ def interior(exprs: Sequence[Expr], v: Sym) -> tuple[int, int] | None:
         if 0 < cut < n:
             cuts.add(cut)
     edges = sorted(cuts)
-    if len(edges) < 3:
-        return None
-    a, b = max(zip(edges, edges[1:], strict=False), key=lambda ab: ab[1] - ab[0])
-    return (a, b) if b - a >= 8 and 2 * (b - a) > n else None
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def affordable(exprs: Sequence[Expr], v: Sym, parts: Sequence[tuple[int, int]]) -> bool:
+    """A body written out once for each part, simplified there, must stay quick to compile."""
+    if len(parts) > COPIED // 10:
+        return False
+    total = 0
+    for a, b in parts:
+        memo: dict[Expr, Expr] = {}
+        narrow = {v: as_index(Sym(v.name, v.extent, a, b - 1))}
+        total += sum(1 for _ in walk(*(rewrite(e, lambda x: x, narrow, memo) for e in exprs)))
+    return total <= COPIED
 
 
 class LoopWriter(NestWriter):
@@ -65,7 +78,7 @@ class LoopWriter(NestWriter):
         self.dtype_of = {n: (i.combine.dtypes[j] if i.combine else i.exprs[0].dtype)
                          for s in kernel.stages for i in s for j, n in enumerate(i.names)}
         self.origin: str | None = None  # first column of the current block
-        self.narrowed: dict[Sym, Index] = {}  # variables that are known to stay inside, for now
+        self.narrowed: dict[Sym, Index] = {}  # variables that are known to stay in a part of their range, for now
 
     def render(self) -> list[str]:
         if not self.k.inner:
@@ -121,35 +134,33 @@ class LoopWriter(NestWriter):
         """Within this block v is known to lie in [lo, hi): comparisons that this decides fall away."""
         narrow = Sym(v.name, v.extent, lo, hi - 1)
         self.names[narrow] = self.sym(v)
-        self.scopes[-1].vars.add(narrow)
-        self.narrowed = {v: as_index(narrow)}
+        self.ranges[v] = (str(lo), str(hi), narrow)
+        before, self.narrowed = self.narrowed, {**self.narrowed, v: as_index(narrow)}
         yield
-        self.narrowed = {}
+        self.narrowed = before
+        del self.ranges[v]
 
     def vector_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item]) -> None:
-        """The innermost loop of a map. A whole one is cut where its padding masks change, so that the long middle
-        part has none."""
-        pragma = f"{self.d.simd} CHECKS"
+        """The innermost loop of a map. A whole one is cut where its masks change (padding, the parts of a
+        concatenation), so that the long parts have none."""
         whole = v.extent is not None and v.extent.is_const and lo == "0" and hi == self.extent(v)
-        part = interior([e for i in items for e in i.exprs], v) if whole else None
-        if part is None:
-            with self.loop(v, lo, hi, pragma=pragma):
-                for i in items:
-                    self.map_item(i)
+        exprs = [e.subs(self.narrowed) for i in items for e in i.exprs]
+        parts = pieces(exprs, v) if whole else []
+        long = [(a, b) for a, b in parts if b - a >= SHORTEST]
+        if len(parts) < 2 or 2 * sum(b - a for a, b in long) < parts[-1][1] or not affordable(exprs, v, parts):
+            self.map_loop(v, lo, hi, items, f"{self.d.simd} CHECKS")
             return
-        a, b = part
-        for start, end in ((lo, str(a)), (str(a), str(b)), (str(b), hi)):
-            if start == end:
-                continue
-            middle = start == str(a)
-            with self.loop(v, start, end, pragma=pragma if middle else ""):
-                if middle:
-                    with self.inside(v, a, b):
-                        for i in items:
-                            self.map_item(i)
-                else:
-                    for i in items:
-                        self.map_item(i)
+        for a, b in parts:
+            if (a, b) in long:
+                with self.inside(v, a, b):
+                    self.map_loop(v, str(a), str(b), items, f"{self.d.simd} CHECKS")
+            else:
+                self.map_loop(v, str(a), str(b), items, "")
+
+    def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], pragma: str) -> None:
+        with self.loop(v, lo, hi, pragma=pragma):
+            for i in items:
+                self.map_item(i)
 
     def finish(self, item: Item, texts: Sequence[str]) -> None:
         """A reduction's results become outer values (and memory, if anybody else wants them)."""
@@ -182,6 +193,18 @@ class LoopWriter(NestWriter):
         if not others or (amount is not None and amount < MANY and long):
             self.chunked(others, v, items)
             return
+        exprs = [e for i in items for e in i.exprs]
+        for w in others:
+            parts = pieces(exprs, w)
+            if len(parts) > 1 and affordable(exprs, w, parts):
+                for a, b in parts:
+                    with self.inside(w, a, b):
+                        self.vectors(others, v, items)
+                return
+        self.vectors(others, v, items)
+
+    def vectors(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
+        k = self.k
         with self.nest(others, self.parallel(k.outer, self.cost, len(others))):
             self.vector_loop(v, "0", self.extent(v), items)
 
@@ -438,10 +461,13 @@ class LoopWriter(NestWriter):
         v = k.vector
         assert v is not None and v.extent is not None
         others = tuple(x for x in k.outer if x is not v)
-        width = min(BLOCK, v.extent.const) if v.extent.is_const else BLOCK
-        self.width = width
+        width = max(1, min(BLOCK, v.extent.const)) if v.extent.is_const else BLOCK
         blocks = ceildiv(v.extent, width) * product(x.extent for x in others if x.extent is not None)
         long = self.is_long(blocks)
+        if long:
+            state = sum(self.dtype_of[n].itemsize for n, level in self.level_of.items() if level == "outer")
+            width = min(width, max(16, STACK // (CHUNKS * state) // 16 * 16))
+        self.width = width
         single = blocks.is_const and v.extent.is_const and v.extent.const == width
         block = Sym(f"{v.name}b", v.extent)
         self.origin = "0" if single else self.sym(block)

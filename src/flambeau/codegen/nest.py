@@ -21,6 +21,14 @@ class NestWriter(Writer):
         super().__init__(dialect)
         self.short = {p.name: f"p{k}" for k, p in enumerate(kernel.params)}
         self.dtypes = {p.name: p.dtype for p in kernel.params}
+        self.ranges: dict[Sym, tuple[str, str, Sym]] = {}  # parts of a variable's range: first, end, its name there
+
+    @contextmanager
+    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
+        with super().loop(var, lo, hi, step, pragma) as s:
+            if var in self.ranges:
+                s.vars.add(self.ranges[var][2])
+            yield s
 
     def read(self, buffer: str, address: str, dtype: DType) -> str:
         return f"{self.short[buffer]}[{address}]"
@@ -74,8 +82,12 @@ class NestWriter(Writer):
     @contextmanager
     def nest(self, vars: Sequence[Sym], pragma: str = "", block: tuple[Sym, str, str] | None = None) -> Iterator[Scope]:
         """Loops over vars as one scope (so that they can be collapsed); `block` adds a strided loop inside."""
-        heads = [f"for ({self.d.long} {self.sym(v)} = 0; {self.sym(v)} < {self.extent(v)}; ++{self.sym(v)})" for v in vars]
+        heads = []
         bound = set(vars)
+        for v in vars:
+            lo, hi, narrow = self.ranges.get(v, ("0", self.extent(v), v))
+            bound.add(narrow)
+            heads.append(f"for ({self.d.long} {self.sym(v)} = {lo}; {self.sym(v)} < {hi}; ++{self.sym(v)})")
         if block is not None:
             v, limit, step = block
             bound.add(v)

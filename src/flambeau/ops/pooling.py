@@ -26,7 +26,7 @@ from flambeau.ir.scalar import (
     round_to,
     where,
 )
-from flambeau.ops.plane import Bounds, Place, all_of, flat, split, together, within
+from flambeau.ops.plane import Bounds, Place, all_of, flat, split, together, unflat, within
 from flambeau.ops.registry import lower, to_dtype
 
 aten = torch.ops.aten
@@ -51,6 +51,10 @@ class Axis:
 
     def place(self, o: Index, w: IndexLike) -> Index:
         return o * self.stride - self.padding + as_index(w) * self.dilation
+
+    def nearest(self, o: Index, w: IndexLike) -> Index:
+        """The place, or for padding the nearest one inside, which belongs to the same window (no dilation)."""
+        return maximum(minimum(self.place(o, w), self.size - 1), 0)
 
     def first(self, o: Index) -> Index:
         """The first place of window o that is not padding."""
@@ -93,9 +97,11 @@ def geometry(x: Value, rank: int, kernel_size: Any, stride: Any, padding: Any, d
 # ---- maximum -----------------------------------------------------------------------------------------
 
 
-def greatest(x: Value, lead: Place, bounds: Bounds,
-             place: Callable[[Place], Place], first: Place) -> tuple[Expr, Expr]:
-    """The maximum over a window and its flat position: the first maximum, or the last NaN if there is one."""
+def greatest(x: Value, lead: Place, bounds: Bounds, place: Callable[[Place], Place], first: Place,
+             padded: bool = False) -> tuple[Expr, Expr]:
+    """The maximum over a window and its flat position: the first maximum, or the last NaN if there is one.
+
+    padded: some places may lie outside the input."""
     sizes = x.shape[len(lead):]
     top = product(sizes).bounds()[1]
     # Positions as wide as a float keep the lanes of value and position alike.
@@ -106,7 +112,7 @@ def greatest(x: Value, lead: Place, bounds: Bounds,
     def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr, Expr]:
         best, at = carry
         p = place(w)
-        inside = all_of([within(i, n) for i, n in zip(p, sizes, strict=True)])
+        inside = all_of([within(i, n) for i, n in zip(p, sizes, strict=True) if padded])
         value = where(inside, cast(x.load((*lead, *p), inside), dtype), least)
         better = value > best
         take = better | isnan(value) if is_float(dtype) else better
@@ -147,9 +153,12 @@ def max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
         def body(i: Place) -> tuple[Expr, Expr]:
             lead, o = split(i, rank)
+            # Reading a neighbour again instead of padding changes no maximum, and needs no mask.
+            dilated = any(a.dilation > 1 for a in axes)
+            place = Axis.place if dilated else Axis.nearest
             return greatest(x, lead, [(0, a.kernel) for a in axes],
-                            lambda w: tuple(a.place(k, j) for a, k, j in zip(axes, o, w, strict=True)),
-                            tuple(a.first(k) for a, k in zip(axes, o, strict=True)))
+                            lambda w: tuple(place(a, k, j) for a, k, j in zip(axes, o, w, strict=True)),
+                            tuple(a.first(k) for a, k in zip(axes, o, strict=True)), dilated)
 
         return together((*x.shape[:-rank], *(a.out for a in axes)), body, (x.dtype, torch.int64))
 
@@ -327,11 +336,12 @@ for _pool, _op, _grad_op in (
 
 def put_back(x: Value, indices: Value, lead: tuple[Index, ...], sizes: Sequence[Index], mode: str) -> Value:
     """Zeros of (*lead, *sizes) with each x set at, or added to, its flat position in the plane."""
-    plane, rank = product(sizes), len(sizes)
-    planes = build.scatter(
-        (*lead, plane), lambda _: const(0, x.dtype), x.shape,
-        lambda j: (*j[:-rank], check(indices.load(j), plane)), lambda j: x.load(j), mode)
-    return planes.view((*lead, *sizes), lambda i: (*i[:-rank], flat(i[-rank:], sizes)))
+    rank = len(sizes)
+
+    def target(j: Place) -> Place:
+        return (*j[:-rank], *unflat(check(indices.load(j), product(sizes)), sizes))
+
+    return build.scatter((*lead, *sizes), lambda _: const(0, x.dtype), x.shape, target, lambda j: x.load(j), mode)
 
 
 @lower(aten.max_unpool2d, aten.max_unpool3d)

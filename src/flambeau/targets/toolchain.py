@@ -28,8 +28,10 @@ T = TypeVar("T")
 
 # Without errno and floating-point traps, loops with sqrt or a choice become vectors; no result changes.
 _MATH = ("-fno-math-errno", "-fno-trapping-math")
+# Integers wrap around, as in eager.
+_WRAP = ("-fwrapv",)
 # a*b+c has two roundings, as in eager; where one is wanted, the kernel says fma.
-_REQUIRED = ("-std=c++17", "-O3", "-fPIC", "-shared", *_MATH, "-ffp-contract=off")
+_REQUIRED = ("-std=c++17", "-O3", "-fPIC", "-shared", *_MATH, *_WRAP, "-ffp-contract=off")
 
 
 @dataclass(frozen=True)
