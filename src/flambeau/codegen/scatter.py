@@ -43,7 +43,8 @@ class ScatterWriter(NestWriter):
             with self.nest(outer, self.parallel(k.vars, self.cost, len(outer))):
                 self.deep([*bound, *rows])
         elif k.owner is not None and self.parallel(k.vars, self.cost, 1):
-            self.owned([*outer, *bound], rows)
+            apart = not any(v in k.owner.symbols() for v in rows)
+            self.owned([*outer, *bound], rows) if apart else self.owned([*outer, *bound, *rows], [])
         else:
             with self.scope("{"):
                 self.deep([*outer, *bound, *rows])

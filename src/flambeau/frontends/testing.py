@@ -10,6 +10,7 @@ eager itself is off in low precision, the float64 result decides: ours may not b
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +86,10 @@ def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | 
             s.run = s.compiled
     for c in cases:
         try:
-            c.compare(report)
+            with warnings.catch_warnings():
+                # A kernel that does not build is a failure here, not a reason to try ATen.
+                warnings.filterwarnings("error", message="flambeau: ", category=RuntimeWarning)
+                c.compare(report)
         except Exception as e:
             report.failures.append(f"{c.text}: {type(e).__name__}: {str(e)[:600]}")
     return report
@@ -206,12 +210,19 @@ class _Case:
 
 
 def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Ours is as near to the float64 result as eager is, or within one rounding of the largest element."""
+    """Ours is as near to the float64 result as eager is, or within one rounding of the largest element of it."""
     eps = torch.finfo(x.dtype).eps
     largest = exact.nan_to_num(0, 0, 0).abs().amax().item() if exact.numel() else 0.0
     ok = torch.isclose(x.double(), exact, rtol=4 * eps, atol=eps * max(largest, 1.0), equal_nan=True)
-    ours, eager = (x.double() - exact).abs(), (y.double() - exact).abs()
-    return bool((ok | (ours <= 1.1 * eager.nan_to_num(0).amax()) | (x == y)).all()) if x.numel() else True
+    ours, eager = (t.double() - exact for t in (x, y))
+    if bool((ok | (x == y)).all()) or x.numel() == 0:
+        return True
+    # Rounding noise in low precision: as small as eager's on the whole, and nowhere far beyond its worst.
+    finite = exact.isfinite() & ours.isfinite() & eager.isfinite()
+    if not bool((finite | ok | (x == y)).all()) or not bool(finite.any()):
+        return False
+    ours, eager = ours[finite], eager[finite]
+    return bool(ours.square().mean() <= 4 * eager.square().mean()) and bool(ours.abs().amax() <= 3 * eager.abs().amax())
 
 
 __all__ = ["OPS", "Report", "boxed", "check_opinfo"]

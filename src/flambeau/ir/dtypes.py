@@ -53,21 +53,23 @@ class Operand:
     rank: int | None
 
 
-def number_dtype(x: bool | int | float | complex) -> DType:
+def number_dtype(x: bool | int | float) -> DType:
     if isinstance(x, bool):
         return torch.bool
     if isinstance(x, int):
         return torch.int64
-    return torch.complex64 if isinstance(x, complex) else torch.get_default_dtype()
+    if isinstance(x, float):
+        return torch.get_default_dtype()
+    raise TypeError(f"{x!r} is not a real number")
 
 
 def _category(d: DType) -> int:
-    return 0 if is_bool(d) else 3 if d.is_complex else 2 if is_float(d) else 1
+    return 0 if is_bool(d) else 2 if is_float(d) else 1
 
 
 def promote(operands: Iterable[Operand]) -> DType:
     """PyTorch's rule: tensors with dimensions decide, then zero-dimensional ones, then Python numbers;
-    a lower group takes part only if its category (bool, int, float, complex) is higher."""
+    a lower group takes part only if its category (bool, int, float) is higher."""
     groups: list[DType | None] = [None, None, None]
     for o in operands:
         g = 2 if o.rank is None else 1 if o.rank == 0 else 0
@@ -79,10 +81,8 @@ def promote(operands: Iterable[Operand]) -> DType:
             continue
         if g == 2 and d.is_floating_point:
             d = torch.get_default_dtype()
-        if result is None:
+        if result is None or _category(d) > _category(result):
             result = d
-        elif _category(d) > _category(result):
-            result = torch.promote_types(result, d) if d.is_complex else d
     if result is None:
         raise ValueError("promote: no operands")
     return result
@@ -90,4 +90,4 @@ def promote(operands: Iterable[Operand]) -> DType:
 
 def int_to_float(d: DType) -> DType:
     """Integers and bools become the default float, as in true division and transcendental functions."""
-    return d if is_float(d) or d.is_complex else torch.get_default_dtype()
+    return d if is_float(d) else torch.get_default_dtype()

@@ -349,7 +349,8 @@ def _decide_by_range(op: str, a: Expr, b: Expr) -> Expr | None:
     from .index import upper
 
     d = ib - ia
-    low, high = d.bounds()[0], upper(d).bounds()[1]
+    least, high = upper(-d).bounds()[1], upper(d).bounds()[1]
+    low = None if least is None else -least
     if op in ("lt", "ge"):
         verdict = True if low is not None and low > 0 else False if high is not None and high <= 0 else None
     elif op in ("le", "gt"):

@@ -424,11 +424,8 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     vars = [v for v in n.vars if v.extent is not ONE]
     out_vars = [v for v in n.out_vars if v.extent is not ONE]
     where = [as_index(v) if v in out_vars else ZERO for v in n.out_vars]
-    free: set[Sym] = set()
-    for k, t in enumerate(target):
-        v = t.atom()
-        if isinstance(v, Sym) and v in vars and not any(v in x.symbols() for j, x in enumerate(target) if j != k):
-            free.add(v)
+    # A variable that is an index of the target by itself: no two of its values can meet there.
+    free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars}
     owner = owners = None
     for k, t in enumerate(target):
         a = t.atom()
@@ -439,11 +436,14 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     address = address_of(b, target)
     init_address = address_of(b, where)
     # The free variable that walks the target contiguously goes innermost.
-    for v in list(vars):
-        if v in free and address.coefficient(v) is ONE:
+    assert b.strides is not None
+    for t, step in zip(target, b.strides, strict=True):
+        v = t.atom()
+        if step is ONE and isinstance(v, Sym) and v in free:
             vars.remove(v)
             vars.append(v)
             break
+    out_vars.sort(key=lambda v: -c.const if (c := init_address.coefficient(v)) is not None and c.is_const else 0)
     d = Draft(vars, out_vars, [Item((out,), "full", (init, value, *(() if mask is None else (mask,)),
                                                      *(Expr("index", _INT64, (), t) for t in target
                                                        if not t.is_const)))], {out: address})
