@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import cast
-from flambeau.ir.index import Sym
+from flambeau.ir.index import ONE, Sym
 from flambeau.ir.program import ScanKernel
 
 from .cfamily import Dialect
 from .nest import NestWriter
 
 BLOCK = 256  # columns that are scanned side by side
+ABREAST = 8  # contiguous rows that are: more would be more streams than a cache likes
 
 
 class ScanWriter(NestWriter):
@@ -58,14 +59,19 @@ class ScanWriter(NestWriter):
         assert v.extent is not None
         others = tuple(x for x in k.outer if x is not v)
         width = min(BLOCK, v.extent.const) if v.extent.is_const else BLOCK
+        if any(a.coefficient(v) is not ONE for a in self.address.values()):
+            width = min(width, ABREAST if len(k.names) == 1 else ABREAST // 2)
         # Enough blocks for the threads where there are few columns.
         if not others and v.extent.is_const:
-            width = max(16, min(width, -(-v.extent.const // 8)))
+            width = max(min(width, 16), min(width, -(-v.extent.const // 8)))
         block = Sym(f"{v.name}b", v.extent)
         with self.nest(others, self.parallel((*k.outer, k.axis), self.cost, len(others) + 1),
                        (block, self.extent(v), str(width))):
-            b, end = self.sym(block), self.fresh("e")
-            self.line(f"const {self.d.long} {end} = fl::imin({b} + {width}, {self.extent(v)});")
+            b = self.sym(block)
+            known = v.extent.is_const and v.extent.const % width == 0
+            end = f"{b} + {width}" if known else self.fresh("e")
+            if not known:
+                self.line(f"const {self.d.long} {end} = fl::imin({b} + {width}, {self.extent(v)});")
             arrays = []
             for ident in k.combine.identity:
                 arrays.append(self.fresh("s"))

@@ -72,8 +72,7 @@ class GraphCache:
             try:
                 self.key = graph_key(gm, inputs, settings, get_target("cpu"))
             except Uncacheable as reason:
-                stats["refused"] += 1
-                log.info("a graph is not cached: %s", reason)
+                self.refuse(reason)
 
     # ---- look up ---------------------------------------------------------------------------------------
 
@@ -161,20 +160,25 @@ class GraphCache:
             yield
 
     def store(self, entry: Any, packages: Sequence[Package | None]) -> None:
-        if any(p is None for p in packages):
-            stats["refused"] += 1
-            return
+        assert self.free is not None
+        disk = self.disk()
         try:
+            if None in packages:
+                raise Uncacheable("a part of it runs as ATen")
             with _disable_current_modes():
                 data = pickle.dumps(entry)
-        except Exception as error:  # something of torch's or of the graph that does not pickle
-            stats["refused"] += 1
-            log.info("a graph is not cached: %s: %s", type(error).__name__, error)
+            if len(data) > disk.limit // SHARE:
+                raise Uncacheable(f"it takes {len(data)} bytes")
+        except Exception as reason:  # pickle raises many kinds, for what it meets inside
+            self.refuse(reason)
             return
-        disk = self.disk()
-        if self.free is not None and len(data) <= disk.limit // SHARE:
-            disk.put(self.free, data, SUFFIX)
-            stats["stored"] += 1
+        disk.put(self.free, data, SUFFIX)
+        stats["stored"] += 1
+
+    @staticmethod
+    def refuse(reason: Exception) -> None:
+        stats["refused"] += 1
+        log.info("a graph is not cached: %s: %s", type(reason).__name__, reason)
 
     @staticmethod
     def disk() -> DiskCache:

@@ -21,6 +21,7 @@ import torch._inductor.config
 import torch.fx as fx
 
 import flambeau
+from flambeau.config import SETTINGS, config
 from flambeau.targets.base import Target
 
 LOADED = time.time()
@@ -32,6 +33,8 @@ TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.layout,
              torch.memory_format)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# Settings that say where and how to work, not what comes out.
+ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "compiler", "compile_jobs", "verify", "log", "debug_dir")
 # What a subgraph's meta may hold that changes how it is compiled.
 REGION_META = ("_checkpoint_context_fn", "nested_region_config")
 
@@ -42,7 +45,8 @@ class Uncacheable(Exception):
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], target: Target) -> str:
     """64 hex digits, equal in two processes only if both would compile the same; raises Uncacheable."""
-    parts = [*versions(), *state(), repr(sorted(settings.items())), machine(target), *memory(inputs), *graph_lines(gm)]
+    asked = {s.name: config.read(s) for s in SETTINGS if s.name not in ASIDE} | dict(settings)
+    parts = [*versions(), *state(), repr(sorted(asked.items())), machine(target), *memory(inputs), *graph_lines(gm)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -151,7 +155,6 @@ def node_target(gm: fx.GraphModule, n: fx.Node) -> str:
     raise Uncacheable(f"the graph has a {n.op} of {n.target}")
 
 
-@cache
 def callable_text(f: Any) -> str:
     if isinstance(f, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         space = str(f).partition(".")[0]

@@ -19,6 +19,7 @@ from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scat
 
 CHEAP = 4  # operations that are worth computing twice
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
+DEEPEST = 120  # operations that wait for one another: expressions are walked by recursion
 MOST_READS = 24
 
 
@@ -29,6 +30,7 @@ class Body:
     cost: int
     reads: int
     size: int
+    depth: int
 
 
 def prune(graph: Graph) -> None:
@@ -83,7 +85,7 @@ def inline(graph: Graph, notes: list[str]) -> None:
         if isinstance(n, Pointwise):
             everything = list(walk(n.body))
             bodies[n.names[0]] = Body(n, n.body, cost_of([n.body]), sum(e.op == "load" for e in everything),
-                                      len(everything))
+                                      len(everything), depth_of(everything))
         nodes.append(n)
     graph.nodes = nodes
     prune(graph)

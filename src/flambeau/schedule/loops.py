@@ -232,12 +232,27 @@ def choose_vector(d: Draft, candidates: Sequence[Sym]) -> Sym | None:
                 score += 0.25 * weight
             else:
                 score -= weight
-        if v.extent.is_const and v.extent.const < 8:
+        length = span(v, d)
+        if length.is_const and length.const < 8:
             score -= 6
         score += 0.01 * k
         if best is None or score > best_score:
             best, best_score = v, score
     return best
+
+
+def span(v: Sym, d: Draft) -> Index:
+    """The extent of a variable together with those before it that will be merged with it."""
+    vars = d.inner if v in d.inner else d.outer
+    at = vars.index(v)
+    length = as_index(1)
+    while True:
+        extent = vars[at].extent
+        assert extent is not None
+        length = length * extent
+        if at == 0 or not mergeable(vars[at - 1], vars[at], d):
+            return length
+        at -= 1
 
 
 def order(vars: list[Sym], d: Draft, vector: Sym | None) -> list[Sym]:
@@ -403,6 +418,9 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str]) -> ScanKer
     if not row and vector not in d.outer:
         vector = d.outer[-1] if vector is last else None
         row = vector is None
+    simple, dear = len(n.combine.result) == 1, cost_of(n.combine.result) > 16
+    if row and d.outer and _at_least(d.outer[-1], 8) and (simple or dear):
+        vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.names,
                       tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes_of(d),
                       n.origins)

@@ -1,0 +1,141 @@
+"""Vertical fusion: what is computed in place, what is kept as memory, and the note that says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from schedule.programs import launches, program, written
+from torch import Tensor
+
+from flambeau.ir import build
+from flambeau.ir.expr import walk
+from flambeau.ir.nodes import Graph, Pointwise, Value
+from flambeau.ir.scalar import exp, sin
+from flambeau.schedule.inline import LARGEST, inline
+
+F32 = torch.float32
+
+
+def graph(make) -> tuple[Graph, list[str]]:  # type: ignore[no-untyped-def]
+    g = Graph()
+    with build.building(g, "test"):
+        x = g.add_input((8, 16), F32)
+        g.outputs = list(make(x))
+    for b in g.buffers.values():
+        b.strides = b.strides or (b.shape[1], 1) if len(b.shape) == 2 else b.strides
+    notes: list[str] = []
+    inline(g, notes)
+    return g, notes
+
+
+def once(x: Value) -> Value:
+    return build.pointwise(x.shape, lambda i: exp(x.load(i)))
+
+
+def names(g: Graph) -> list[str]:
+    return [name for n in g.nodes for name in n.names]
+
+
+def test_a_chain_becomes_one_body() -> None:
+    g, notes = graph(lambda x: [once(once(once(x)))])
+    assert len(g.nodes) == 1 and not notes
+    (n,) = g.nodes
+    assert isinstance(n, Pointwise) and n.origins == ("test",)
+
+
+def test_what_nobody_needs_is_dropped() -> None:
+    g, _ = graph(lambda x: (once(x), [build.pointwise(x.shape, lambda i: sin(x.load(i)))])[1])
+    assert len(g.nodes) == 1 and "sin" in str(g)
+
+
+def test_an_output_is_read_from_memory() -> None:
+    g, notes = graph(lambda x: (y := once(x), once(y)))
+    assert len(g.nodes) == 2 and any("output" in n for n in notes)
+
+
+def test_something_dear_with_two_consumers_is_kept_and_the_note_says_so() -> None:
+    def make(x: Value) -> list[Value]:
+        y = build.pointwise(x.shape, lambda i: sin(exp(x.load(i))) * x.load(i))
+        return [build.pointwise(x.shape, lambda i: y.load(i) + 1.0), build.pointwise(x.shape, lambda i: y.load(i) * 3.0)]
+
+    g, notes = graph(make)
+    assert len(g.nodes) == 3
+    assert any("2 consumers" in n for n in notes), notes
+
+
+def test_something_cheap_with_two_consumers_is_computed_twice() -> None:
+    def make(x: Value) -> list[Value]:
+        y = build.pointwise(x.shape, lambda i: x.load(i) * 2.0)
+        return [build.pointwise(x.shape, lambda i: exp(y.load(i))), build.pointwise(x.shape, lambda i: sin(y.load(i)))]
+
+    g, _ = graph(make)
+    assert len(g.nodes) == 2
+
+
+def test_a_constant_is_never_memory() -> None:
+    def make(x: Value) -> list[Value]:
+        one = build.pointwise(x.shape, lambda i: exp(x.load(i)) * 0.0 + 1.0 if False else build.lift(1.0, F32))
+        return [build.pointwise(x.shape, lambda i: x.load(i) + one.load(i)), build.pointwise(x.shape, lambda i: one.load(i) * x.load(i))]
+
+    g, _ = graph(make)
+    assert len(g.nodes) == 2
+
+
+def test_something_dear_read_at_two_places_is_kept() -> None:
+    def make(x: Value) -> list[Value]:
+        y = once(once(x))
+        return [build.pointwise(x.shape, lambda i: y.load(i) + y.load((i[0], 15 - i[1])))]
+
+    g, notes = graph(make)
+    assert len(g.nodes) == 2 and any("more than once" in n for n in notes)
+
+
+def test_something_dear_broadcast_is_kept() -> None:
+    """A row computed once, not once for each of the rows that read it."""
+
+    def make(x: Value) -> list[Value]:
+        row = build.pointwise(x.shape[1:], lambda i: exp(sin(x.load((0, i[0])))))
+        return [build.pointwise(x.shape, lambda i: x.load(i) * row.load((i[1],)))]
+
+    g, notes = graph(make)
+    assert len(g.nodes) == 2 and any("more than once" in n for n in notes)
+
+
+def test_bodies_do_not_grow_without_end() -> None:
+    def make(x: Value) -> list[Value]:
+        y = x
+        for _ in range(LARGEST):
+            y = once(y)
+        return [y]
+
+    g, notes = graph(make)
+    assert 1 < len(g.nodes) < 20
+    assert all(sum(1 for _ in walk(*n.exprs())) <= 2 * LARGEST for n in g.nodes)
+    assert any("too large" in n for n in notes)
+
+
+def test_a_masked_read_masks_what_is_inlined() -> None:
+    """Padding: outside, the producer's own reads would be outside too."""
+    p = program(lambda x: F.pad(x.exp() + x.sin(), (2, 2)), torch.randn(8, 16))
+    assert len(launches(p)) == 1
+    for k in launches(p):
+        for stage in k.stages:
+            for e in walk(*(e for i in stage for e in i.exprs)):
+                assert e.op != "load" or e.args
+
+
+@pytest.mark.parametrize("numerics", ["fast", "eager"])
+def test_half_precision_is_rounded_between_operators_in_eager_numerics(numerics: str) -> None:
+    p = program(lambda x: (x.exp() * 2).sin(), torch.randn(8, 16, dtype=torch.bfloat16), numerics=numerics)
+    (k,) = launches(p)
+    casts = [e for e in walk(*(e for s in k.stages for i in s for e in i.exprs)) if e.op == "cast" and e.dtype is torch.bfloat16]
+    assert len(casts) == (1 if numerics == "fast" else 3)
+
+
+def test_nothing_but_results_is_stored() -> None:
+    def f(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.gelu(F.layer_norm(x, (16,), w, b)) * x
+
+    p = program(f, torch.randn(8, 16), torch.randn(16), torch.randn(16))
+    assert len(written(p)) == 1 and p.arena_bytes == 0
