@@ -75,7 +75,7 @@ test: lint
 
 test-all: lint
 	@echo "==> tests: everything"
-	@$(BIN)/python -m pytest -q -n $(JOBS)
+	@FLAMBEAU_SAMPLE=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 bench: setup
 	@echo "==> flambeau bench"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import zlib
 
 import pytest
 
@@ -27,3 +28,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _own_cache is not None:
         shutil.rmtree(_own_cache, ignore_errors=True)
+
+
+# Of the slow tests, `make test` runs one in SAMPLE, always the same ones; `make test-all` sets FLAMBEAU_SAMPLE=1.
+SAMPLE = int(os.environ.get("FLAMBEAU_SAMPLE", "8"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if len(config.args) == 1 and "::" in config.args[0]:
+        return  # somebody asked for just this test
+    kept = [i for i in items if "slow" not in i.keywords or zlib.crc32(i.nodeid.encode()) % SAMPLE == 0]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[i for i in items if i not in set(kept)])
+        items[:] = kept

@@ -27,7 +27,8 @@ def collect() -> Iterator[list[Compiled]]:
     observer = found.append
     pipeline.OBSERVERS.append(observer)
     try:
-        with config.override(graph_cache=False):  # a graph that is found on disk would not be compiled, and not be seen
+        # A graph that is found on disk would not be compiled, and not be seen.
+        with config.override(graph_cache=False):
             yield found
     finally:
         pipeline.OBSERVERS.remove(observer)

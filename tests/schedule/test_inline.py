@@ -12,7 +12,7 @@ from flambeau.ir import build
 from flambeau.ir.expr import walk
 from flambeau.ir.nodes import Graph, Pointwise, Value
 from flambeau.ir.scalar import exp, sin
-from flambeau.schedule.inline import LARGEST, inline
+from flambeau.schedule.inline import DEEPEST, LARGEST, depth_of, inline
 
 F32 = torch.float32
 
@@ -111,8 +111,19 @@ def test_bodies_do_not_grow_without_end() -> None:
 
     g, notes = graph(make)
     assert 1 < len(g.nodes) < 20
-    assert all(sum(1 for _ in walk(*n.exprs())) <= 2 * LARGEST for n in g.nodes)
-    assert any("too large" in n for n in notes)
+    assert all(depth_of(list(walk(*n.exprs()))) <= DEEPEST for n in g.nodes)
+    assert any("too deep" in n for n in notes)
+
+
+def test_bodies_do_not_grow_wide_without_end() -> None:
+    def make(x: Value) -> list[Value]:
+        y = x
+        for k in range(40):
+            y = build.pointwise(x.shape, lambda i, y=y, k=k: y.load(i) + x.load(((i[0] + k // 16) % 8, (i[1] + k) % 16)))
+        return [y]
+
+    g, notes = graph(make)
+    assert 1 < len(g.nodes) < 10 and any("too large" in n for n in notes)
 
 
 def test_a_masked_read_masks_what_is_inlined() -> None:

@@ -58,6 +58,12 @@ def test_reductions_merge_inside_and_outside() -> None:
     assert extents(k.outer) == [42] and extents(k.inner) == [20]
 
 
+def test_short_dimensions_that_merge_into_a_long_one_vectorise() -> None:
+    """A mean over 7 x 7 pixels walks 49 neighbours, not one pixel of each image."""
+    k = only(lambda x: x.mean((2, 3)), torch.randn(40, 5, 7, 7))
+    assert k.vector is k.inner[-1] and extents(k.inner) == [49]
+
+
 # ---- the vector variable -------------------------------------------------------------------------------
 
 
@@ -147,8 +153,11 @@ def test_sizes_are_run_time_arguments_when_dynamic() -> None:
 
 
 def test_scans_and_scatters() -> None:
-    (k,) = launches(program(lambda x: x.cumsum(1), torch.randn(64, 100)))
+    """A scan waits for itself at every step: rows go side by side, if there are enough of them."""
+    (k,) = launches(program(lambda x: x.cumsum(1), torch.randn(3, 100)))
     assert isinstance(k, ScanKernel) and k.vector is None and int(k.axis.extent) == 100
+    (k,) = launches(program(lambda x: x.cumsum(1), torch.randn(64, 100)))
+    assert isinstance(k, ScanKernel) and k.vector is not None and int(k.vector.extent) == 64
     (k,) = launches(program(lambda x: x.cumsum(0), torch.randn(64, 100)))
     assert isinstance(k, ScanKernel) and k.vector is not None and int(k.axis.extent) == 64
     (k,) = launches(program(lambda x, i, s: x.index_add(0, i, s), torch.randn(64, 100), torch.arange(5), torch.randn(5, 100)))

@@ -44,8 +44,9 @@ def flambeau_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, optio
     return cache.load() or compile_anew(gm, example_inputs, settings, cache)
 
 
-def compile_anew(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], cache: GraphCache
-                 ) -> Callable[..., Any]:
+def compile_anew(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], cache: GraphCache
+) -> Callable[..., Any]:
     # Imported here: a process that finds its graphs in the cache needs none of the compiler.
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -53,8 +54,11 @@ def compile_anew(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: di
     from .pipeline import compile_graph
     from .whole import whole_operators
 
-    forward, backward, inference = (cache.compiler(lambda g: compile_graph(g, settings["numerics"])) for _ in range(3))
-    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference,
+    def compiler() -> Callable[..., Any]:
+        return cache.compiler(lambda graph: compile_graph(graph, settings["numerics"]))
+
+    # One for each: torch writes into that of the backward.
+    backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(), inference_compiler=compiler(),
                            partition_fn=min_cut_rematerialization_partition, decompositions=table(),
                            keep_inference_input_mutations=True)
     with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(), cache.recording():

@@ -1,7 +1,8 @@
-"""The one executor: a Program becomes a Package, a Python function that launches its kernels and makes its calls.
+"""The one executor: a Program becomes a Package, a function that launches its kernels and makes its calls.
 
-The function is written out once as straight-line source: no interpretation at run time. Neighbouring launches become
-one native plan over a table of pointers; intermediates of known size live in an arena that runs take turns with.
+The function is written out once as straight-line Python source: no interpretation at run time. Neighbouring
+launches become one native plan over a table of pointers; intermediates of known size live in an arena that runs
+take turns with.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from .symbols import Host, python_text
 
 def write(p: Program, target: str, kernels: Sequence[KernelSource], sources: dict[Sym, tuple[Any, ...]],
           positions: list[int], count: int) -> Package:
-    """The package of a program: `kernels` are its kernels' texts, `positions` where its tensors stand among the
-    `count` arguments, `sources` where its sizes come from."""
+    """The package of a program.
+
+    `kernels` are its kernels' texts, `sources` says where its sizes come from, `positions` where its tensors stand
+    among the `count` arguments.
+    """
     w = Writer(p, sources, positions, count)
     return Package(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
                    len(w.slots) + 1)
@@ -31,7 +35,8 @@ def write(p: Program, target: str, kernels: Sequence[KernelSource], sources: dic
 class Writer:
     """Writes the source of a program's run function, and the tables of what it names."""
 
-    def __init__(self, p: Program, sources: dict[Sym, tuple[Any, ...]], positions: list[int], count: int) -> None:
+    def __init__(self, p: Program, sources: dict[Sym, tuple[Any, ...]], positions: list[int],
+                 count: int) -> None:
         self.p = p
         self.symbols, self.positions, self.count = sources, positions, count
         self.lines: list[str] = []
@@ -189,8 +194,8 @@ class Writer:
 
         for k, step in enumerate(p.steps):
             if isinstance(step, Launch):
-                where = [p.buffers[name] for name in step.args]
-                pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0) for b in where)
+                places = [p.buffers[name] for name in step.args]
+                pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0) for b in places)
                 slots = tuple(sizes.setdefault(s, len(sizes)) for s in p.kernels[step.kernel].sizes)
                 pending.append((Step(step.kernel, pointers, slots), step.origins))
             else:

@@ -1,8 +1,8 @@
-"""Whole compiled graphs on disk: a process that meets a graph for the second time neither traces nor compiles it.
+"""Whole compiled graphs on disk: a graph that an earlier process compiled is neither traced nor compiled again.
 
-An entry is what torch's own cache of AOTAutograd would keep (the wrappers for mutation, aliasing and autograd, and
-guards on sizes), with our packages of forward and backward in it. It lies in the kernel cache, sealed and bounded
-like a kernel, under the key of Dynamo's graph. Whatever is wrong with an entry, the graph is compiled again.
+An entry is what torch's own cache of AOTAutograd would keep (the wrappers for mutation, aliasing and autograd,
+and guards on sizes), with our packages of forward and backward in it. It lies in the kernel cache, sealed and
+bounded like a kernel, under the key of Dynamo's graph. Whatever is wrong with an entry, the graph is compiled.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class GraphCache:
                     made = self.restore(entry)
                     stats["hit"] += 1
                     return made
-            except Exception as error:  # from a torch of the same version with other files, or a kernel that is gone
-                log.warning("a cached graph does not load, and is compiled again: %s: %s", type(error).__name__, error)
+            except Exception as error:  # a kernel that does not build any more, something that does not unpickle
+                name = type(error).__name__
+                log.warning("a cached graph does not load, and is compiled again: %s: %s", name, error)
                 self.free = place
         stats["miss"] += 1
         return None
@@ -132,11 +133,11 @@ class GraphCache:
             run.__wrapped__ = Stored(made and made.package)  # type: ignore[attr-defined]
             return run
 
-        return SerializableAOTDispatchCompiler(Stored, compiled)  # type: ignore[arg-type, return-value]
+        return SerializableAOTDispatchCompiler(Stored, compiled)  # type: ignore[arg-type]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While a graph is compiled, torch's cache of AOTAutograd's results hands them to us and finds none itself."""
+        """While a graph is compiled, torch's cache of AOTAutograd hands its entry to us and finds none itself."""
         if self.key is None:
             yield
             return
@@ -150,10 +151,11 @@ class GraphCache:
                 original(key, entry, remote)
 
         with ExitStack() as stack:
-            # An entry holds forward and backward, so the backward is compiled at once: its kernels build beside
-            # those of the forward.
+            # An entry holds forward and backward, so the backward is compiled at once. Its kernels then build
+            # beside those of the forward.
             stack.enter_context(torch._functorch.config.patch(
-                enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True))
+                enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True
+            ))
             stack.enter_context(torch._inductor.config.patch(fx_graph_cache=True))
             stack.enter_context(patch.object(AOTAutogradCache, "_lookup", lambda *_, **__: None))
             stack.enter_context(patch.object(AOTAutogradCache, "save", save))

@@ -1,7 +1,7 @@
-"""What decides a compiled graph, as one key: the graph, its inputs, torch's state, our options, every version.
+"""What decides a compiled graph, as one key: the graph, its inputs, torch's state, our options, the versions.
 
-The graph is Dynamo's, before AOTAutograd: to make the key must be much cheaper than to trace. What cannot be told
-apart with certainty by text gets no key: functions of the user, operators from outside, tensors held by the graph,
+The graph is Dynamo's, before AOTAutograd: to make the key must be much cheaper than to trace. What text cannot
+tell apart with certainty gets no key: functions of the user, operators from outside, tensors held by the graph,
 inputs that share memory (AOTAutograd compiles for the way they overlap).
 """
 
@@ -30,11 +30,12 @@ SOURCES = (".py", ".h", ".cpp")
 MODULES = ("torch", "operator", "_operator", "math", "builtins")
 NAMESPACES = ("aten", "prims", "prim", "flambeau")
 TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.layout,
-             torch.memory_format)
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device,
+             torch.layout, torch.memory_format)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Settings that say where and how to work, not what comes out.
-ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "compiler", "compile_jobs", "verify", "log", "debug_dir")
+ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "compiler", "compile_jobs", "verify", "log",
+         "debug_dir")
 # What a subgraph's meta may hold that changes how it is compiled.
 REGION_META = ("_checkpoint_context_fn", "nested_region_config")
 
@@ -46,7 +47,8 @@ class Uncacheable(Exception):
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], target: Target) -> str:
     """64 hex digits, equal in two processes only if both would compile the same; raises Uncacheable."""
     asked = {s.name: config.read(s) for s in SETTINGS if s.name not in ASIDE} | dict(settings)
-    parts = [*versions(), *state(), repr(sorted(asked.items())), machine(target), *memory(inputs), *graph_lines(gm)]
+    parts = [*versions(), repr(state()), repr(sorted(asked.items())), machine(target), *memory(inputs),
+             *graph_lines(gm)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -72,22 +74,23 @@ def machine(target: Target) -> str:
     return repr([(name, sorted(map(str, x)) if isinstance(x, frozenset) else x) for name, x in facts])
 
 
-def state() -> Iterator[str]:
+def state() -> tuple[Any, ...]:
     """Whatever else AOTAutograd's trace depends on."""
-    cast = {d: torch.get_autocast_dtype(d) for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)}
+    casts = [d for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)]
     attention = torch.backends.cuda  # the switches hold for the CPU as well
-    yield repr((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_default_dtype(),
-                torch.get_deterministic_debug_mode(), torch.backends.mkldnn.enabled, attention.flash_sdp_enabled(),
-                attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()))
-    yield torch._functorch.config.get_hash().hex()
-    yield torch._inductor.config.get_hash().hex()
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        torch.get_deterministic_debug_mode(), [(d, torch.get_autocast_dtype(d)) for d in casts],
+        attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled(),
+        torch.backends.mkldnn.enabled, torch._functorch.config.get_hash(), torch._inductor.config.get_hash(),
+    )
 
 
 # ---- inputs ------------------------------------------------------------------------------------------------
 
 
 def memory(inputs: Sequence[Any]) -> Iterator[str]:
-    """What of the real inputs their fake ones do not show. Shapes stand with the placeholders: some are symbolic."""
+    """What the placeholders' fake tensors do not show. They have the shapes, as some of these are symbolic."""
     storages = set()
     for x in inputs:
         if isinstance(x, torch.SymInt):
@@ -150,8 +153,8 @@ def node_target(gm: fx.GraphModule, n: fx.Node) -> str:
         return callable_text(n.target)
     if n.op == "call_method" and isinstance(n.target, str):
         return n.target
-    if n.op == "get_attr" and isinstance(n.target, str) and isinstance(getattr(gm, n.target, None), fx.GraphModule):
-        return n.target
+    if n.op == "get_attr" and isinstance(getattr(gm, str(n.target), None), fx.GraphModule):
+        return str(n.target)
     raise Uncacheable(f"the graph has a {n.op} of {n.target}")
 
 

@@ -3,8 +3,9 @@
     package = executor.write(program, ...)     # when a graph is compiled
     run = package.load()                       # there, in a later process, or out of a file
 
-The function was written out as straight-line Python source: nothing is interpreted at run time. What the source
-names stands beside it in tables: constants, operators, native plans over a table of pointers, views of the arena.
+The function was written out as straight-line Python source: nothing is interpreted at run time. What the
+source names stands beside it in tables: constants, operators, native plans over a table of pointers, views of
+the arena.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class View:
     strides: tuple[int, ...]
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:
-        size = self.dtype.itemsize
-        typed = memory[self.offset : self.offset + (memory.numel() - self.offset) // size * size].view(self.dtype)
+        count = (memory.numel() - self.offset) // self.dtype.itemsize
+        typed = memory[self.offset : self.offset + count * self.dtype.itemsize].view(self.dtype)
         return typed.as_strided(self.shape, self.strides, typed.storage_offset())
 
 
@@ -45,7 +46,7 @@ class Step:
     """One launch of a plan."""
 
     kernel: int  # position in Package.kernels
-    pointers: tuple[tuple[int, int], ...]  # a slot of the pointer table (0 is the arena) and an offset in bytes
+    pointers: tuple[tuple[int, int], ...]  # slot of the pointer table (0 is the arena), offset in bytes
     sizes: tuple[int, ...]  # slots of the plan's size table
 
 
@@ -56,12 +57,12 @@ class Package:
     kernels: tuple[KernelSource, ...] = ()
     plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
-    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out": operators themselves do not pickle
+    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out": they do not pickle themselves
     views: tuple[View, ...] = ()
     slots: int = 1  # of the pointer table
 
     def load(self) -> Run:
-        """The run function; kernels are built or come from the cache. CompileError if one of them does not build."""
+        """The run function; kernels come from the cache or are built. CompileError if one does not build."""
         build = self.build()
         kernels = build.wait() if build is not None else {}
         for kernel in kernels.values():
@@ -78,7 +79,8 @@ class Package:
         target = get_target(self.target)
         loaded: list[Any] = [kernels[k.name] for k in self.kernels]
         scope: dict[str, Any] = {
-            **SCOPE, **self.constants, **{name: operator_named(path) for name, path in self.operators.items()},
+            **SCOPE, **self.constants,
+            **{name: operator_named(path) for name, path in self.operators.items()},
             **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
                for name, steps in self.plans.items()},
             "TARGET": target, "PROTO": [0] * self.slots, "KEY": next(_keys),

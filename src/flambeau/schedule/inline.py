@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, masked, rewrite, walk
+from flambeau.ir.expr import Expr, index_children, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Sym, as_index
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 
@@ -108,13 +108,16 @@ def _inline_into(n: Node, graph: Graph, bodies: dict[str, Body], uses: Counter[s
             repeated = not once
             inner_only[e.attr[0]] = inner_only.get(e.attr[0], False) or repeated
     chosen: set[str] = set()
-    budget = sum(1 for _ in walk(*n.exprs()))
-    reads = sum(1 for e in walk(*n.exprs()) if e.op == "load")
+    everything = list(walk(*n.exprs()))
+    budget, depth = len(everything), depth_of(everything)
+    reads = sum(1 for e in everything if e.op == "load")
     for name, places in seen.items():
         b = bodies[name]
         verdict = _decide(b, uses[name], hard.get(name), inner_only[name], len(places))
         if verdict is None and (budget + b.size * len(places) > LARGEST or reads + b.reads > MOST_READS) and b.cost > 1:
             verdict = "the fused body would be too large"
+        if verdict is None and depth + b.depth > DEEPEST:
+            verdict = "the fused body would be too deep"
         if verdict is None:
             chosen.add(name)
             budget += b.size * len(places)
@@ -136,6 +139,14 @@ def _inline_into(n: Node, graph: Graph, bodies: dict[str, Body], uses: Counter[s
     made = map_exprs(n, lambda e: rewrite(e, put, None, memo))
     origins = dict.fromkeys(o for name in seen if name in chosen for o in bodies[name].node.origins)
     return replace(made, inlined=(*origins, *n.inlined))
+
+
+def depth_of(everything: list[Expr]) -> int:
+    """The longest chain in what `walk` gave: operands come before their users."""
+    depth: dict[Expr, int] = {}
+    for e in everything:
+        depth[e] = 1 + max((depth[a] for a in (*e.args, *index_children(e))), default=0)
+    return max(depth.values(), default=0)
 
 
 def _decide(b: Body, uses: int, hard: str | None, repeated: bool, places: int) -> str | None:

@@ -1,0 +1,76 @@
+"""PyTorch's own operator database as the judge: every entry, forward and gradient, and through torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from flambeau.frontends.testing import OPS, check_opinfo
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+
+# Where eager itself is wrong, so that it cannot be the judge; the special functions have tests of their own
+# against scipy (tests/codegen/test_special.py).
+EAGER_IS_OFF = {
+    ("special_bessel_j0", torch.float64): "eager is off by 7e-7 in double",
+    ("special_bessel_j1", torch.float64): "eager is off by 1e-7 in double",
+    ("special_bessel_y0", torch.float64): "eager is off by 1e-7 in double",
+    ("special_bessel_y1", torch.float64): "eager is off by 1e-7 in double",
+}
+
+
+def cases() -> list:
+    out = []
+    for name, op in OPS.items():
+        for dtype in DTYPES:
+            if dtype not in op.supported_dtypes("cpu") or (name, dtype) in EAGER_IS_OFF:
+                continue
+            marks = [pytest.mark.slow] if dtype is torch.float32 else [pytest.mark.sweep]
+            out.append(pytest.param(name, dtype, marks=marks, id=f"{name}-{str(dtype)[6:]}"))
+    return out
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases())
+def test_samples_agree_with_eager(name: str, dtype: torch.dtype) -> None:
+    report = check_opinfo(name, dtype, limit=8 if dtype is torch.float32 else 4)
+    assert report.ok, "\n".join(report.failures)
+
+
+def run(op, sample, backend: str | None):
+    """Outputs of one sample, eager (None) or compiled."""
+    flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    flat = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in flat]
+
+    def call(flat):
+        first, args, kwargs = pytree.tree_unflatten(flat, spec)
+        return op(first, *args, **kwargs)
+
+    torch.manual_seed(0)
+    return call(flat) if backend is None else torch.compile(call, backend=backend)(flat)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", list(OPS))
+def test_compiles_what_aot_eager_compiles(name: str) -> None:
+    op = OPS[name]
+    dtype = next((d for d in DTYPES if d in op.supported_dtypes("cpu")), None)
+    if dtype is None:
+        pytest.skip("the entry has none of the judged dtypes on the CPU")
+    for sample in list(op.sample_inputs("cpu", dtype))[:2]:
+        torch._dynamo.reset()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                expected = run(op, sample, "aot_eager")
+        except Exception:
+            continue  # it does not pass there
+        torch._dynamo.reset()
+        got = run(op, sample, "flambeau")
+        for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
+            if not isinstance(b, torch.Tensor):
+                assert a == b
+                continue
+            assert a.shape == b.shape and a.dtype == b.dtype
