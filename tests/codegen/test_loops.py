@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from codegen.programs import Built, built, run, threads
 from torch import Tensor
 
+from codegen.programs import Built, built, run, threads
 from flambeau.ir import build
 from flambeau.ir.build import arg_combine, simple_combine, welford_combine
 from flambeau.ir.expr import cast, check, const, index_value

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from frontends.compare import compiled
 from torch import Tensor
 
 import flambeau
@@ -23,6 +22,7 @@ from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.frontends import pipeline
 from flambeau.ir.verify import VerificationError
+from frontends.compare import compiled
 
 # ---- data ----------------------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from frontends.compare import compiled, fresh, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flambeau
 from flambeau.debug import collect
+from frontends.compare import compiled, fresh, same
 
 # A kernel that does not build, or a graph that is not compiled, is a warning to users and an error here.
 pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from frontends.compare import compiled
 
 from flambeau.bench.models import SUITE, Built, without_dropout
+from frontends.compare import compiled
 
 pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from ir.evaluate import evaluate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from flambeau.ir.index import (
     upper,
 )
 from flambeau.ir.nodes import contiguous_strides
+from ir.evaluate import evaluate
 
 # Loop variables of known extent, one whose extent is a size, and two sizes.
 M, N = Sym("m", lo=1), Sym("n", lo=2, hi=6)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from schedule.programs import calls, launches, program, programs
 from torch import Tensor
 
 from flambeau.ir.index import as_index
 from flambeau.ir.program import LoopKernel
 from flambeau.schedule.fuse import positions, refine
+from schedule.programs import calls, launches, program, programs
 
 
 def leaf(*shape: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from schedule.programs import launches, program, written
 from torch import Tensor
 
 from flambeau.ir import build
@@ -13,6 +12,7 @@ from flambeau.ir.expr import walk
 from flambeau.ir.nodes import Graph, Pointwise, Value
 from flambeau.ir.scalar import exp, sin
 from flambeau.schedule.inline import DEEPEST, LARGEST, depth_of, inline
+from schedule.programs import launches, program, written
 
 F32 = torch.float32
 

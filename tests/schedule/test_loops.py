@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from schedule.programs import launches, program
 from torch import Tensor
 
 from flambeau.ir.index import Op
 from flambeau.ir.program import LoopKernel, ScanKernel, ScatterKernel
+from schedule.programs import launches, program
 
 
 def only(fn: Callable[..., Any], *args: Tensor) -> LoopKernel:

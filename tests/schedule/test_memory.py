@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
 import torch
 import torch.nn.functional as F
-from schedule.programs import program, programs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from flambeau.ir.index import Sym, as_index
 from flambeau.ir.nodes import Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
 from flambeau.schedule.memory import ALIGN, lifetimes, nbytes, plan_memory
+from schedule.programs import program, programs
 
 F32 = torch.float32
 
@@ -31,7 +31,7 @@ def check(p: Program) -> None:
     lives = lifetimes(p)
     placed = [(b, nbytes(b), *lives[b.name]) for b in p.buffers.values() if b.place == "arena"]
     for b, size, _, _ in placed:
-        assert size is not None and b.offset % ALIGN == 0 and 0 <= b.offset and b.offset + size <= p.arena_bytes
+        assert size is not None and b.offset % ALIGN == 0 and b.offset >= 0 and b.offset + size <= p.arena_bytes
     for i, (a, a_size, a_first, a_last) in enumerate(placed):
         for b, b_size, b_first, b_last in placed[i + 1:]:
             if a_first <= b_last and b_first <= a_last:

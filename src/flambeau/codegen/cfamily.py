@@ -7,14 +7,13 @@ known, so whatever does not change in a loop stands outside it. Expressions are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from collections.abc import Iterator
 
 import torch
 
-from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
+from flambeau.ir.dtypes import DType, is_float, is_int
 from flambeau.ir.expr import Expr, Fold, rewrite
 from flambeau.ir.index import Dyn, Index, Op, Sym, as_index
 

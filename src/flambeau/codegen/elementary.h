@@ -63,85 +63,72 @@ namespace fl {
 
 // ---- exponentials --------------------------------------------------------------------------------------
 
-// Adding 1.5 * 2^23 rounds to an integer, and leaves that integer in the low bits of the sum.
-static constexpr float round_shift = 0x1.8p23f;
+// Adding 1.5 * 2^23 rounds to an integer n and leaves it in the low bits of the sum, together with what else
+// was added, a bias. Moved up by 23 bits, they are the exponent of a float: 2^(n + bias - 127).
+template <int bias> struct shift { static constexpr float value = 0x1.8p23f + bias; };
+FL_INLINE float power_of_two(float shifted) { return bitcast<float>(bitcast<uint32_t>(shifted) << 23); }
 
-struct exp_parts { float rest; int32_t power; };  // x = rest + power * ln 2, |rest| <= ln 2 / 2
+struct exp_parts { float rest, power; };  // x = rest + n * step * ln 2, and 2^(n + bias - 127)
 
-FL_INLINE exp_parts split_exp(float x) {
-  const float shifted = madd(x, 0x1.715476p0f, round_shift), power = shifted - round_shift;
-  float rest = madd(power, -0x1.63p-1f, x);  // ln 2 in two parts, the first short enough to multiply exactly
-  rest = madd(power, 0x1.bd0106p-13f, rest);
-  return {rest, int32_t(bitcast<uint32_t>(shifted) - bitcast<uint32_t>(round_shift))};
+template <int step, int bias> FL_INLINE exp_parts split_exp(float x) {
+  const float shifted = madd(x, 0x1.715476p0f / step, shift<bias>::value), n = shifted - shift<bias>::value;
+  // ln 2 in two parts, the first short enough to multiply exactly
+  const float rest = madd(n, 0x1.bd0106p-13f * step, madd(n, -0x1.63p-1f * step, x));
+  return {rest, power_of_two(shifted)};
 }
 
-// 2^n for a normal result; n = 128 gives infinity.
-FL_INLINE float power_of_two(int32_t n) { return bitcast<float>(uint32_t(n + 127) << 23); }
-
-// y * 2^n in two factors, so that the result may be subnormal or overflow.
-FL_INLINE float scale(float y, int32_t n) {
-  const int32_t first = n >> 1;
-  return y * power_of_two(first) * power_of_two(n - first);
+// The formulas below are left to compute nonsense where they do not apply: a choice at the end is cheaper than
+// a clamp before, and lets NaN through.
+FL_INLINE float choose_ends(float x, float low, float below, float inside, float high, float above) {
+  const float left = x > high ? above : inside;
+  return x < low ? below : left;
 }
 
-// A clamp that lets NaN through.
-FL_INLINE float clamp(float x, float low, float high) {
-  x = x < low ? low : x;
-  return x > high ? high : x;
-}
-
-FL_INLINE float exp_of_rest(float r) {
-  const float c[] = {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558b4p-5f, 0x1.1239a0p-7f, 0x1.6a495cp-10f};
-  return madd(r * r, horner(r, c), r) + 1.0f;
-}
-
-// Below the subnormals the factor is made 0 before it is scaled: an underflow costs Intel hundreds of cycles,
-// and half of what a masked softmax sees is -inf.
+// With steps of 2 ln 2, scaling twice by the same power gives subnormal results and overflows alike.
 FL_INLINE float exp(float x) {
-  const exp_parts p = split_exp(clamp(x, -105.0f, 100.0f));
-  return scale(x < -104.0f ? 0.0f : exp_of_rest(p.rest), p.power);
-}
-
-// For arguments in [-87, 88] alone.
-FL_INLINE float exp_normal(float x) {
-  const exp_parts p = split_exp(x);
-  return exp_of_rest(p.rest) * power_of_two(p.power);
+  const float c[] = {0x1.00000cp-1f, 0x1.555510p-3f,  0x1.5549d4p-5f,
+                     0x1.1127c8p-7f, 0x1.71c7bap-10f, 0x1.9b813cp-13f};
+  const exp_parts p = split_exp<2, 127>(x);
+  const float y = madd(p.rest * p.rest, horner(p.rest, c), p.rest) + 1.0f;
+  return choose_ends(x, -104.0f, 0.0f, y * p.power * p.power, 89.0f, __builtin_inff());
 }
 
 FL_INLINE float exp2(float x) {
-  const float c[] = {0x1.62e430p-1f, 0x1.ebfbe0p-3f, 0x1.c6af78p-5f, 0x1.3b2a32p-7f, 0x1.5f0aa6p-10f,
-                     0x1.443cf2p-13f};
-  const float clamped = clamp(x, -151.0f, 140.0f);
-  const float shifted = clamped + round_shift, rest = clamped - (shifted - round_shift);
-  const uint32_t power = bitcast<uint32_t>(shifted) - bitcast<uint32_t>(round_shift);
-  return scale(x < -150.0f ? 0.0f : madd(rest, horner(rest, c), 1.0f), int32_t(power));
-}
-
-FL_INLINE float expm1_of_rest(float r) {
-  const float c[] = {0x1p-1f,        0x1.555556p-3f,  0x1.5554f6p-5f,
-                     0x1.111004p-7f, 0x1.6d3cacp-10f, 0x1.a242e8p-13f};
-  return madd(r * r, horner(r, c), r);
+  const float c[] = {0x1.62e432p-1f,  0x1.ebfbf8p-3f,  0x1.c6afa2p-5f, 0x1.3b1fe0p-7f,
+                     0x1.5dbcf2p-10f, 0x1.481fecp-13f, 0x1.f517e0p-17f};
+  const float shifted = madd(x, 0.5f, shift<127>::value), n = shifted - shift<127>::value;
+  const float rest = madd(n, -2.0f, x), power = power_of_two(shifted);
+  const float y = madd(rest, horner(rest, c), 1.0f);
+  return choose_ends(x, -150.0f, 0.0f, y * power * power, 128.0f, __builtin_inff());
 }
 
 FL_INLINE float expm1(float x) {
-  const exp_parts p = split_exp(clamp(x, -20.0f, 88.9f));
-  const float half_power = power_of_two(p.power - 1);  // 2^128 is not a float
-  const float half = madd(half_power, expm1_of_rest(p.rest), half_power - 0.5f);
-  return copysign(half + half, x);  // the sign of -0
+  const float c[] = {0x1p-1f,        0x1.555556p-3f,  0x1.5554f6p-5f,
+                     0x1.111004p-7f, 0x1.6d3cacp-10f, 0x1.a242e8p-13f};
+  const exp_parts p = split_exp<1, 126>(x);  // half of the power, because 2^128 is not a float
+  const float rest = madd(p.rest * p.rest, horner(p.rest, c), p.rest);
+  const float half = madd(p.power, rest, p.power - 0.5f);
+  return copysign(choose_ends(x, -18.0f, -1.0f, half + half, 88.9f, __builtin_inff()), x);  // the sign of -0
+}
+
+// x P(x^2) / Q(x^2), or 1 with the sign of x from where the function is within a unit of it.
+template <int N, int M> FL_INLINE float odd_ratio(float x, const float (&p)[N], const float (&q)[M], float one) {
+  const float square = x * x, ratio = x * horner(square, p) / horner(square, q);
+  return square > one * one ? copysign(1.0f, x) : ratio;
 }
 
 FL_INLINE float tanh(float x) {
-  const float near_zero[] = {-0x1.555534p-2f, 0x1.110760p-3f, -0x1.b84340p-5f, 0x1.52509ep-6f,
-                             -0x1.76922ap-8f};  // (tanh(x) - x) / x^3, in x^2
-  const float a = abs(x), square = x * x;
-  const float far = 1.0f - 2.0f / (exp_normal(2.0f * (a > 10.0f ? 10.0f : a)) + 1.0f);
-  return copysign(a < 0.625f ? madd(a * square, horner(square, near_zero), a) : far, x);
+  const float p[] = {0x1.1cf142p+0f, 0x1.318350p-3f, 0x1.00d80ap-8f, 0x1.88c294p-16f, 0x1.0acfc0p-26f};
+  const float q[] = {0x1.1cf142p+0f, 0x1.0a56fcp-1f, 0x1.d9a9d0p-6f, 0x1.845ab2p-12f, 0x1.df2cf6p-21f};
+  return odd_ratio(x, p, q, 8.66f);
 }
 
-// exp of a negative number alone, which cannot overflow.
+// 1 / (1 + e^-x) with both sides scaled by 2^-32, which leaves room for e^-x where the result is subnormal.
 FL_INLINE float sigmoid(float x) {
-  const float e = exp(-abs(x));
-  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+  const float c[] = {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558b4p-5f, 0x1.1239a0p-7f, 0x1.6a495cp-10f};
+  const exp_parts p = split_exp<1, 95>(-x);
+  const float y = madd(p.rest * p.rest, horner(p.rest, c), p.rest) + 1.0f;
+  return choose_ends(x, -104.0f, 0.0f, 0x1p-32f / madd(y, p.power, 0x1p-32f), 60.0f, 1.0f);
 }
 FL_INLINE double sigmoid(double x) {
   const double e = exp(-abs(x));
@@ -197,7 +184,7 @@ FL_INLINE float log10(float x) {
 // The power of two comes from the rounded 1 + x, the rest from x itself: x * s + (s - 1) rounds once.
 FL_INLINE float log1p(float x) {
   const int32_t power = log_power(1.0f + x);
-  const float s = 0.25f * power_of_two(2 - power);  // 2^-128 is subnormal
+  const float s = 0.25f * bitcast<float>(uint32_t(129 - power) << 23);  // 2^-128 is subnormal
   const float sum = log_sum({x * s + (s - 1.0f), float(power)});
   return copysign(log_ends(1.0f + x, sum), x);
 }
@@ -205,13 +192,11 @@ FL_INLINE float log1p(float x) {
 // ---- error functions -----------------------------------------------------------------------------------
 
 FL_INLINE float erf(float x) {
-  const float near_zero[] = {0x1.06eba8p-3f,  -0x1.81273ep-2f, 0x1.ce2ce6p-4f, -0x1.b7f71ap-6f,
-                             0x1.53f224p-8f, -0x1.a3515ep-11f, 0x1.4771fcp-14f};  // erf(x) / x - 1, in x^2
-  const float log_erfc[] = {-0x1.661a16p-12f, -0x1.2088ecp+0f, -0x1.46bae6p-1f, -0x1.a65372p-4f,
-                            0x1.65cbdep-6f,   -0x1.825be2p-9f, 0x1.86df46p-13f};  // on [1, 4], where erf is 1
-  const float a = abs(x), capped = a > 4.0f ? 4.0f : a;
-  const float far = copysign(1.0f - exp_normal(horner(capped, log_erfc)), x);
-  return a < 1.0f ? madd(x, horner(x * x, near_zero), x) : far;
+  const float p[] = {0x1.eb2372p+0f, 0x1.468ca8p-2f,  0x1.6d3b84p-4f,
+                     0x1.980516p-8f, 0x1.fd93cap-12f, 0x1.e30b9ap-19f};
+  const float q[] = {0x1.b34298p+0f, 0x1.b2df1ap-1f,  0x1.8977d2p-3f,
+                     0x1.9b2e08p-6f, 0x1.fd95b6p-10f, 0x1.14e27ep-14f};
+  return odd_ratio(x, p, q, 3.83f);
 }
 
 // erfinv(x) / x as a polynomial in w = -log(1 - x^2) below 5 and in its root above.

@@ -8,15 +8,15 @@ whose number depends on the sizes alone, so that results do not depend on the nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
-from .cfamily import Dialect
+from .cfamily import Dialect, Scope
 from .nest import NestWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
@@ -231,7 +231,8 @@ class LoopWriter(NestWriter):
         assert v is not None and t is not None and v.extent is not None and t.extent is not None
         others = tuple(x for x in self.k.outer if x is not v and x is not t)
         tb, vb = Sym(f"{t.name}b", t.extent), Sym(f"{v.name}b", v.extent)
-        heads = [f"for ({self.d.long} {self.sym(x)} = 0; {self.sym(x)} < {self.extent(x)}; ++{self.sym(x)})" for x in others]
+        heads = [f"for ({self.d.long} {self.sym(x)} = 0; {self.sym(x)} < {self.extent(x)}; ++{self.sym(x)})"
+                 for x in others]
         heads += [f"for ({self.d.long} {self.sym(b)} = 0; {self.sym(b)} < {self.extent(x)}; {self.sym(b)} += {TILE})"
                   for b, x in ((tb, t), (vb, v))]
         pragma = self.parallel(self.k.outer, self.cost, len(heads))
@@ -270,7 +271,7 @@ class LoopWriter(NestWriter):
                 self.line(f"alignas(64) {kind} s_{self.slot(name)}[{self.index(self.row_length())}];")
             self.stages(self.row_stage, self.outer_stage)
 
-    def stages(self, full, outer) -> None:  # type: ignore[no-untyped-def]
+    def stages(self, full: Callable[[Sequence[Item]], None], outer: Callable[[Sequence[Item]], None]) -> None:
         for stage in self.k.stages:
             (outer if stage[0].level == "outer" and stage[0].combine is None else full)(stage)
 
@@ -374,7 +375,7 @@ class LoopWriter(NestWriter):
                 assert i.combine is not None
                 self.combine_into(i.combine, [f"{totals[n]}[0]" for n in i.names], [f"{arrays[n]}[0]" for n in i.names])
 
-    def deep(self, vars: Sequence[Sym], body) -> None:  # type: ignore[no-untyped-def]
+    def deep(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
         """Nested serial loops, each a scope of its own so that what does not change moves out."""
         if not vars:
             body()
@@ -391,7 +392,8 @@ class LoopWriter(NestWriter):
             size = -(-size // 64) * 64 if least >= 64 else size
             return str(-(-total.const // size)), str(size)
         size_name = self.fresh("z")
-        self.line(f"const {self.d.long} {size_name} = fl::imax({least}, ({self.index(total)} + {CHUNKS - 1}) / {CHUNKS});")
+        even = f"({self.index(total)} + {CHUNKS - 1}) / {CHUNKS}"
+        self.line(f"const {self.d.long} {size_name} = fl::imax({least}, {even});")
         count = self.fresh("m")
         self.line(f"const {self.d.long} {count} = ({self.index(total)} + {size_name} - 1) / {size_name};")
         return count, size_name
@@ -410,7 +412,8 @@ class LoopWriter(NestWriter):
 
     def shared(self, count: str) -> str:
         amount = self.work((*self.k.outer, *self.k.inner), self.cost)
-        return "" if amount is not None and amount < SERIAL_SHARED else "#pragma omp parallel for schedule(static) CHECKS"
+        small = amount is not None and amount < SERIAL_SHARED
+        return "" if small else "#pragma omp parallel for schedule(static) CHECKS"
 
     def row_stage_chunked(self, stage: Sequence[Item]) -> None:
         k = self.k
@@ -483,7 +486,7 @@ class LoopWriter(NestWriter):
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
             self.stages(self.column_stage_chunked if long else self.column_stage, self.column_outer)
 
-    def column_loop(self):  # type: ignore[no-untyped-def]
+    def column_loop(self) -> AbstractContextManager[Scope]:
         assert self.k.vector is not None and self.origin is not None
         return self.loop(self.k.vector, self.origin, self.end, pragma=f"{self.d.simd} CHECKS")
 

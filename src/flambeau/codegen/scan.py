@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import cast
 from flambeau.ir.index import ONE, Sym
 from flambeau.ir.program import ScanKernel
 
-from .cfamily import Dialect
+from .cfamily import Dialect, Scope
 from .nest import NestWriter
 
 BLOCK = 256  # columns that are scanned side by side
@@ -28,7 +30,7 @@ class ScanWriter(NestWriter):
             self.columns(self.k.vector)
         return self.scopes[0].lines
 
-    def axis_loop(self):  # type: ignore[no-untyped-def]
+    def axis_loop(self) -> AbstractContextManager[Scope]:
         a = self.k.axis
         if not self.k.reverse:
             return self.loop(a, "0", self.extent(a))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast
 from flambeau.ir.index import Sym, product
-from flambeau.ir.cost import cost_of
 from flambeau.ir.program import ScatterKernel
 
 from .cfamily import Dialect

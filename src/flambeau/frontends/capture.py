@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.schedule.plan import strided
 
-from .package import Held, Number
 from . import replay
+from .package import Held, as_number
 from .symbols import Host, Symbols
 
 aten = torch.ops.aten
@@ -166,30 +166,31 @@ class _Lowering:
             return self.c.symbols.host(val)
         if isinstance(val, (float, bool)):
             return val
-        args = fx.node.map_aggregate(n.args, self.lookup)
-        kwargs = fx.node.map_aggregate(n.kwargs, self.lookup)
+        args: Any = fx.node.map_aggregate(n.args, self.lookup)
+        kwargs: Any = fx.node.map_aggregate(n.kwargs, self.lookup)
         if target is aten.copy_.default:
             return self.mutate(args[0], args[1])
         if target in (replay.RUN_AND_SAVE, replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
-        on_host = any(isinstance(x, Host) for x in _flat([args, *kwargs.values()]))  # no kernel can take it
-        if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and not on_host \
-                and self.lowerable(n, target):
+        if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
-            out = LOWERINGS[target](*args, **kwargs)
+            out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
             if out is not NotImplemented:
                 return self.settle(n, out)
             del self.g.nodes[before:]
         return self.extern(n, args, kwargs)
 
-    def number(self, n: fx.Node) -> Value:
-        """A float computed from sizes: Python computes it at the run, kernels read it."""
-        from dataclasses import replace
+    def readable(self, args: Any) -> Any:
+        """Numbers that Python computes at the run, as values that a kernel can read."""
 
-        args = fx.node.map_aggregate(n.args, self.lookup)
-        made, = build.extern(Number(n.target), tuple(args), {}, [((), torch.float64, ())])
-        assert made is not None
-        return replace(made, number=True)
+        def value(x: Any) -> Any:
+            if not isinstance(x, Host):
+                return x
+            made, = build.extern(as_number, (x,), {}, [((), torch.float64, ())])
+            assert made is not None
+            return replace(made, number=True)
+
+        return fx.node.map_aggregate(args, value)
 
     def lookup(self, x: Any) -> Any:
         if isinstance(x, fx.Node):
@@ -237,11 +238,11 @@ class _Lowering:
         return new
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        target = n.target
+        target: Any = n.target
         kind = Contract if target in CONTRACTIONS else Extern
         if kind is Extern:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
-        val = n.meta.get("val")
+        val: Any = n.meta.get("val")
         several = isinstance(val, (list, tuple))
         metas = self.metas(target, val if several else [val])
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \

@@ -26,9 +26,8 @@ def shrink_backward(grad: torch.Tensor, x: torch.Tensor, lambd: float) -> torch.
 
 
 # Ours, for operators whose metadata torch cannot compute with symbolic sizes.
-OWN: dict[Any, Callable[..., Any]] = {
-    op: shrink_backward for op in (aten.hardshrink_backward.default, aten.softshrink_backward.default)
-}
+OWN: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (aten.hardshrink_backward.default, aten.softshrink_backward.default), shrink_backward)
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from flambeau.errors import OptionError
 from .graph_cache import GraphCache
 
 OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "numerics": (("fast", "eager"), "fast keeps more precision inside fused kernels; eager rounds where eager rounds"),
+    "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -37,8 +37,10 @@ def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str,
     return out
 
 
-def flambeau_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
-                     mode: str | None = None, **_: Any) -> Callable[..., Any]:
+def flambeau_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
+    mode: str | None = None, **_: Any
+) -> Callable[..., Any]:
     settings = check_options(options, mode)
     cache = GraphCache(gm, example_inputs, settings)
     return cache.load() or compile_anew(gm, example_inputs, settings, cache)
@@ -62,4 +64,4 @@ def compile_anew(
                            partition_fn=min_cut_rematerialization_partition, decompositions=table(),
                            keep_inference_input_mutations=True)
     with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(), cache.recording():
-        return backend(gm, example_inputs)  # type: ignore[no-any-return]
+        return backend(gm, example_inputs)

@@ -1,8 +1,8 @@
 """The one executor: a Program becomes a Package, a function that launches its kernels and makes its calls.
 
 The function is written out once as straight-line Python source: no interpretation at run time. Neighbouring
-launches become one native plan over a table of pointers; intermediates of known size live in an arena that runs
-take turns with.
+launches become one native plan over a table of pointers; intermediates of known size live in an arena that
+runs take turns with.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def write(p: Program, target: str, kernels: Sequence[KernelSource], sources: dic
           positions: list[int], count: int) -> Package:
     """The package of a program.
 
-    `kernels` are its kernels' texts, `sources` says where its sizes come from, `positions` where its tensors stand
-    among the `count` arguments.
+    `kernels` are its kernels' texts, `sources` says where its sizes come from, `positions` where its tensors
+    stand among the `count` arguments.
     """
     w = Writer(p, sources, positions, count)
     return Package(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
@@ -94,7 +94,8 @@ class Writer:
         got = strided(v, laid)
         assert got is not None, f"{v} is not a strided view"
         strides, offset = got
-        same = v.shape == b.shape and all(s is t or n is ONE for s, t, n in zip(strides, b.strides, b.shape, strict=True))
+        same = v.shape == b.shape and all(
+            s is t or n is ONE for s, t, n in zip(strides, b.strides, b.shape, strict=True))
         if same and offset.is_const and offset.const == 0:
             return base
         at = python_text(offset)
@@ -166,7 +167,7 @@ class Writer:
                 self.bound.add(s)
 
     def allocate(self, launched: set[str]) -> None:
-        """Memory for every buffer whose sizes are known by now; those that data decides come after their call."""
+        """Memory for every buffer whose sizes are known by now; what data decides comes after its call."""
         for name, b in self.p.buffers.items():
             sizes = frozenset().union(*(i.symbols() for i in (*b.shape, *b.strides)))
             if b.place in ("output", "alloc") and name not in self.variables and sizes <= self.bound:
@@ -195,13 +196,14 @@ class Writer:
         for k, step in enumerate(p.steps):
             if isinstance(step, Launch):
                 places = [p.buffers[name] for name in step.args]
-                pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0) for b in places)
+                pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
+                                 for b in places)
                 slots = tuple(sizes.setdefault(s, len(sizes)) for s in p.kernels[step.kernel].sizes)
                 pending.append((Step(step.kernel, pointers, slots), step.origins))
             else:
                 flush()
                 self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
-            dead = [n for n in p.frees.get(k, ())]
+            dead = p.frees.get(k, ())
             if dead and not pending:
                 self.line(f"del {', '.join(dead)}")
         flush()

@@ -1,8 +1,9 @@
-"""Whole compiled graphs on disk: a graph that an earlier process compiled is neither traced nor compiled again.
+"""Whole compiled graphs on disk: what an earlier process compiled is neither traced nor compiled again.
 
-An entry is what torch's own cache of AOTAutograd would keep (the wrappers for mutation, aliasing and autograd,
-and guards on sizes), with our packages of forward and backward in it. It lies in the kernel cache, sealed and
-bounded like a kernel, under the key of Dynamo's graph. Whatever is wrong with an entry, the graph is compiled.
+An entry is what torch's own cache of AOTAutograd would keep (wrappers for mutation, aliasing, autograd, and
+guards on sizes), with our packages of forward and backward in it. It lies in the kernel cache, sealed and
+bounded like a kernel, under the key of Dynamo's graph. Whatever is wrong with an entry, the graph is compiled
+again.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class GraphCache:
                     made = self.restore(entry)
                     stats["hit"] += 1
                     return made
-            except Exception as error:  # a kernel that does not build any more, something that does not unpickle
+            except Exception as error:  # a kernel that does not build any more, a class that moved
                 name = type(error).__name__
                 log.warning("a cached graph does not load, and is compiled again: %s: %s", name, error)
                 self.free = place
@@ -137,7 +138,7 @@ class GraphCache:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While a graph is compiled, torch's cache of AOTAutograd hands its entry to us and finds none itself."""
+        """While it compiles, torch's cache of AOTAutograd hands its entry to us and finds none itself."""
         if self.key is None:
             yield
             return
@@ -151,10 +152,12 @@ class GraphCache:
                 original(key, entry, remote)
 
         with ExitStack() as stack:
-            # An entry holds forward and backward, so the backward is compiled at once. Its kernels then build
-            # beside those of the forward.
+            # An entry holds forward and backward, so the backward is compiled at once: its kernels build beside
+            # those of the forward. It is then not known whether it will be run twice (retain_graph), so it may
+            # not be promised that nobody else needs the saved tensors.
             stack.enter_context(torch._functorch.config.patch(
-                enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True
+                enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True,
+                donated_buffer=False,
             ))
             stack.enter_context(torch._inductor.config.patch(fx_graph_cache=True))
             stack.enter_context(patch.object(AOTAutogradCache, "_lookup", lambda *_, **__: None))

@@ -1,8 +1,8 @@
 """What decides a compiled graph, as one key: the graph, its inputs, torch's state, our options, the versions.
 
-The graph is Dynamo's, before AOTAutograd: to make the key must be much cheaper than to trace. What text cannot
-tell apart with certainty gets no key: functions of the user, operators from outside, tensors held by the graph,
-inputs that share memory (AOTAutograd compiles for the way they overlap).
+The graph is Dynamo's, before AOTAutograd: to make the key must be much cheaper than to trace. What text
+cannot tell apart with certainty gets no key: functions of the user, operators from outside, tensors held by
+the graph, inputs that share memory (AOTAutograd compiles for the way they overlap).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def state() -> tuple[Any, ...]:
 
 
 def memory(inputs: Sequence[Any]) -> Iterator[str]:
-    """What the placeholders' fake tensors do not show. They have the shapes, as some of these are symbolic."""
+    """What the placeholders' fake tensors do not show. They have the shapes: some of these are symbolic."""
     storages = set()
     for x in inputs:
         if isinstance(x, torch.SymInt):

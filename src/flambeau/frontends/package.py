@@ -126,18 +126,9 @@ class Held:
         return f"constant{list(self.tensor.shape)}"
 
 
-class Number:
-    """A Python function of numbers, as a call that returns a zero-dimensional tensor."""
-
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        plain = [a.item() if isinstance(a, torch.Tensor) else a for a in args]
-        return torch.tensor(self.fn(*plain), dtype=torch.float64)
-
-    def __repr__(self) -> str:
-        return getattr(self.fn, "__name__", str(self.fn))
+def as_number(x: float) -> torch.Tensor:
+    """A number of the run in memory, where kernels can read it."""
+    return torch.tensor(float(x), dtype=torch.float64)
 
 
 class Arena:

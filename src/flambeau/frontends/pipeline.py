@@ -59,8 +59,9 @@ class Compiled:
         """Kernels that do not build are left to ATen: their operators are called as they are."""
         origins = {o for s in self.program.steps if isinstance(s, Launch) and s.kernel in bad for o in s.origins}
         first = next(iter(bad.values()))
-        warnings.warn(f"flambeau: {len(bad)} kernel(s) did not build; their operators ({', '.join(sorted(origins))}) run as "
-                      f"ATen. Please report this with the following text.\n{first}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"flambeau: {len(bad)} kernel(s) did not build; their operators ({', '.join(sorted(origins))}) "
+                      f"run as ATen. Please report this with the following text.\n{first}",
+                      RuntimeWarning, stacklevel=2)
         if origins <= self.exclude:
             self.run = interpret(self.gm)
             return self.run

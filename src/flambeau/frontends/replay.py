@@ -37,12 +37,14 @@ def run_with(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> tuple[t
 def results(n: fx.Node) -> Any:
     """What torch says of the wrapped operator's results: a fake tensor, or several. The wrapper's node does not say."""
     start = 1 if n.target is RUN_AND_SAVE else 2
-    op = n.args[start - 1]
+    op: Any = n.args[start - 1]
+    args: Any
+    kwargs: Any
     args, kwargs = (fx.node.map_arg(x, lambda a: a.meta["val"]) for x in (n.args[start:], n.kwargs))
     mode = detect_fake_mode([m.meta["val"] for m in n.graph.nodes if "val" in m.meta])
     assert mode is not None
     with mode:
-        return op(*args, **kwargs)  # type: ignore[operator]
+        return op(*args, **kwargs)
 
 
 def _several(x: Any) -> tuple[torch.Tensor, ...]:

@@ -129,7 +129,7 @@ class _Case:
             report.skipped.append(f"eager: {type(e).__name__}: {str(e)[:120]}")
             return None
 
-        def compiler(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
             s = Switch(gm)
             case.switches.append(s)
 
@@ -196,11 +196,12 @@ class _Case:
                 if x is None or y is None:
                     assert x is y or (x is None and not y.any()) or (y is None and not x.any()), "missing gradient"
                     continue
-                assert x.shape == y.shape and x.dtype == y.dtype, f"{x.dtype}{list(x.shape)}, eager {y.dtype}{list(y.shape)}"
+                same = x.shape == y.shape and x.dtype == y.dtype
+                assert same, f"{x.dtype}{list(x.shape)}, eager {y.dtype}{list(y.shape)}"
                 if self.random or any(s.random for s in self.switches):
                     continue  # other numbers than eager's by design; tests/ops/test_random.py judges those
                 try:
-                    torch.testing.assert_close(x, y, equal_nan=True, **self.tolerance(x.dtype))
+                    torch.testing.assert_close(x, y, equal_nan=True, **self.tolerance(x.dtype))  # type: ignore[arg-type]
                 except AssertionError as e:
                     if not x.is_floating_point():
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -158,7 +158,7 @@ def make_combine(name: str, dtypes: Sequence[DType], identity: Sequence[Scalar],
                    tuple(lift(x, d) for x, d in zip(identity, dtypes, strict=True)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def simple_combine(name: str, dtype: DType) -> Combine:
     """sum, prod, min, max (NaN wins), any, all, xor over one component."""
     ops: dict[str, tuple[str, Any]] = {
@@ -170,7 +170,7 @@ def simple_combine(name: str, dtype: DType) -> Combine:
     return make_combine(name, (dtype,), (start,), lambda a, b: (binary(op, a[0], b[0]),))
 
 
-@lru_cache(maxsize=None)
+@cache
 def arg_combine(name: str, dtype: DType, later: bool = False) -> Combine:
     """min or max with its index; NaN wins; on ties the first index, or the later one if asked."""
 
@@ -191,7 +191,7 @@ def arg_combine(name: str, dtype: DType, later: bool = False) -> Combine:
     return make_combine(f"arg{name}", (dtype, torch.int64), (start, -1 if later else 2**62), fn)
 
 
-@lru_cache(maxsize=None)
+@cache
 def welford_combine(dtype: DType) -> Combine:
     """(mean, sum of squared deviations, count), the count as a float of the same dtype."""
 

@@ -31,24 +31,25 @@ Number = bool | int | float
 
 # name -> (number of arguments, result dtype: "same" as the first argument, "bool", or a dtype)
 OPS: dict[str, tuple[int, str | DType]] = {
-    **{n: (1, "same") for n in (
-        "neg", "abs", "sign", "bitwise_not", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt",
-        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
-        "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "erfcx",
-        "lgamma", "digamma", "i0", "i0e", "i1", "i1e", "ndtri", "ndtr", "log_ndtr", "bessel_j0", "bessel_j1",
-        "bessel_y0", "bessel_y1", "modified_bessel_k0", "modified_bessel_k1",
-        "modified_bessel_i0", "modified_bessel_i1",
-        "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai")},
-    **{n: (1, "bool") for n in ("isnan", "isinf", "signbit", "logical_not")},
-    **{n: (2, "same") for n in (
+    **dict.fromkeys((
+        "neg", "abs", "sign", "bitwise_not", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt", "exp", "exp2",
+        "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
+        "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "erfcx", "lgamma", "digamma",
+        "i0", "i0e", "i1", "i1e", "ndtri", "ndtr", "log_ndtr", "bessel_j0", "bessel_j1", "bessel_y0",
+        "bessel_y1", "modified_bessel_k0", "modified_bessel_k1", "modified_bessel_i0", "modified_bessel_i1",
+        "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai"
+    ), (1, "same")),
+    **dict.fromkeys(("isnan", "isinf", "signbit", "logical_not"), (1, "bool")),
+    **dict.fromkeys((
         "add", "sub", "mul", "div", "floordiv", "mod", "fmod", "remainder", "pow", "min", "max", "fmin", "fmax",
         "atan2", "hypot", "copysign", "nextafter", "bitwise_and", "bitwise_or", "bitwise_xor", "shl", "shr",
-        "gcd", "lcm", "zeta", "polygamma", "igamma", "igammac",
-        "chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
+        "gcd", "lcm", "zeta", "polygamma", "igamma", "igammac", "chebyshev_polynomial_t",
+        "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
         "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
         "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he",
-        "laguerre_polynomial_l", "legendre_polynomial_p")},
-    **{n: (2, "bool") for n in ("eq", "ne", "lt", "le", "gt", "ge")},
+        "laguerre_polynomial_l", "legendre_polynomial_p"
+    ), (2, "same")),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), (2, "bool")),
     "fma": (3, "same"),
     # Random bits: (seed, subsequence, counter) int64 -> one of the four Philox words (attr = 0..3).
     "philox": (3, torch.int64),
@@ -65,6 +66,8 @@ class Expr:
     dtype: DType
     args: tuple[Expr, ...]
     attr: Any
+    _symbols: frozenset[Sym] | None
+    _digest: str | None
 
     def __new__(cls, op: str, dtype: DType, args: tuple[Expr, ...] = (), attr: Any = None) -> Expr:
         # 0.0 == -0.0 == 0 == False as dictionary keys, so a constant is keyed by its text.
@@ -74,8 +77,8 @@ class Expr:
             return found
         self = object.__new__(cls)
         self.op, self.dtype, self.args, self.attr = op, dtype, args, attr
-        self._symbols: frozenset[Sym] | None = None
-        self._digest: str | None = None
+        self._symbols = None
+        self._digest = None
         _exprs[key] = self
         return self
 

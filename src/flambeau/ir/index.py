@@ -16,7 +16,7 @@ from math import gcd
 from typing import Any, Union
 from weakref import WeakValueDictionary
 
-IndexLike = Union["Index", int]
+IndexLike = Union["Index", "Sym", int]
 Monomial = tuple["Atom", ...]
 Bounds = tuple[int | None, int | None]
 
@@ -81,6 +81,7 @@ class Op(Atom):
     kind: str
     a: Index
     b: Index
+    _symbols: frozenset[Sym]
 
     def __new__(cls, kind: str, a: Index, b: Index, lo: int | None, hi: int | None) -> Op:
         key = (kind, a, b)
@@ -134,6 +135,9 @@ class Index:
     __slots__ = ("terms", "const", "_bounds", "_symbols", "_text", "__weakref__")
     terms: tuple[tuple[Monomial, int], ...]
     const: int
+    _bounds: Bounds | None
+    _symbols: frozenset[Sym] | None
+    _text: str | None
 
     def __new__(cls, terms: tuple[tuple[Monomial, int], ...], const: int) -> Index:
         key = (terms, const)
@@ -142,9 +146,9 @@ class Index:
             return found
         self = object.__new__(cls)
         self.terms, self.const = terms, const
-        self._bounds: Bounds | None = None
-        self._symbols: frozenset[Sym] | None = None
-        self._text: str | None = None
+        self._bounds = None
+        self._symbols = None
+        self._text = None
         _indices[key] = self
         return self
 
@@ -293,7 +297,7 @@ ZERO = Index((), 0)
 ONE = Index((), 1)
 
 
-def as_index(x: IndexLike | Sym) -> Index:
+def as_index(x: IndexLike) -> Index:
     if isinstance(x, Index):
         return x
     if isinstance(x, Sym):

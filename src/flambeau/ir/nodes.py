@@ -282,9 +282,9 @@ class Graph:
 
     def add_input(self, shape: Sequence[IndexLike], dtype: DType, strides: Sequence[IndexLike] | None = None,
                   offset: IndexLike = 0) -> Value:
-        shape = tuple(as_index(n) for n in shape)
-        laid = contiguous_strides(shape) if strides is None else tuple(as_index(s) for s in strides)
-        buffer = self.add_buffer(shape, dtype, f"in{len(self.inputs)}", laid)
+        sizes = tuple(as_index(n) for n in shape)
+        laid = contiguous_strides(sizes) if strides is None else tuple(as_index(s) for s in strides)
+        buffer = self.add_buffer(sizes, dtype, f"in{len(self.inputs)}", laid)
         buffer.offset = as_index(offset)
         self.inputs.append(buffer.name)
         return self.whole(buffer.name)

@@ -1,4 +1,4 @@
-"""The registry: `@lower` binds an ATen operator to the one function that knows it, `@pointwise` writes it as a formula."""
+"""The registry: `@lower` binds an operator to the one function that knows it; `@pointwise` makes one of a formula."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def lower_pointwise(*ops: Any, **options: Any) -> Callable[[Callable[..., Any]],
     """`@lower(op)` over `@pointwise(...)` in one line."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return lower(*ops)(pointwise(fn, **options))  # type: ignore[no-any-return]
+        return lower(*ops)(pointwise(fn, **options))
 
     return register
 

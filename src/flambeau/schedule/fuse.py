@@ -87,7 +87,7 @@ def fuse(graph: Graph) -> list[Group | Single]:
         if isinstance(n, Extern):
             known = set(born).union(*(i.symbols() for v in n.values() for i in v.shape))
             made = frozenset().union(*(i.symbols() for name in n.names for i in graph.buffers[name].shape))
-            born |= {s: place for s in made - known}
+            born |= dict.fromkeys(made - known, place)
     return groups
 
 
@@ -264,30 +264,23 @@ def _try(g: Group, n: Node, real: list[Sym], sizes: tuple[Index, ...], fine: tup
     return Joined(fine, axes, level, mapping)
 
 
+def _regrouping(g: Group, fine: tuple[Index, ...]) -> Mapping:
+    """The group's variables as indices over those of a finer domain."""
+    mapping = _map(g.fine, list(g.vars), fine, list(range(len(fine))))
+    assert mapping is not None
+    return mapping
+
+
 def _rewritten(g: Group, fine: tuple[Index, ...]) -> dict[str, tuple[tuple[Index, ...], str]]:
     """Where the group writes, in the variables of a finer domain."""
-    where = positions(g.fine, fine)
-    assert where is not None
-    mapping = {}
-    for v, spots in zip(g.vars, where, strict=True):
-        at = ZERO
-        for s in spots:
-            at = at * fine[s] + Sym(f"g{s}", fine[s])
-        mapping[v] = at
+    mapping = _regrouping(g, fine)
     return {name: (tuple(i.subs(mapping) for i in at), level) for name, (at, level) in g.written.items()}
 
 
 def _commit(g: Group, n: Node, reads: set[str], j: Joined) -> None:
     if j.fine != g.fine:
         g.written = _rewritten(g, j.fine)
-        where = positions(g.fine, j.fine)
-        assert where is not None
-        regroup: Mapping = {}
-        for v, spots in zip(g.vars, where, strict=True):
-            at = ZERO
-            for s in spots:
-                at = at * j.fine[s] + Sym(f"g{s}", j.fine[s])
-            regroup[v] = at
+        regroup = _regrouping(g, j.fine)
         for m in g.members:
             m.mapping = {v: i.subs(regroup) for v, i in m.mapping.items()}
         g.fine = j.fine

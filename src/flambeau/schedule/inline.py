@@ -131,7 +131,7 @@ def _inline_into(n: Node, graph: Graph, bodies: dict[str, Body], uses: Counter[s
         if e.op != "load" or e.attr[0] not in chosen:
             return e
         b = bodies[e.attr[0]]
-        mapping = {v: i for v, i in zip(b.node.vars, e.attr[1], strict=True)}
+        mapping = dict(zip(b.node.vars, e.attr[1], strict=True))
         body = b.expr.subs(mapping)
         return masked(body, e.args[0]) if e.args else body
 
@@ -187,7 +187,7 @@ def map_exprs(n: Node, fn) -> Node:  # type: ignore[no-untyped-def]
             if i.is_const:
                 return i
             e = fn(Expr("index", torch.int64, (), i))
-            return e.attr if e.op == "index" else as_index(e.attr)  # type: ignore[no-any-return]
+            return e.attr if e.op == "index" else as_index(e.attr)
 
         return replace(n, init=fn(n.init), value=fn(n.value), target=tuple(on_index(t) for t in n.target),
                        mask=None if n.mask is None else fn(n.mask))

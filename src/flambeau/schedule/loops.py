@@ -70,7 +70,10 @@ class Draft:
 
     def substitute(self, mapping: dict[Sym, Index]) -> None:
         memo: dict[Expr, Expr] = {}
-        sub = lambda e: rewrite(e, lambda x: x, mapping, memo)  # noqa: E731
+
+        def sub(e: Expr) -> Expr:
+            return rewrite(e, lambda x: x, mapping, memo)
+
         self.items = [Item(i.names, i.level, tuple(map(sub, i.exprs)), i.combine) for i in self.items]
         self.stores = {n: a.subs(mapping) for n, a in self.stores.items()}
         if self.bounds:
@@ -429,7 +432,10 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str]) -> ScanKer
 def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     out = n.names[0]
     ones = {v: ZERO for v in (*n.vars, *n.out_vars) if v.extent is ONE}
-    fix = lambda e: linear(e.subs(ones), buffers, lambda _: False)  # noqa: E731
+
+    def fix(e: Expr) -> Expr:
+        return linear(e.subs(ones), buffers, lambda _: False)
+
     init, value = fix(n.init), fix(n.value)
     mask = None if n.mask is None else fix(n.mask)
     mode = n.mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import loads
@@ -11,6 +12,7 @@ from flambeau.ir.nodes import (
     Buffer,
     Extern,
     Graph,
+    Node,
     Pointwise,
     Scan,
     Scatter,
@@ -62,7 +64,7 @@ def make_views_real(graph: Graph) -> None:
     """Externs and outputs take strided memory: anything else is copied first."""
     added: list[Pointwise] = []
 
-    def real(x):  # type: ignore[no-untyped-def]
+    def real(x: Any) -> Any:
         if isinstance(x, Value):
             if strided(x, graph.buffers[x.buffer]) is not None:
                 return x
@@ -74,7 +76,7 @@ def make_views_real(graph: Graph) -> None:
             return type(x)(real(y) for y in x)
         return x
 
-    nodes = []
+    nodes: list[Node] = []
     for n in graph.nodes:
         if isinstance(n, Extern):
             added.clear()
@@ -111,7 +113,8 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
         else:
             n = g.node
             if isinstance(n, Extern):
-                steps.append(Call(n.target, n.args, n.kwargs, n.names, n.outputs, n.kind, n.origin, n.out, may_alias(n)))
+                steps.append(Call(n.target, n.args, n.kwargs, n.names, n.outputs, n.kind, n.origin, n.out,
+                                  may_alias(n)))
                 continue
             if isinstance(n, Scan):
                 kernel = shape_scan(n, graph.buffers, stored)
@@ -179,7 +182,7 @@ def reads_before_write(k: LoopKernel, name: str, new: str) -> bool:
     return k.bounds is None or all(e.attr[0] != name for e in loads(*k.bounds))
 
 
-def renamed(x, old: str, new: str):  # type: ignore[no-untyped-def]
+def renamed(x: Any, old: str, new: str) -> Any:
     if isinstance(x, Value):
         return replace(x, buffer=new) if x.buffer == old else x
     return type(x)(renamed(y, old, new) for y in x) if isinstance(x, (list, tuple)) else x
