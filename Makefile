@@ -79,11 +79,16 @@ test-all: lint
 
 bench: setup
 	@echo "==> flambeau bench"
-	@$(BIN)/flambeau bench
+	@mkdir -p results
+	@$(BIN)/flambeau bench models --json results/models-cpu.json
+	@$(BIN)/flambeau bench compile --json results/compile-cpu.json
+	@$(BIN)/flambeau bench ops --json results/ops-cpu.json
 
 docs: setup
 	@echo "==> docs/settings.md"
 	@$(BIN)/python -m flambeau.report.settings > docs/settings.md
+	@echo "==> docs/performance.md"
+	@$(BIN)/python -m flambeau.report.performance results > docs/performance.md
 
 clean:
 	@echo "==> removing build products and caches"

@@ -24,6 +24,7 @@ import torch.compiler.config
 import torch.fx as fx
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._functorch.aot_autograd import AOT_COUNTER, SerializableAOTDispatchCompiler
+from torch._guards import TracingContext
 from torch._inductor.output_code import OutputCode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -130,6 +131,10 @@ class GraphCache:
 
         def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Run:
             run = compile_graph(graph)
+            # A backward that takes over its saved tensors' memory cannot run twice. Ours does not take it over,
+            # but torch, which sees a graph compiled before its first run, would refuse retain_graph.
+            if (context := TracingContext.try_get()) and context.fw_metadata is not None:
+                context.fw_metadata.bw_donated_idxs = []
             made = getattr(run, "compiled", None)
             run.__wrapped__ = Stored(made and made.package)  # type: ignore[attr-defined]
             return run
@@ -153,11 +158,9 @@ class GraphCache:
 
         with ExitStack() as stack:
             # An entry holds forward and backward, so the backward is compiled at once: its kernels build beside
-            # those of the forward. It is then not known whether it will be run twice (retain_graph), so it may
-            # not be promised that nobody else needs the saved tensors.
+            # those of the forward.
             stack.enter_context(torch._functorch.config.patch(
-                enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True,
-                donated_buffer=False,
+                enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True
             ))
             stack.enter_context(torch._inductor.config.patch(fx_graph_cache=True))
             stack.enter_context(patch.object(AOTAutogradCache, "_lookup", lambda *_, **__: None))

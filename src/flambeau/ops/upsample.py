@@ -1,8 +1,8 @@
-"""Upsampling: nearest, linear, cubic and antialiased resizing, one dimension at a time in the gradients.
+"""Upsampling: nearest, linear and cubic resizing, one dimension after the other, with gathered gradients.
 
-A resize is a matrix for each dimension. The forward reads the few taps of a row of it. The gradient reads
-a column: each input position gathers from the outputs that touch it, dimension after dimension, so that the
-work is the sum of the column lengths and not their product.
+A resize is a matrix for each dimension, with a few taps in a row. The taps are tables as long as the dimension,
+computed once; what runs over the image are products of table and neighbours. The gradient reads columns of the same
+matrix: each input position gathers from the outputs that touch it, so that nothing is scattered.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float, opmath
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum
-from flambeau.ir.nodes import Value
+from flambeau.ir.index import Dyn, Index, IndexLike, Op, as_index, ceildiv, maximum, minimum
+from flambeau.ir.nodes import Value, as_indices, dim_vars
 from flambeau.ir.scalar import (
     abs_,
     cast,
@@ -30,6 +30,7 @@ from flambeau.ir.scalar import (
     floor,
     fold_over,
     index_value,
+    ne,
     where,
 )
 from flambeau.ir.scalar import maximum as larger
@@ -39,7 +40,11 @@ from flambeau.ops.registry import lower
 
 aten = torch.ops.aten
 
-Tap = tuple[Index, Expr | None]  # where to read, and the weight (None: one)
+
+def table(size: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Expr]:
+    """A value for each position of a dimension, computed once."""
+    t = build.pointwise((size,), lambda i: body(i[0]))
+    return lambda o: t.load((o,))
 
 
 @dataclass(frozen=True)
@@ -99,30 +104,30 @@ class Axis:
             return self.n, self.m
         return None
 
-    def index(self, x: Expr) -> Index:
-        """A position in [0, n) that was computed as a float."""
-        top = self.n.bounds()[1]
-        narrow = top is not None and top < 2**31
-        return computed(cast(x, torch.int32 if narrow else torch.int64), 0, None if top is None else top - 1)
-
     @property
     def last(self) -> Expr:
         return index_value(self.n - 1, self.dtype)
 
-    def taps(self, o: Index) -> list[Tap]:
+    @property
+    def copies(self) -> bool:
+        """Nothing is resized."""
+        return self.n is self.m and self.ratio is not None
+
+    def taps(self, o: Index) -> list[tuple[Expr, Expr]]:
+        """The positions that output o reads (whole numbers in [0, n)), and their weights."""
         raise NotImplementedError
 
     def weight(self, o: Index, y: Index) -> Expr:
         """How much of input y is in output o."""
         raise NotImplementedError
 
-    def reach(self, y: Index) -> tuple[tuple[IndexLike, IndexLike], Callable[[Index], Index]]:
-        """Loop bounds over the outputs that may touch input y, and the output of a loop index."""
+    def reach(self, y: Index) -> tuple[Index, Index, int | None]:
+        """The outputs [low, high) that may touch input y, and, if it is known, the most there are for any y."""
         if self.n is as_index(1) or self.m is as_index(1):
-            return (0, self.m), lambda j: j
+            return as_index(0), self.m, int(self.m) if self.m.is_const else None
         ratio = self.ratio
         if ratio is None:
-            return self._reach_by_float(y), lambda j: j
+            return self._reach_by_float(y)
         num, den = ratio
 
         def first(past: int, at: IndexLike) -> Index:
@@ -133,14 +138,12 @@ class Axis:
             return (maximum(first(-self.before, at) - self.slack, 0),
                     minimum(first(self.after, at) + self.slack, self.m))
 
-        low, high = ends(y)
-        if not (self.n.is_const and self.m.is_const):
-            return (low, high), lambda j: j
-        # As many steps for every position: the loop unrolls, and lanes stay together.
-        spans = (ends(k) for k in range(int(self.n)))
-        return (0, max(int(b) - int(a) for a, b in spans)), lambda j: low + j
+        most = None
+        if self.n.is_const and self.m.is_const:
+            most = max(int(high) - int(low) for low, high in map(ends, range(int(self.n))))
+        return (*ends(y), most)
 
-    def _reach_by_float(self, y: Index) -> tuple[IndexLike, IndexLike]:
+    def _reach_by_float(self, y: Index) -> tuple[Index, Index, int | None]:
         assert self.factor is not None
         factor = self.factor
 
@@ -153,7 +156,7 @@ class Axis:
         # A given factor that is too small for the sizes lets the last input take all that lies beyond it.
         high = where(eq(index_value(y), index_value(self.n - 1)), m,
                      clamp(first(self.after) + self.slack, 0, m))
-        return (computed(clamp(first(-self.before) - self.slack, 0, m), 0, top), computed(high, 0, top))
+        return computed(clamp(first(-self.before) - self.slack, 0, m), 0, top), computed(high, 0, top), None
 
 
 class Nearest(Axis):
@@ -171,14 +174,6 @@ class Nearest(Axis):
     def slack(self) -> int:
         return 0 if self.exact else 1
 
-    def source(self, o: Index) -> Index:
-        """floor(o * scale)"""
-        if self.exact:
-            return ((o * 2 + self.shift) * self.n) // (self.m * 2)
-        # ATen takes the floor of a single float whatever the dtype is.
-        x = floor(cast(self.position(o), torch.float32))
-        return self.index(smaller(x, index_value(self.n - 1, torch.float32)))
-
     def safe(self, k: int) -> bool:
         """Whether o * (1/k) cannot fall below a whole number when rounded: 1/k is exact."""
         return k & (k - 1) == 0
@@ -186,11 +181,16 @@ class Nearest(Axis):
     def position(self, o: Index) -> Expr:
         return index_value(o, self.dtype) * self.scale
 
-    def taps(self, o: Index) -> list[Tap]:
-        return [(self.source(o), None)]
+    def source(self, o: Index) -> Expr:
+        """floor(o * scale)"""
+        if self.exact:
+            return index_value(((o * 2 + self.shift) * self.n) // (self.m * 2))
+        # ATen takes the floor of a single float whatever the dtype is.
+        x = floor(cast(self.position(o), torch.float32))
+        return cast(smaller(x, index_value(self.n - 1, torch.float32)), torch.int64)
 
     def weight(self, o: Index, y: Index) -> Expr:
-        return where(eq(index_value(self.source(o)), index_value(y)), const(1, self.dtype), 0)
+        return cast(eq(self.source(o), index_value(y)), self.dtype)
 
 
 class NearestExact(Nearest):
@@ -212,6 +212,11 @@ class Linear(Axis):
     before = after = 2
 
     @property
+    def copies(self) -> bool:
+        """ATen copies where the size stays, whatever the scale."""
+        return self.n is self.m
+
+    @property
     def shift(self) -> int:
         return 0 if self.align else 1
 
@@ -223,17 +228,13 @@ class Linear(Axis):
         x = index_value(o, self.dtype)
         return x * self.scale if self.align else self.scale * (x + 0.5) - 0.5
 
-    def taps(self, o: Index) -> list[Tap]:
-        if self.n is self.m:  # ATen copies, whatever the scale
-            return [(o, None)]
+    def taps(self, o: Index) -> list[tuple[Expr, Expr]]:
         x = larger(self.source(o), 0)
         left = smaller(floor(x), self.last)
         t = smaller(x - left, 1)
-        return [(self.index(left), 1 - t), (self.index(smaller(left + 1, self.last)), t)]
+        return [(left, 1 - t), (smaller(left + 1, self.last), t)]
 
     def weight(self, o: Index, y: Index) -> Expr:
-        if self.n is self.m:
-            return where(eq(index_value(o), index_value(y)), const(1, self.dtype), 0)
         x = clamp(self.source(o), 0, self.last)
         return larger(1 - abs_(x - index_value(y, self.dtype)), 0)
 
@@ -241,18 +242,20 @@ class Linear(Axis):
 class Cubic(Linear):
     before = after = 4
 
-    def taps(self, o: Index) -> list[Tap]:
+    @property
+    def copies(self) -> bool:
+        return self.n is self.m and self.ratio is not None
+
+    def taps(self, o: Index) -> list[tuple[Expr, Expr]]:
         x = self.source(o)
         left = floor(x)
-        return [(self.index(clamp(left + (k - 1), 0, self.last)), w)
-                for k, w in enumerate(cubic_weights(x - left, -0.75))]
+        return [(clamp(left + (k - 1), 0, self.last), w) for k, w in enumerate(cubic_weights(x - left, -0.75))]
 
     def weight(self, o: Index, y: Index) -> Expr:
-        x, at = self.source(o), index_value(y, self.dtype)
-        left = floor(x)
+        at = index_value(y, self.dtype)
         total = const(0, self.dtype)
-        for k, w in enumerate(cubic_weights(x - left, -0.75)):
-            total = total + where(eq(clamp(left + (k - 1), 0, self.last), at), w, 0)
+        for position, w in self.taps(o):
+            total = total + where(eq(position, at), w, 0)
         return total
 
 
@@ -272,78 +275,137 @@ def cubic_weights(t: Expr, a: float) -> list[Expr]:
 # ---- forward and backward ------------------------------------------------------------------------------
 
 
-def positions_in(x: DType) -> DType:
-    return opmath(x) if is_float(x) else torch.float32
+def narrow(size: Index) -> DType:
+    """Positions as wide as a float keep the lanes alike."""
+    top = size.bounds()[1]
+    return torch.int32 if top is not None and top < 2**31 else torch.int64
 
 
-def interpolate(x: Value, axes: Sequence[Axis]) -> Value:
+def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Index]:
+    top = source.bounds()[1]
+    t = table(size, lambda o: cast(body(o), narrow(source)))
+    return lambda o: computed(t(o), 0, None if top is None else top - 1)
+
+
+def pick(x: Value, axes: Sequence[Nearest]) -> Value:
     rank = len(axes)
-    compute = axes[0].dtype
+
+    def source_of(a: Nearest) -> Callable[[Index], Index]:
+        return (lambda o: computed(a.source(o))) if a.exact else position_table(a.m, a.n, a.source)
+
+    sources = [source_of(a) for a in axes]
 
     def body(i: Place) -> Expr:
         lead, o = split(i, rank)
-        rows = [a.taps(k) for a, k in zip(axes, o, strict=True)]
+        return x.load((*lead, *(s(k) for s, k in zip(sources, o, strict=True))))
 
-        def blend(axis: int, place: Place) -> Expr:
-            if axis == rank:
-                return x.load((*lead, *place))
-            parts = [(blend(axis + 1, (*place, at)), w) for at, w in rows[axis]]
-            total: Expr | None = None
-            for value, w in parts:
-                part = value if w is None else cast(value, compute) * w
-                total = part if total is None else total + part
-            assert total is not None
-            return total
-
-        return blend(0, ())
-
-    return build.pointwise((*x.shape[:-rank], *(a.m for a in axes)), body, x.dtype)
+    return build.pointwise((*x.shape[:-rank], *(a.m for a in axes)), body)
 
 
-def interpolate_backward(grad: Value, axes: Sequence[Axis], dtype: DType) -> Value:
-    """The transposed resize, one dimension after the other; rows first, since they are read in order."""
-    rank = len(axes)
-    g = grad
-    for k, axis in enumerate(axes):
-        g = gather(g, grad.rank - rank + k, axis, dtype if k == rank - 1 else axis.dtype)
-    return g
+def blend(x: Value, axes: Sequence[Axis]) -> Value:
+    """The last dimension first, as ATen adds up."""
+    out = x
+    for dim, axis in reversed(list(enumerate(axes, x.rank - len(axes)))):
+        if not axis.copies:
+            out = blend_along(out, dim, axis)
+    return build.pointwise(out.shape, lambda i: out.load(i), x.dtype)
 
 
-def gather(g: Value, dim: int, axis: Axis, dtype: DType) -> Value:
+def blend_along(x: Value, dim: int, axis: Axis) -> Value:
+    def tap(k: int) -> tuple[Callable[[Index], Index], Callable[[Index], Expr]]:
+        return (position_table(axis.m, axis.n, lambda o: axis.taps(o)[k][0]),
+                table(axis.m, lambda o: axis.taps(o)[k][1]))
+
+    taps = [tap(k) for k in range(len(axis.taps(as_index(0))))]
+
     def body(i: Place) -> Expr:
-        bounds, output = axis.reach(i[dim])
+        o = i[dim]
+        total: Expr | None = None
+        for at, weight in taps:
+            part = cast(x.load((*i[:dim], at(o), *i[dim + 1:])), axis.dtype) * weight(o)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
 
-        def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
-            o = output(w[0])
-            there = within(o, axis.m)
-            value = cast(g.load((*i[:dim], o, *i[dim + 1:]), there), axis.dtype)
-            return (carry[0] + where(there, value * axis.weight(o, i[dim]), 0),)
+    return build.pointwise((*x.shape[:dim], axis.m, *x.shape[dim + 1:]), body)
 
-        return fold_over([bounds], (const(0, axis.dtype),), step)[0]
 
-    return build.pointwise((*g.shape[:dim], axis.n, *g.shape[dim + 1:]), body, dtype)
+Span = Callable[[Index], tuple[Index, Index, int | None]]
+
+
+def gather_along(x: Value, dim: int, size: Index, span: Span, weight: Callable[[Index, Index], Expr],
+                 dtype: DType) -> Value:
+    """Along one dimension, element i becomes the sum of weight(j, i) * x[j] for j in [low, high) of span(i).
+
+    Where the sizes are known, so is the length of the longest span: weights are a table, the loop unrolls."""
+    source = x.shape[dim]
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1:])
+
+    def share(i: Place, j: Index, w: Expr, there: Expr | None) -> Expr:
+        value = cast(x.load((*i[:dim], j, *i[dim + 1:]), there), dtype)
+        # A zero weight is no contact: what is infinite beyond reach stays out.
+        touches = ne(w, 0) if there is None else there & ne(w, 0)
+        return where(touches, value * w, 0)
+
+    here, = as_indices(dim_vars((size,)))
+    low, _, most = span(here)
+    if most is None:
+        def by_range(i: Place) -> Expr:
+            low, high, _ = span(i[dim])
+            return fold_over([(low, high)], (const(0, dtype),), lambda j, c: (
+                c[0] + share(i, j[0], weight(j[0], i[dim]), None),))[0]
+
+        return build.pointwise(shape, by_range)
+
+    def low_of(i: Index) -> Index:
+        return span(i)[0]
+
+    # What takes more than a multiplication to find is found once, in a table.
+    simple = not any(isinstance(a, Dyn) or (isinstance(a, Op) and a.kind in ("div", "mod")) for a in low.atoms())
+    first = low_of if simple else position_table(size, source, lambda i: index_value(low_of(i)))
+    weights = build.pointwise((as_index(most), size), lambda i: weight(low_of(i[1]) + i[0], i[1]))
+
+    def body(i: Place) -> Expr:
+        def step(k: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
+            j = first(i[dim]) + k[0]
+            return (carry[0] + share(i, j, weights.load((k[0], i[dim])), within(j, source)),)
+
+        return fold_over([(0, most)], (const(0, dtype),), step)[0]
+
+    return build.pointwise(shape, body)
+
+
+def positions_in(x: DType) -> DType:
+    return opmath(x) if is_float(x) else torch.float32
 
 
 def resizing(kind: type[Axis], rank: int, aligned: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The lowerings of op(x, output_size, [align_corners], *scales) and its backward."""
 
     def axes_of(sizes: Sequence[Index], output_size: Sequence[IndexLike], rest: Sequence[Any], dtype: DType
-                ) -> list[Axis]:
+                ) -> list[Any]:
         align = bool(rest[0]) if aligned else False
         scales = [*rest[1 if aligned else 0:], *(None,) * rank][:rank]
         return [kind(n, as_index(m), f, align, positions_in(dtype))
                 for n, m, f in zip(sizes, output_size, scales, strict=True)]
 
     def forward(x: Value, output_size: Sequence[IndexLike], *rest: Any, **named: Any) -> Any:
-        if not is_float(x.dtype) and not issubclass(kind, Nearest):
-            return NotImplemented  # uint8 images: ATen resizes them in fixed point
-        return interpolate(x, axes_of(x.shape[-rank:], output_size, (*rest, *named.values()), x.dtype))
+        axes = axes_of(x.shape[-rank:], output_size, (*rest, *named.values()), x.dtype)
+        if issubclass(kind, Nearest):
+            return pick(x, axes)
+        # uint8 images: ATen resizes them in fixed point
+        return blend(x, axes) if is_float(x.dtype) else NotImplemented
 
     def backward(grad: Value, output_size: Sequence[IndexLike], input_size: Sequence[IndexLike], *rest: Any,
                  **named: Any) -> Value:
         sizes = [as_index(n) for n in input_size][-rank:]
         axes = axes_of(sizes, output_size, (*rest, *named.values()), grad.dtype)
-        return interpolate_backward(grad, axes, grad.dtype)
+        g = grad
+        # Rows first: they are read in order, and leave less for the last dimension, which is not.
+        for dim, axis in enumerate(axes, grad.rank - rank):
+            if not axis.copies:
+                g = gather_along(g, dim, axis.n, axis.reach, axis.weight, axis.dtype)
+        return build.pointwise(g.shape, lambda i: g.load(i), grad.dtype)
 
     return forward, backward
 
@@ -360,146 +422,5 @@ for _kind, _rank, _aligned, _name in (
         (Linear, 3, True, "upsample_trilinear3d"),
         (Cubic, 2, True, "upsample_bicubic2d")):
     _forward, _backward = resizing(_kind, _rank, _aligned)
-    lower(getattr(aten, _name).default)(_forward)
-    lower(getattr(aten, _name + "_backward").default)(_backward)
-
-
-# ---- antialiased: the filter widens with the scale, and each row is divided by its sum -----------------
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Weights of the inputs around the centre of an output: zero beyond `radius` coarse cells."""
-
-    radius: float
-    at: Callable[[Expr], Expr]
-
-
-def triangle(x: Expr) -> Expr:
-    return larger(1 - abs_(x), 0)
-
-
-def cubic(x: Expr) -> Expr:
-    """Cubic convolution with the constant of PIL, -0.5."""
-    x = abs_(x)
-    return where(x < 1, cubic_near(x, -0.5), where(x < 2, cubic_far(x, -0.5), 0))
-
-
-class Antialiased(Axis):
-    filter: Filter
-
-    @property
-    def wide(self) -> Expr:
-        return larger(self.scale, 1)
-
-    def centre(self, o: Index) -> Expr:
-        return self.scale * (index_value(o, self.dtype) + 0.5)
-
-    def span(self, o: Index) -> tuple[Expr, Expr]:
-        """The inputs [first, end) that output o reads."""
-        support = self.wide * self.filter.radius
-        n = index_value(self.n)
-
-        def cut(x: Expr) -> Expr:
-            return clamp(cast(x + 0.5, torch.int64), 0, n)
-
-        return cut(self.centre(o) - support), cut(self.centre(o) + support)
-
-    def raw(self, o: Index, y: Index) -> Expr:
-        return self.filter.at((index_value(y, self.dtype) - self.centre(o) + 0.5) * (1 / self.wide))
-
-    def totals(self) -> Value:
-        """The sum of the weights of every output."""
-
-        def body(i: Place) -> Expr:
-            first, end = self.span(i[0])
-            top = self.n.bounds()[1]
-            total, = fold_over([(computed(first, 0, top), computed(end, 0, top))], (const(0, self.dtype),),
-                               lambda w, c: (c[0] + self.raw(i[0], w[0]),))
-            return total
-
-        return build.pointwise((self.m,), body)
-
-
-def resize_antialiased(x: Value, dim: int, axis: Antialiased, dtype: DType) -> Value:
-    totals = axis.totals()
-    top = axis.n.bounds()[1]
-
-    def body(i: Place) -> Expr:
-        o = i[dim]
-        first, end = axis.span(o)
-        total = totals.load((o,))
-
-        def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
-            value = cast(x.load((*i[:dim], w[0], *i[dim + 1:])), axis.dtype)
-            return (carry[0] + value * (axis.raw(o, w[0]) / total),)
-
-        return fold_over([(computed(first, 0, top), computed(end, 0, top))], (const(0, axis.dtype),), step)[0]
-
-    return build.pointwise((*x.shape[:dim], axis.m, *x.shape[dim + 1:]), body, dtype)
-
-
-def gather_antialiased(g: Value, dim: int, axis: Antialiased, dtype: DType) -> Value:
-    """Input y gathers from the outputs whose span holds it: those with the centre within the support of y."""
-    totals = axis.totals()
-    top = axis.m.bounds()[1]
-    m = index_value(axis.m)
-
-    def body(i: Place) -> Expr:
-        y = i[dim]
-        at = index_value(y, axis.dtype) + 0.5
-        support = axis.wide * axis.filter.radius
-        # One more on either side: the span of an output is cut in floating point.
-        low = clamp(cast(floor((at - support) / axis.scale - 0.5), torch.int64) - 1, 0, m)
-        high = clamp(cast(ceil((at + support) / axis.scale - 0.5), torch.int64) + 2, 0, m)
-        bounds = (computed(low, 0, top), computed(high, 0, top))
-        if axis.align and (axis.n is as_index(1) or axis.m is as_index(1)):  # the scale is zero
-            bounds = (as_index(0), axis.m)
-
-        def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
-            o = w[0]
-            first, end = axis.span(o)
-            mine = (index_value(y) >= first) & (index_value(y) < end)
-            value = cast(g.load((*i[:dim], o, *i[dim + 1:])), axis.dtype)
-            return (carry[0] + where(mine, value * (axis.raw(o, y) / totals.load((o,))), 0),)
-
-        return fold_over([bounds], (const(0, axis.dtype),), step)[0]
-
-    return build.pointwise((*g.shape[:dim], axis.n, *g.shape[dim + 1:]), body, dtype)
-
-
-class AntialiasedLinear(Antialiased):
-    filter = Filter(1.0, triangle)
-
-
-class AntialiasedCubic(Antialiased):
-    filter = Filter(2.0, cubic)
-
-
-def resizing_antialiased(kind: type[Antialiased]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def forward(x: Value, output_size: Sequence[IndexLike], align_corners: bool, *scales: float | None,
-                **named: float | None) -> Any:
-        if not is_float(x.dtype):
-            return NotImplemented  # uint8 images: ATen resizes them in fixed point
-        factors = [*scales, *named.values(), None, None][:2]
-        axes = [kind(n, as_index(m), f, align_corners, opmath(x.dtype))
-                for n, m, f in zip(x.shape[-2:], output_size, factors, strict=True)]
-        rows = resize_antialiased(x, x.rank - 1, axes[1], opmath(x.dtype))
-        return resize_antialiased(rows, x.rank - 2, axes[0], x.dtype)
-
-    def backward(grad: Value, output_size: Sequence[IndexLike], input_size: Sequence[IndexLike],
-                 align_corners: bool, *scales: float | None, **named: float | None) -> Value:
-        factors = [*scales, *named.values(), None, None][:2]
-        axes = [kind(as_index(n), as_index(m), f, align_corners, opmath(grad.dtype))
-                for n, m, f in zip(list(input_size)[-2:], output_size, factors, strict=True)]
-        columns = gather_antialiased(grad, grad.rank - 2, axes[0], opmath(grad.dtype))
-        return gather_antialiased(columns, grad.rank - 1, axes[1], grad.dtype)
-
-    return forward, backward
-
-
-for _antialiased, _name in ((AntialiasedLinear, "_upsample_bilinear2d_aa"),
-                            (AntialiasedCubic, "_upsample_bicubic2d_aa")):
-    _forward, _backward = resizing_antialiased(_antialiased)
     lower(getattr(aten, _name).default)(_forward)
     lower(getattr(aten, _name + "_backward").default)(_backward)

@@ -1,0 +1,141 @@
+"""Antialiased resizing: a filter that widens with the scale, and each output divided by the sum of its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import DType, is_float, opmath
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Index, IndexLike, as_index
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import abs_, cast, ceil, clamp, computed, const, floor, fold_over, index_value, where
+from flambeau.ir.scalar import maximum as larger
+from flambeau.ops.registry import lower
+from flambeau.ops.upsample import Axis, cubic_far, cubic_near, gather_along, table
+
+aten = torch.ops.aten
+
+
+def triangle(x: Expr) -> Expr:
+    return larger(1 - abs_(x), 0)
+
+
+def cubic(x: Expr) -> Expr:
+    """Cubic convolution with the constant of PIL, -0.5."""
+    x = abs_(x)
+    return where(x < 1, cubic_near(x, -0.5), where(x < 2, cubic_far(x, -0.5), 0))
+
+
+class Antialiased(Axis):
+    """The filter is zero beyond `radius` cells of the coarser side."""
+
+    radius: float
+    shape: Callable[[Expr], Expr]
+
+    @property
+    def known_scale(self) -> float | None:
+        s = self.scale
+        return s.attr if s.op == "const" else None
+
+    @property
+    def wide(self) -> Expr:
+        return larger(self.scale, const(1, self.dtype))
+
+    def centre(self, o: Index) -> Expr:
+        return self.scale * (index_value(o, self.dtype) + 0.5)
+
+    def ends(self, o: Index) -> tuple[Expr, Expr]:
+        """The inputs [first, end) that output o reads."""
+        support = self.wide * self.radius
+        n = index_value(self.n)
+
+        def cut(x: Expr) -> Expr:
+            return clamp(cast(x + 0.5, torch.int64), 0, n)
+
+        return cut(self.centre(o) - support), cut(self.centre(o) + support)
+
+    def span(self, o: Index) -> tuple[Index, Index, int | None]:
+        first, end = self.ends(o)
+        s, top = self.known_scale, self.n.bounds()[1]
+        most = None if s is None else 2 * math.ceil(max(s, 1.0) * self.radius) + 1
+        return computed(first, 0, top), computed(end, 0, top), most
+
+    def reach(self, y: Index) -> tuple[Index, Index, int | None]:
+        """The outputs with their centre near input y, and one more on either side: a span is cut in floats."""
+        s, m, top = self.known_scale, index_value(self.m), self.m.bounds()[1]
+        if s == 0:
+            return as_index(0), self.m, int(self.m) if self.m.is_const else None
+        at, support = index_value(y, self.dtype) + 0.5, self.wide * self.radius
+        low = clamp(cast(floor((at - support) / self.scale - 0.5), torch.int64) - 1, 0, m)
+        high = clamp(cast(ceil((at + support) / self.scale - 0.5), torch.int64) + 2, 0, m)
+        most = None if s is None else math.ceil(2 * max(s, 1.0) * self.radius / s) + 4
+        return computed(low, 0, top), computed(high, 0, top), most
+
+    def raw(self, o: Index, y: Index) -> Expr:
+        return type(self).shape((index_value(y, self.dtype) - self.centre(o) + 0.5) * (1 / self.wide))
+
+    def weights(self) -> Callable[[Index, Index], Expr]:
+        """How much of input y is in output o."""
+
+        def total(o: Index) -> Expr:
+            low, high, _ = self.span(o)
+            return fold_over([(low, high)], (const(0, self.dtype),),
+                             lambda y, c: (c[0] + self.raw(o, y[0]),))[0]
+
+        totals = table(self.m, total)
+
+        def weight(o: Index, y: Index) -> Expr:
+            first, end = self.ends(o)
+            read = (index_value(y) >= first) & (index_value(y) < end) & (index_value(o) < index_value(self.m))
+            # Beyond the last output there is no total to read; its span is past the end of the input as well.
+            some = totals(computed(clamp(index_value(o), 0, index_value(self.m - 1))))
+            return where(read, self.raw(o, y) / some, 0)
+
+        return weight
+
+
+class AntialiasedLinear(Antialiased):
+    radius, shape = 1.0, staticmethod(triangle)
+
+
+class AntialiasedCubic(Antialiased):
+    radius, shape = 2.0, staticmethod(cubic)
+
+
+def resizing(kind: type[Antialiased]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def axes_of(sizes: Sequence[IndexLike], output_size: Sequence[IndexLike], align: bool,
+                factors: Sequence[float | None], dtype: DType) -> list[Antialiased]:
+        return [kind(as_index(n), as_index(m), f, align, opmath(dtype))
+                for n, m, f in zip(list(sizes)[-2:], output_size, [*factors, None, None])]
+
+    def forward(x: Value, output_size: Sequence[IndexLike], align_corners: bool, *scales: float | None,
+                **named: float | None) -> Any:
+        if not is_float(x.dtype):
+            return NotImplemented  # uint8 images: ATen resizes them in fixed point
+        out = x
+        for dim, a in reversed(list(enumerate(
+                axes_of(x.shape, output_size, align_corners, (*scales, *named.values()), x.dtype), x.rank - 2))):
+            weight = a.weights()
+            out = gather_along(out, dim, a.m, a.span, lambda y, o, weight=weight: weight(o, y), a.dtype)
+        return build.pointwise(out.shape, lambda i: out.load(i), x.dtype)
+
+    def backward(grad: Value, output_size: Sequence[IndexLike], input_size: Sequence[IndexLike],
+                 align_corners: bool, *scales: float | None, **named: float | None) -> Value:
+        g = grad
+        for dim, a in enumerate(
+                axes_of(input_size, output_size, align_corners, (*scales, *named.values()), grad.dtype), g.rank - 2):
+            g = gather_along(g, dim, a.n, a.reach, a.weights(), a.dtype)
+        return build.pointwise(g.shape, lambda i: g.load(i), grad.dtype)
+
+    return forward, backward
+
+
+for _kind, _name in ((AntialiasedLinear, "_upsample_bilinear2d_aa"), (AntialiasedCubic, "_upsample_bicubic2d_aa")):
+    _forward, _backward = resizing(_kind)
+    lower(getattr(aten, _name).default)(_forward)
+    lower(getattr(aten, _name + "_backward").default)(_backward)
