@@ -1,4 +1,4 @@
-"""Every form of kernel, on odd sizes, dtypes and layouts, against float64; and bits that no number of threads changes."""
+"""Every form of kernel on odd sizes, dtypes and layouts against float64; and bits that no number of threads changes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def softmax(x: Value, axis: int) -> Value:
     wide = F64 if x.dtype is F64 else F32
     top, = build.reduce(x.shape, [axis], simple_combine("max", wide), lambda i: cast(x.load(i), wide))
     at = lambda v, i: v.load([n for k, n in enumerate(i) if k != axis])  # noqa: E731
-    total, = build.reduce(x.shape, [axis], simple_combine("sum", wide), lambda i: exp(cast(x.load(i), wide) - at(top, i)))
-    return build.pointwise(x.shape, lambda i: exp(cast(x.load(i), wide) - at(top, i)) / at(total, i), x.dtype)
+    power = lambda i: exp(cast(x.load(i), wide) - at(top, i))  # noqa: E731
+    total, = build.reduce(x.shape, [axis], simple_combine("sum", wide), power)
+    return build.pointwise(x.shape, lambda i: power(i) / at(total, i), x.dtype)
 
 
 def arg_max(x: Value, axis: int) -> tuple[Value, ...]:
@@ -51,7 +52,8 @@ def moments(x: Value, axes: Sequence[int]) -> tuple[Value, ...]:
 
 
 def running(x: Value, axis: int, reverse: bool = False) -> Value:
-    return build.scan(x.shape, axis, simple_combine("sum", F64), lambda i: cast(x.load(i), F64), reverse, dtypes=(x.dtype,))[0]
+    out, = build.scan(x.shape, axis, simple_combine("sum", F64), lambda i: cast(x.load(i), F64), reverse, (x.dtype,))
+    return out
 
 
 def swapped(x: Value) -> Value:
@@ -192,8 +194,9 @@ def layouts() -> dict[str, Tensor]:
     image = torch.randn(4, 6, 7, 9).contiguous(memory_format=torch.channels_last)
     return {
         "transposed": base.transpose(0, 2), "permuted": base.permute(1, 2, 0), "every other": base[::2, 1::3, ::5],
-        "offset": base[3:, 5:, 7:], "one row": base[5], "one column": base[:, :, 3], "broadcast": base[:1].expand(9, 34, 56),
-        "broadcast last": base[:, :, :1].expand(12, 34, 33), "a number": base[0, 0, 0].expand(5, 6), "channels last": image,
+        "offset": base[3:, 5:, 7:], "one row": base[5], "one column": base[:, :, 3],
+        "broadcast": base[:1].expand(9, 34, 56), "broadcast last": base[:, :, :1].expand(12, 34, 33),
+        "a number": base[0, 0, 0].expand(5, 6), "channels last": image,
         "windows": base.reshape(-1)[5:].as_strided((20, 9), (3, 1)), "flat offset": base.reshape(-1)[17:8000],
         "size one": base[:, 3:4, :], "big stride": base.reshape(-1)[::409],
     }
@@ -327,7 +330,8 @@ def test_one_program_for_every_size() -> None:
                 swapped(x), *arg_max(x, 1), sums(y, [0]), running(y, 0)]
 
     b = built(make, torch.randn(2, 2), torch.randn(2), dynamic=True)
-    for n, m in ((1, 1), (7, 33), (33, 7), (1, 8193), (8193, 1), (3, 10007), (10007, 3), (127, 129), (0, 5), (600, 700)):
+    for n, m in ((1, 1), (7, 33), (33, 7), (1, 8193), (8193, 1), (3, 10007), (10007, 3), (127, 129), (0, 5),
+                 (600, 700)):
         x, y = torch.randn(n, m), torch.randn(n * m)
         rows, columns, whole, soft1, soft0, run1, run0, turned, top, at, line, run_line = b(x, y)
         close_sum(rows, x, 1)

@@ -38,16 +38,16 @@ def libm(function: Callable[[float], float]) -> Callable[..., Any]:
 # Reference in higher precision, and the largest error in units in the last place: (float, double). The error
 # functions have no reference beyond double, so their double bounds hold its error as well.
 OWN: dict[str, tuple[Callable[..., Any], float, float]] = {
-    "exp": (np.exp, 1.1, 4),
-    "exp2": (np.exp2, 1.1, 4),
+    "exp": (np.exp, 1.6, 4),
+    "exp2": (np.exp2, 1.6, 4),
     "expm1": (np.expm1, 1.5, 4),
     "log": (np.log, 1, 4),
     "log2": (np.log2, 2.1, 4),
     "log10": (np.log10, 2.1, 4),
     "log1p": (np.log1p, 1.8, 4),
-    "tanh": (np.tanh, 1.5, 4),
+    "tanh": (np.tanh, 2.5, 4),
     "sigmoid": (sigmoid, 2.5, 5),
-    "erf": (libm(math.erf), 1.5, 5),
+    "erf": (libm(math.erf), 3.7, 5),
     "erfinv": (scipy.special.erfinv, 3, 6),
 }
 LIBM: dict[str, tuple[Callable[..., Any], float, float]] = {
@@ -247,6 +247,14 @@ def test_signs_of_zero(native: Native) -> None:
     zero = np.array([-0.0], np.float32)
     for name in ("expm1", "log1p", "tanh", "erf", "erfinv", "sin", "atan", "floor", "round", "trunc"):
         assert np.signbit(native(f"f32_{name}", zero))[0], name
+
+
+def test_saturating_functions_stay_within_one(native: Native) -> None:
+    """Whoever takes the square root of 1 - erf^2 or the logarithm of 1 - sigmoid relies on it."""
+    x = np.linspace(3, 20, 500_000, dtype=np.float32)
+    for name in ("tanh", "erf", "sigmoid"):
+        for sign in (1, -1):
+            assert np.abs(native(f"f32_{name}", np.float32(sign) * x)).max() <= 1, name
 
 
 def test_hot_loops_are_vectors(native: Native) -> None:

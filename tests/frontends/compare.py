@@ -1,4 +1,4 @@
-"""A function under torch.compile(backend="flambeau") beside the same in eager: results, layouts, gradients, arguments."""
+"""A function under torch.compile(backend="flambeau") beside eager: results, layouts, gradients, arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def fresh(args: tuple[Any, ...]) -> list[Any]:
         if not isinstance(t, torch.Tensor):
             return t
         storage = t.detach().untyped_storage().clone()
-        return t.detach().new_empty(0).set_(storage, t.storage_offset(), t.shape, t.stride()).requires_grad_(t.requires_grad)
+        twin = t.detach().new_empty(0).set_(storage, t.storage_offset(), t.shape, t.stride())
+        return twin.requires_grad_(t.requires_grad)
 
     return [copy(t) for t in args]
 
@@ -46,8 +47,10 @@ def same(fn: Callable[..., Any], *args: Any, gradients: bool = True, fn_compiled
 
 
 def aliases(t: torch.Tensor, args: list[Any]) -> list[int]:
+    """Positions of the arguments that t shares memory with."""
     where = t.untyped_storage().data_ptr()
-    return [k for k, x in enumerate(args) if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() == where != 0]
+    same_place = [isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() == where != 0 for x in args]
+    return [k for k, yes in enumerate(same_place) if yes]
 
 
 def grads(out: Any, args: list[Any]) -> list[Any]:

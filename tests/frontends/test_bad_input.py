@@ -1,4 +1,4 @@
-"""What goes wrong: bad data, a bad machine, a bad kernel. Each ends in an error that says so, or in the right result."""
+"""What goes wrong: bad data, a bad machine, a bad kernel. It ends in an error that says so, or in the right result."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ def test_an_error_in_the_compiler_runs_the_graph_as_aten(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(pipeline, "schedule", objects)
     x = torch.randn(5, 6, requires_grad=True)
-    with config.override(verify=False), pytest.warns(RuntimeWarning, match=f"{type(error).__name__}: {error}") as caught:
+    words = f"{type(error).__name__}: {error}"
+    with config.override(verify=False), pytest.warns(RuntimeWarning, match=words) as caught:
         y = compiled(lambda x: x.exp().sum(0))(x)
         y.sum().backward()
     assert "report" in str(caught[0].message)

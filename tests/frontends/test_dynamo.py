@@ -93,7 +93,8 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
                                    torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
     def f(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return x + y, x * y, x == y, torch.where(x > y, x, y), x.sum(0), x.float().mean(1), x.to(torch.float64) / 3, x.amax(1)
+        return (x + y, x * y, x == y, torch.where(x > y, x, y), x.sum(0), x.float().mean(1), x.to(torch.float64) / 3,
+                x.amax(1))
 
     same(f, *((torch.rand(2, 5, 37) * 60).to(dtype)))
     if dtype.is_floating_point:
@@ -207,7 +208,8 @@ def test_batch_norm_buffers(training: bool) -> None:
 
 
 def test_channels_last_stays() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2),
+                        nn.Conv2d(8, 4, 1))
     net = net.to(memory_format=torch.channels_last)
     eager = copy.deepcopy(net)
     x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
 
 
 def draw(x: Tensor) -> tuple[Tensor, ...]:
-    return (F.dropout(x, 0.3), torch.rand_like(x), torch.randn(x.shape), torch.randint(1000, x.shape), torch.bernoulli(x.sigmoid()),
-            x.clone().exponential_())
+    return (F.dropout(x, 0.3), torch.rand_like(x), torch.randn(x.shape), torch.randint(1000, x.shape),
+            torch.bernoulli(x.sigmoid()), x.clone().exponential_())
 
 
 def seeded(fn: Callable[..., tuple[Tensor, ...]], *args: Tensor, seed: int = 5) -> tuple[Tensor, ...]:

@@ -19,6 +19,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from flambeau.frontends.decompositions import table
 from flambeau.frontends.pipeline import compile_graph
 
+pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
+
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 17, 33)
 Step = Callable[[list[Tensor], Any], Tensor]
 
@@ -68,7 +70,8 @@ class Generator:
 
 
 # A function, the values it takes beside the first, and the integer tensors it takes after those.
-Made = tuple[Callable[..., Tensor], tuple[int, ...]] | tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]] | None
+Numbers = tuple[int, ...]
+Made = tuple[Callable[..., Tensor], Numbers] | tuple[Callable[..., Tensor], Numbers, Numbers] | None
 
 
 def unary(g: Generator, x: Tensor) -> Made:
@@ -127,8 +130,9 @@ def view(g: Generator, x: Tensor) -> Made:
     shift = g.r.randint(-n, n)
     return g.r.choice((
         lambda t: t.transpose(d, e), lambda t: t.permute(order), lambda t: t.reshape(regroup),
-        lambda t: t.narrow(d, start, n - start), lambda t: t.flip(d), lambda t: t.roll(shift, d), lambda t: t.unsqueeze(e),
-        lambda t: t.select(d, start) if t.dim() > 1 else t, lambda t: t.flatten(), lambda t: t.squeeze(),
+        lambda t: t.narrow(d, start, n - start), lambda t: t.flip(d), lambda t: t.roll(shift, d),
+        lambda t: t.unsqueeze(e), lambda t: t.select(d, start) if t.dim() > 1 else t, lambda t: t.flatten(),
+        lambda t: t.squeeze(),
         lambda t: t[..., ::2], lambda t: t.unsqueeze(0).expand(3, *t.shape), lambda t: t.contiguous(),
         lambda t: t.diagonal(0, d, e) if d != e else t, lambda t: t.movedim(d, e), lambda t: t.clone())), ()
 
@@ -148,8 +152,9 @@ def joined(g: Generator, x: Tensor) -> Made:
     d = g.r.randrange(x.dim())
     before, after = g.r.randint(0, 3), g.r.randint(0, 2)
     return g.r.choice((
-        lambda t: torch.cat((t, t * 2, t.flip(d)), d), lambda t: torch.stack((t, t.sin()), d), lambda t: F.pad(t, (before, after)),
-        lambda t: t.repeat_interleave(2, d), lambda t: t.tril() if t.dim() > 1 else t, lambda t: t.repeat(*[1] * (t.dim() - 1), 2),
+        lambda t: torch.cat((t, t * 2, t.flip(d)), d), lambda t: torch.stack((t, t.sin()), d),
+        lambda t: F.pad(t, (before, after)), lambda t: t.repeat_interleave(2, d),
+        lambda t: t.tril() if t.dim() > 1 else t, lambda t: t.repeat(*[1] * (t.dim() - 1), 2),
         lambda t: torch.cat([p.exp() if k else p for k, p in enumerate((t * 0.1).chunk(2, d))], d),
         lambda t: t.unfold(d, min(2, t.shape[d]), 1).sum(-1) * 0.5)), ()
 
@@ -175,24 +180,25 @@ def indexed(g: Generator, x: Tensor) -> Made:
 def pooled(g: Generator, x: Tensor) -> Made:
     if x.dim() < 3 or min(x.shape[-2:]) < 3:
         return None
-    return g.r.choice((
-        lambda t: F.max_pool2d(t if t.dim() < 5 else t[0], 2), lambda t: F.avg_pool2d(t if t.dim() < 5 else t[0], 3, 1, 1),
-        lambda t: F.adaptive_avg_pool2d(t if t.dim() < 5 else t[0], 2))), ()
+    image = lambda t: t if t.dim() < 5 else t[0]  # noqa: E731
+    return g.r.choice((lambda t: F.max_pool2d(image(t), 2), lambda t: F.avg_pool2d(image(t), 3, 1, 1),
+                       lambda t: F.adaptive_avg_pool2d(image(t), 2))), ()
 
 
 def product(g: Generator, x: Tensor) -> Made:
     return ((lambda t: t @ t.transpose(-1, -2) * 0.1), ()) if 2 <= x.dim() <= 3 else None
 
 
-KINDS = (unary, unary, binary, binary, binary, reduction, reduction, normalized, scan, view, view, view, joined, indexed, pooled,
-         product)
+KINDS = (unary, unary, binary, binary, binary, reduction, reduction, normalized, scan, view, view, view, joined,
+         indexed, pooled, product)
 
 
-def check(seed: int, length: int) -> None:
+def check(seed: int, length: int, dynamic: bool = False) -> None:
     g = Generator(seed)
     fn, inputs = g.program(length)
-    run = aot_function(fn, fw_compiler=lambda gm, _: compile_graph(gm), bw_compiler=lambda gm, _: compile_graph(gm),
-                       partition_fn=min_cut_rematerialization_partition, decompositions=table())
+    compiler = lambda gm, _: compile_graph(gm)  # noqa: E731
+    run = aot_function(fn, fw_compiler=compiler, bw_compiler=compiler, decompositions=table(), dynamic=dynamic,
+                       partition_fn=min_cut_rematerialization_partition)
     ours, eager = evaluate(run, inputs), evaluate(fn, inputs)
     for k, (a, b) in enumerate(zip(ours, eager, strict=True)):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, equal_nan=True,
@@ -203,19 +209,19 @@ def evaluate(fn: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
     args = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
     outs = fn(*args)
     live = [o for o in outs if o.requires_grad]
-    grads = torch.autograd.grad(live, [a for a in args if a.requires_grad], [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).reshape(o.shape) for o in live],
-                                allow_unused=True) if live else ()
+    seeds = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).reshape(o.shape) for o in live]
+    grads = torch.autograd.grad(live, [a for a in args if a.requires_grad], seeds, allow_unused=True) if live else ()
     return [*(o.detach() for o in outs), *(g for g in grads if g is not None)]
 
 
-@pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
-@pytest.mark.parametrize("seed", range(12))
-def test_short_programs(seed: int) -> None:
-    check(seed, 8)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("seed", range(8))
+def test_short_programs(seed: int, dynamic: bool) -> None:
+    check(seed, 8, dynamic)
 
 
 @pytest.mark.sweep
-@pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("seed", range(1000, 1200))
-def test_long_programs(seed: int) -> None:
-    check(seed, 20)
+def test_long_programs(seed: int, dynamic: bool) -> None:
+    check(seed, 20, dynamic)

@@ -15,7 +15,8 @@ from frontends.compare import compiled
 pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
 
 
-def step(built: Built, forward: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step(built: Built, forward: Callable[..., Any], inputs: tuple[torch.Tensor, ...]
+         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss and every gradient."""
     *args, target = inputs
     built.module.zero_grad()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flambeau.codegen.cpp import render
 from flambeau.ir.index import as_index
 from flambeau.ir.program import LoopKernel
 from flambeau.schedule.fuse import positions, refine
@@ -78,8 +79,6 @@ def test_equal_layers_share_kernels() -> None:
         return x
 
     p = program(f, torch.randn(16, 32), *(torch.randn(32, 32) for _ in range(5)))
-    from flambeau.codegen.cpp import render
-
     texts = {render(k, "k").text for k in launches(p)}
     assert len(launches(p)) == 5 and len(texts) == 1
 

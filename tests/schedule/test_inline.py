@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flambeau.ir import build
-from flambeau.ir.expr import walk
+from flambeau.ir.expr import const, walk
 from flambeau.ir.nodes import Graph, Pointwise, Value
 from flambeau.ir.scalar import exp, sin
 from flambeau.schedule.inline import DEEPEST, LARGEST, depth_of, inline
@@ -57,7 +57,8 @@ def test_an_output_is_read_from_memory() -> None:
 def test_something_dear_with_two_consumers_is_kept_and_the_note_says_so() -> None:
     def make(x: Value) -> list[Value]:
         y = build.pointwise(x.shape, lambda i: sin(exp(x.load(i))) * x.load(i))
-        return [build.pointwise(x.shape, lambda i: y.load(i) + 1.0), build.pointwise(x.shape, lambda i: y.load(i) * 3.0)]
+        return [build.pointwise(x.shape, lambda i: y.load(i) + 1.0),
+                build.pointwise(x.shape, lambda i: y.load(i) * 3.0)]
 
     g, notes = graph(make)
     assert len(g.nodes) == 3
@@ -75,8 +76,9 @@ def test_something_cheap_with_two_consumers_is_computed_twice() -> None:
 
 def test_a_constant_is_never_memory() -> None:
     def make(x: Value) -> list[Value]:
-        one = build.pointwise(x.shape, lambda i: exp(x.load(i)) * 0.0 + 1.0 if False else build.lift(1.0, F32))
-        return [build.pointwise(x.shape, lambda i: x.load(i) + one.load(i)), build.pointwise(x.shape, lambda i: one.load(i) * x.load(i))]
+        two = build.pointwise(x.shape, lambda i: const(2.0, F32))
+        return [build.pointwise(x.shape, lambda i: exp(x.load(i)) + two.load(i)),
+                build.pointwise(x.shape, lambda i: two.load(i) * exp(x.load(i)))]
 
     g, _ = graph(make)
     assert len(g.nodes) == 2
@@ -119,7 +121,8 @@ def test_bodies_do_not_grow_wide_without_end() -> None:
     def make(x: Value) -> list[Value]:
         y = x
         for k in range(40):
-            y = build.pointwise(x.shape, lambda i, y=y, k=k: y.load(i) + x.load(((i[0] + k // 16) % 8, (i[1] + k) % 16)))
+            y = build.pointwise(x.shape, lambda i, y=y, k=k: y.load(i) + x.load(
+                ((i[0] + k // 16) % 8, (i[1] + k) % 16)))
         return [y]
 
     g, notes = graph(make)
@@ -140,7 +143,8 @@ def test_a_masked_read_masks_what_is_inlined() -> None:
 def test_half_precision_is_rounded_between_operators_in_eager_numerics(numerics: str) -> None:
     p = program(lambda x: (x.exp() * 2).sin(), torch.randn(8, 16, dtype=torch.bfloat16), numerics=numerics)
     (k,) = launches(p)
-    casts = [e for e in walk(*(e for s in k.stages for i in s for e in i.exprs)) if e.op == "cast" and e.dtype is torch.bfloat16]
+    everything = walk(*(e for s in k.stages for i in s for e in i.exprs))
+    casts = [e for e in everything if e.op == "cast" and e.dtype is torch.bfloat16]
     assert len(casts) == (1 if numerics == "fast" else 3)
 
 

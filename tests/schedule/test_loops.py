@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flambeau.ir.expr import walk
 from flambeau.ir.index import Op
 from flambeau.ir.program import LoopKernel, ScanKernel, ScatterKernel
+from flambeau.schedule.loops import locals_in
 from schedule.programs import launches, program
 
 
@@ -92,8 +94,6 @@ def divisions(k: LoopKernel) -> list[Op]:
     found = [a for _, address in k.stores for a in address.atoms() if isinstance(a, Op)]
     for stage in k.stages:
         for item in stage:
-            from flambeau.ir.expr import walk
-
             found += [a for e in walk(*item.exprs) for i in e.own_indices() for a in i.atoms() if isinstance(a, Op)]
     return found
 
@@ -103,7 +103,8 @@ def divisions(k: LoopKernel) -> list[Op]:
     ("merge heads", lambda x: x.transpose(1, 2).reshape(4, 16, 100) * 2, (4, 5, 16, 20)),
     ("pixel shuffle", lambda x: torch.nn.functional.pixel_shuffle(x, 2) + 1, (2, 12, 5, 7)),
     ("channel shuffle", lambda x: torch.nn.functional.channel_shuffle(x, 3) * 2, (2, 12, 5, 7)),
-    ("patches", lambda x: x.reshape(2, 3, 4, 8, 4, 8).permute(0, 2, 4, 1, 3, 5).reshape(2, 16, 192) + 1, (2, 3, 32, 32)),
+    ("patches", lambda x: x.reshape(2, 3, 4, 8, 4, 8).permute(0, 2, 4, 1, 3, 5).reshape(2, 16, 192) + 1,
+     (2, 3, 32, 32)),
     ("repeat interleave", lambda x: x[:, :, None].expand(4, 6, 3, 10).reshape(4, 18, 10) + 1, (4, 6, 10)),
 ])
 def test_no_division_inside_the_loops(name: str, fn: Callable[..., Any], shape: tuple[int, ...]) -> None:
@@ -119,20 +120,23 @@ def test_stages_of_softmax() -> None:
     made: set[str] = set()
     for stage in k.stages:
         for item in stage:
-            from flambeau.schedule.loops import locals_in
-
             assert locals_in(item.exprs) <= made | {n for i in stage for n in i.names}
         made |= {n for i in stage for n in i.names}
     assert [bool(s[0].combine) for s in k.stages][:2].count(True) >= 1 and len(k.stores) == 1
 
 
+def shares(x: Tensor) -> Tensor:
+    y = (x.exp().sin() * x.cos()).tanh()
+    return y / y.sum(-1, keepdim=True)
+
+
 def test_what_several_stages_need_and_is_dear_stays_in_a_row_of_fast_memory() -> None:
-    k = only(lambda x: (y := (x.exp().sin() * x.cos()).tanh(), y / y.sum(-1, keepdim=True))[1], torch.randn(64, 100))
+    k = only(shares, torch.randn(64, 100))
     assert len(k.scratch) == 1 and len(k.stores) == 1
 
 
 def test_what_is_too_long_for_fast_memory_is_not_kept_there() -> None:
-    p = program(lambda x: (y := (x.exp().sin() * x.cos()).tanh(), y / y.sum(-1, keepdim=True))[1], torch.randn(40, 200_000))
+    p = program(shares, torch.randn(40, 200_000))
     assert all(not k.scratch for k in launches(p) if isinstance(k, LoopKernel))
 
 
@@ -160,6 +164,7 @@ def test_scans_and_scatters() -> None:
     assert isinstance(k, ScanKernel) and k.vector is not None and int(k.vector.extent) == 64
     (k,) = launches(program(lambda x: x.cumsum(0), torch.randn(64, 100)))
     assert isinstance(k, ScanKernel) and k.vector is not None and int(k.axis.extent) == 64
-    (k,) = launches(program(lambda x, i, s: x.index_add(0, i, s), torch.randn(64, 100), torch.arange(5), torch.randn(5, 100)))
+    args = torch.randn(64, 100), torch.arange(5), torch.randn(5, 100)
+    (k,) = launches(program(lambda x, i, s: x.index_add(0, i, s), *args))
     assert isinstance(k, ScatterKernel) and k.mode == "add" and extents(k.free) == [100]
     assert k.owner is not None and k.vars[-1] in k.free

@@ -103,14 +103,20 @@ FL_INLINE bool isfinite(double x) { return __builtin_fabs(x) < __builtin_inf(); 
 FL_INLINE int64_t imin(int64_t a, int64_t b) { return a < b ? a : b; }
 FL_INLINE int64_t imax(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// torch.minimum and torch.maximum: NaN if either is NaN. Each first choice is one machine instruction, which
-// answers the last operand where one is NaN; and the second looks at b alone, as a is often an accumulator
+// torch.minimum and torch.maximum: NaN if either is NaN. The first choice is one machine instruction, which
+// answers its last operand where one is NaN; the second looks at b alone, because a is often an accumulator
 // that the next element waits for.
-template <class T> FL_INLINE T min(T a, T b) { const T m = b < a ? b : a; return b != b ? b : m; }
-template <class T> FL_INLINE T max(T a, T b) { const T m = b > a ? b : a; return b != b ? b : m; }
+template <class T> FL_INLINE T min(T a, T b) {
+  const T least = b < a ? b : a;
+  return b != b ? b : least;
+}
+template <class T> FL_INLINE T max(T a, T b) {
+  const T greatest = b > a ? b : a;
+  return b != b ? b : greatest;
+}
 // torch.fmin and torch.fmax: the other one if one is NaN.
-template <class T> FL_INLINE T fmin(T a, T b) { const T m = a < b ? a : b; return b != b ? a : m; }
-template <class T> FL_INLINE T fmax(T a, T b) { const T m = a > b ? a : b; return b != b ? a : m; }
+template <class T> FL_INLINE T fmin(T a, T b) { return (b != b) | (a < b) ? a : b; }
+template <class T> FL_INLINE T fmax(T a, T b) { return (b != b) | (a > b) ? a : b; }
 
 // torch.sign: NaN gives 0.
 template <class T> FL_INLINE T sign(T x) { return T(T(x > T(0)) - T(x < T(0))); }
@@ -283,18 +289,26 @@ FL_INLINE double floordiv(double a, double b) { return floordiv_of(a, b); }
 // Philox 4x32-10 (Salmon et al., 2011): word `lane` of block `counter` in stream `subsequence` of `seed`.
 struct philox_block { uint32_t word[4]; };
 
+// A round needs all 64 bits of a product of 32-bit words. Where vectors multiply as 64 bits, words that wide
+// spare the moves between lanes of two sizes; what their upper halves hold does not matter.
+#ifdef __AVX512DQ__
+using philox_word = uint64_t;
+#else
+using philox_word = uint32_t;
+#endif
+
 FL_INLINE philox_block philox4(uint64_t seed, uint64_t subsequence, uint64_t counter) {
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32);
-  uint32_t c2 = uint32_t(subsequence), c3 = uint32_t(subsequence >> 32);
+  philox_word c0 = philox_word(counter), c1 = philox_word(counter >> 32);
+  philox_word c2 = philox_word(subsequence), c3 = philox_word(subsequence >> 32);
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
-    const uint32_t n0 = uint32_t(p1 >> 32) ^ c1 ^ k0, n2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
-    c1 = uint32_t(p1), c3 = uint32_t(p0), c0 = n0, c2 = n2;
+    const uint64_t p0 = uint64_t(0xD2511F53u) * uint32_t(c0), p1 = uint64_t(0xCD9E8D57u) * uint32_t(c2);
+    c0 = philox_word(p1 >> 32) ^ c1 ^ k0, c2 = philox_word(p0 >> 32) ^ c3 ^ k1;
+    c1 = philox_word(p1), c3 = philox_word(p0);
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
-  return {{c0, c1, c2, c3}};
+  return {{uint32_t(c0), uint32_t(c1), uint32_t(c2), uint32_t(c3)}};
 }
 
 FL_INLINE uint32_t philox(uint64_t seed, uint64_t subsequence, uint64_t counter, int lane) {

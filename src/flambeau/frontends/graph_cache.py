@@ -32,7 +32,7 @@ from flambeau.config import config
 from flambeau.targets.base import get_target
 from flambeau.targets.cache import DiskCache, shared_cache
 
-from .graph_key import Uncacheable, graph_key
+from .graph_key import Uncacheable, graph_key, held
 from .package import Package, Run
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class GraphCache:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> None:
         self.inputs = list(inputs)
+        self.held = list(held(gm).values())
         self.key: str | None = None
         self.free: str | None = None  # the place for a new entry
         if config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches:
@@ -114,10 +115,11 @@ class GraphCache:
 
     def restore(self, entry: Any) -> Callable[..., Any]:
         entry.sanitized_aot_config.aot_id = next(AOT_COUNTER)
-        run = entry.wrap_post_compile(self.inputs, entry.sanitized_aot_config, {})
+        run = entry.wrap_post_compile([*self.held, *self.inputs], entry.sanitized_aot_config, {})
+        first = self.held
 
         def forward(*args: Any) -> Any:
-            return run(list(args))
+            return run([*first, *args])
 
         made: Callable[..., Any] = torch._dynamo.disable(forward, reason="do not trace AOT-compiled graph")
         return made

@@ -1,8 +1,8 @@
 """What decides a compiled graph, as one key: the graph, its inputs, torch's state, our options, the versions.
 
 The graph is Dynamo's, before AOTAutograd: to make the key must be much cheaper than to trace. What text
-cannot tell apart with certainty gets no key: functions of the user, operators from outside, tensors held by
-the graph, inputs that share memory (AOTAutograd compiles for the way they overlap).
+cannot tell apart with certainty gets no key: functions of the user, operators from outside, tensors held as
+constants, inputs that share memory (AOTAutograd compiles for the way they overlap).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Uncacheable(Exception):
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], target: Target) -> str:
     """64 hex digits, equal in two processes only if both would compile the same; raises Uncacheable."""
     asked = {s.name: config.read(s) for s in SETTINGS if s.name not in ASIDE} | dict(settings)
-    parts = [*versions(), repr(state()), repr(sorted(asked.items())), machine(target), *memory(inputs),
-             *graph_lines(gm)]
+    parts = [*versions(), repr(state()), repr(sorted(asked.items())), machine(target),
+             *memory([*held(gm).values(), *inputs]), *graph_lines(gm)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -89,6 +89,12 @@ def state() -> tuple[Any, ...]:
 # ---- inputs ------------------------------------------------------------------------------------------------
 
 
+def held(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """What the graph holds as parameters and buffers: AOTAutograd makes inputs of them, before all others."""
+    return {**dict(gm.named_parameters(recurse=False, remove_duplicate=False)),
+            **dict(gm.named_buffers(recurse=False, remove_duplicate=False))}
+
+
 def memory(inputs: Sequence[Any]) -> Iterator[str]:
     """What the placeholders' fake tensors do not show. They have the shapes: some of these are symbolic."""
     storages = set()
@@ -125,8 +131,8 @@ def tensor_text(t: torch.Tensor) -> str:
 
 def graph_lines(gm: fx.GraphModule) -> Iterator[str]:
     """A line for each node: names do not matter, positions do."""
-    for _, held in (*gm.named_parameters(recurse=False), *gm.named_buffers(recurse=False)):
-        raise Uncacheable(f"the graph holds a tensor of shape {list(held.shape)}")
+    for name, tensor in held(gm).items():
+        yield f"held {name} {tensor_text(tensor)}"
     for key in REGION_META:
         if gm.meta.get(key) is not None:
             raise Uncacheable(f"a subgraph has {key}")
@@ -138,7 +144,7 @@ def graph_lines(gm: fx.GraphModule) -> Iterator[str]:
         yield f"{n.op} {target} {text(n.args, names)} {text(n.kwargs, names)}{value}{''.join(marks)}"
         names[n] = f"%{len(names)}"
     for name, child in gm.named_children():
-        if not isinstance(child, fx.GraphModule):
+        if not isinstance(child, fx.GraphModule) or held(child):
             raise Uncacheable(f"the graph holds the module {name}")
         yield f"module {name}"
         yield from graph_lines(child)
@@ -153,8 +159,10 @@ def node_target(gm: fx.GraphModule, n: fx.Node) -> str:
         return callable_text(n.target)
     if n.op == "call_method" and isinstance(n.target, str):
         return n.target
-    if n.op == "get_attr" and isinstance(getattr(gm, str(n.target), None), fx.GraphModule):
-        return str(n.target)
+    if n.op == "get_attr":
+        name = str(n.target)
+        if name in held(gm) or isinstance(getattr(gm, name, None), fx.GraphModule):
+            return name
     raise Uncacheable(f"the graph has a {n.op} of {n.target}")
 
 

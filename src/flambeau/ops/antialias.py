@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float, opmath
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, cast, ceil, clamp, computed, const, floor, fold_over, index_value, where
 from flambeau.ir.scalar import maximum as larger
-from flambeau.ops.registry import lower
-from flambeau.ops.upsample import Axis, cubic_far, cubic_near, gather_along, table
+from flambeau.ops.registry import lower, to_dtype
+from flambeau.ops.separable import Column, column, gather_all, table
+from flambeau.ops.upsample import Axis, cubic_far, cubic_near
 
 aten = torch.ops.aten
 
@@ -98,6 +98,13 @@ class Antialiased(Axis):
 
         return weight
 
+    def rows(self) -> Column:
+        weight = self.weights()
+        return column(self.m, self.n, self.span, lambda y, o: weight(o, y), self.dtype)
+
+    def columns(self) -> Column:
+        return column(self.n, self.m, self.reach, self.weights(), self.dtype)
+
 
 class AntialiasedLinear(Antialiased):
     radius, shape = 1.0, staticmethod(triangle)
@@ -117,20 +124,13 @@ def resizing(kind: type[Antialiased]) -> tuple[Callable[..., Any], Callable[...,
                 **named: float | None) -> Any:
         if not is_float(x.dtype):
             return NotImplemented  # uint8 images: ATen resizes them in fixed point
-        out = x
-        for dim, a in reversed(list(enumerate(
-                axes_of(x.shape, output_size, align_corners, (*scales, *named.values()), x.dtype), x.rank - 2))):
-            weight = a.weights()
-            out = gather_along(out, dim, a.m, a.span, lambda y, o, weight=weight: weight(o, y), a.dtype)
-        return build.pointwise(out.shape, lambda i: out.load(i), x.dtype)
+        axes = axes_of(x.shape, output_size, align_corners, (*scales, *named.values()), x.dtype)
+        return to_dtype(gather_all(x, {dim: a.rows() for dim, a in enumerate(axes, x.rank - 2)}), x.dtype)
 
     def backward(grad: Value, output_size: Sequence[IndexLike], input_size: Sequence[IndexLike],
                  align_corners: bool, *scales: float | None, **named: float | None) -> Value:
-        g = grad
-        for dim, a in enumerate(
-                axes_of(input_size, output_size, align_corners, (*scales, *named.values()), grad.dtype), g.rank - 2):
-            g = gather_along(g, dim, a.n, a.reach, a.weights(), a.dtype)
-        return build.pointwise(g.shape, lambda i: g.load(i), grad.dtype)
+        axes = axes_of(input_size, output_size, align_corners, (*scales, *named.values()), grad.dtype)
+        return to_dtype(gather_all(grad, {dim: a.columns() for dim, a in enumerate(axes, grad.rank - 2)}), grad.dtype)
 
     return forward, backward
 

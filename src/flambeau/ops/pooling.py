@@ -28,6 +28,7 @@ from flambeau.ir.scalar import (
 )
 from flambeau.ops.plane import Bounds, Place, all_of, flat, split, together, unflat, within
 from flambeau.ops.registry import lower, to_dtype
+from flambeau.ops.separable import Column, column, gather_all
 
 aten = torch.ops.aten
 
@@ -266,38 +267,44 @@ def shares(o: Place, n: Sequence[Index], m: Sequence[Index]
             [end - start for start, end in spans])
 
 
+def summed(size: Index, source: Index, dtype: DType) -> Column:
+    """Element i of `size` is the sum of its share of `source`."""
+
+    def span(i: Index) -> tuple[Index, Index, int | None]:
+        most = None
+        if size.is_const and source.is_const:
+            spans = (share_of(as_index(k), source, size) for k in range(int(size)))
+            most = max((int(end) - int(start) for start, end in spans), default=0)
+        return (*share_of(i, source, size), most)
+
+    def held(j: Index, i: Index) -> Expr:
+        return cast(index_value(j) < index_value(share_of(i, source, size)[1]), dtype)
+
+    return column(size, source, span, held, dtype)
+
+
 def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Sums along one dimension after the other; the divisions, for each output, one after the other as in ATen."""
+
+    def divided(x: Value, i: Place, n: Sequence[Index], m: Sequence[Index]) -> Expr:
+        out = cast(x.load(i), opmath(x.dtype))
+        for o, size, parts in zip(i[-rank:], n, m, strict=True):
+            start, end = share_of(o, size, parts)
+            out = out / index_value(end - start, out.dtype)
+        return out
+
     def forward(x: Value, output_size: Sequence[IndexLike]) -> Value:
-        n, m, dtype = x.shape[-rank:], [as_index(s) for s in output_size], opmath(x.dtype)
-
-        def body(i: Place) -> Expr:
-            lead, o = split(i, rank)
-            bounds, place, lengths = shares(o, n, m)
-            mean, = fold_over(bounds, (const(0, dtype),),
-                              lambda w, c: (c[0] + cast(x.load((*lead, *place(w))), dtype),))
-            for length in lengths:  # one after the other, as ATen rounds
-                mean = mean / index_value(length, dtype)
-            return mean
-
-        return build.pointwise((*x.shape[:-rank], *m), body, x.dtype)
+        n, m = x.shape[-rank:], [as_index(s) for s in output_size]
+        total = gather_all(x, {dim: summed(size, source, opmath(x.dtype)) for dim, (size, source) in enumerate(
+            zip(m, n, strict=True), x.rank - rank)})
+        return build.pointwise(total.shape, lambda i: divided(total, i, n, m), x.dtype)
 
     def backward(grad: Value, x: Value) -> Value:
-        n, m, dtype = x.shape[-rank:], grad.shape[-rank:], opmath(x.dtype)
-
-        def body(i: Place) -> Expr:
-            lead, here = split(i, rank)
-            bounds, window, _ = shares(here, m, n)
-
-            def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
-                o = window(w)
-                share = cast(grad.load((*lead, *o)), dtype)
-                for length in shares(o, n, m)[2]:
-                    share = share / index_value(length, dtype)
-                return (carry[0] + share,)
-
-            return fold_over(bounds, (const(0, dtype),), step)[0]
-
-        return build.pointwise(x.shape, body, x.dtype)
+        n, m = x.shape[-rank:], grad.shape[-rank:]
+        g = build.pointwise(grad.shape, lambda i: divided(grad, i, n, m), opmath(grad.dtype))
+        out = gather_all(g, {dim: summed(size, source, g.dtype) for dim, (size, source) in enumerate(
+            zip(n, m, strict=True), x.rank - rank)})
+        return to_dtype(out, x.dtype)
 
     return forward, backward
 

@@ -15,8 +15,8 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
-from flambeau.ir.expr import Expr, Scalar
-from flambeau.ir.index import Index, as_index
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Combine, Value
 from flambeau.ir.scalar import (
     abs_,
@@ -103,14 +103,18 @@ class Axis:
         last = self.number(self.size - 1, x)
         return (where(x <= 0, 0, where(x >= last, last, x)), where((x <= 0) | (x >= last), 0, slope))
 
-    def inside(self, x: Expr) -> Expr:
-        """Compared as a float: what is no number or fits no integer is outside."""
-        return (x >= 0) & (x < self.number(self.size, x))
+    @property
+    def top(self) -> int | None:
+        size = self.size.bounds()[1]
+        return None if size is None else size - 1
 
-    def index(self, x: Expr) -> Index:
-        top = self.size.bounds()[1]
-        narrow = top is not None and top < 2**31
-        return computed(cast(x, torch.int32 if narrow else torch.int64), 0, None if top is None else top - 1)
+    def index(self, x: Expr) -> Expr:
+        """A whole number as an integer of the width of a float; far outside, NaN included, it becomes -2."""
+        near = (x >= -1) & (x < self.number(self.size, x))
+        return where(near, cast(x, torch.int32 if self.top is not None and self.top < 2**31 else torch.int64), -2)
+
+    def inside(self, at: Expr) -> Expr:
+        return (at >= 0) & (at < index_value(self.size, at.dtype))
 
 
 class PlainAxis(Axis):
@@ -170,50 +174,70 @@ class Taps:
     """What one output reads along one dimension: positions, their weights, d weight / d position."""
 
     axis: Axis
-    positions: Callable[[Scalar], Expr]  # of neighbour k, for a number or an expression k
+    position: Callable[[Index], Expr]  # of neighbour k; outside of [0, size) it reads nothing
     weights: Sequence[Expr]
     slopes: Sequence[Expr]
-    moves: Expr  # d position / d coordinate
 
     def __len__(self) -> int:
         return len(self.weights)
 
 
-def taps(axis: Axis, mode: int, coordinate: Expr, backward: bool = False) -> Taps:
-    x = axis.unnormalize(coordinate)
-    one = const(1, x.dtype)
-    if mode == BICUBIC:
-        base = floor(x)
-        return Taps(axis, lambda k: axis.place(base + k - 1), cubic_weights(x - base),
-                    [-s for s in cubic_slopes(x - base)], axis.slope(x))
-    if mode == NEAREST:
-        return Taps(axis, lambda k: round(axis.place(x)), [one], [const(0, x.dtype)], axis.slope(x))
-    x, moves = axis.place_with_slope(x) if backward else (axis.place(x), one)
-    base = floor(x)
-    return Taps(axis, lambda k: base + k, [1 - (x - base), x - base], [-one, one], moves)
-
-
 class Sampler:
     """The geometry of one call: which taps output (n, *o) has along each dimension."""
 
-    def __init__(self, image: Value, grid: Value, mode: int, padding: int, align: bool,
-                 kind: type[Axis]) -> None:
-        self.image, self.grid, self.mode, self.kind = image, grid, mode, kind
+    def __init__(self, image: Value, grid: Value, mode: int, padding: int, align: bool, kind: type[Axis],
+                 backward: bool = False) -> None:
+        self.image, self.grid, self.mode, self.kind, self.backward = image, grid, mode, kind, backward
         self.axes = [kind(n, padding, align) for n in image.shape[2:]]
         self.rank = len(self.axes)
         self.out = grid.shape[1:-1]
         self.dtype = opmath(image.dtype)
+        if mode != BICUBIC:
+            # All channels of an image read at the same places: those are found once.
+            domain = (grid.shape[0], *self.out)
+            self.places = [build.pointwise(domain, lambda i, a=a: self.axes[a].index(self.whole(a, i)))
+                           for a in range(self.rank)]
+        if mode == BILINEAR:
+            self.parts = [build.pointwise(domain, lambda i, a=a: (x := self.place(a, i)) - floor(x))
+                          for a in range(self.rank)]
 
-    def taps(self, n: Index, o: Place, backward: bool = False) -> list[Taps]:
-        """The grid holds x first, the image has it last."""
-        return [taps(a, self.mode, cast(self.grid.load((n, *o, self.rank - 1 - k)), self.dtype), backward)
-                for k, a in enumerate(self.axes)]
+    def coordinate(self, a: int, i: Place) -> Expr:
+        """The position in dimension a, before padding; the grid holds x first, the image has it last."""
+        return self.axes[a].unnormalize(cast(self.grid.load((*i, self.rank - 1 - a)), self.dtype))
+
+    def place(self, a: int, i: Place) -> Expr:
+        x = self.coordinate(a, i)
+        return self.axes[a].place_with_slope(x)[0] if self.backward else self.axes[a].place(x)
+
+    def whole(self, a: int, i: Place) -> Expr:
+        """The first position that is read."""
+        return floor(self.place(a, i)) if self.mode == BILINEAR else round(self.place(a, i))
+
+    def taps(self, n: Index, o: Place) -> list[Taps]:
+        return [self.along(a, (n, *o)) for a in range(self.rank)]
+
+    def along(self, a: int, i: Place) -> Taps:
+        axis = self.axes[a]
+        if self.mode == BICUBIC:
+            x = self.coordinate(a, i)
+            base = floor(x)
+            return Taps(axis, lambda k: axis.index(axis.place(base + index_value(k, x.dtype) - 1)),
+                        cubic_weights(x - base), [-s for s in cubic_slopes(x - base)])
+        at, one = self.places[a].load(i), const(1, self.dtype)
+        if self.mode == NEAREST:
+            return Taps(axis, lambda k: at, [one], [const(0, self.dtype)])
+        t = self.parts[a].load(i)
+        return Taps(axis, lambda k: at + index_value(k, at.dtype), [1 - t, t], [-one, one])
+
+    def spot(self, along: Sequence[Taps], k: Sequence[IndexLike]) -> tuple[list[Index], Expr]:
+        """The place of tap k in the image, and whether it is inside."""
+        at = [t.position(as_index(j)) for t, j in zip(along, k, strict=True)]
+        inside = all_of([t.axis.inside(x) for t, x in zip(along, at, strict=True)])
+        return [computed(x, 0, t.axis.top) for t, x in zip(along, at, strict=True)], inside
 
     def read(self, n: Index, c: Index, along: Sequence[Taps], k: Sequence[int]) -> tuple[Expr, Expr]:
         """The image at tap k, zero outside, and whether it is inside."""
-        where_to = [t.positions(j) for t, j in zip(along, k, strict=True)]
-        inside = all_of([t.axis.inside(x) for t, x in zip(along, where_to, strict=True)])
-        at = (t.axis.index(x) for t, x in zip(along, where_to, strict=True))
+        at, inside = self.spot(along, k)
         return where(inside, cast(self.image.load((n, c, *at), inside), self.dtype), 0), inside
 
     def term(self, value: Expr, inside: Expr, *factors: Expr) -> Expr:
@@ -270,28 +294,21 @@ def image_gradient(s: Sampler, grad: Value) -> Value:
     reach = {BILINEAR: 2, NEAREST: 1, BICUBIC: 4}[s.mode]
     source = (*grad.shape, *(as_index(reach),) * rank)
 
-    def along(j: Place) -> tuple[list[Taps], Place, list[Expr]]:
-        k = j[2 + rank:]
-        each = s.taps(j[0], j[2:2 + rank], backward=True)
-        return each, k, [t.positions(index_value(i, s.dtype)) for t, i in zip(each, k, strict=True)]
+    def parts(j: Place) -> tuple[list[Taps], Place]:
+        return s.taps(j[0], j[2:2 + rank]), j[2 + rank:]
 
     def target(j: Place) -> Sequence[Index]:
-        each, _, positions = along(j)
-        return (j[0], j[1], *(t.axis.index(x) for t, x in zip(each, positions, strict=True)))
-
-    def inside(j: Place) -> Expr:
-        each, _, positions = along(j)
-        return all_of([t.axis.inside(x) for t, x in zip(each, positions, strict=True)])
+        return (*j[:2], *s.spot(*parts(j))[0])
 
     def value(j: Place) -> Expr:
-        each, k, _ = along(j)
         out = cast(grad.load(j[:2 + rank]), s.dtype)
-        for t, i in zip(each, k, strict=True):
-            out = out * pick(t.weights, i)
+        for t, k in zip(*parts(j), strict=True):
+            out = out * pick(t.weights, k)
         return cast(out, s.image.dtype)
 
     zero = const(0, s.image.dtype)
-    return build.scatter(s.image.shape, lambda _: zero, source, target, value, "add", inside)
+    return build.scatter(s.image.shape, lambda _: zero, source, target, value, "add",
+                         lambda j: s.spot(*parts(j))[1])
 
 
 def grid_gradient(s: Sampler, grad: Value) -> Value:
@@ -301,7 +318,7 @@ def grid_gradient(s: Sampler, grad: Value) -> Value:
 
     def body(i: Place) -> tuple[Expr, ...]:
         n, *o, c = i
-        along = s.taps(n, tuple(o), backward=True)
+        along = s.taps(n, tuple(o))
         g = cast(grad.load((n, c, *o)), s.dtype)
         totals = [const(0, s.dtype)] * s.rank
         for k in itertools.product(*(range(len(t)) for t in along)):
@@ -315,10 +332,13 @@ def grid_gradient(s: Sampler, grad: Value) -> Value:
     channels = s.image.shape[1]
     parts = build.reduce((s.image.shape[0], *s.out, channels), [s.rank + 1], sums(s.dtype, s.rank), body)
 
+    def moved(a: int, i: Place) -> Expr:
+        """d loss / d position times d position / d coordinate."""
+        x, axis = s.coordinate(a, i), s.axes[a]
+        return parts[a].load(i) * (axis.slope(x) if s.mode == BICUBIC else axis.place_with_slope(x)[1])
+
     def scaled(i: Place) -> Expr:
-        along = s.taps(i[0], i[1:-1], backward=True)
-        moved = [p.load(i[:-1]) * t.moves for p, t in zip(parts, along, strict=True)]
-        return pick(moved[::-1], i[-1])
+        return pick([moved(a, i[:-1]) for a in reversed(range(s.rank))], i[-1])
 
     return build.pointwise(s.grid.shape, scaled, s.grid.dtype)
 
@@ -326,7 +346,7 @@ def grid_gradient(s: Sampler, grad: Value) -> Value:
 def backward(kind: type[Axis]) -> Callable[..., Any]:
     def gradients(grad: Value, image: Value, grid: Value, mode: int, padding: int, align: bool,
                   output_mask: Sequence[bool] = (True, True)) -> tuple[Value | None, Value]:
-        s = Sampler(image, grid, mode, padding, align, kind)
+        s = Sampler(image, grid, mode, padding, align, kind, backward=True)
         return image_gradient(s, grad) if output_mask[0] else None, grid_gradient(s, grad)
 
     return gradients

@@ -17,8 +17,8 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float, opmath
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Dyn, Index, IndexLike, Op, as_index, ceildiv, maximum, minimum
-from flambeau.ir.nodes import Value, as_indices, dim_vars
+from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum
+from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import (
     abs_,
     cast,
@@ -28,23 +28,16 @@ from flambeau.ir.scalar import (
     const,
     eq,
     floor,
-    fold_over,
     index_value,
-    ne,
     where,
 )
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
-from flambeau.ops.plane import Place, split, within
+from flambeau.ops.plane import Place, split
 from flambeau.ops.registry import lower
+from flambeau.ops.separable import column, gather_all, narrow, position_table
 
 aten = torch.ops.aten
-
-
-def table(size: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Expr]:
-    """A value for each position of a dimension, computed once."""
-    t = build.pointwise((size,), lambda i: body(i[0]))
-    return lambda o: t.load((o,))
 
 
 @dataclass(frozen=True)
@@ -275,18 +268,6 @@ def cubic_weights(t: Expr, a: float) -> list[Expr]:
 # ---- forward and backward ------------------------------------------------------------------------------
 
 
-def narrow(size: Index) -> DType:
-    """Positions as wide as a float keep the lanes alike."""
-    top = size.bounds()[1]
-    return torch.int32 if top is not None and top < 2**31 else torch.int64
-
-
-def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Index]:
-    top = source.bounds()[1]
-    t = table(size, lambda o: cast(body(o), narrow(source)))
-    return lambda o: computed(t(o), 0, None if top is None else top - 1)
-
-
 def pick(x: Value, axes: Sequence[Nearest]) -> Value:
     rank = len(axes)
 
@@ -302,77 +283,45 @@ def pick(x: Value, axes: Sequence[Nearest]) -> Value:
     return build.pointwise((*x.shape[:-rank], *(a.m for a in axes)), body)
 
 
+def choose(choices: Sequence[Expr], k: Index) -> Expr:
+    out = choices[-1]
+    for j in reversed(range(len(choices) - 1)):
+        out = where(eq(index_value(k), j), choices[j], out)
+    return out
+
+
 def blend(x: Value, axes: Sequence[Axis]) -> Value:
     """The last dimension first, as ATen adds up."""
     out = x
+    known: dict[Axis, tuple[Value, Value]] = {}
     for dim, axis in reversed(list(enumerate(axes, x.rank - len(axes)))):
         if not axis.copies:
-            out = blend_along(out, dim, axis)
+            if axis not in known:
+                known[axis] = tap_tables(axis)
+            out = blend_along(out, dim, axis, *known[axis])
     return build.pointwise(out.shape, lambda i: out.load(i), x.dtype)
 
 
-def blend_along(x: Value, dim: int, axis: Axis) -> Value:
-    def tap(k: int) -> tuple[Callable[[Index], Index], Callable[[Index], Expr]]:
-        return (position_table(axis.m, axis.n, lambda o: axis.taps(o)[k][0]),
-                table(axis.m, lambda o: axis.taps(o)[k][1]))
+def tap_tables(axis: Axis) -> tuple[Value, Value]:
+    """Positions and weights of all outputs, tap by tap."""
+    shape = (as_index(len(axis.taps(as_index(0)))), axis.m)
+    return (build.pointwise(shape, lambda i: choose([at for at, _ in axis.taps(i[1])], i[0]), narrow(axis.n)),
+            build.pointwise(shape, lambda i: choose([w for _, w in axis.taps(i[1])], i[0])))
 
-    taps = [tap(k) for k in range(len(axis.taps(as_index(0))))]
+
+def blend_along(x: Value, dim: int, axis: Axis, positions: Value, weights: Value) -> Value:
+    top = axis.n.bounds()[1]
 
     def body(i: Place) -> Expr:
-        o = i[dim]
         total: Expr | None = None
-        for at, weight in taps:
-            part = cast(x.load((*i[:dim], at(o), *i[dim + 1:])), axis.dtype) * weight(o)
+        for k in range(int(positions.shape[0])):
+            at = computed(positions.load((k, i[dim])), 0, None if top is None else top - 1)
+            part = cast(x.load((*i[:dim], at, *i[dim + 1:])), axis.dtype) * weights.load((k, i[dim]))
             total = part if total is None else total + part
         assert total is not None
         return total
 
     return build.pointwise((*x.shape[:dim], axis.m, *x.shape[dim + 1:]), body)
-
-
-Span = Callable[[Index], tuple[Index, Index, int | None]]
-
-
-def gather_along(x: Value, dim: int, size: Index, span: Span, weight: Callable[[Index, Index], Expr],
-                 dtype: DType) -> Value:
-    """Along one dimension, element i becomes the sum of weight(j, i) * x[j] for j in [low, high) of span(i).
-
-    Where the sizes are known, so is the length of the longest span: weights are a table, the loop unrolls."""
-    source = x.shape[dim]
-    shape = (*x.shape[:dim], size, *x.shape[dim + 1:])
-
-    def share(i: Place, j: Index, w: Expr, there: Expr | None) -> Expr:
-        value = cast(x.load((*i[:dim], j, *i[dim + 1:]), there), dtype)
-        # A zero weight is no contact: what is infinite beyond reach stays out.
-        touches = ne(w, 0) if there is None else there & ne(w, 0)
-        return where(touches, value * w, 0)
-
-    here, = as_indices(dim_vars((size,)))
-    low, _, most = span(here)
-    if most is None:
-        def by_range(i: Place) -> Expr:
-            low, high, _ = span(i[dim])
-            return fold_over([(low, high)], (const(0, dtype),), lambda j, c: (
-                c[0] + share(i, j[0], weight(j[0], i[dim]), None),))[0]
-
-        return build.pointwise(shape, by_range)
-
-    def low_of(i: Index) -> Index:
-        return span(i)[0]
-
-    # What takes more than a multiplication to find is found once, in a table.
-    simple = not any(isinstance(a, Dyn) or (isinstance(a, Op) and a.kind in ("div", "mod")) for a in low.atoms())
-    first = low_of if simple else position_table(size, source, lambda i: index_value(low_of(i)))
-    weights = build.pointwise((as_index(most), size), lambda i: weight(low_of(i[1]) + i[0], i[1]))
-
-    def body(i: Place) -> Expr:
-        def step(k: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
-            j = first(i[dim]) + k[0]
-            return (carry[0] + share(i, j, weights.load((k[0], i[dim])), within(j, source)),)
-
-        return fold_over([(0, most)], (const(0, dtype),), step)[0]
-
-    return build.pointwise(shape, body)
 
 
 def positions_in(x: DType) -> DType:
@@ -400,12 +349,11 @@ def resizing(kind: type[Axis], rank: int, aligned: bool) -> tuple[Callable[..., 
                  **named: Any) -> Value:
         sizes = [as_index(n) for n in input_size][-rank:]
         axes = axes_of(sizes, output_size, (*rest, *named.values()), grad.dtype)
-        g = grad
-        # Rows first: they are read in order, and leave less for the last dimension, which is not.
-        for dim, axis in enumerate(axes, grad.rank - rank):
-            if not axis.copies:
-                g = gather_along(g, dim, axis.n, axis.reach, axis.weight, axis.dtype)
-        return build.pointwise(g.shape, lambda i: g.load(i), grad.dtype)
+        known = {axis: column(axis.n, axis.m, axis.reach, axis.weight, axis.dtype) for axis in dict.fromkeys(axes)
+                 if not axis.copies}
+        out = gather_all(grad, {dim: known[axis] for dim, axis in enumerate(axes, grad.rank - rank)
+                                if axis in known})
+        return build.pointwise(out.shape, lambda i: out.load(i), grad.dtype)
 
     return forward, backward
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import loads
-from flambeau.ir.index import ZERO, Index, as_index, is_nonneg
+from flambeau.ir.index import ZERO, Index, Sym, as_index
 from flambeau.ir.nodes import (
     Buffer,
     Extern,
@@ -40,12 +40,17 @@ def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
     rest = at
     for var in dim_vars(v.shape):
         c = at.coefficient(var)
-        # torch has no negative strides: what is flipped is copied.
-        if c is None or not is_nonneg(c) or any(s.extent is not None for s in c.symbols()):
+        if c is None or is_flipped(v, var) or any(s.extent is not None for s in c.symbols()):
             return None
         strides.append(c)
         rest = rest - c * var
     return (tuple(strides), rest) if not any(s.extent is not None for s in rest.symbols()) else None
+
+
+def is_flipped(v: Value, var: Sym) -> bool:
+    """Whether it walks a dimension of its buffer backwards: torch has no negative strides."""
+    steps = (i.coefficient(var) for i in v.index)
+    return any(s is not None and (s.bounds()[1] or 0) < 0 for s in steps)
 
 
 def may_alias(n: Extern) -> bool:
