@@ -35,6 +35,7 @@ def test_invalid_xdg_cache_is_ignored(monkeypatch: pytest.MonkeyPatch, xdg: str)
 ENVIRONMENT = [
     ("cache_dir", "FLAMBEAU_CACHE_DIR", "~/kernels", Path.home() / "kernels"),
     ("cache_limit_mb", "FLAMBEAU_CACHE_LIMIT_MB", "64", 64),
+    ("graph_cache", "FLAMBEAU_GRAPH_CACHE", "off", False),
     ("compiler", "FLAMBEAU_CXX", "clang++", "clang++"),
     ("compile_jobs", "FLAMBEAU_JOBS", " 3 ", 3),
     ("verify", "FLAMBEAU_VERIFY", "Yes", True),

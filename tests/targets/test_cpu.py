@@ -91,7 +91,7 @@ class Machine:
 
     def fresh(self) -> CpuTarget:
         """A target without memory of what this process did, as in a new process."""
-        cpu._disk.cache_clear()
+        shared_cache.cache_clear()
         toolchain._toolchain.cache_clear()
         return CpuTarget()
 

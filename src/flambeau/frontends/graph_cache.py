@@ -74,7 +74,7 @@ class GraphCache:
         if config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches:
             try:
                 self.key = graph_key(gm, inputs, settings, get_target("cpu"))
-            except Uncacheable as reason:
+            except Exception as reason:  # Uncacheable, or an input of a kind that nobody thought of
                 self.refuse(reason)
 
     # ---- look up ---------------------------------------------------------------------------------------
@@ -109,9 +109,9 @@ class GraphCache:
         """Whether the sizes of this call are among those that the entry was compiled for."""
         if not entry.guards_expr:
             return True
-        sizes = [x for x in self.inputs if isinstance(x, torch.SymInt)]
-        env = sizes[0].node.shape_env
-        return bool(env.evaluate_guards_expression(entry.guards_expr, [x.node.hint for x in sizes]))
+        sizes = [x.node.hint for x in self.inputs if isinstance(x, torch.SymInt)]
+        env = TracingContext.get().fake_mode.shape_env
+        return bool(env.evaluate_guards_expression(entry.guards_expr, sizes))
 
     def restore(self, entry: Any) -> Callable[..., Any]:
         entry.sanitized_aot_config.aot_id = next(AOT_COUNTER)

@@ -108,13 +108,17 @@ class Axis:
         size = self.size.bounds()[1]
         return None if size is None else size - 1
 
-    def index(self, x: Expr) -> Expr:
-        """A whole number as an integer of the width of a float; far outside, NaN included, it becomes -2."""
-        near = (x >= -1) & (x < self.number(self.size, x))
-        return where(near, cast(x, torch.int32 if self.top is not None and self.top < 2**31 else torch.int64), -2)
+    def whole(self, x: Expr) -> Expr:
+        """A whole number as an integer, as wide as a float where that is enough."""
+        return cast(x, torch.int32 if self.top is not None and self.top < 2**31 else torch.int64)
 
-    def inside(self, at: Expr) -> Expr:
-        return (at >= 0) & (at < index_value(self.size, at.dtype))
+    def kept(self, x: Expr) -> Expr:
+        """The same for memory: far outside, NaN included, it becomes -2."""
+        return where((x >= -1) & (x < self.number(self.size, x)), self.whole(x), -2)
+
+    def inside(self, x: Expr) -> Expr:
+        """As an integer or as a float; a NaN is outside."""
+        return (x >= 0) & (x < index_value(self.size, x.dtype))
 
 
 class PlainAxis(Axis):
@@ -192,14 +196,14 @@ class Sampler:
         self.rank = len(self.axes)
         self.out = grid.shape[1:-1]
         self.dtype = opmath(image.dtype)
-        if mode != BICUBIC:
-            # All channels of an image read at the same places: those are found once.
-            domain = (grid.shape[0], *self.out)
-            self.places = [build.pointwise(domain, lambda i, a=a: self.axes[a].index(self.whole(a, i)))
-                           for a in range(self.rank)]
-        if mode == BILINEAR:
-            self.parts = [build.pointwise(domain, lambda i, a=a: (x := self.place(a, i)) - floor(x))
-                          for a in range(self.rank)]
+        # All channels of an image read at the same places: those are found once, where that is not too much memory.
+        self.places = [self.once(lambda i, a=a: self.axes[a].kept(self.first(a, i)))  # type: ignore[misc]
+                       for a in range(self.rank) if mode != BICUBIC]
+        self.parts = [self.once(lambda i, a=a: self.place(a, i) - self.first(a, i))  # type: ignore[misc]
+                      for a in range(self.rank) if mode == BILINEAR]
+
+    def once(self, body: Callable[[Place], Expr]) -> Value:
+        return build.pointwise((self.grid.shape[0], *self.out), body)
 
     def coordinate(self, a: int, i: Place) -> Expr:
         """The position in dimension a, before padding; the grid holds x first, the image has it last."""
@@ -209,7 +213,7 @@ class Sampler:
         x = self.coordinate(a, i)
         return self.axes[a].place_with_slope(x)[0] if self.backward else self.axes[a].place(x)
 
-    def whole(self, a: int, i: Place) -> Expr:
+    def first(self, a: int, i: Place) -> Expr:
         """The first position that is read."""
         return floor(self.place(a, i)) if self.mode == BILINEAR else round(self.place(a, i))
 
@@ -221,8 +225,8 @@ class Sampler:
         if self.mode == BICUBIC:
             x = self.coordinate(a, i)
             base = floor(x)
-            return Taps(axis, lambda k: axis.index(axis.place(base + index_value(k, x.dtype) - 1)),
-                        cubic_weights(x - base), [-s for s in cubic_slopes(x - base)])
+            return Taps(axis, lambda k: axis.place(base + index_value(k, x.dtype) - 1), cubic_weights(x - base),
+                        [-s for s in cubic_slopes(x - base)])
         at, one = self.places[a].load(i), const(1, self.dtype)
         if self.mode == NEAREST:
             return Taps(axis, lambda k: at, [one], [const(0, self.dtype)])
@@ -233,7 +237,7 @@ class Sampler:
         """The place of tap k in the image, and whether it is inside."""
         at = [t.position(as_index(j)) for t, j in zip(along, k, strict=True)]
         inside = all_of([t.axis.inside(x) for t, x in zip(along, at, strict=True)])
-        return [computed(x, 0, t.axis.top) for t, x in zip(along, at, strict=True)], inside
+        return [computed(t.axis.whole(x), 0, t.axis.top) for t, x in zip(along, at, strict=True)], inside
 
     def read(self, n: Index, c: Index, along: Sequence[Taps], k: Sequence[int]) -> tuple[Expr, Expr]:
         """The image at tap k, zero outside, and whether it is inside."""

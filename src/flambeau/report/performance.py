@@ -42,7 +42,8 @@ def machine_line(m: dict[str, Any]) -> str:
 def steps(report: dict[str, Any]) -> str:
     """Models or operators: milliseconds and ratios, then the means of each group."""
     rows = report["rows"]
-    lines = ["| case | eager ms | Inductor ms | Flambeau ms | over eager | over Inductor |", "|---|---|---|---|---|---|"]
+    lines = ["| case | eager ms | Inductor ms | Flambeau ms | over eager | over Inductor |",
+             "|---|---|---|---|---|---|"]
     groups: dict[str, list[dict[str, float]]] = {}
     for r in rows:
         t = r["seconds"]
@@ -73,8 +74,11 @@ def compile_seconds(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-SECTIONS = {"models": ("Steps of the model suite", steps), "compile": ("Compile time, first training step", compile_seconds),
-            "ops": ("Operators", steps)}
+SECTIONS = {
+    "models": ("Steps of the model suite", steps),
+    "compile": ("Compile time, first training step", compile_seconds),
+    "ops": ("Operators", steps),
+}
 
 
 def page(folder: Path) -> str:
