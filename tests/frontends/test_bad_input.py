@@ -50,6 +50,7 @@ BAD_INDICES: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
     "cross_entropy": (lambda i: F.cross_entropy(W, i), torch.tensor([0, 1, 2, 3, -1])),
     "embedding_bag": (lambda i: F.embedding_bag(i, W, torch.tensor([0, 1])), torch.tensor([0, 1, 9])),
     "embedding_bag, offsets": (lambda o: F.embedding_bag(torch.tensor([0, 1, 2]), W, o), torch.tensor([0, 9])),
+    "embedding_bag, first offset": (lambda o: F.embedding_bag(torch.tensor([0, 1, 2]), W, o), torch.tensor([1, 2])),
     "one_hot": (lambda i: F.one_hot(i, 3), torch.tensor([3])),
 }
 
@@ -107,6 +108,8 @@ BAD_CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "a float is no index": (lambda a: F.embedding(a, W), (torch.randn(3),)),
     "bits of a float": (lambda a: a & 1, (torch.randn(3),)),
     "no such dimension": (lambda a: a.sum(3), (torch.randn(3),)),
+    "the largest of nothing": (lambda a: a.max(1), (torch.randn(3, 0),)),
+    "the place of nothing": (lambda a: a.argmin(), (torch.randn(3, 0),)),
     "a view that does not fit": (lambda a: a.view(7), (torch.randn(3),)),
 }
 

@@ -8,8 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from agreement import agree, through
+from flambeau.frontends.capture import capture
+from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.nodes import Contract
 
 aten = torch.ops.aten
@@ -21,12 +24,8 @@ def random(*shape: int) -> torch.Tensor:
 
 def kinds(fn: Callable[..., torch.Tensor], *args: torch.Tensor) -> set[str]:
     """The kinds of the nodes of fn's graph."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from flambeau.frontends.capture import capture
-
     gm = make_fx(lambda *a: [fn(*a)], tracing_mode="fake")(*args)
-    return {n.kind for n in capture(gm).graph.nodes}
+    return {n.kind for n in capture(gm, Capabilities("any")).graph.nodes}
 
 
 def test_vectors() -> None:

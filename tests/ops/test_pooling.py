@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from agreement import agree, through
+from flambeau.targets.cpu import CpuTarget
 
 aten = torch.ops.aten
 
@@ -31,6 +33,14 @@ def plane(*shape: int) -> torch.Tensor:
 def test_maximum(lead: tuple[int, ...]) -> None:
     agree(lambda x: [F.max_pool2d(x, k, s or None, p, d, c, return_indices=True)
                      for k, s, p, d, c in WINDOWS], plane(*lead, 9, 11))
+
+
+def test_maximum_with_a_gathered_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a target whose workers may not scatter in order."""
+    usual = CpuTarget.capabilities
+    monkeypatch.setattr(CpuTarget, "capabilities", lambda self: replace(usual(self), ordered_scatter=False))
+    agree(lambda x: [*(F.max_pool2d(x, k, s or None, p, d, c) for k, s, p, d, c in WINDOWS),
+                     F.adaptive_max_pool2d(x, (4, 5))], plane(2, 3, 9, 11))
 
 
 def test_maximum_of_ties_nan_and_nothing_greater() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._functorch.aot_autograd import aot_function
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
 
 from agreement import agree, through
 from flambeau.frontends.decompositions import table
@@ -82,8 +82,16 @@ def test_low_precision_is_rounded_once() -> None:
 
 
 def test_bytes() -> None:
-    x = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
-    whole(lambda x: (F.interpolate(x, scale_factor=2), F.interpolate(x, (3, 4), mode="nearest-exact")), x)
+    """In fixed point, to the last bit."""
+    sizes = ((9, 10), (3, 4), (5, 11))
+
+    def resized(x: torch.Tensor) -> list[torch.Tensor]:
+        plain = [F.interpolate(x, size, mode=m) for m in ("nearest", "nearest-exact") for size in sizes]
+        smooth = [F.interpolate(x, size, mode=m, antialias=a, align_corners=c) for m in ("bilinear", "bicubic")
+                  for size in sizes for a in (False, True) for c in (False, True)]
+        return plain + smooth
+
+    whole(resized, torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8))
 
 
 def test_sizes_known_only_at_the_call() -> None:
@@ -100,7 +108,7 @@ def test_operators_stay_whole(dynamic: bool) -> None:
     def compiler(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         names = [str(n.target) for n in gm.graph.nodes]
         seen.extend(n for n in names if "upsample" in n or "index" in n)
-        return gm.forward
+        return make_boxed_func(gm.forward)
 
     double = aot_function(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), fw_compiler=compiler,
                           bw_compiler=compiler, decompositions=table(), dynamic=dynamic)

@@ -60,7 +60,7 @@ class ScanWriter(NestWriter):
         k = self.k
         assert v.extent is not None
         others = tuple(x for x in k.outer if x is not v)
-        width = min(BLOCK, v.extent.const) if v.extent.is_const else BLOCK
+        width = max(1, min(BLOCK, v.extent.const)) if v.extent.is_const else BLOCK
         if any(a.coefficient(v) is not ONE for a in self.address.values()):
             width = min(width, ABREAST if len(k.names) == 1 else ABREAST // 2)
         # Enough blocks for the threads where there are few columns.

@@ -50,9 +50,8 @@ def compile_anew(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], cache: GraphCache
 ) -> Callable[..., Any]:
     # Imported here: a process that finds its graphs in the cache needs none of the compiler.
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
     from .decompositions import table
+    from .partition import partition
     from .pipeline import compile_graph
     from .whole import whole_operators
 
@@ -61,7 +60,6 @@ def compile_anew(
 
     # One for each: torch writes into that of the backward.
     backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(), inference_compiler=compiler(),
-                           partition_fn=min_cut_rematerialization_partition, decompositions=table(),
-                           keep_inference_input_mutations=True)
+                           partition_fn=partition, decompositions=table(), keep_inference_input_mutations=True)
     with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(), cache.recording():
         return backend(gm, example_inputs)

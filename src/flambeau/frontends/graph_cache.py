@@ -22,6 +22,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.compiler.config
 import torch.fx as fx
+from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._functorch.aot_autograd import AOT_COUNTER, SerializableAOTDispatchCompiler
 from torch._guards import TracingContext
@@ -110,8 +111,9 @@ class GraphCache:
         if not entry.guards_expr:
             return True
         sizes = [x.node.hint for x in self.inputs if isinstance(x, torch.SymInt)]
-        env = TracingContext.get().fake_mode.shape_env
-        return bool(env.evaluate_guards_expression(entry.guards_expr, sizes))
+        fake = TracingContext.get().fake_mode
+        env = fake.shape_env if fake is not None else None
+        return env is not None and bool(env.evaluate_guards_expression(entry.guards_expr, sizes))
 
     def restore(self, entry: Any) -> Callable[..., Any]:
         entry.sanitized_aot_config.aot_id = next(AOT_COUNTER)
@@ -151,6 +153,10 @@ class GraphCache:
             return
         original = AOTAutogradCache.save
 
+        def key_of(mod: fx.GraphModule, *_: Any, **__: Any) -> tuple[str | None, list[str]]:
+            autograd_cache.check_cacheable(mod)  # raises for what torch does not trust; there is no entry then
+            return self.key, []
+
         def save(key: str, entry: Any, remote: bool) -> None:
             parts = [p.result for p in (entry.compiled_fw, entry.compiled_bw) if hasattr(p, "result")]
             if any(isinstance(part, Stored) for part in parts):
@@ -165,6 +171,7 @@ class GraphCache:
                 enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True
             ))
             stack.enter_context(torch._inductor.config.patch(fx_graph_cache=True))
+            stack.enter_context(patch.object(autograd_cache, "autograd_cache_key", key_of))
             stack.enter_context(patch.object(AOTAutogradCache, "_lookup", lambda *_, **__: None))
             stack.enter_context(patch.object(AOTAutogradCache, "save", save))
             yield

@@ -173,6 +173,8 @@ def callable_text(f: Any) -> str:
             raise Uncacheable(f"the operator {f} comes from outside of torch")
         return f"op {f}"
     if isinstance(f, torch._ops.HigherOrderOperator):
+        if f.name().startswith("triton_kernel"):
+            raise Uncacheable("the graph calls a kernel of the user")
         return f"higher {f.name()}"
     try:
         name = fx.node._get_qualified_name(f)

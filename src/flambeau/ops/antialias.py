@@ -14,6 +14,7 @@ from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, cast, ceil, clamp, computed, const, floor, fold_over, index_value, where
 from flambeau.ir.scalar import maximum as larger
+from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import Column, column, gather_all, table
 from flambeau.ops.upsample import Axis, cubic_far, cubic_near
@@ -117,15 +118,15 @@ class AntialiasedCubic(Antialiased):
 def resizing(kind: type[Antialiased]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def axes_of(sizes: Sequence[IndexLike], output_size: Sequence[IndexLike], align: bool,
                 factors: Sequence[float | None], dtype: DType) -> list[Antialiased]:
-        return [kind(as_index(n), as_index(m), f, align, opmath(dtype))
+        weights_in = opmath(dtype) if is_float(dtype) else torch.float64
+        return [kind(as_index(n), as_index(m), f, align, weights_in)
                 for n, m, f in zip(list(sizes)[-2:], output_size, [*factors, None, None])]
 
     def forward(x: Value, output_size: Sequence[IndexLike], align_corners: bool, *scales: float | None,
                 **named: float | None) -> Any:
-        if not is_float(x.dtype):
-            return NotImplemented  # uint8 images: ATen resizes them in fixed point
         axes = axes_of(x.shape, output_size, align_corners, (*scales, *named.values()), x.dtype)
-        return to_dtype(gather_all(x, {dim: a.rows() for dim, a in enumerate(axes, x.rank - 2)}), x.dtype)
+        rows = {dim: a.rows() for dim, a in enumerate(axes, x.rank - 2)}
+        return to_dtype(gather_all(x, rows), x.dtype) if is_float(x.dtype) else resize_bytes(x, rows)
 
     def backward(grad: Value, output_size: Sequence[IndexLike], input_size: Sequence[IndexLike],
                  align_corners: bool, *scales: float | None, **named: float | None) -> Value:

@@ -22,6 +22,8 @@ CONTRACTIONS: frozenset[torch._ops.OpOverload] = frozenset((
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
+    aten.addbmm.default,
+    aten._trilinear.default,
     aten._addmm_activation.default,
     aten._int_mm.default,
     aten.convolution.default,

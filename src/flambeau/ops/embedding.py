@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flambeau.ir import build
+from flambeau.ir import build, index
 from flambeau.ir.dtypes import DType, lowest, opmath
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, IndexLike, as_index
@@ -114,8 +114,9 @@ class Bags:
         self.count = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
 
     def bound(self, b: Index, mask: Expr | None = None) -> Expr:
-        at = check(cast(self.offsets.load((b,), mask), torch.int64), self.items + 1, mask)
-        return index_value(at)
+        # The first bag begins with the first item: what lay before it would be in no bag.
+        most = self.items * index.minimum(b, 1)
+        return index_value(check(cast(self.offsets.load((b,), mask), torch.int64), most + 1, mask))
 
     def first(self, i: Place) -> Expr:
         return self.bound(i[0])

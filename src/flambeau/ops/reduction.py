@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -157,6 +158,17 @@ def std_mean(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool
 # ---- extrema -----------------------------------------------------------------------------------------
 
 
+def of_something(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The extremum of nothing is an error, and ATen's to raise."""
+
+    @wraps(fn)
+    def lowered(x: Value, *args: Any, **kwargs: Any) -> Any:
+        dims = wrap_dims(kwargs.get("dim", args[0] if args else None), x.rank)
+        return NotImplemented if any(x.shape[d] is ZERO for d in dims) else fn(x, *args, **kwargs)
+
+    return lowered
+
+
 def _extremum(name: str, x: Value, dim: Any, keepdim: bool) -> Value:
     wide = opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
@@ -188,46 +200,55 @@ def _arg(name: str, x: Value, dim: int | None, keepdim: bool) -> Value:
 
 
 @lower(aten.amax)
+@of_something
 def amax(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
     return _extremum("max", x, dim, keepdim)
 
 
 @lower(aten.amin)
+@of_something
 def amin(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
     return _extremum("min", x, dim, keepdim)
 
 
 @lower(aten.aminmax)
+@of_something
 def aminmax(x: Value, *, dim: int | None = None, keepdim: bool = False) -> tuple[Value, Value]:
     return _extremum("min", x, dim, keepdim), _extremum("max", x, dim, keepdim)
 
 
 @lower(aten.max.default)
+@of_something
 def max_all(x: Value) -> Value:
     return _extremum("max", x, None, False)
 
 
 @lower(aten.min.default)
+@of_something
 def min_all(x: Value) -> Value:
     return _extremum("min", x, None, False)
 
 
 @lower(aten.max.dim)
+@of_something
 def max_dim(x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
     return _extremum_at("max", x, dim, keepdim)
 
 
 @lower(aten.min.dim)
+@of_something
 def min_dim(x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
     return _extremum_at("min", x, dim, keepdim)
 
 
 @lower(aten.argmax)
+@of_something
 def argmax(x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
     return _arg("max", x, dim, keepdim)
 
 
 @lower(aten.argmin)
+@of_something
 def argmin(x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
     return _arg("min", x, dim, keepdim)
 

@@ -33,9 +33,10 @@ from flambeau.ir.scalar import (
 )
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
+from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import Place, split
 from flambeau.ops.registry import lower
-from flambeau.ops.separable import column, gather_all, narrow, position_table
+from flambeau.ops.separable import Column, column, gather_all, narrow, position_table
 
 aten = torch.ops.aten
 
@@ -101,10 +102,24 @@ class Axis:
     def last(self) -> Expr:
         return index_value(self.n - 1, self.dtype)
 
-    @property
-    def copies(self) -> bool:
+    def stays(self) -> bool:
         """Nothing is resized."""
         return self.n is self.m and self.ratio is not None
+
+    @property
+    def copies(self) -> bool:
+        return self.stays()
+
+    def rows(self) -> Column:
+        """The weights of all outputs, for as many inputs as there are taps."""
+        count = len(self.taps(as_index(0)))
+
+        def span(o: Index) -> tuple[Index, Index, int | None]:
+            first = self.taps(o)[0][0]
+            low = computed(cast(first, torch.int64), 0, self.n.bounds()[1])
+            return low, low + count, count
+
+        return column(self.m, self.n, span, lambda y, o: self.weight(o, y), self.dtype)
 
     def taps(self, o: Index) -> list[tuple[Expr, Expr]]:
         """The positions that output o reads (whole numbers in [0, n)), and their weights."""
@@ -237,7 +252,7 @@ class Cubic(Linear):
 
     @property
     def copies(self) -> bool:
-        return self.n is self.m and self.ratio is not None
+        return self.stays()
 
     def taps(self, o: Index) -> list[tuple[Expr, Expr]]:
         x = self.source(o)
@@ -324,8 +339,9 @@ def blend_along(x: Value, dim: int, axis: Axis, positions: Value, weights: Value
     return build.pointwise((*x.shape[:dim], axis.m, *x.shape[dim + 1:]), body)
 
 
-def positions_in(x: DType) -> DType:
-    return opmath(x) if is_float(x) else torch.float32
+def positions_in(x: DType, kind: type[Axis]) -> DType:
+    """ATen finds the weights for bytes in double precision, but the nearest byte in single."""
+    return opmath(x) if is_float(x) else torch.float32 if issubclass(kind, Nearest) else torch.float64
 
 
 def resizing(kind: type[Axis], rank: int, aligned: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -335,15 +351,16 @@ def resizing(kind: type[Axis], rank: int, aligned: bool) -> tuple[Callable[..., 
                 ) -> list[Any]:
         align = bool(rest[0]) if aligned else False
         scales = [*rest[1 if aligned else 0:], *(None,) * rank][:rank]
-        return [kind(n, as_index(m), f, align, positions_in(dtype))
+        return [kind(n, as_index(m), f, align, positions_in(dtype, kind))
                 for n, m, f in zip(sizes, output_size, scales, strict=True)]
 
     def forward(x: Value, output_size: Sequence[IndexLike], *rest: Any, **named: Any) -> Any:
         axes = axes_of(x.shape[-rank:], output_size, (*rest, *named.values()), x.dtype)
         if issubclass(kind, Nearest):
             return pick(x, axes)
-        # uint8 images: ATen resizes them in fixed point
-        return blend(x, axes) if is_float(x.dtype) else NotImplemented
+        if is_float(x.dtype):
+            return blend(x, axes)
+        return resize_bytes(x, {dim: a.rows() for dim, a in enumerate(axes, x.rank - rank) if not a.stays()})
 
     def backward(grad: Value, output_size: Sequence[IndexLike], input_size: Sequence[IndexLike], *rest: Any,
                  **named: Any) -> Value:

@@ -1,0 +1,68 @@
+"""The joint graph cut into forward and backward: equal calls are merged, then torch's minimal cut decides.
+
+Torch's cut would merge by itself, but for that it imports all of Inductor, which takes longer than most cuts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch.fx as fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+# Two such calls are not one, though they look alike: they draw numbers, or name a size that only data decides.
+APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    merge_equal(joint.graph)
+    with torch._functorch.config.patch(cse=False):
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def merge_equal(graph: fx.Graph) -> None:
+    *_, output = graph.nodes
+    # What is returned stays apart: two results of eager share no memory.
+    returned = {s for n in output.all_input_nodes for s in storages(n)}
+    seen: dict[Any, fx.Node] = {}
+    for n in graph.nodes:
+        if n.op != "call_function" or n.target is torch.ops.aten.empty.memory_format:
+            continue
+        if isinstance(n.target, torch._ops.OpOverload):
+            if n.target._schema.is_mutable:
+                return  # what follows may read other contents
+            if APART & set(n.target.tags):
+                continue
+        elif getattr(n.target, "__module__", None) not in (operator.__name__, "_operator"):
+            continue
+        if not returned.isdisjoint(storages(n)):
+            continue
+        first = seen.setdefault((n.target, frozen(n.args), frozen(n.kwargs)), n)
+        if first is not n:
+            n.replace_all_uses_with(first)
+            graph.erase_node(n)
+
+
+def storages(n: fx.Node) -> Iterator[int]:
+    val = n.meta.get("val")
+    if isinstance(val, torch.Tensor) and val.layout is torch.strided:
+        yield val.untyped_storage()._cdata
+
+
+def frozen(x: Any) -> Any:
+    """Arguments as something that hashes, in which 1, 1.0 and True differ."""
+    if isinstance(x, fx.Node):
+        return x
+    if isinstance(x, (list, tuple)):
+        return (type(x), *map(frozen, x))
+    if isinstance(x, dict):
+        return (dict, *((k, frozen(v)) for k, v in x.items()))
+    if isinstance(x, slice):
+        return (slice, frozen(x.start), frozen(x.stop), frozen(x.step))
+    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(x), x.node.expr)
+    return (type(x), x)
