@@ -220,6 +220,12 @@ def test_short_programs(seed: int, dynamic: bool) -> None:
     check(seed, 8, dynamic)
 
 
+@pytest.mark.parametrize("seed", [1041, 1049, 1080])
+def test_programs_that_failed_once(seed: int) -> None:
+    """Strides that are differences of sizes; a backward that is given s + 1 and never s."""
+    check(seed, 20, dynamic=True)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("seed", range(1000, 1200))

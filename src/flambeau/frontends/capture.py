@@ -52,6 +52,7 @@ class _Lowering:
         self.gm, self.c, self.g = gm, c, c.graph
         self.exclude = exclude
         self.env: dict[fx.Node, Any] = {}
+        self.composite: list[tuple[torch.SymInt, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
 
     def run(self) -> None:
         position = 0
@@ -69,6 +70,7 @@ class _Lowering:
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
         self.g.symbols = list(self.c.symbols.known.values())
+        self.solve_sizes()
         self.c.sources |= {s: ("text", h.text, h.sizes) for s, h in self.c.symbols.hosts.items()}
 
     # ---- inputs and outputs ----------------------------------------------------------------------------
@@ -94,10 +96,23 @@ class _Lowering:
         return self.g.add_input([to(s) for s in val.shape], val.dtype, [to(s) for s in val.stride()])
 
     def bind(self, size: Any, source: tuple[Any, ...], force: bool = False) -> None:
-        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-            s = self.c.symbols.symbol(size.node.expr, size.node.shape_env)
-            if force or s not in self.c.sources:
-                self.c.sources[s] = source
+        if not isinstance(size, torch.SymInt):
+            return
+        if not size.node.expr.is_Symbol:
+            self.composite.append((size, source))
+            return
+        s = self.c.symbols.symbol(size.node.expr, size.node.shape_env)
+        if force or s not in self.c.sources:
+            self.c.sources[s] = source
+
+    def solve_sizes(self) -> None:
+        """A backward graph may be given s + 1 and never s itself: what is missing is solved for."""
+        for k, (size, source) in enumerate(self.composite):
+            found = self.c.symbols.solve(size, f"part{k}", self.c.sources)
+            if found is not None:
+                missing, text = found
+                self.c.sources[Sym(f"part{k}")] = source
+                self.c.sources[missing] = ("text", text.text, text.sizes)
 
     def attribute(self, n: fx.Node) -> Any:
         obj: Any = self.gm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,20 @@ class Symbols:
         self.known[sym.name] = sym
         self.hosts[sym] = host
         return sym
+
+    def solve(self, x: torch.SymInt, name: str, known: Mapping[Sym, Any]) -> tuple[Sym, Host] | None:
+        """If x, called `name`, is linear in one symbol that is not known: that symbol, and its value."""
+        expr, env = x.node.expr.expand(), x.node.shape_env
+        missing = [s for s in expr.free_symbols if self.symbol(s, env) not in known]
+        if len(missing) != 1:
+            return None
+        factor = expr.coeff(missing[0], 1)
+        rest = (expr - factor * missing[0]).expand()
+        if factor == 0 or missing[0] in factor.free_symbols | rest.free_symbols:
+            return None
+        text = PythonPrinter().doprint
+        sizes = frozenset((name, *(s.name for s in factor.free_symbols | rest.free_symbols)))
+        return self.symbol(missing[0], env), Host(f"({name} - ({text(rest)})) // ({text(factor)})", sizes)
 
     def convert(self, e: Any, env: Any) -> Index:
         if e.is_Integer:
