@@ -28,7 +28,8 @@ from rich.table import Table
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
           "FLAMBEAU_CACHE_DIR": "flambeau"}
 IMPORTS = {"inductor": ("torch._inductor.compile_fx",),
-           "flambeau": tuple(f"flambeau.frontends.{m}" for m in ("dynamo", "decompositions", "partition", "pipeline", "whole"))}
+           "flambeau": tuple(f"flambeau.frontends.{m}"
+                             for m in ("dynamo", "decompositions", "partition", "pipeline", "whole"))}
 STATES = ("cold", "primed", "warm")
 TRIVIAL = "trivial"
 
