@@ -78,7 +78,7 @@ def test_a_bad_index_among_many_threads_is_found() -> None:
     i = torch.zeros(300_000, dtype=torch.int64)
     table = torch.randn(10)
     c = compiled(lambda i: table[i].sum())
-    torch.testing.assert_close(c(i), table[i].sum())
+    torch.testing.assert_close(c(i), table[i].double().sum().float())
     i[-1] = 10
     with pytest.raises(IndexError):
         c(i)

@@ -27,7 +27,7 @@ TILE = 32
 SHORTEST = 8  # a part of a loop that is worth a body of its own
 COPIED = 500  # expressions that may be written out when a loop is cut into parts
 CASCADE = 128  # rows of a column reduction that are summed on their own
-STRETCH = 4096  # elements of a long row that are summed on their own
+STRETCH = 2048  # elements of a long row that are summed on their own
 STACK = 1 << 20  # bytes that the states of a block of columns may take in all its chunks
 SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
 
@@ -349,9 +349,11 @@ class LoopWriter(NestWriter):
         length = None if segment else v.extent
         lanes = self.lanes(reductions, length) if reductions else 1
         lo, hi = ("0", self.extent(v)) if k.bounds is None else (self.value(k.bounds[0]), self.value(k.bounds[1]))
-        if reductions and length is not None and not (length.is_const and length.const < 2 * STRETCH):
+        # Short rows share their lanes; a long one, or each of several long ones, is taken in stretches.
+        longest = 2 * STRETCH if len(k.inner) == 1 else STRETCH // 2
+        if reductions and length is not None and not (length.is_const and length.const < longest):
             totals = self.declare(reductions, 1)
-            self.deep(k.inner[:-1], lambda: self.stretches(stage, reductions, totals, lanes))
+            self.deep(k.inner[:-1], lambda: self.stretches(stage, reductions, totals, lanes, "0", self.extent(v)))
             for i in reductions:
                 self.finish(i, [f"{totals[n]}[0]" for n in i.names])
             return
@@ -361,13 +363,14 @@ class LoopWriter(NestWriter):
         for i in reductions:
             self.finish(i, [f"{arrays[n]}[0]" for n in i.names])
 
-    def stretches(self, stage: Sequence[Item], reductions: Sequence[Item], totals: dict[str, str], lanes: int) -> None:
+    def stretches(self, stage: Sequence[Item], reductions: Sequence[Item], totals: dict[str, str], lanes: int,
+                  lo: str, hi: str) -> None:
         """A long row in stretches, each with lanes of its own, so that rounding errors do not pile up."""
         v = self.k.inner[-1]
         start, last = self.fresh("z"), self.fresh("e")
-        with self.scope(f"for ({self.d.long} {start} = 0; {start} < {self.extent(v)}; {start} += {STRETCH}) {{",
+        with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {STRETCH}) {{",
                         (Sym(start, v.extent),)):
-            self.line(f"const {self.d.long} {last} = fl::imin({start} + {STRETCH}, {self.extent(v)});")
+            self.line(f"const {self.d.long} {last} = fl::imin({start} + {STRETCH}, {hi});")
             arrays = self.declare(reductions, lanes)
             self.row_walk(stage, arrays, lanes, start, last, None)
             self.join_lanes(reductions, arrays, lanes)
@@ -430,10 +433,15 @@ class LoopWriter(NestWriter):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
                       f"{hi} = fl::imin({lo} + {size}, {self.index(split)});")
             lanes = self.lanes(reductions, v.extent) if reductions else 1
-            arrays = self.declare(reductions, lanes)
-            if single:
+            if single and reductions:
+                arrays = self.declare(reductions, 1)
+                self.stretches(stage, reductions, arrays, lanes, lo, hi)
+                lanes = 1
+            elif single:
+                arrays = {}
                 self.row_walk(stage, arrays, lanes, lo, hi, None)
             else:
+                arrays = self.declare(reductions, lanes)
                 flat = self.fresh("fl")
                 with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner[:-1]):
                     self.decompose(flat, k.inner[:-1])
