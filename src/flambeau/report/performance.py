@@ -47,7 +47,7 @@ def steps(report: dict[str, Any]) -> str:
     groups: dict[str, list[dict[str, float]]] = {}
     for r in rows:
         t = r["seconds"]
-        groups.setdefault(f"{r['group']} {r['mode']}" if report["kind"] == "models" else r["group"], []).append(t)
+        groups.setdefault(r["group"], []).append(t)
         ms = [cell(t[b] * 1e3 if b in t else None) for b in ("eager", "inductor", "flambeau")]
         lines.append(f"| {r['name']} {r['mode']} | {' | '.join(ms)} | {cell(over(t, 'eager'))} | "
                      f"{cell(over(t, 'inductor'))} |")
