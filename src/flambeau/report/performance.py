@@ -54,7 +54,8 @@ def steps(report: dict[str, Any]) -> str:
     for name, times in {**groups, "all": [t for g in groups.values() for t in g]}.items():
         means = [cell(geometric_mean(r for t in times if (r := over(t, peer)) is not None))
                  for peer in ("eager", "inductor")]
-        lines.append(f"| **geometric mean, {name}** | | | | **{means[0]}** | **{means[1]}** |")
+        bold = [f"**{m}**" if m else "" for m in means]
+        lines.append(f"| **geometric mean, {name}** | | | | {bold[0]} | {bold[1]} |")
     return "\n".join(lines)
 
 
