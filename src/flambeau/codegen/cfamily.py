@@ -61,7 +61,6 @@ class Writer:
         self.names: dict[Sym, str] = {}
         self.count = 0
         self.functions: set[str] = set()
-        self.check_sites = 0
 
     # ---- scopes --------------------------------------------------------------------------------------
 
@@ -94,17 +93,6 @@ class Writer:
         header = f"for ({self.d.long} {name} = {lo}; {name} < {hi}; {advance}) {{"
         with self.scope(header, (var,), pragma=pragma) as s:
             yield s
-
-    def capture(self) -> Scope:
-        """A scope whose lines the caller takes and places itself; close with `release`."""
-        s = Scope("")
-        self.scopes.append(s)
-        return s
-
-    def release(self) -> list[str]:
-        s = self.scopes.pop()
-        self.scopes[-1].checks |= s.checks
-        return s.lines
 
     # ---- names ---------------------------------------------------------------------------------------
 

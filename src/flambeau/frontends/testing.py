@@ -11,7 +11,7 @@ eager itself is off in low precision, the float64 result decides: ours may not b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,6 @@ def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | 
 class _Case:
     fn: Callable[..., Any]
     leaves: list[torch.Tensor]
-    rebuild: Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
     call: Callable[..., Any]
     wants_grad: bool
     random: bool
@@ -121,7 +120,7 @@ class _Case:
 
         leaves = [flat[k] for k in where]
         text = str(sample)[:160].replace("\n", " ")
-        case = cls(op, leaves, lambda t: tuple(t), call, wants_grad, any(r in op.name for r in RANDOM), text)
+        case = cls(op, leaves, call, wants_grad, any(r in op.name for r in RANDOM), text)
         try:
             with torch.random.fork_rng():
                 call(*[t.detach().clone() for t in leaves])

@@ -102,8 +102,6 @@ class BufferPlan:
     strides: tuple[Index, ...]
     place: str  # "input" | "output" | "arena" | "seed" | "extern"
     offset: int = 0  # bytes, in the arena
-    storage_offset: Index | None = None  # elements, for inputs that start inside their storage
-    source: str | None = None  # the buffer whose memory this one takes over
 
 
 @dataclass
@@ -146,4 +144,3 @@ class Program:
     arena_bytes: int = 0
     frees: dict[int, tuple[str, ...]] = field(default_factory=dict)  # step -> buffers dead after it
     notes: list[str] = field(default_factory=list)  # what was materialised and why
-    fallback: Any = None

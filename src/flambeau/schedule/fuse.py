@@ -319,7 +319,3 @@ def member_exprs(m: Member) -> tuple[Expr, ...]:
     exprs = n.inputs if isinstance(n, Reduce) else (n.body,)
     ones = {v: ZERO for v in n.vars if v.extent is ONE}
     return tuple(e.subs({**ones, **m.mapping}) for e in exprs)
-
-
-def is_call(n: Node) -> bool:
-    return isinstance(n, Extern)

@@ -205,4 +205,4 @@ def place_buffers(p: Program, graph: Graph) -> None:
         place = ("input" if name in graph.inputs else "seed" if name in graph.seeds else "extern" if name in from_calls
                  else "output" if name in returned else "alloc" if name in shared else "arena")
         assert b.strides is not None
-        p.buffers[name] = BufferPlan(name, b.dtype, b.shape, b.strides, place, storage_offset=b.offset)
+        p.buffers[name] = BufferPlan(name, b.dtype, b.shape, b.strides, place)
