@@ -73,7 +73,7 @@ class Writer:
 
     @contextmanager
     def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", pragma: str = "") -> Iterator[Scope]:
-        """A block; a pragma line that holds CHECKS gets the clause for reported indices if there are any."""
+        """A block; a pragma line that holds CHECKS gets the clause for what is reported if there is any."""
         s = Scope(header, vars=set(vars), footer=footer)
         self.scopes.append(s)
         yield s
@@ -198,25 +198,27 @@ class Writer:
             args.append(t)
         for i in e.own_indices():
             depth = max(depth, self.index_depth(i))
+        if e.op in ("check", "require"):
+            return depth, self._reported(e, args, self.scopes[depth])
         text = self._text(e, args)
-        if e.op == "check":
-            self.scopes[depth].checks = True
-            text, depth = self._check(e, args, depth)
-            return depth, text
         name = self.fresh()
         self.scopes[depth].lines.append(f"const {self.d.types[e.dtype]} {name} = {text};")
         self.scopes[depth].known[e] = name
         return depth, name
 
-    def _check(self, e: Expr, args: list[str], depth: int) -> tuple[str, int]:
+    def _reported(self, e: Expr, args: list[str], s: Scope) -> str:
+        s.checks = True
+        if e.op == "require":
+            s.lines.append(f"bad |= {args[1]} ? 0 : {int(e.attr)};")
+            s.known[e] = args[0]
+            return args[0]
         ok, name = self.fresh("ok"), self.fresh()
-        s = self.scopes[depth]
         inside = f"{args[0]} >= 0 && {args[0]} < {self.index(e.attr)}"
         s.lines.append(f"const bool {ok} = ({inside}){f' || !{args[1]}' if len(args) > 1 else ''};")
-        s.lines.append(f"bad |= !{ok};")
+        s.lines.append(f"bad |= !{ok};")  # Fault.INDEX
         s.lines.append(f"const {self.d.long} {name} = {inside} ? {args[0]} : 0;")
         s.known[e] = name
-        return name, depth
+        return name
 
     def _text(self, e: Expr, args: list[str]) -> str:
         d = self.d
@@ -230,8 +232,6 @@ class Writer:
             return d.cast(args[0], e.args[0].dtype, e.dtype)
         if e.op == "where":
             return f"{args[0]} ? {args[1]} : {args[2]}"
-        if e.op == "check":
-            return ""
         if e.op == "philox":
             return f"({d.long}){d.function.format('philox')}({', '.join(args)}, {e.attr})"
         if e.op == "bitcast":

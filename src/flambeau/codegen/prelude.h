@@ -238,7 +238,7 @@ template <class T> FL_INLINE T gcd(T a, T b) {
 }
 template <class T> FL_INLINE T lcm(T a, T b) {
   const T divisor = gcd(a, b);
-  return divisor == 0 ? T(0) : T(abs(a / divisor * b));
+  return divisor == 0 ? T(0) : T(abs(div(a, divisor) * b));  // gcd(INT64_MIN, 7) is -1
 }
 
 // ---- division of floats --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 
 from flambeau.codegen.source import KernelSource
 from flambeau.errors import CompileError
+from flambeau.ir.faults import error_of
 from flambeau.targets.base import Build, Launch, Target, get_target
 
 Run: TypeAlias = Callable[[list[Any]], list[Any]]
@@ -173,8 +174,11 @@ def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
-    names = ", ".join(origins[bad[0]]) or "a kernel"
-    raise IndexError(f"index out of range in self ({names})")
+    """Raise what eager raises for the faults of a kernel. (position in the plan, faults)"""
+    at, faults = bad
+    error = error_of(faults)
+    error.add_note(f"reported by the kernel of {', '.join(origins[at]) or 'a graph'}")
+    raise error
 
 
 POOL = ArenaPool()

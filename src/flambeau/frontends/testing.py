@@ -223,7 +223,9 @@ def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:
         return True
     # Rounding noise in low precision: as small as eager's on the whole, and nowhere far beyond its worst.
     finite = exact.isfinite() & ours.isfinite() & eager.isfinite()
-    if not bool((finite | ok | (x == y)).all()) or not bool(finite.any()):
+    # Where eager itself ran out of range on the way to a finite result, it is no judge of ours doing the same.
+    overflow = exact.isfinite() & ~eager.isfinite() & ~ours.isfinite()
+    if not bool((finite | overflow | ok | (x == y)).all()) or not bool(finite.any()):
         return False
     ours, eager = ours[finite], eager[finite]
     return bool(ours.square().mean() <= 4 * eager.square().mean()) and bool(ours.abs().amax() <= 3 * eager.abs().amax())

@@ -9,7 +9,8 @@ from .expr import Expr, walk
 FREE = frozenset(("const", "load", "index", "cast", "local", "carry", "raw"))
 SIMPLE = frozenset((
     "add", "sub", "mul", "neg", "abs", "min", "max", "where", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and",
-    "bitwise_or", "bitwise_xor", "bitwise_not", "logical_not", "shl", "shr", "isnan", "fma", "sign"))
+    "bitwise_or", "bitwise_xor", "bitwise_not", "logical_not", "shl", "shr", "isnan", "fma", "sign",
+    "require"))
 
 
 def cost_of(exprs: Sequence[Expr]) -> int:

@@ -7,8 +7,8 @@ An expression is a DAG node `(op, dtype, args, attr)`; equal expressions are the
     load    attr = (buffer name, indices); args = () or (mask,), read only where the mask holds
     carry   attr = a unique number: the running value inside a fold, or a slot of a combine
 
-Inner nodes: `cast`, `where`, `check` (an index value that must lie in [0, attr), reported otherwise),
-`fold` (a small inner loop, see `Fold`), and the arithmetic of the OPS table.
+Inner nodes: `cast`, `where`, `check` (an index value that must lie in [0, attr), reported otherwise), `require`
+(a value and what must hold of it; attr = the fault that is reported otherwise), `fold` (a small inner loop, see `Fold`), and the arithmetic of the OPS table.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .dtypes import DType, is_bool, is_float
+from .faults import Fault
 from .index import Dyn, Index, Op, Sym, as_index, from_atom
 
 Number = bool | int | float
@@ -411,6 +412,11 @@ def computed(value: Expr, lo: int | None = None, hi: int | None = None) -> Index
     return from_atom(Dyn(cast(value, torch.int64), lo, hi))
 
 
+def require(value: Expr, holds: Expr, fault: Fault) -> Expr:
+    """The value, whatever it is; the kernel reports the fault where something does not hold."""
+    return value if _is_true(holds) else Expr("require", value.dtype, (value, holds), fault)
+
+
 def fold(loops: tuple[tuple[Sym, Index, Index], ...], carries: tuple[Expr, ...], inits: tuple[Expr, ...],
          updates: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """The final values of the carries; see `Fold`."""
@@ -482,6 +488,8 @@ def remake(e: Expr, args: tuple[Expr, ...]) -> Expr:
         return cast(args[0], e.dtype)
     if e.op == "where":
         return where(*args)
+    if e.op == "require":
+        return require(*args, e.attr)
     if e.attr is None and len(args) == 2 and e.op in OPS:
         return binary(e.op, *args)
     if e.attr is None and len(args) == 1 and e.op in OPS and e.op != "bitcast":
@@ -528,6 +536,8 @@ def masked(body: Expr, mask: Expr) -> Expr:
         if e.op == "check":
             m = mask if len(e.args) == 1 else mask & e.args[1]
             return Expr("check", e.dtype, (e.args[0], m), e.attr)
+        if e.op == "require":
+            return require(e.args[0], e.args[1] | ~mask, e.attr)
         return e
 
     return body if _is_true(mask) else rewrite(body, guard)

@@ -21,6 +21,7 @@ from .expr import (
     index_value,
     lift,
     masked,
+    require,
     unary,
     where,
 )
@@ -32,7 +33,7 @@ __all__ = [
     "erfinv", "exp", "exp2", "expm1", "floor", "floordiv", "fma", "fmod", "fold_over", "hypot",
     "index_value", "is_finite", "isinf", "isnan", "lgamma", "lift", "log", "log10", "log1p", "log2",
     "masked", "math1", "math2", "maximum", "minimum", "mod", "ne", "not_", "philox", "pow_", "remainder",
-    "round", "round_to", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
+    "require", "round", "round_to", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
     "trunc", "where", "window",
 ]
 

@@ -104,6 +104,8 @@ def check_expr(e: Expr, graph: Graph) -> str | None:
         return None
     if e.op == "where" and (e.args[0].dtype is not torch.bool or e.args[1].dtype is not e.args[2].dtype):
         return "where needs a bool and two values of one dtype"
-    if e.op not in ("const", "index", "carry", "cast", "check", "where", "fold", "raw", "local"):
+    if e.op == "require" and (e.args[0].dtype is not e.dtype or e.args[1].dtype is not torch.bool):
+        return "require needs a value of its dtype and a bool"
+    if e.op not in ("const", "index", "carry", "cast", "check", "require", "where", "fold", "raw", "local"):
         return f"operation {e.op!r} does not exist"
     return None

@@ -13,6 +13,7 @@ import torch._prims  # defines torch.ops.prims
 from flambeau.ir import build
 from flambeau.ir.dtypes import is_bool, is_float, opmath
 from flambeau.ir.expr import Expr, binary, cast, const, unary, where
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import (
@@ -23,11 +24,11 @@ from flambeau.ir.scalar import (
     eq,
     floor,
     fma,
-    fmod,
     isnan,
     maximum,
     minimum,
-    remainder,
+    ne,
+    require,
     round,
     rsqrt,
     sign,
@@ -106,14 +107,20 @@ def div(a: Expr, b: Expr) -> Expr:
     return a / b
 
 
+def divided(op: str, a: Expr, b: Expr) -> Expr:
+    """A quotient or rest. Integers have no number for what is divided by zero."""
+    result = binary(op, a, b)
+    return result if is_float(a.dtype) else require(result, ne(b, 0), Fault.ZERO_DIVISION)
+
+
 @pointwise
 def trunc_divide(a: Expr, b: Expr) -> Expr:
-    return trunc(a / b) if is_float(a.dtype) else a / b
+    return trunc(a / b) if is_float(a.dtype) else divided("div", a, b)
 
 
 @lower_pointwise(aten.floor_divide)
 def floor_divide(a: Expr, b: Expr) -> Expr:
-    return binary("floordiv", a, b)
+    return divided("floordiv", a, b)
 
 
 @lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -124,10 +131,17 @@ def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
 @lower_pointwise(prims.div)
 def prims_div(a: Expr, b: Expr) -> Expr:
     """On integers, towards zero."""
-    return a / b
+    return divided("div", a, b)
 
 
-table("default", {aten.fmod: fmod, prims.fmod: fmod, aten.remainder: remainder, prims.remainder: remainder})
+@lower_pointwise(aten.fmod, prims.fmod)
+def fmod(a: Expr, b: Expr) -> Expr:
+    return divided("fmod", a, b)
+
+
+@lower_pointwise(aten.remainder, prims.remainder)
+def remainder(a: Expr, b: Expr) -> Expr:
+    return divided("remainder", a, b)
 
 
 # ---- powers --------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from flambeau.ir import build, index
+from flambeau.ir import build
 from flambeau.ir.dtypes import DType, lowest, opmath
 from flambeau.ir.expr import Expr
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Combine, Value, dim_vars
-from flambeau.ir.scalar import abs_, cast, check, const, eq, index_value, maximum, ne, pow_, sqrt, where
+from flambeau.ir.scalar import abs_, cast, check, const, eq, index_value, maximum, ne, pow_, require, sqrt, where
 from flambeau.ops.registry import lower, to_dtype
 
 aten = torch.ops.aten
@@ -113,19 +114,23 @@ class Bags:
         self.closed = include_last_offset
         self.count = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
 
-    def bound(self, b: Index, mask: Expr | None = None) -> Expr:
-        # The first bag begins with the first item: what lay before it would be in no bag.
-        most = self.items * index.minimum(b, 1)
-        return index_value(check(cast(self.offsets.load((b,), mask), torch.int64), most + 1, mask))
+    def bound(self, b: Index, mask: Expr | None = None) -> Index:
+        """Offset b, which ATen holds to be 0 for the first bag and no more than the items for the last."""
+        at, last = cast(self.offsets.load((b,), mask), torch.int64), self.offsets.shape[0] - 1
+        at = require(at, eq(at, 0) | (index_value(b) > 0), Fault.FIRST_OFFSET)
+        at = require(at, (at <= index_value(self.items)) | (index_value(b) < index_value(last)), Fault.LAST_OFFSET)
+        return check(at, self.items + 1, mask)
 
     def first(self, i: Place) -> Expr:
-        return self.bound(i[0])
+        return index_value(self.bound(i[0]))
 
     def end(self, i: Place) -> Expr:
         if self.closed:
-            return self.bound(i[0] + 1)
-        inner = index_value(i[0] + 1) < index_value(self.count)
-        return where(inner, self.bound(i[0] + 1, inner), index_value(self.items))
+            end = index_value(self.bound(i[0] + 1))
+        else:
+            inner = index_value(i[0] + 1) < index_value(self.count)
+            end = where(inner, index_value(self.bound(i[0] + 1, inner)), index_value(self.items))
+        return require(end, end >= self.first(i), Fault.DECREASING_OFFSETS)
 
     def counted(self, item: Index) -> Expr:
         w = word(self.indices, (item,))
@@ -144,7 +149,7 @@ class Bags:
     def of_items(self) -> Value:
         """The bag of every item: the number of bags that have begun, less one."""
         started = build.scatter((self.items + 1,), lambda _: const(0, torch.int64), (self.count,),
-                                lambda j: (check(cast(self.offsets.load(j), torch.int64), self.items + 1),),
+                                lambda j: (self.bound(j[0]),),
                                 lambda _: const(1, torch.int64), "add")
         return build.scan((self.items,), 0, build.simple_combine("sum", torch.int64),
                           lambda i: started.load(i) - cast(eq(index_value(i[0]), 0), torch.int64))[0]

@@ -12,10 +12,11 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, highest, is_bool, is_float, lowest, opmath
-from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
+from flambeau.ir.expr import Expr, binary, cast, const, index_value, require, where
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, product
 from flambeau.ir.nodes import Shape, Value
-from flambeau.ir.scalar import maximum
+from flambeau.ir.scalar import eq, maximum
 
 from .indexing import Advanced, checked, position, trusted
 from .registry import broadcast_shapes, load_at, lower, scalar_at, to_dtype, wrap_dim
@@ -261,18 +262,23 @@ def write_reduced(x: Value, source: Shape, target: Target, value: Source, reduce
 @lower(aten.repeat_interleave.Tensor)
 def repeat_interleave(repeats: Value, output_size: IndexLike | None = None) -> Any:
     """0 repeats[0] times, 1 repeats[1] times, and so on."""
-    if output_size is None:
-        return NotImplemented
+    if output_size is None or is_empty((as_index(output_size),)) or is_empty(repeats.shape):
+        return NotImplemented  # without a point to compute, nobody would see that the size is wrong
     add = build.simple_combine("sum", torch.int64)
     ends, = build.scan(repeats.shape, 0, add, lambda i: cast(repeats.load(i), torch.int64))
 
     def start(j: tuple[Index, ...]) -> Expr:
-        return ends.load(j) - cast(repeats.load(j), torch.int64)
+        n = cast(repeats.load(j), torch.int64)
+        return ends.load(j) - require(n, n >= 0, Fault.NEGATIVE_REPEATS)
+
+    def step(j: tuple[Index, ...]) -> Expr:
+        total = ends.load([repeats.shape[0] - 1])
+        return require(const(1, torch.int64), eq(total, index_value(size)), Fault.REPEATED_SIZE)
 
     # Each number steps up by one where its run starts; runs of length zero step together.
     size = as_index(output_size)
     steps = build.scatter((size,), lambda i: const(0, torch.int64), repeats.shape,
                           lambda j: [position(start(j), size, mask=start(j) < index_value(size))],
-                          lambda j: const(1, torch.int64), "add", lambda j: start(j) < index_value(size))
+                          step, "add", lambda j: start(j) < index_value(size))
     number, = build.scan((size,), 0, add, lambda i: steps.load(i))
     return build.pointwise((size,), lambda i: number.load(i) - 1, repeats.dtype)
