@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,13 +76,3 @@ def form(k: Kernel, text: str) -> str:
     if not k.inner:
         return "tiled" if k.tile is not None else "map"
     return f"{'chunked ' if 'part' in text else ''}{'column' if k.vector in k.outer else 'row'}"
-
-
-@contextmanager
-def threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

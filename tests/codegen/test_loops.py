@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from codegen.programs import Built, built, run, threads
+from codegen.programs import Built, built, run
 from flambeau.ir import build
 from flambeau.ir.build import arg_combine, simple_combine, welford_combine
 from flambeau.ir.expr import cast, check, const, index_value
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import exp, sin
+from threads import threads
 
 SIZES = (0, 1, 7, 31, 33, 127, 1000, 8193, 10007)
 F32, F64, I64 = torch.float32, torch.float64, torch.int64

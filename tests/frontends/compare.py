@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,13 +59,3 @@ def grads(out: Any, args: list[Any]) -> list[Any]:
         return []
     seeds = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).reshape(t.shape) for t in made]
     return list(torch.autograd.grad(made, wanted, seeds, allow_unused=True))
-
-
-@contextmanager
-def threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

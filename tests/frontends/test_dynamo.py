@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -395,24 +396,16 @@ def test_threads_compile_and_run_at_once() -> None:
     """Each thread compiles functions of its own and calls one that they share."""
     torch._dynamo.reset()
     shared = torch.compile(lambda x: (x.exp() + 1).log().sum(1), backend="flambeau")
-    failures: list[BaseException] = []
 
     def work(k: int) -> None:
-        try:
-            own = torch.compile(lambda x: ((x * (k + 1)).sin() + k).softmax(-1).sum(0), backend="flambeau")
-            for n in (4, 4, 9):
-                x = torch.randn(n, 33, generator=torch.Generator().manual_seed(k))
-                torch.testing.assert_close(own(x), ((x * (k + 1)).sin() + k).softmax(-1).sum(0))
-                torch.testing.assert_close(shared(x), (x.exp() + 1).log().sum(1))
-        except BaseException as e:
-            failures.append(e)
+        own = torch.compile(lambda x: ((x * (k + 1)).sin() + k).softmax(-1).sum(0), backend="flambeau")
+        for n in (4, 4, 9):
+            x = torch.randn(n, 33, generator=torch.Generator().manual_seed(k))
+            torch.testing.assert_close(own(x), ((x * (k + 1)).sin() + k).softmax(-1).sum(0))
+            torch.testing.assert_close(shared(x), (x.exp() + 1).log().sum(1))
 
-    workers = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join()
-    assert not failures, failures[0]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 def test_runs_that_overlap_do_not_share_intermediates() -> None:
@@ -429,21 +422,15 @@ def test_runs_that_overlap_do_not_share_intermediates() -> None:
     inputs = [torch.randn(32, 64) for _ in range(8)]
     expected = [f(x, w) for x in inputs]
     c(inputs[0], w)
-    failures: list[BaseException] = []
+    start = threading.Barrier(8)
 
     def work(k: int) -> None:
-        try:
-            for _ in range(20):
-                torch.testing.assert_close(c(inputs[k], w), expected[k])
-        except BaseException as e:
-            failures.append(e)
+        start.wait()
+        for _ in range(20):
+            torch.testing.assert_close(c(inputs[k], w), expected[k])
 
-    workers = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-    for t in workers:
-        t.start()
-    for t in workers:
-        t.join()
-    assert not failures, failures[0]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
 
 
 # ---- options -------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flambeau
+from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.frontends import graph_cache, graph_key
+from flambeau.frontends import graph_cache, graph_key, pipeline
 from flambeau.frontends.package import Package
 
 
@@ -39,6 +40,8 @@ def counted(call: Callable[[], Any]) -> dict[str, int]:
     torch._dynamo.reset()
     graph_cache.stats.clear()
     call()
+    for keeper in list(graph_cache.keepers):
+        keeper.join(60)
     return dict(graph_cache.stats)
 
 
@@ -212,6 +215,23 @@ def test_an_entry_that_does_not_load(caplog: pytest.LogCaptureFixture, monkeypat
             patch.setattr(Package, "load", broken)
             assert counted(compile_and_run()) == {"miss": 1, "stored": 1}
     assert counted(compile_and_run()) == {"hit": 1}
+
+
+def test_a_kernel_that_does_not_build_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the backward alone, too, which nobody may have called: a later process could not load the entry."""
+    real = pipeline.render
+
+    def broken(kernel: Any, name: str) -> KernelSource:
+        source = real(kernel, name)
+        return KernelSource(name, "#error no\n") if "softmax_backward" in str(kernel.origins) else source
+
+    run = compile_and_run(smooth, torch.linspace(-1, 1, 24).view(4, 6).requires_grad_())
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "render", broken)
+        for _ in range(2):
+            assert counted(run) == {"miss": 1, "refused": 1}
+            assert not entries()
+    assert counted(run) == {"miss": 1, "stored": 1}
 
 
 # ---- what is left alone --------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from frontends.compare import compiled, threads
+from frontends.compare import compiled
+from threads import threads
 
 pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
 

@@ -59,25 +59,34 @@ def test_suite(name: str, dynamic: bool) -> None:
             t.double() if t.is_floating_point() else t for t in args)), rtol=1e-3, atol=1e-3)
 
 
+# Steps so small that a rounding stays one: where training is unstable, eager leaves its own float64 curve by percents.
+RATES = {"gpt": 0.05, "llama": 0.05, "resnet": 0.001, "vit": 0.01, "unet3d": 0.05, "dlrm": 0.003, "mlp": 0.001,
+         "scans": 0.05}
+BATCHES = 4  # that come round again and again
+
+
+def losses(name: str, own: bool) -> torch.Tensor:
+    built = SUITE[name].build("tiny")
+    without_dropout(built.module)
+    forward = compiled(built.module, dynamic=False) if own else built.module
+    optimizer = torch.optim.SGD(built.module.parameters(), lr=RATES[name], momentum=0.9)
+    out = []
+    for k in range(50):
+        *args, target = built.make_inputs(2, seed=k % BATCHES)
+        loss = built.loss(forward(*args), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return torch.tensor(out)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "resnet"])
+@pytest.mark.parametrize("name", SUITE)
 def test_fifty_steps_follow_eager(name: str) -> None:
-    curves: list[list[float]] = []
-    for own in (True, False):
-        built = SUITE[name].build("tiny")
-        forward = compiled(built.module) if own else built.module
-        optimizer = torch.optim.SGD(built.module.parameters(), lr=0.05, momentum=0.9)
-        losses = []
-        for k in range(50):
-            *args, target = built.make_inputs(2, seed=k % 4)
-            loss = built.loss(forward(*args), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        curves.append(losses)
-    ours, eager = curves
-    assert ours[-1] < 0.7 * ours[0], "it learns"
-    torch.testing.assert_close(ours[:10], eager[:10], rtol=1e-3, atol=1e-3)
-    # Rounding grows from step to step in either: later losses agree less, and still follow one curve.
-    torch.testing.assert_close(ours, eager, rtol=0.05, atol=0.05)
+    """A loss is good to a few roundings (6e-8 each), and errors grow from step to step: within 4e-7 over ten steps
+    and 4e-6 over fifty, for eager beside float64 as for us beside eager. The bounds leave other machines room."""
+    ours, eager = losses(name, own=True), losses(name, own=False)
+    assert ours[-BATCHES:].mean() < 0.9 * ours[:BATCHES].mean(), "it learns"
+    torch.testing.assert_close(ours[:10], eager[:10], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, eager, rtol=2e-4, atol=2e-5)

@@ -26,12 +26,14 @@ from flambeau.ir.expr import (
     load,
     loads,
     masked,
+    require,
     rewrite,
     rounded,
     unary,
     walk,
     where,
 )
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import Dyn, Sym, as_index
 from flambeau.ir.scalar import clamp, fold_over, is_finite
 
@@ -201,6 +203,16 @@ def test_masked_guards_every_read() -> None:
     (inner,) = [c for c in walk(e) if c.op == "check"]
     assert inner.args[1] is guard
     assert masked(A, const(True, BOOL)) is A
+
+
+def test_what_is_required_is_required_where_the_mask_holds() -> None:
+    guard, positive = index_value(X) < 4, A > 0.0
+    e = require(A, positive, Fault.ZERO_DIVISION)
+    assert require(A, const(True, BOOL), Fault.INDEX) is A
+    assert rewrite(e, lambda x: const(1.0, F32) if x is A else x) is const(1.0, F32)
+    (inner,) = [c for c in walk(masked(e, guard)) if c.op == "require"]
+    assert inner.args[1].op == "bitwise_or" and inner.args[1].args[1] is ~guard
+    assert inner.subs({X: as_index(5)}) is inner.args[0].subs({X: as_index(5)})
 
 
 def test_folds() -> None:

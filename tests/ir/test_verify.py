@@ -11,6 +11,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.expr import Expr, const, load
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import Sym, as_index
 from flambeau.ir.nodes import Graph, Pointwise, Reduce, Scatter, Segment, Value, as_indices, dim_vars
 from flambeau.ir.verify import VerificationError, verify
@@ -120,6 +121,7 @@ VIOLATIONS: dict[str, tuple[Callable[[Graph], None], str]] = {
                                "mask of a load is torch.float32"),
     "too many arguments": (lambda g: body(g, Expr("neg", F32, (X, X))), "neg takes 1 arguments, not 2"),
     "mixed dtypes": (lambda g: body(g, Expr("add", F32, (X, const(1, I64)))), "add mixes"),
+    "a requirement that is a number": (lambda g: body(g, Expr("require", F32, (X, X), Fault.INDEX)), "require needs"),
     "a where without a condition": (lambda g: body(g, Expr("where", F32, (X, X, X))), "where needs a bool"),
     "an operation that is none": (lambda g: body(g, Expr("frobnicate", F32, (X,))), "'frobnicate' does not exist"),
     "a scatter mode that is none": (wrong_mode, "scatter mode 'xor' does not exist"),

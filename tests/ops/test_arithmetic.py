@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agreement import agree, through
-from flambeau.frontends.testing import check_opinfo
+from samples import samples_agree
 
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
           torch.float32, torch.float64)
@@ -137,13 +137,11 @@ def test_broadcasting(left: tuple[int, ...], right: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples(name: str) -> None:
-    report = check_opinfo(name, torch.float32, limit=4)
-    assert report.samples and not report.failures and not report.externs
+    samples_agree(name)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_sample(name: str, dtype: torch.dtype) -> None:
-    report = check_opinfo(name, dtype)
-    assert not report.failures and not report.externs
+    samples_agree(name, dtype, limit=None)

@@ -29,6 +29,7 @@ class Dialect:
         "shl": "<<", "shr": ">>", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     }
     prefix = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
+    quotient = "/"  # of integers that are not negative
     function = "fl::{}"  # how a named operation is called
     long = "int64_t"
     simd = "#pragma omp simd"
@@ -60,12 +61,16 @@ class Writer:
         self.scopes: list[Scope] = [Scope("")]
         self.names: dict[Sym, str] = {}
         self.count = 0
+        self.unroll = UNROLL
         self.functions: set[str] = set()
 
     # ---- scopes --------------------------------------------------------------------------------------
 
     def line(self, text: str) -> None:
         self.scopes[-1].lines.append(text)
+
+    def define(self, s: Scope, kind: str, name: str, text: str) -> None:
+        s.lines.append(f"const {kind} {name} = {text};")
 
     def fresh(self, prefix: str = "t") -> str:
         self.count += 1
@@ -84,7 +89,8 @@ class Writer:
             parent.lines.append(pragma.replace(" CHECKS", " reduction(|:bad)" if s.checks else ""))
         parent.lines.append(header)
         parent.lines.extend("  " + x for x in s.lines)
-        parent.lines.append(footer)
+        if footer:
+            parent.lines.append(footer)
 
     @contextmanager
     def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
@@ -162,12 +168,12 @@ class Writer:
         x, y = self.index(a.a), self.index(a.b)
         lo = a.a.bounds()[0]
         if a.kind in ("div", "mod") and lo is not None and lo >= 0:
-            text = f"{x} {'/' if a.kind == 'div' else '%'} {y}"
+            text = f"{x} {self.d.quotient if a.kind == 'div' else '%'} {y}"
         else:
             named = {"div": "floordiv", "mod": "mod", "min": "imin", "max": "imax"}[a.kind]
             text = f"{self.d.function.format(named)}({x}, {y})"
         name = self.fresh("i")
-        self.scopes[depth].lines.append(f"const {self.d.long} {name} = {text};")
+        self.define(self.scopes[depth], self.d.long, name, text)
         self.scopes[depth].indices[key] = name
         return depth, name
 
@@ -202,7 +208,7 @@ class Writer:
             return depth, self._reported(e, args, self.scopes[depth])
         text = self._text(e, args)
         name = self.fresh()
-        self.scopes[depth].lines.append(f"const {self.d.types[e.dtype]} {name} = {text};")
+        self.define(self.scopes[depth], self.d.types[e.dtype], name, text)
         self.scopes[depth].known[e] = name
         return depth, name
 
@@ -261,10 +267,7 @@ class Writer:
         f: Fold = e.attr
         n = len(f.carries)
         inits, updates = e.args[:n], e.args[n:]
-        steps = 1
-        for _, lo, hi in f.loops:
-            steps *= (hi.const - lo.const) if lo.is_const and hi.is_const else UNROLL + 1
-        if steps <= UNROLL:
+        if f.steps <= self.unroll:
             finals = self._unroll(f, inits, updates)
             out: tuple[int, str] = (0, "")
             for k in range(n):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeGuard
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, rewrite, walk
-from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
+from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
-from .cfamily import Dialect, Scope
+from .cfamily import UNROLL, Dialect, Scope
 from .nest import NestWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
@@ -32,26 +33,46 @@ STACK = 1 << 20  # bytes that the states of a block of columns may take in all i
 SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
 
 
-def pieces(exprs: Sequence[Expr], v: Sym) -> list[tuple[int, int]]:
-    """The ranges of v in which every comparison of an index with a bound has one outcome."""
+def pieces(exprs: Sequence[Expr], v: Sym, addresses: bool = False) -> list[tuple[int, int]]:
+    """The ranges of v in which every comparison of an index with a bound has one outcome; the smaller or larger of
+    two indices as well, if `addresses` count."""
     if v.extent is None or not v.extent.is_const or v.extent.const < 2:
         return []
     n = v.extent.const
     cuts = {0, n}
-    for e in walk(*exprs):
-        if e.op not in ("lt", "le", "gt", "ge") or not all(a.op in ("index", "const") for a in e.args):
-            continue
-        x, y = (as_index(a.attr) if a.op == "const" else a.attr for a in e.args)
-        d = (y - x) if e.op in ("lt", "ge") else (x - y)  # lt, gt: d > 0; ge, le: not (d > 0)
+    for d in differences(exprs, addresses):
         c = d.coefficient(v)
-        if c is None or not c.is_const or c.const == 0 or not (d - c * v).is_const:
+        if c is None or not c.is_const or c.const == 0:
             continue
-        k, step = (d - c * v).const, c.const
-        cut = -k // step + 1 if step > 0 else -(k // step)
-        if 0 < cut < n:
-            cuts.add(cut)
+        step = c.const
+        for k in set((d - c * v).bounds()):  # a window has a first and a last position: between them it is mixed
+            cut = None if k is None else -k // step + 1 if step > 0 else -(k // step)
+            if cut is not None and 0 < cut < n:
+                cuts.add(cut)
     edges = sorted(cuts)
     return list(zip(edges, edges[1:], strict=False))
+
+
+def differences(exprs: Sequence[Expr], addresses: bool) -> Iterator[Index]:
+    """Whether each of these is greater than zero decides what the expressions ask of their indices."""
+    for e in walk(*exprs):
+        if e.op in ("lt", "le", "gt", "ge") and all(a.op in ("index", "const") for a in e.args):
+            x, y = (as_index(a.attr) if a.op == "const" else a.attr for a in e.args)
+            yield (y - x) if e.op in ("lt", "ge") else (x - y)  # lt, gt: d > 0; ge, le: not (d > 0)
+        elif e.op == "load" and addresses:
+            for a in e.attr[1][0].atoms():
+                if is_border(a):
+                    yield from (x - y for x in choices(a.a) for y in choices(a.b))
+
+
+def is_border(a: object) -> TypeGuard[Op]:
+    return isinstance(a, Op) and a.kind in ("min", "max")
+
+
+def choices(i: Index) -> list[Index]:
+    """What an index can be, where it is the smaller or the larger of two."""
+    a = i.atom()
+    return [*choices(a.a), *choices(a.b)] if is_border(a) else [i]
 
 
 def affordable(exprs: Sequence[Expr], v: Sym, parts: Sequence[tuple[int, int]]) -> bool:
@@ -62,8 +83,20 @@ def affordable(exprs: Sequence[Expr], v: Sym, parts: Sequence[tuple[int, int]]) 
     for a, b in parts:
         memo: dict[Expr, Expr] = {}
         narrow = {v: as_index(Sym(v.name, v.extent, a, b - 1))}
-        total += sum(1 for _ in walk(*(rewrite(e, lambda x: x, narrow, memo) for e in exprs)))
+        total += written([rewrite(e, lambda x: x, narrow, memo) for e in exprs])
     return total <= COPIED
+
+
+def written(exprs: Sequence[Expr], unrolled: bool = True) -> int:
+    """How many expressions the text will hold; small constant loops are written out."""
+    total = 0
+    loops: set[tuple[Expr, ...]] = set()
+    for e in walk(*exprs):
+        total += 1
+        if e.op == "fold" and unrolled and e.args not in loops and e.attr.steps <= UNROLL:
+            loops.add(e.args)
+            total += (e.attr.steps - 1) * sum(1 for _ in walk(*e.args[len(e.attr.carries):]))
+    return total
 
 
 class LoopWriter(NestWriter):
@@ -141,21 +174,32 @@ class LoopWriter(NestWriter):
         del self.ranges[v]
 
     def vector_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item]) -> None:
-        """The innermost loop of a map. A whole one is cut where its masks change (padding, the parts of a
-        concatenation), so that the long parts have none."""
-        whole = v.extent is not None and v.extent.is_const and lo == "0" and hi == self.extent(v)
+        """The innermost loop of a map, cut where its masks change (padding, the parts of a concatenation) and where
+        an index stops at a border, so that the long parts have none of that."""
         exprs = [e.subs(self.narrowed) for i in items for e in i.exprs]
-        parts = pieces(exprs, v) if whole else []
+        parts = pieces(exprs, v, addresses=True)
         long = [(a, b) for a, b in parts if b - a >= SHORTEST]
-        if len(parts) < 2 or 2 * sum(b - a for a, b in long) < parts[-1][1] or not affordable(exprs, v, parts):
+        if len(parts) < 2 or 2 * sum(b - a for a, b in long) < parts[-1][1] or not affordable(exprs, v, long):
             self.map_loop(v, lo, hi, items, f"{self.d.simd} CHECKS")
             return
-        for a, b in parts:
-            if (a, b) in long:
-                with self.inside(v, a, b):
-                    self.map_loop(v, str(a), str(b), items, f"{self.d.simd} CHECKS")
-            else:
-                self.map_loop(v, str(a), str(b), items, "")
+        whole = lo == "0" and hi == self.extent(v)
+        for a, b in long:
+            with self.inside(v, a, b):
+                self.map_loop(v, str(a) if whole else f"fl::imax({lo}, {a})",
+                              str(b) if whole else f"fl::imin({hi}, {b})", items, f"{self.d.simd} CHECKS")
+        if len(long) == len(parts):
+            return
+        # What is left are short ends and gaps: one plain loop steps over the long parts.
+        name = self.sym(v)
+        next_ = name
+        for a, b in long:
+            next_ = f"fl::past({next_}, {a}, {b})"
+        header = f"for ({self.d.long} {name} = {lo}; ({name} = {next_}) < {hi}; ++{name}) {{"
+        before, self.unroll = self.unroll, self.unroll if written(exprs) <= COPIED else 0
+        with self.scope(header, (v,)):
+            for i in items:
+                self.map_item(i)
+        self.unroll = before
 
     def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], pragma: str) -> None:
         with self.loop(v, lo, hi, pragma=pragma):
@@ -221,9 +265,7 @@ class LoopWriter(NestWriter):
         with self.nest(others, pragma, (part, self.extent(v), str(step))):
             end = self.fresh("e")
             self.line(f"const {self.d.long} {end} = fl::imin({self.sym(part)} + {step}, {self.extent(v)});")
-            with self.loop(v, self.sym(part), end, pragma=f"{self.d.simd} CHECKS"):
-                for i in items:
-                    self.map_item(i)
+            self.vector_loop(v, self.sym(part), end, items)
 
     def tiled(self, items: Sequence[Item]) -> None:
         """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache."""

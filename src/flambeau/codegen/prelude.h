@@ -102,6 +102,7 @@ FL_INLINE bool isfinite(double x) { return __builtin_fabs(x) < __builtin_inf(); 
 // For sizes and indices, whatever integers they are written as.
 FL_INLINE int64_t imin(int64_t a, int64_t b) { return a < b ? a : b; }
 FL_INLINE int64_t imax(int64_t a, int64_t b) { return a > b ? a : b; }
+FL_INLINE int64_t past(int64_t i, int64_t a, int64_t b) { return i >= a && i < b ? b : i; }  // i, or the end of [a, b)
 
 // torch.minimum and torch.maximum: NaN if either is NaN. The first choice is one machine instruction, which
 // answers its last operand where one is NaN; the second looks at b alone, because a is often an accumulator

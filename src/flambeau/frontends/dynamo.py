@@ -16,6 +16,7 @@ from flambeau.config import config
 from flambeau.errors import OptionError
 
 from .graph_cache import GraphCache
+from .lean import lean_wrappers, without_marks
 
 OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
@@ -43,7 +44,9 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
     cache = GraphCache(gm, example_inputs, settings)
-    return cache.load() or compile_anew(gm, example_inputs, settings, cache)
+    without_marks()
+    with lean_wrappers(gm, example_inputs):
+        return cache.load() or compile_anew(gm, example_inputs, settings, cache)
 
 
 def compile_anew(

@@ -173,7 +173,7 @@ class Writer:
             if b.place in ("output", "alloc") and name not in self.variables and sizes <= self.bound:
                 self.variables.add(name)
                 self.line(f"{name} = empty_strided({self.shape(b.shape)}, {self.shape(b.strides)}, "
-                          f"dtype={self.const(b.dtype)})")
+                          f"{self.const(b.dtype)})")
                 if name in launched:
                     self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +31,8 @@ from torch._inductor.output_code import OutputCode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.config import config
-from flambeau.targets.base import get_target
+from flambeau.errors import CompileError
+from flambeau.targets.base import Build, get_target
 from flambeau.targets.cache import DiskCache, shared_cache
 
 from .graph_key import Uncacheable, graph_key, held
@@ -43,14 +45,16 @@ PLACES = 4  # entries of one key: graphs with symbolic sizes that differ in what
 SHARE = 8  # an entry larger than this part of the whole cache (a graph that holds tensors) is not kept
 
 stats: Counter[str] = Counter()  # hit, miss, stored, refused
+keepers: list[threading.Thread] = []  # each waits for the kernels of a graph that is to be stored
 
 
 class Stored(OutputCode):
     """A package in the form that AOTAutograd's results hold: callable once `post_compile` has loaded it."""
 
-    def __init__(self, package: Package | None) -> None:
+    def __init__(self, package: Package | None, build: Build | None = None) -> None:
         super().__init__()
         self.package = package  # None: this graph has none, and its entry is not kept
+        self.build = build  # of the package's kernels, in the process that compiled it
 
     def __getstate__(self) -> dict[str, Any]:
         return {"package": self.package}
@@ -140,7 +144,7 @@ class GraphCache:
             if (context := TracingContext.try_get()) and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []
             made = getattr(run, "compiled", None)
-            run.__wrapped__ = Stored(made and made.package)  # type: ignore[attr-defined]
+            run.__wrapped__ = Stored(made.package, made.build) if made else Stored(None)  # type: ignore[attr-defined]
             return run
 
         return SerializableAOTDispatchCompiler(Stored, compiled)  # type: ignore[arg-type]
@@ -160,7 +164,7 @@ class GraphCache:
         def save(key: str, entry: Any, remote: bool) -> None:
             parts = [p.result for p in (entry.compiled_fw, entry.compiled_bw) if hasattr(p, "result")]
             if any(isinstance(part, Stored) for part in parts):
-                self.store(entry, [part.package for part in parts])
+                self.store(entry, parts)
             else:  # of Inductor, in another thread
                 original(key, entry, remote)
 
@@ -176,11 +180,12 @@ class GraphCache:
             stack.enter_context(patch.object(AOTAutogradCache, "save", save))
             yield
 
-    def store(self, entry: Any, packages: Sequence[Package | None]) -> None:
+    def store(self, entry: Any, parts: Sequence[Stored]) -> None:
+        """Keep an entry, as soon as all of its kernels have built."""
         assert self.free is not None
         disk = self.disk()
         try:
-            if None in packages:
+            if any(part.package is None for part in parts):
                 raise Uncacheable("a part of it runs as ATen")
             with _disable_current_modes():
                 data = pickle.dumps(entry)
@@ -189,8 +194,25 @@ class GraphCache:
         except Exception as reason:  # pickle raises many kinds, for what it meets inside
             self.refuse(reason)
             return
-        disk.put(self.free, data, SUFFIX)
-        stats["stored"] += 1
+        builds = [part.build for part in parts if part.build is not None]
+        keeper = threading.Thread(target=self.keep, args=(builds, disk, self.free, data, SUFFIX))
+        keepers.append(keeper)
+        keeper.start()
+
+    @classmethod
+    def keep(cls, builds: Sequence[Build], disk: DiskCache, *entry: Any) -> None:
+        """Beside the caller: a backward that is never called would not be waited for otherwise."""
+        try:
+            for build in builds:
+                for kernel in build.wait().values():
+                    if isinstance(kernel, CompileError):
+                        raise kernel
+        except Exception as reason:
+            cls.refuse(reason)
+        else:
+            disk.put(*entry)
+            stats["stored"] += 1
+        keepers.remove(threading.current_thread())
 
     @staticmethod
     def refuse(reason: Exception) -> None:

@@ -183,6 +183,7 @@ def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
 
 POOL = ArenaPool()
 _keys = itertools.count()
-# Names that every source may use.
-SCOPE: dict[str, Any] = {"torch": torch, "math": math, "empty_strided": torch.empty_strided, "POOL": POOL,
+# Names that every source may use. This form of empty_strided takes half the time of torch's, which parses keywords.
+SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL,
+                         "empty_strided": torch._C._dynamo.guards._empty_strided_cpu,
                          "check": check_status, "fit": fit}

@@ -17,4 +17,8 @@ class Capabilities:
     # One worker walks a plane in order: sums scattered into it cost no atomics and always add up in the same order.
     # Without this, gradients that could be scattered are gathered.
     ordered_scatter: bool = False
+    row_elements: int | None = None  # longest row whose values stay in fast memory, whatever their dtype
+    programs: int = 1  # independent parts that a reduction of few results is cut into
+    missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
+    scatters: frozenset[tuple[str, DType]] | None = None  # (mode, dtype) it can join; None: all
     contractions: frozenset[str] = frozenset()  # contractions with a template of their own; others are Extern

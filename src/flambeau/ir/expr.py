@@ -8,7 +8,8 @@ An expression is a DAG node `(op, dtype, args, attr)`; equal expressions are the
     carry   attr = a unique number: the running value inside a fold, or a slot of a combine
 
 Inner nodes: `cast`, `where`, `check` (an index value that must lie in [0, attr), reported otherwise), `require`
-(a value and what must hold of it; attr = the fault that is reported otherwise), `fold` (a small inner loop, see `Fold`), and the arithmetic of the OPS table.
+(a value and what must hold of it; attr = the fault that is reported otherwise), `fold` (a small inner loop, see
+`Fold`), and the arithmetic of the OPS table.
 """
 
 from __future__ import annotations
@@ -200,6 +201,14 @@ class Fold:
     loops: tuple[tuple[Sym, Index, Index], ...]  # variable, first, one past the last; outermost first
     carries: tuple[Expr, ...]
     which: int
+
+    @property
+    def steps(self) -> float:
+        """How many there are: endless where that is not known before the run."""
+        total: float = 1
+        for _, lo, hi in self.loops:
+            total *= hi.const - lo.const if lo.is_const and hi.is_const else math.inf
+        return total
 
     def __repr__(self) -> str:
         return f"{self.which} of {self.carries} over {self.loops}"
@@ -489,7 +498,7 @@ def remake(e: Expr, args: tuple[Expr, ...]) -> Expr:
     if e.op == "where":
         return where(*args)
     if e.op == "require":
-        return require(*args, e.attr)
+        return require(args[0], args[1], e.attr)
     if e.attr is None and len(args) == 2 and e.op in OPS:
         return binary(e.op, *args)
     if e.attr is None and len(args) == 1 and e.op in OPS and e.op != "bitcast":

@@ -19,7 +19,7 @@ class Fault(IntEnum):
 
 
 # In the order in which ATen looks: of several faults in one kernel, the first is the one that eager names. Only of
-# decreasing offsets ATen says nothing; with those it returns memory that it has not written.
+# decreasing offsets ATen says nothing: by dtype and mode it returns memory nobody wrote, zeros, or other bags' items.
 ERRORS: dict[Fault, tuple[type[Exception], str]] = {
     Fault.ZERO_DIVISION: (RuntimeError, "ZeroDivisionError"),
     Fault.FIRST_OFFSET: (RuntimeError, "offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to "

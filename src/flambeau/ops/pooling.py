@@ -173,13 +173,6 @@ def max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
-for _rank, _op, _grad_op in ((2, aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
-                             (3, aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward)):
-    _forward, _backward = max_pool(_rank)
-    lower(_op)(_forward)
-    lower(_grad_op)(_backward)
-
-
 # ---- mean --------------------------------------------------------------------------------------------
 
 
@@ -231,13 +224,6 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return build.pointwise(x.shape, body, x.dtype)
 
     return forward, backward
-
-
-for _rank, _op, _grad_op in ((2, aten.avg_pool2d, aten.avg_pool2d_backward),
-                             (3, aten.avg_pool3d, aten.avg_pool3d_backward)):
-    _forward, _backward = avg_pool(_rank)
-    lower(_op)(_forward)
-    lower(_grad_op)(_backward)
 
 
 @lower(aten.avg_pool1d)
@@ -330,6 +316,10 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
 
 
 for _pool, _op, _grad_op in (
+        (max_pool(2), aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
+        (max_pool(3), aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
+        (avg_pool(2), aten.avg_pool2d, aten.avg_pool2d_backward),
+        (avg_pool(3), aten.avg_pool3d, aten.avg_pool3d_backward),
         (adaptive_avg_pool(2), aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward),
         (adaptive_avg_pool(3), aten._adaptive_avg_pool3d, aten._adaptive_avg_pool3d_backward),
         (adaptive_max_pool(2), aten.adaptive_max_pool2d, aten.adaptive_max_pool2d_backward),

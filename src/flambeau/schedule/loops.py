@@ -161,7 +161,8 @@ def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of:
         for n in late - again:
             if n in scratch or n in extra:
                 continue
-            need = None if row_bytes is None else row_bytes * dtype_of[n].itemsize
+            short = row_bytes is not None and (caps.row_elements is None or row_bytes <= caps.row_elements)
+            need = row_bytes * dtype_of[n].itemsize if row_bytes is not None and short else None
             if need is not None and need <= space:
                 scratch.add(n)
                 space -= need

@@ -28,6 +28,7 @@ from .fuse import Group, fuse, reads_elsewhere
 from .inline import inline, materialised
 from .loops import shape_group, shape_scan, shape_scatter
 from .memory import buffers_read, lifetimes, plan_memory, values_in
+from .split import split_reductions
 
 
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
@@ -102,6 +103,7 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
         verify(graph, "after lowering")
     inline(graph, notes)
     policy.apply(graph, numerics)
+    split_reductions(graph, caps)
     if check:
         verify(graph, "after inlining")
     groups = fuse(graph)

@@ -1,4 +1,8 @@
-"""How Python calls a kernel: through a small extension module, compiled once, or else through ctypes."""
+"""How Python calls a kernel: through a small extension module, compiled once, or else through ctypes.
+
+Targets whose kernels are started in another way have an extension of their own (`stored_extension`,
+`build_extension`) in the same form.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,9 @@ from flambeau.targets.toolchain import Toolchain
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("launcher.cpp")
+_FOLDER = Path(__file__).parent
+_SHARED = "launcher.h"
+_NAME = "launcher"
 
 
 @dataclass(frozen=True)
@@ -37,41 +43,62 @@ def stored_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher | None:
     if not (_include() / "Python.h").exists():
         log.info("Python.h is not installed: kernels are called through ctypes, 3 microseconds slower")
         return CTYPES
-    path = disk.get(_key(toolchain), ".so")
-    try:
-        return None if path is None else _load(path)
-    except ImportError as error:  # deleted by another process just now, or on a disk mounted noexec
-        log.info("the cached launcher does not load, and is built again: %s", error)
-        return None
+    module = stored_extension(_NAME, toolchain, disk)
+    return None if module is None else Launcher(module.Launch, module.Plan)
 
 
 def build_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher:
     """Compile the extension."""
     try:
-        launcher, data = toolchain.compile(_SOURCE.read_text(), "launcher", disk, _load, _include())
+        module = build_extension(_NAME, toolchain, disk)
     except (CompileError, ImportError, OSError) as error:
         log.warning(
             "kernels are called through ctypes, 3 microseconds slower: no launcher was built: %s", error
         )
         return CTYPES
-    disk.put(_key(toolchain), data, ".so")
-    return launcher
+    return Launcher(module.Launch, module.Plan)
+
+
+# ---- extension modules: <name>.cpp beside this file ----------------------------------------------------
+
+
+def stored_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType | None:
+    """The module if an earlier process compiled it."""
+    path = disk.get(_key(name, toolchain), ".so")
+    try:
+        return None if path is None else _load(name, path)
+    except ImportError as error:  # deleted by another process just now, or on a disk mounted noexec
+        log.info("the cached %s does not load, and is built again: %s", name, error)
+        return None
+
+
+def build_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType:
+    """Compile the module; CompileError, ImportError or OSError if that does not work."""
+    module, data = toolchain.compile(_text(name), name, disk, lambda path: _load(name, path), _include())
+    disk.put(_key(name, toolchain), data, ".so")
+    return module
 
 
 def _include() -> Path:
     return Path(sysconfig.get_paths()["include"])
 
 
-def _key(toolchain: Toolchain) -> str:
-    parts = (_SOURCE.read_text(), toolchain.identity(), sys.version, str(sysconfig.get_config_var("SOABI")))
+def _text(name: str) -> str:
+    """One text, so that one hash is enough."""
+    text = (_FOLDER / f"{name}.cpp").read_text()
+    return text.replace(f'#include "{_SHARED}"', (_FOLDER / _SHARED).read_text())
+
+
+def _key(name: str, toolchain: Toolchain) -> str:
+    parts = (_text(name), toolchain.identity(), sys.version, str(sysconfig.get_config_var("SOABI")))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _load(path: Path) -> Launcher:
-    loader = ExtensionFileLoader("launcher", str(path))
-    module: ModuleType = module_from_spec(ModuleSpec("launcher", loader, origin=str(path)))
+def _load(name: str, path: Path) -> ModuleType:
+    loader = ExtensionFileLoader(name, str(path))
+    module = module_from_spec(ModuleSpec(name, loader, origin=str(path)))
     loader.exec_module(module)
-    return Launcher(module.Launch, module.Plan)
+    return module
 
 
 class _CtypesLaunch:

@@ -1,0 +1,232 @@
+"""Device functions that block kernels call as `fl.name`: every operation of the expression table that Triton has not.
+
+Kernels import this file by itself, without the package around it: the processes that compile them need no torch.
+Functions see float32 or float64 (smaller floats are computed in float32) or integers.
+"""
+
+import triton
+import triton.language as tl
+
+if triton.knobs.runtime.interpret:
+    import libdevice_cpu as libdevice
+else:
+    from triton.language.extra.cuda import libdevice
+
+acos, acosh, asin, asinh, atan, atanh = (getattr(libdevice, n) for n in (
+    "acos", "acosh", "asin", "asinh", "atan", "atanh"))
+cos, cosh, sin, sinh, tan, tanh = (getattr(libdevice, n) for n in ("cos", "cosh", "sin", "sinh", "tan", "tanh"))
+exp, exp2, expm1, log, log2, log10, log1p = (getattr(libdevice, n) for n in (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p"))
+erf, erfc, erfinv, erfcx, lgamma = (getattr(libdevice, n) for n in ("erf", "erfc", "erfinv", "erfcx", "lgamma"))
+atan2, hypot, copysign, nextafter = (getattr(libdevice, n) for n in ("atan2", "hypot", "copysign", "nextafter"))
+floor, ceil, trunc, rsqrt = (getattr(libdevice, n) for n in ("floor", "ceil", "trunc", "rsqrt"))
+round = libdevice.rint  # halves to even, as torch.round
+ndtri, ndtr = libdevice.normcdfinv, libdevice.normcdf
+i0, i1 = libdevice.cyl_bessel_i0, libdevice.cyl_bessel_i1
+modified_bessel_i0, modified_bessel_i1 = i0, i1
+bessel_j0, bessel_j1, bessel_y0, bessel_y1 = libdevice.j0, libdevice.j1, libdevice.y0, libdevice.y1
+fma = tl.fma
+
+
+@triton.jit
+def abs(x):
+    return tl.abs(x)
+
+
+@triton.jit
+def sqrt(x):
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return libdevice.sqrt(x)
+
+
+@triton.jit
+def sign(x):
+    """NaN gives 0."""
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def sigmoid(x):
+    one = tl.full((), 1, x.dtype)
+    return div(one, one + libdevice.exp(-x))
+
+
+@triton.jit
+def isnan(x):
+    return x != x
+
+
+@triton.jit
+def isinf(x):
+    return tl.abs(x) == float("inf")
+
+
+@triton.jit
+def signbit(x):
+    if x.dtype == tl.float64:
+        return x.to(tl.int64, bitcast=True) < 0
+    elif x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True) < 0
+    else:
+        return x < 0
+
+
+@triton.jit
+def min(a, b):
+    """NaN if either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def fmin(a, b):
+    """The other one where one is NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.NONE)
+
+
+@triton.jit
+def fmax(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.NONE)
+
+
+@triton.jit
+def imin(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def imax(a, b):
+    return tl.maximum(a, b)
+
+
+# ---- division --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def quotient(a, b):
+    """Toward zero; dividing by zero gives zero (the kernel has reported it)."""
+    return tl.where(b == 0, tl.zeros_like(a), a // tl.where(b == 0, tl.full((), 1, b.dtype), b))
+
+
+@triton.jit
+def div(a, b):
+    if a.dtype == tl.float32:
+        return tl.div_rn(a, b)
+    elif a.dtype.is_floating():
+        return a / b
+    else:
+        return quotient(a, b)
+
+
+@triton.jit
+def fmod(a, b):
+    if a.dtype.is_floating():
+        return libdevice.fmod(a, b)
+    else:
+        return a - quotient(a, b) * b
+
+
+@triton.jit
+def mod(a, b):
+    """The sign of the divisor, as in Python; of floats as torch.remainder has it."""
+    rest = fmod(a, b)
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+remainder = mod
+
+
+@triton.jit
+def floordiv(a, b):
+    if a.dtype.is_floating():
+        # As torch.floor_divide: from the exact rest, so that the quotient cannot be off by one.
+        rest = libdevice.fmod(a, b)
+        whole = div(a - rest, b)
+        whole = tl.where((rest != 0) & ((b < 0) != (rest < 0)), whole - 1, whole)
+        near = libdevice.floor(whole)
+        near = tl.where(whole - near > 0.5, near + 1, near)
+        near = tl.where(whole == 0, libdevice.copysign(tl.zeros_like(a), div(a, b)), near)
+        return tl.where(b == 0, div(a, b), near)
+    else:
+        q = quotient(a, b)
+        rest = a - q * b
+        return q - ((rest != 0) & ((rest < 0) != (b < 0))).to(a.dtype)
+
+
+# ---- powers and divisors ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def pow(a, b):
+    if a.dtype.is_floating():
+        return libdevice.pow(a, b)
+    else:
+        one = tl.full((), 1, a.dtype)
+        result = tl.zeros_like(a + b) + one
+        base = a + tl.zeros_like(result)
+        left = tl.where(b < 0, tl.zeros_like(b), b) + tl.zeros_like(result)
+        for _ in range(64):
+            result = tl.where(left % 2 == 1, result * base, result)
+            base = base * base
+            left = left // 2
+        odd = (b % 2) != 0
+        negative = tl.where(a == 1, one, tl.where(a == -1, tl.where(odd, -one, one), tl.zeros_like(result)))
+        return tl.where(b < 0, negative, result)
+
+
+@triton.jit
+def gcd(a, b):
+    x = tl.abs(a + tl.zeros_like(b))
+    y = tl.abs(b + tl.zeros_like(a))
+    for _ in range(96):  # Euclid's algorithm needs no more steps for 64 bits
+        rest = fmod(x, y)
+        more = y != 0
+        x = tl.where(more, y, x)
+        y = tl.where(more, rest, y)
+    return x
+
+
+@triton.jit
+def lcm(a, b):
+    return tl.abs(quotient(a, gcd(a, b)) * b)
+
+
+# ---- random bits -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def philox(seed, subsequence, counter, word: tl.constexpr):
+    """One word of Philox 4x32-10, as an int64 in [0, 2^32)."""
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    c0 = counter.to(tl.uint32)
+    c1 = (counter >> 32).to(tl.uint32)
+    c2 = subsequence.to(tl.uint32)
+    c3 = (subsequence >> 32).to(tl.uint32)
+    a = tl.full((), 0xD2511F53, tl.uint32)
+    b = tl.full((), 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        low0 = a * c0
+        low1 = b * c2
+        high0 = tl.umulhi(a, c0)
+        high1 = tl.umulhi(b, c2)
+        c0 = high1 ^ c1 ^ k0
+        c2 = high0 ^ c3 ^ k1
+        c1 = low1
+        c3 = low0
+        k0 = k0 + tl.full((), 0x9E3779B9, tl.uint32)
+        k1 = k1 + tl.full((), 0xBB67AE85, tl.uint32)
+    if word == 0:
+        return c0.to(tl.int64)
+    elif word == 1:
+        return c1.to(tl.int64)
+    elif word == 2:
+        return c2.to(tl.int64)
+    else:
+        return c3.to(tl.int64)

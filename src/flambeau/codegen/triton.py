@@ -1,0 +1,387 @@
+"""Triton for GPUs: the same walker as for C, writing expressions on blocks instead of scalars.
+
+A kernel's variables become the axes of a tile: `x = pid * 256 + tl.arange(0, 256)[None, :]`. An expression has the
+shape of the axes it depends on and broadcasts against the others by itself; only what a loop carries, a reduction
+takes and a store writes is brought to the full shape.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from flambeau.ir.dtypes import DType, is_bool, is_float
+from flambeau.ir.expr import Expr, Fold, index_value, masked, walk, where
+from flambeau.ir.index import Dyn, Index, Sym, product
+from flambeau.ir.nodes import Combine
+from flambeau.ir.program import Kernel, LoopKernel, Param, ScanKernel, ScatterKernel
+
+from .cfamily import UNROLL, Dialect, Scope, Writer
+from .source import BlockSource, Part
+
+NARROW = 1 << 31  # indices below it are 32 bits wide
+
+
+class Triton(Dialect):
+    types = {
+        torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16",
+        torch.float16: "tl.float16", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.int16: "tl.int16",
+        torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.uint16: "tl.uint16", torch.uint32: "tl.uint32",
+        torch.uint64: "tl.uint64", torch.bool: "tl.int1",
+    }
+    # Division is a function: the operator rounds wrongly for float32, and differs for negative integers.
+    infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
+    prefix = {"neg": "-", "logical_not": "~", "bitwise_not": "~"}
+    quotient = "//"
+    function = "fl.{}"
+
+    def constant(self, value: bool | int | float, dtype: DType) -> str:
+        if is_float(dtype):
+            number = float(value)
+            text = repr(number) if math.isfinite(number) else f'float("{number}")'
+        else:
+            text = str(int(value))
+        return f"tl.full((), {text}, {self.types[dtype]})"
+
+    def cast(self, text: str, src: DType, dst: DType) -> str:
+        if src is dst:
+            return text
+        if is_bool(dst):
+            return f"{text} != 0"
+        if is_float(src) and not is_float(dst) and dst is not torch.int64:
+            text = f"tl.cast({text}, tl.int64)"  # narrow integers wrap, as they do in C through int64
+        return f"tl.cast({text}, {self.types[dst]})"
+
+
+TRITON = Triton()
+POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
+           .replace("int", "i") for d, t in Triton.types.items()}
+
+
+class BlockWriter(Writer):
+    """Renders expressions over the axes of a tile."""
+
+    def __init__(self, params: Sequence[Param], wide: bool, part: int = 0) -> None:
+        super().__init__(TRITON)
+        self.short = {p.name: f"p{k}" for k, p in enumerate(params)}
+        self.dtypes = {p.name: p.dtype for p in params}
+        self.wide = wide
+        self.part = part
+        self.blocks: list[int] = []  # size of each axis of the tile
+        self.axes: dict[Sym, int] = {}  # variable -> axis
+        self.masks: dict[int, str] = {}  # axis -> what holds inside its range
+        self.local_axes: dict[str, frozenset[int]] = {}
+        self.loop_axes: frozenset[int] = frozenset()  # of the carries of the loop being written
+        self.helpers: list[str] = []  # text of functions beside the kernel
+        self._combines: dict[Combine, str] = {}
+
+    # ---- text ------------------------------------------------------------------------------------------
+
+    def define(self, s: Scope, kind: str, name: str, text: str) -> None:
+        s.lines.append(f"{name} = {text}")
+
+    @contextmanager
+    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
+        by = "" if step == "1" else f", {step}"
+        with self.scope(f"for {self.sym(var)} in range({lo}, {hi}{by}):", (var,), footer="") as s:
+            yield s
+
+    # ---- shapes ----------------------------------------------------------------------------------------
+
+    def axes_of(self, *exprs: Expr) -> frozenset[int]:
+        """The axes of the tile that the values have."""
+        out: set[int] = set()
+        for e in walk(*exprs):
+            if e.op == "local":
+                out |= self.local_axes[e.attr]
+            elif e.op == "carry":
+                out |= self.loop_axes
+            else:
+                for i in e.own_indices():
+                    out |= {self.axes[s] for s in i.symbols() if s in self.axes}
+        return frozenset(out)
+
+    def index_axes(self, i: Index) -> frozenset[int]:
+        return self.axes_of(Expr("index", torch.int64, (), i))
+
+    def shape(self, axes: Iterable[int]) -> str:
+        there = set(axes)
+        return "[" + ", ".join(str(b) if k in there else "1" for k, b in enumerate(self.blocks)) + "]"
+
+    def spread(self, text: str, axes: frozenset[int]) -> str:
+        """A value brought to the shape of these axes."""
+        return f"tl.broadcast_to({text}, {self.shape(axes)})" if axes else text
+
+    def arange(self, axis: int) -> str:
+        if self.blocks[axis] == 1:
+            return "0"
+        place = ", ".join(":" if k == axis else "None" for k in range(len(self.blocks)))
+        text = f"tl.arange(0, {self.blocks[axis]})" + (f"[{place}]" if len(self.blocks) > 1 else "")
+        return f"{text}.to(tl.int64)" if self.wide else text
+
+    def inside(self, axes: Iterable[int], *more: str) -> str:
+        """Where all of these axes are in their range, and whatever else must hold."""
+        return " & ".join([*more, *(self.masks[k] for k in sorted(axes) if k in self.masks)])
+
+    # ---- indices ---------------------------------------------------------------------------------------
+
+    def _atom(self, a: object) -> tuple[int, str]:
+        if not isinstance(a, Dyn):
+            return super()._atom(a)
+        depth, text = self.emit(a.expr)
+        if self.wide:
+            return depth, text
+        key = Index((((a,), 1),), 0)
+        for k in range(len(self.scopes) - 1, -1, -1):
+            if key in self.scopes[k].indices:
+                return k, self.scopes[k].indices[key]
+        name = self.fresh("i")
+        self.define(self.scopes[depth], "", name, f"tl.cast({text}, tl.int32)")
+        self.scopes[depth].indices[key] = name
+        return depth, name
+
+    # ---- expressions -----------------------------------------------------------------------------------
+
+    def _text(self, e: Expr, args: list[str]) -> str:
+        if e.op == "index":
+            return f"tl.cast({self.index(e.attr)}, tl.int64)"
+        if e.op == "load":
+            buffer, (address,) = e.attr
+            return self.load(buffer, address, e.args)
+        if e.op == "where":
+            return f"tl.where({', '.join(args)})"
+        if e.op == "philox":
+            return f"fl.philox({', '.join(args)}, {e.attr})"
+        if e.op == "bitcast":
+            return f"{args[0]}.to({self.d.types[e.dtype]}, bitcast=True)"
+        return super()._text(e, args)
+
+    def _narrowed(self, text: str, dtype: DType) -> str:
+        return text  # blocks keep their dtype
+
+    def load(self, buffer: str, address: Index, mask: Sequence[Expr]) -> str:
+        where_ = Expr("index", torch.int64, (), address)
+        axes = self.axes_of(where_)
+        wanted = self.axes_of(where_, *mask)
+        pointer = f"{self.short[buffer]} + {self.index(address)}"
+        if wanted != axes:
+            pointer = self.spread(f"({pointer})", wanted)
+        holds = self.inside(wanted, *(self.value(m) for m in mask))
+        return f"tl.load({pointer}{f', {holds}' if holds else ''})"
+
+    def _reported(self, e: Expr, args: list[str], s: Scope) -> str:
+        s.checks = True
+        axes = self.axes_of(e)
+        if e.op == "require":
+            self._report(s, axes, int(e.attr), f"~{args[1]}")
+            s.known[e] = args[0]
+            return args[0]
+        ok, name = self.fresh("ok"), self.fresh()
+        s.lines.append(f"{ok} = ({args[0]} >= 0) & ({args[0]} < {self.index(e.attr)})")
+        self._report(s, axes, 1, f"~{ok}", *args[1:])
+        s.lines.append(f"{name} = tl.where({ok}, {args[0]}, 0)")
+        s.known[e] = name
+        return name
+
+    def _report(self, s: Scope, axes: frozenset[int], fault: int, *when: str) -> None:
+        wrong = self.inside(axes, *when)
+        place = self.spread("bad", axes)
+        s.lines.append(f"tl.store({place}, {fault}, {wrong})")
+
+    # ---- small loops inside expressions ------------------------------------------------------------------
+
+    def _fold(self, e: Expr) -> tuple[int, str]:
+        f: Fold = e.attr
+        steps = 1
+        for _, lo, hi in f.loops:
+            steps *= (hi.const - lo.const) if lo.is_const and hi.is_const else UNROLL + 1
+        if steps <= UNROLL:
+            return super()._fold(e)
+        n = len(f.carries)
+        inits, updates = e.args[:n], list(e.args[n:])
+        bounds = [Expr("index", torch.int64, (), i) for _, lo, hi in f.loops for i in (lo, hi)]
+        before, self.loop_axes = self.loop_axes, frozenset()
+        axes = self.axes_of(*e.args, *bounds) | (before if any(x.op == "carry" for x in walk(*inits)) else frozenset())
+        self.loop_axes = axes
+        # A range that differs from lane to lane: the loop covers all of them, each lane joins while it is inside.
+        ends: list[tuple[str, str]] = []
+        for var, lo, hi in f.loops:
+            limits = []
+            for end, least in ((lo, True), (hi, False)):
+                own = self.index_axes(end)
+                text = self.index(end)
+                if own:
+                    holds = self.inside(own)
+                    worst = NARROW - 1 if least else 0
+                    text = f"tl.where({holds}, {text}, {worst})" if holds else text
+                    text = f"tl.{'min' if least else 'max'}({text})"
+                    v = index_value(var)
+                    side = v >= index_value(end) if least else v < index_value(end)
+                    updates = [where(side, masked(u, side), c) for u, c in zip(updates, f.carries, strict=True)]
+                limits.append(text)
+            ends.append((limits[0], limits[1]))
+        names = []
+        for k in range(n):
+            start = self.value(inits[k])
+            name = self.fresh("f")
+            self.line(f"{name} = {self.spread(start, axes)}")
+            names.append(name)
+        self._block_loops(f, updates, names, ends, axes, 0)
+        self.loop_axes = before
+        depth = len(self.scopes) - 1
+        for k, c in enumerate(f.carries):
+            twin = Expr("fold", c.dtype, e.args, Fold(f.loops, f.carries, k))
+            self.scopes[depth].known[twin] = names[k]
+        return depth, names[f.which]
+
+    def _block_loops(self, f: Fold, updates: Sequence[Expr], names: list[str], ends: list[tuple[str, str]],
+                     axes: frozenset[int], k: int) -> None:
+        if k < len(f.loops):
+            with self.loop(f.loops[k][0], *ends[k]):
+                self._block_loops(f, updates, names, ends, axes, k + 1)
+            return
+        inner = self.scopes[-1]
+        for c, name in zip(f.carries, names, strict=True):
+            inner.known[c] = name
+        new = []
+        for u in updates:
+            new.append(self.fresh("u"))
+            self.line(f"{new[-1]} = {self.spread(self.value(u), axes)}")
+        for name, text in zip(names, new, strict=True):
+            self.line(f"{name} = {text}")
+
+    # ---- combines --------------------------------------------------------------------------------------
+
+    def combine(self, c: Combine) -> str:
+        """The name of a function of left and right components, for tl.reduce and tl.associative_scan."""
+        if c not in self._combines:
+            name = self._combines[c] = f"combine{self.part}_{len(self._combines)}"
+            w = BlockWriter((), self.wide)
+            left, right = [f"a{k}" for k in range(len(c.left))], [f"b{k}" for k in range(len(c.right))]
+            w.scopes[0].known.update(zip((*c.left, *c.right), (*left, *right), strict=True))
+            results = [w.value(e) for e in c.result]
+            body = [*w.scopes[0].lines, f"return {', '.join(results)}"]
+            self.functions |= w.functions
+            self.helpers += ["@triton.jit", f"def {name}({', '.join((*left, *right))}):", *("    " + x for x in body), ""]
+        return self._combines[c]
+
+    def combined(self, c: Combine, left: Sequence[str], right: Sequence[str]) -> list[str]:
+        names = [self.fresh("c") for _ in left]
+        self.line(f"{', '.join(names)} = {self.combine(c)}({', '.join((*left, *right))})")
+        return names
+
+    def reduced(self, c: Combine, values: Sequence[str], axis: int) -> list[str]:
+        names = [self.fresh("r") for _ in values]
+        what = values[0] if len(values) == 1 else f"({', '.join(values)})"
+        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
+        self.line(f"{', '.join(names)} = tl.reduce({what}, {axis}, {self.combine(c)}{keep})")
+        return names
+
+    def identity(self, c: Combine) -> list[str]:
+        return [self.d.constant(e.attr, e.dtype) for e in c.identity]
+
+    # ---- the tile --------------------------------------------------------------------------------------
+
+    def open_tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], pid: str = "tl.program_id(0)") -> str:
+        """Divide the points of `vars` among programs: the tile's axes, their masks; the grid as a text.
+
+        A variable with a block is an axis of the tile; the others are numbers, one value for each program.
+        """
+        grid: list[str] = []
+        self.line(f"pid = {pid}" + (".to(tl.int64)" if self.wide else ""))
+        for v in vars:
+            if v in blocks:
+                self.axes[v] = len(self.axes)
+        for v in reversed(vars):
+            assert v.extent is not None
+            size, block = v.extent, blocks.get(v, 1)
+            count = count_text(size, block, self.index)
+            name = self.sym(v)
+            last = v is vars[0]
+            at = "pid" if last else "0" if count == "1" else f"(pid % {count})"
+            if v in blocks:
+                axis = self.axes[v]
+                start = "" if at == "0" else f"{at} * {block} + "
+                self.line(f"{name} = {start}{self.arange(axis)}")
+                if not (size.is_const and size.const % block == 0):
+                    self.masks[axis] = self.fresh("m")
+                    self.line(f"{self.masks[axis]} = {name} < {self.index(size)}")
+            else:
+                self.line(f"{name} = {at}")
+            if not last and count != "1":
+                self.line(f"pid = pid // {count}")
+            grid.append(count_text(size, block, host_text))
+        return " * ".join(reversed(grid)) if grid else "1"
+
+
+def host_text(i: Index) -> str:
+    """An index over run-time sizes as the launch computes it; sizes go by their own names."""
+    w = Writer(TRITON)
+    text = w.index(i)
+    assert len(w.scopes[0].lines) == 0, f"{i} is not a polynomial of sizes"
+    return text
+
+
+def count_text(size: Index, block: int, text: Callable[[Index], str]) -> str:
+    """How many blocks cover a size."""
+    if size.is_const:
+        return str(-(-size.const // block))
+    return f"({text(size)})" if block == 1 else f"(({text(size)} + {block - 1}) // {block})"
+
+
+def power(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sym]) -> bool:
+    """Whether some index can leave 32 bits."""
+    inside = [i for e in walk(*exprs) for i in e.own_indices()]
+    points = product(v.extent for v in vars if v.extent is not None)
+    return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
+
+
+def render(kernel: Kernel, name: str) -> BlockSource:
+    """The text of one kernel."""
+    from .triton_loops import write_loops
+    from .triton_scan import write_scan
+    from .triton_scatter import write_scatter
+
+    if isinstance(kernel, LoopKernel):
+        drafts = write_loops(kernel)
+    elif isinstance(kernel, ScanKernel):
+        drafts = write_scan(kernel)
+    else:
+        assert isinstance(kernel, ScatterKernel)
+        drafts = write_scatter(kernel)
+    arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
+    workspace = next((d.workspace for d in drafts if d.workspace), "")
+    arguments += ["work"] if workspace else []
+    lines = ["import triton", "import triton.language as tl", "import tritonlib as fl", "", ""]
+    parts = []
+    for k, d in enumerate(drafts):
+        text = [*d.writer.helpers, "@triton.jit", f"def part{k}({', '.join([*arguments, 'bad'])}):",
+                *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
+                *("    " + x for x in d.writer.scopes[0].lines), ""]
+        lines += text
+        names = {d.writer.sym(s): f"n{i}" for i, s in enumerate(kernel.sizes)}
+        parts.append(Part(f"part{k}", renamed(d.grid, names), d.warps))
+    return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
+                       tuple("i64" for _ in kernel.sizes), tuple(parts), workspace)
+
+
+def renamed(text: str, names: dict[str, str]) -> str:
+    return re.sub(r"[A-Za-z_]\w*", lambda m: names.get(m.group(), m.group()), text)
+
+
+class Draft:
+    """One part on its way: what was written, and how it is launched."""
+
+    def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "") -> None:
+        self.writer, self.grid, self.warps, self.workspace = writer, grid, warps, workspace
+
+

@@ -1,0 +1,297 @@
+"""Loop kernels in Triton: maps over a tile, reductions along one more axis of it, and segments.
+
+A map gives each variable its own axis until the tile is full, so that no flat index is divided. A reduction adds an
+axis for all its inner points: rows that fit are held whole, so that softmax reads memory once; longer ones go by in
+pieces that are joined lane by lane, and once across lanes at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flambeau.ir.cost import cost_of
+from flambeau.ir.expr import Expr, cast
+from flambeau.ir.index import Index, Sym, as_index, product
+from flambeau.ir.program import Item, LoopKernel
+
+from .triton import BlockWriter, Draft, is_wide, power
+
+TILE = 1024  # elements of a program that maps: two 16-byte accesses for each thread of four warps
+SQUARE = 64  # side of the tile of a transposition
+ROW = 16384  # elements of a row that is held whole
+PIECE = 2048  # elements of a row that goes by in pieces
+COLUMNS = 64  # columns side by side where they are what is contiguous
+GATHERED = 4  # items of a segment read at once
+
+
+def write_loops(k: LoopKernel) -> list[Draft]:
+    return [LoopBlocks(k).render()]
+
+
+def spans(vars: Sequence[Sym], room: int, must: Sequence[Sym] = ()) -> dict[Sym, int]:
+    """Axes for the innermost variables until the tile is full; those in `must` take part in any case."""
+    out: dict[Sym, int] = {}
+    for v in reversed(vars):
+        assert v.extent is not None
+        if room <= 1 and v not in must:
+            continue
+        block = min(room, power(v.extent.const)) if v.extent.is_const else room
+        if block > 1:
+            out[v] = block
+            room //= block
+    return {v: out[v] for v in vars if v in out}
+
+
+class LoopBlocks(BlockWriter):
+    def __init__(self, k: LoopKernel) -> None:
+        exprs = [e for items in k.stages for i in items for e in i.exprs] + list(k.bounds or ())
+        super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], (*k.outer, *k.inner)))
+        self.k = k
+        self.addresses = dict(k.stores)
+        self.cost = cost_of(exprs)
+        self.inner = product(v.extent for v in k.inner if v.extent is not None)
+        self.row: int | None = None  # the axis that is reduced
+
+    def render(self) -> Draft:
+        k = self.k
+        if not k.inner:
+            blocks = self.map_tile()
+            grid = self.tile(k.outer, blocks)
+            for items in k.stages:
+                self.stage(items, None)
+            return Draft(self, grid, warps_for(self.elements()))
+        length, whole = self.row_length()
+        blocks = spans(k.outer, self.rows_abreast(length))
+        grid = self.tile(k.outer, blocks, length)
+        if k.bounds is not None:
+            self.segment(length)
+        elif whole:
+            self.whole_row()
+        else:
+            self.pieces(length)
+        return Draft(self, grid, warps_for(self.elements()))
+
+    # ---- the tile --------------------------------------------------------------------------------------
+
+    def elements(self) -> int:
+        n = 1
+        for b in self.blocks:
+            n *= b
+        return n
+
+    def tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], row: int | None = None) -> str:
+        self.blocks = [*blocks.values(), *([row] if row else [])]
+        if row:
+            self.row = len(blocks)
+        return self.open_tile(vars, blocks)
+
+    def map_tile(self) -> dict[Sym, int]:
+        k = self.k
+        if k.tile is not None and k.vector is not None:
+            pair = {v: min(SQUARE, power(v.extent.const)) if v.extent is not None and v.extent.is_const else SQUARE
+                    for v in (k.tile, k.vector)}
+            return {v: pair[v] for v in k.outer if v in pair}
+        return spans(k.outer, TILE)
+
+    def row_length(self) -> tuple[int, bool]:
+        """Elements of the reduced axis in one tile, and whether that is all of it."""
+        k = self.k
+        if k.bounds is not None:
+            return GATHERED, False
+        contiguous = k.vector in k.inner
+        most = ROW if contiguous or k.scratch else 64
+        if self.inner.is_const and self.inner.const <= most:
+            return power(self.inner.const), True
+        if contiguous:
+            return PIECE, False
+        return (min(PIECE // COLUMNS, power(self.inner.const)) if self.inner.is_const else PIECE // COLUMNS), False
+
+    def rows_abreast(self, length: int) -> int:
+        if self.k.vector not in self.k.inner:
+            return max(COLUMNS, TILE // length)
+        return max(1, TILE // length)
+
+    # ---- stages ----------------------------------------------------------------------------------------
+
+    def full(self) -> frozenset[int]:
+        return frozenset(range(len(self.blocks)))
+
+    def outer_axes(self) -> frozenset[int]:
+        return self.full() - {self.row} if self.row is not None else self.full()
+
+    def stage(self, items: Sequence[Item], taken: dict[str, list[str]] | None) -> None:
+        """One pass of a stage's items over the current tile; `taken`: carried components of its reductions."""
+        for i in items:
+            if i.combine is None:
+                text = self.value(i.exprs[0])
+                axes = self.full() if i.level == "full" else self.outer_axes()
+                name = i.names[0]
+                self.local_axes[name] = self.axes_of(i.exprs[0])
+                self.scopes[-1].locals[name] = text
+                if name in self.addresses:
+                    self.put(name, text, axes)
+                continue
+            values = [self.spread(self.value(e), self.full()) for e in i.exprs]
+            holds = self.inside([self.row] if self.row is not None else [])
+            kept = []
+            for v, identity in zip(values, self.identity(i.combine), strict=True):
+                kept.append(self.fresh("v"))
+                self.line(f"{kept[-1]} = {f'tl.where({holds}, {v}, {identity})' if holds else v}")
+            if taken is None:
+                assert self.row is not None
+                self.finish(i, kept)
+            else:
+                slots = taken[i.names[0]]
+                for slot, new in zip(slots, self.combined(i.combine, slots, kept), strict=True):
+                    self.line(f"{slot} = {new}")
+
+    def finish(self, i: Item, values: Sequence[str]) -> None:
+        """Across lanes, once; the components become values of the outer points."""
+        assert i.combine is not None and self.row is not None
+        for name, text, e in zip(i.names, self.reduced(i.combine, values, self.row), i.combine.left, strict=True):
+            self.local_axes[name] = self.outer_axes()
+            self.scopes[-1].locals[name] = text
+            if name in self.addresses:
+                self.put(name, self.value(cast(Expr("local", e.dtype, (), name), self.dtypes[name])),
+                         self.outer_axes())
+
+    def put(self, name: str, text: str, axes: frozenset[int]) -> None:
+        address = self.addresses[name]
+        have = self.index_axes(address)
+        if self.row is not None and self.row not in have:
+            axes = axes - {self.row}
+        place = f"{self.short[name]} + {self.index(address)}"
+        if have != axes:
+            place = self.spread(f"({place})", axes)
+        holds = self.inside(axes)
+        self.line(f"tl.store({place}, {text}{f', {holds}' if holds else ''})")
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        if e.op == "local" and self.local(e.attr) is None and e.attr in self.addresses:
+            # Stored in a stage before: read again.
+            return self.emit(Expr("load", e.dtype, (), (e.attr, (self.addresses[e.attr],))))
+        return super().emit(e)
+
+    # ---- rows ------------------------------------------------------------------------------------------
+
+    def bind_row(self, flat: str) -> None:
+        """The inner variables at position `flat` of all inner points."""
+        rest = flat
+        for n, v in enumerate(reversed(self.k.inner)):
+            assert v.extent is not None
+            size = self.index(v.extent)
+            last = n == len(self.k.inner) - 1
+            self.line(f"{self.sym(v)} = {rest if last else f'{rest} % {size}'}")
+            if not last:
+                rest = self.fresh("q")
+                before = flat if n == 0 else previous
+                self.line(f"{rest} = {before} // {size}")
+                previous = rest
+
+    def open_row(self, first: str, end: Index | None) -> None:
+        assert self.row is not None
+        flat = self.fresh("q")
+        lane = self.arange(self.row)
+        self.line(f"{flat} = {first + ' + ' if first else ''}{lane}")
+        for v in self.k.inner:
+            self.axes[v] = self.row
+        if end is not None:
+            self.masks[self.row] = self.fresh("m")
+            self.line(f"{self.masks[self.row]} = {flat} < {self.index(end)}")
+        self.bind_row(flat)
+
+    def whole_row(self) -> None:
+        assert self.row is not None
+        exact = self.inner.const == self.blocks[self.row]
+        self.open_row("", None if exact else self.inner)
+        for items in self.k.stages:
+            self.stage(items, None)
+
+    def pieces(self, length: int) -> None:
+        k = self.k
+        exact = self.inner.is_const and self.inner.const % length == 0
+        for n, items in enumerate(k.stages):
+            if all(i.level == "outer" for i in items):
+                self.stage(items, None)
+                continue
+            if n:
+                self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
+            taken = self.carries(items)
+            first = Sym(f"base{n}", self.inner)
+            with self.loop(first, "0", self.index(self.inner), str(length)) as s:
+                s.vars.update(k.inner)
+                self.open_row(self.sym(first), None if exact else self.inner)
+                self.stage(items, taken)
+            self.close(items, taken)
+
+    def carries(self, items: Sequence[Item]) -> dict[str, list[str]]:
+        taken: dict[str, list[str]] = {}
+        for i in items:
+            if i.combine is not None:
+                taken[i.names[0]] = [self.fresh("s") for _ in i.names]
+                for slot, e in zip(taken[i.names[0]], i.combine.identity, strict=True):
+                    number = self.d.constant(e.attr, e.dtype).replace("()", self.shape(self.full()), 1)
+                    self.line(f"{slot} = {number}")
+        return taken
+
+    def close(self, items: Sequence[Item], taken: dict[str, list[str]]) -> None:
+        """After the loop: the row's own names mean nothing any more, its reductions are finished."""
+        assert self.row is not None
+        self.masks.pop(self.row, None)
+        for v in self.k.inner:
+            self.axes.pop(v, None)
+        for i in items:
+            if i.combine is not None:
+                self.finish(i, taken[i.names[0]])
+
+    def segment(self, length: int) -> None:
+        """Points from lo to hi, which each outer point reads for itself."""
+        k = self.k
+        assert k.bounds is not None and self.row is not None
+        lo, hi = (self.fresh("lo"), self.fresh("n"))
+        axes = self.axes_of(*k.bounds)
+        self.line(f"{lo} = {self.whole(self.value(k.bounds[0]))}")
+        self.line(f"{hi} = {self.whole(self.value(k.bounds[1]))} - {lo}")
+        most = hi
+        if axes:
+            holds = self.inside(axes)
+            most = f"tl.max({f'tl.where({holds}, {hi}, 0)' if holds else hi})"
+        for items in k.stages:
+            if all(i.level == "outer" for i in items):
+                self.stage(items, None)
+                continue
+            taken = self.carries(items)
+            step = Sym(self.fresh("step"), as_index(1))
+            with self.loop(step, "0", most, str(length)) as s:
+                s.vars.update(k.inner)
+                at = self.fresh("q")
+                self.line(f"{at} = {self.sym(step)} + {self.arange(self.row)}")
+                for v in k.inner:
+                    self.axes[v] = self.row
+                self.masks[self.row] = self.fresh("m")
+                held = f"{at} < {hi}"
+                self.line(f"{self.masks[self.row]} = {held}")
+                self.line(f"{self.sym(k.inner[0])} = {lo} + {at}")
+                # Where a lane stands depends on where its own segment starts.
+                self.stage(items, taken)
+            self.close(items, taken)
+
+    def whole(self, text: str) -> str:
+        return text if self.wide else f"tl.cast({text}, tl.int32)"
+
+    def axes_of(self, *exprs: Expr) -> frozenset[int]:
+        axes = super().axes_of(*exprs)
+        if self.k.bounds is not None and self.row in axes:
+            tied = {self.axes[s] for b in self.k.bounds for s in b.symbols() if s in self.axes}
+            axes = axes | tied
+        return axes
+
+
+def warps_for(elements: int) -> int:
+    """Eight elements a thread, up to sixteen warps."""
+    return max(1, min(16, elements // 256))
+
+
+_INT64 = torch.int64

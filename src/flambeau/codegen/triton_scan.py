@@ -1,0 +1,275 @@
+"""Scans in Triton: each program scans a tile; carries go from piece to piece.
+
+Where there are programs enough without cutting the axis, one program walks all pieces of its rows. Otherwise each
+piece has a program of its own, in a single pass over memory: a piece publishes its own total at once, looks back over
+the totals and prefixes of those before it, and publishes its prefix ("decoupled look-back"). Programs take their
+number from a counter, so that whoever a program waits for is already running.
+"""
+
+from __future__ import annotations
+
+from flambeau.ir.expr import Expr, cast
+from flambeau.ir.index import ONE, Index, Sym
+from flambeau.ir.program import ScanKernel
+
+from .triton import BlockWriter, Draft, count_text, host_text, is_wide, power
+from .triton_loops import spans, warps_for
+
+PIECE = 4096  # elements of a tile
+ROW = 16384  # elements of a row that is scanned in one piece
+COLUMNS = 64  # columns side by side where they are what is contiguous
+PROGRAMS = 1024  # enough to fill a GPU
+WINDOW = 128  # predecessors that are read at once
+
+
+def write_scan(k: ScanKernel) -> list[Draft]:
+    return [ScanBlocks(k).render()]
+
+
+class ScanBlocks(BlockWriter):
+    def __init__(self, k: ScanKernel) -> None:
+        super().__init__(k.params, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
+        self.k = k
+        self.addresses = dict(k.stores)
+        assert k.axis.extent is not None
+        self.length: Index = k.axis.extent
+
+    def render(self) -> Draft:
+        k = self.k
+        rows = all(a.coefficient(k.axis) is ONE for a in self.addresses.values()) or not k.outer
+        outer = list(k.outer)
+        if not rows:  # what is contiguous goes last, so that it becomes the tile's axis
+            side = next((v for v in outer if any(a.coefficient(v) is ONE for a in self.addresses.values())), outer[-1])
+            outer.remove(side)
+            outer.append(side)
+        most = ROW if rows else PIECE // COLUMNS
+        piece = min(power(self.length.const), most) if self.length.is_const else most
+        blocks = spans(outer, max(1, PIECE // piece))
+        cut = self.length.const > piece if self.length.is_const else True
+        look_back = cut and self.programs(outer, blocks) < PROGRAMS
+        if look_back and rows:
+            piece = min(piece, PIECE)
+            blocks = spans(outer, 1)
+        self.blocks = [*blocks.values(), piece]
+        self.row = len(blocks)
+        return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
+
+    def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
+        """How many programs there are if the axis is not cut; sizes of the run count as large."""
+        n = 1
+        for v in outer:
+            assert v.extent is not None
+            n *= -(-v.extent.const // blocks.get(v, 1)) if v.extent.is_const else PROGRAMS
+        return n
+
+    # ---- one piece -------------------------------------------------------------------------------------
+
+    def piece(self, first: str) -> list[str]:
+        """The scan of the piece that starts at `first`, by itself."""
+        k = self.k
+        lane = self.arange(self.row)
+        self.axes[k.axis] = self.row
+        self.line(f"lane = {lane}")
+        self.line(f"{self.sym(k.axis)} = {first + ' + ' if first else ''}lane")
+        if not (self.length.is_const and self.length.const % self.blocks[self.row] == 0):
+            self.masks[self.row] = self.fresh("m")
+            self.line(f"{self.masks[self.row]} = {self.sym(k.axis)} < {self.index(self.length)}")
+        full = frozenset(range(len(self.blocks)))
+        values = []
+        holds = self.inside([self.row])
+        for e, identity in zip(k.exprs, self.identity(k.combine), strict=True):
+            text = self.spread(self.value(e), full)
+            values.append(self.fresh("v"))
+            self.line(f"{values[-1]} = {f'tl.where({holds}, {text}, {identity})' if holds else text}")
+        names = [self.fresh("s") for _ in values]
+        what = values[0] if len(values) == 1 else f"({', '.join(values)})"
+        self.line(f"{', '.join(names)} = tl.associative_scan({what}, {self.row}, {self.combine(k.combine)}, "
+                  f"reverse={k.reverse})")
+        return names
+
+    def totals(self, scanned: list[str], first: str) -> list[str]:
+        """The last of the piece, in the order of the scan. Taken out of it rather than reduced once more: a reduction
+        may change the order, which not every combine can bear."""
+        size = self.blocks[self.row]
+        last = "0" if self.k.reverse else str(size - 1)
+        if not self.k.reverse and self.row in self.masks:
+            last = f"tl.minimum({self.index(self.length)} - {first or '0'}, {size}) - 1"
+        at = self.fresh("at")
+        self.line(f"{at} = lane == {last}")
+        return [self.picked(s, at, self.row) for s in scanned]
+
+    def picked(self, text: str, at: str, axis: int) -> str:
+        name = self.fresh("t")
+        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
+        self.line(f"{name} = tl.sum(tl.where({at}, {text}, tl.zeros_like({text})), {axis}{keep})")
+        return name
+
+    def put(self, values: list[str]) -> None:
+        k = self.k
+        full = frozenset(range(len(self.blocks)))
+        for name, text, e in zip(k.names, values, k.combine.left, strict=True):
+            if name not in self.addresses:
+                continue
+            raw = Expr("raw", e.dtype, (), self.fresh("x"))
+            self.scopes[-1].known[raw] = text
+            kept = self.value(cast(raw, self.dtypes[name]))  # what is stored may be narrower
+            place = f"{self.short[name]} + {self.index(self.addresses[name])}"
+            if self.index_axes(self.addresses[name]) != full:
+                place = self.spread(f"({place})", full)
+            holds = self.inside(full)
+            self.line(f"tl.store({place}, {kept}{f', {holds}' if holds else ''})")
+
+    def start(self) -> list[str]:
+        """The identity for every row of the tile."""
+        names = []
+        shape = self.shape(frozenset(range(self.row))) if self.row else "()"
+        for e in self.k.combine.identity:
+            names.append(self.fresh("c"))
+            self.line(f"{names[-1]} = {self.d.constant(e.attr, e.dtype).replace('()', shape, 1)}")
+        return names
+
+    # ---- one program for a row ---------------------------------------------------------------------------
+
+    def walking(self, outer: list[Sym], blocks: dict[Sym, int], cut: bool) -> Draft:
+        grid = self.open_tile(outer, blocks)
+        size = self.blocks[self.row]
+        if not cut:
+            self.put(self.piece(""))
+        else:
+            carry = self.start()
+            step = Sym("step", self.length)
+            count = count_text(self.length, size, self.index)
+            with self.loop(step, "0", count) as s:
+                s.vars.add(self.k.axis)
+                self.line(f"first = {self.place(self.sym(step), count)} * {size}")
+                scanned = self.piece("first")
+                totals = self.totals(scanned, "first")
+                self.put(self.combined(self.k.combine, carry, scanned))
+                for slot, new in zip(carry, self.combined(self.k.combine, carry, totals), strict=True):
+                    self.line(f"{slot} = {new}")
+        elements = size
+        for b in blocks.values():
+            elements *= b
+        return Draft(self, grid, warps_for(elements))
+
+    def place(self, step: str, count: str) -> str:
+        return f"({count} - 1 - {step})" if self.k.reverse else step
+
+    # ---- a program for each piece ------------------------------------------------------------------------
+
+    def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> Draft:
+        """Workspace: a counter; for every piece a flag (1: its total is there, 2: its prefix is); then totals and
+        prefixes, component by component, 8 bytes each."""
+        k, size = self.k, self.blocks[self.row]
+        lanes = 1
+        for b in blocks.values():
+            lanes *= b
+        strips_host = " * ".join(count_text(v.extent, blocks.get(v, 1), host_text) for v in outer
+                                 if v.extent is not None) or "1"
+        pieces_host = count_text(self.length, size, host_text)
+        strips = " * ".join(count_text(v.extent, blocks.get(v, 1), self.index) for v in outer
+                            if v.extent is not None) or "1"
+        self.line(f"strips = {strips}")
+        self.line(f"pieces = {count_text(self.length, size, self.index)}")
+        self.line("counter = work.to(tl.pointer_type(tl.int32))")
+        self.line("ticket = tl.atomic_add(counter, 1)")
+        self.line("strip = ticket % strips")
+        self.line("step = ticket // strips")
+        self.open_tile(outer, blocks, "strip")
+        self.line(f"first = {self.place('step', 'pieces')} * {size}")
+        scanned = self.piece("first")
+        totals = self.totals(scanned, "first")
+        # Where this strip keeps its state.
+        self.line("flags = counter + 2 + strip * pieces")
+        self.line("state = work + 8 + (strips * pieces + strips * pieces % 2) * 4")
+        side = self.side()
+        stores: list[list[str]] = []
+        for n, e in enumerate(k.combine.left):
+            kind = self.d.types[e.dtype].replace("tl.int1", "tl.int8")
+            names = []
+            for what in range(2):
+                name = self.fresh("w")
+                offset = f"(strips * pieces * {lanes}).to(tl.int64) * {8 * (2 * n + what)}"
+                self.line(f"{name} = (state + {offset}).to(tl.pointer_type({kind})) + strip * pieces * {lanes}")
+                names.append(name)
+            stores.append(names)
+
+        def publish(values: list[str], what: int) -> None:
+            for (names, text) in zip(stores, values, strict=True):
+                self.line(f"tl.store({names[what]} + step * {lanes} + {side}, {text})")
+            self.line("tl.debug_barrier()")
+            self.line(f'tl.atomic_xchg(flags + step, {what + 1}, sem="release")')
+
+        with self.scope("if step > 0:", footer=""):
+            publish(totals, 0)
+        before = self.start()
+        if lanes == 1:
+            self.look_wide(before, stores)
+        else:
+            self.look_single(before, stores, lanes, side)
+        publish(self.combined(k.combine, before, totals), 1)
+        self.put(self.combined(k.combine, before, scanned))
+        total = f"({strips_host}) * {pieces_host}"
+        each = 16 * len(k.combine.left) * lanes
+        return Draft(self, total, warps_for(size * lanes), f"16 + ({total}) * {4 + each}")
+
+    def side(self) -> str:
+        """The position of each row of the tile among the tile's rows."""
+        out, step = [], 1
+        for axis in range(self.row - 1, -1, -1):
+            out.append(f"{self.arange(axis)} * {step}" if step > 1 else self.arange(axis))
+            step *= self.blocks[axis]
+        return " + ".join(out) or "0"
+
+    def look_single(self, before: list[str], stores: list[list[str]], lanes: int, side: str) -> None:
+        """One predecessor at a time: many strips keep the machine busy meanwhile."""
+        k = self.k
+        self.line("back = step - 1")
+        with self.scope("while back >= 0:", footer=""):
+            self.line('flag = tl.atomic_add(flags + back, 0, sem="acquire")')
+            with self.scope("while flag == 0:", footer=""):
+                self.line('flag = tl.atomic_add(flags + back, 0, sem="acquire")')
+            self.line("tl.debug_barrier()")
+            values = []
+            for total, prefix in stores:
+                values.append(self.fresh("p"))
+                self.line(f"chosen = tl.where(flag == 2, {prefix}, {total})")
+                self.line(f'{values[-1]} = tl.load(chosen + back * {lanes} + {side}, cache_modifier=".cg")')
+            for slot, new in zip(before, self.combined(k.combine, values, before), strict=True):
+                self.line(f"{slot} = {new}")
+            self.line("back = tl.where(flag == 2, -1, back - 1)")
+
+    def look_wide(self, before: list[str], stores: list[list[str]]) -> None:
+        """A window of predecessors at once: a single row's pieces wait for one another alone."""
+        k = self.k
+        self.line("back = step")
+        with self.scope("while back > 0:", footer=""):
+            self.line(f"near = back - {WINDOW} + tl.arange(0, {WINDOW})")
+            self.line("there = near >= 0")
+            self.line('flag = tl.atomic_add(flags + near, 0, there, sem="acquire")')
+            # The nearest prefix, and nothing still missing after it.
+            self.line("prefix = tl.max(tl.where(there & (flag == 2), near, -1))")
+            with self.scope("while tl.max(tl.where(there & (near > prefix) & (flag == 0), 1, 0)) > 0:", footer=""):
+                self.line('flag = tl.atomic_add(flags + near, 0, there, sem="acquire")')
+                self.line("prefix = tl.max(tl.where(there & (flag == 2), near, -1))")
+            self.line("tl.debug_barrier()")
+            values = []
+            for (total, prefix), identity in zip(stores, self.identity(k.combine), strict=True):
+                values.append(self.fresh("p"))
+                self.line(f"chosen = tl.where(near == prefix, {prefix}, {total})")
+                self.line(f'{values[-1]} = tl.load(chosen + near, there & (near >= prefix), cache_modifier=".cg")')
+                self.line(f"{values[-1]} = tl.where(there & (near >= prefix), {values[-1]}, {identity})")
+            names = [self.fresh("s") for _ in values]
+            what = values[0] if len(values) == 1 else f"({', '.join(values)})"
+            self.line(f"{', '.join(names)} = tl.associative_scan({what}, 0, {self.combine(k.combine)})")
+            at = self.fresh("at")
+            self.line(f"{at} = tl.arange(0, {WINDOW}) == {WINDOW - 1}")
+            joined = []
+            for s in names:
+                joined.append(self.fresh("t"))
+                self.line(f"{joined[-1]} = tl.sum(tl.where({at}, {s}, tl.zeros_like({s})), 0)")
+            for slot, new in zip(before, self.combined(k.combine, joined, before), strict=True):
+                self.line(f"{slot} = {new}")
+            self.line(f"back = tl.where(prefix >= 0, 0, back - {WINDOW})")
+
+

@@ -1,0 +1,91 @@
+"""Reductions with few results and many points, cut into pieces: a machine of many cores reduces the pieces side by
+side, and then their results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.expr import const, index_value, loads, masked, where
+from flambeau.ir.index import ONE, Index, Sym, as_index, product
+from flambeau.ir.nodes import Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
+
+PIECE = 4096  # points below which a piece is not worth its own result
+EVEN = 64  # lengths are multiples of it, so that every piece starts where wide reads can
+SIDE = 64  # results next to each other that one program computes where they are what is contiguous
+
+
+def split_reductions(graph: Graph, caps: Capabilities) -> None:
+    if caps.programs <= 1:
+        return
+    nodes: list[Node] = []
+    for n in graph.nodes:
+        nodes += split(graph, n, caps) if isinstance(n, Reduce) and not isinstance(n, Segment) else [n]
+    graph.nodes = nodes
+
+
+def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
+    if not all(v.extent is not None and v.extent.is_const for v in n.vars):
+        return [n]
+    points = int(product(v.extent for v in n.reduced if v.extent is not None))
+    results = int(product(v.extent for v in n.kept if v.extent is not None))
+    rows = reduces_contiguous(graph, n)
+    programs = results if rows else -(-results // SIDE)
+    least = PIECE if rows else PIECE // SIDE
+    if programs * 2 > caps.programs or points < 4 * least:
+        return [n]
+    longest = max(n.reduced, key=lambda v: v.extent.const if v.extent is not None else 0)
+    assert longest.extent is not None
+    size = longest.extent.const
+    pieces = min(caps.programs // programs, points // least, size)
+    if pieces < 2:
+        return [n]
+    length = -(-size // pieces)
+    length += -length % EVEN if length > EVEN else 0
+    pieces = -(-size // length)
+    # The pieces stand where results next to each other stay so.
+    kept = list(n.kept)
+    shape: list[Index] = [v.extent for v in kept if v.extent is not None]
+    at = len(kept) if rows else 0
+    shape.insert(at, as_index(pieces))
+    inner = [as_index(length) if v is longest else v.extent for v in n.reduced if v.extent is not None]
+    vars = dim_vars((*shape, *inner))
+    index = as_indices(vars)
+    others = [i for k, i in enumerate(index[: len(shape)]) if k != at]
+    place = index[at] * length + index[len(shape) + n.reduced.index(longest)]
+    mapping: dict[Sym, Index] = dict(zip(kept, others, strict=True))
+    mapping.update(zip(n.reduced, index[len(shape):], strict=True))
+    mapping[longest] = place
+    inputs = tuple(e.subs(mapping) for e in n.inputs)
+    if pieces * length != size:
+        there = index_value(place) < const(size, torch.int64)
+        inputs = tuple(where(there, masked(e, there), start)
+                       for e, start in zip(inputs, n.combine.identity, strict=True))
+    partial = Reduce(tuple(graph.add_buffer(shape, d).name for d in n.combine.dtypes), vars,
+                     frozenset(range(len(shape), len(vars))), n.combine, inputs, origin=n.origin, inlined=n.inlined)
+    for name in partial.names:
+        graph.buffers[name].strides = contiguous_strides(shape)
+    final_vars = dim_vars(shape)
+    read = tuple(graph.whole(name).load(as_indices(final_vars)) for name in partial.names)
+    final = replace(n, vars=final_vars, axes=frozenset((at,)), inputs=read)
+    return [partial, final]
+
+
+def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
+    """Whether what is read next to each other is reduced together."""
+    score = 0
+    for e in loads(*n.inputs):
+        name, index = e.attr
+        strides = graph.buffers[name].strides
+        if strides is None:
+            continue
+        address = as_index(0)
+        for i, s in zip(index, strides, strict=True):
+            address = address + i * s
+        for v in n.vars:
+            if address.coefficient(v) is ONE and v.extent is not ONE:
+                score += 1 if v in n.reduced else -1
+    return score >= 0

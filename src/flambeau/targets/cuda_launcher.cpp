@@ -1,0 +1,520 @@
+// Starts Triton's machine code on an NVIDIA GPU from Python: `Launch` one kernel, `Plan` several in a row.
+//
+// The CUDA driver is loaded at run time, so that this compiles where there is none. A launch asks no Python object for
+// anything it has seen before: which code fits the arguments, and how many programs their sizes take, is remembered.
+
+#include "launcher.h"
+
+#include <dlfcn.h>
+
+#include <cstring>
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------- driver
+
+using Result = int;
+using Handle = void*;
+
+struct Driver {
+  Result (*init)(unsigned);
+  Result (*error_string)(Result, const char**);
+  Result (*get_context)(Handle*);
+  Result (*set_context)(Handle);
+  Result (*get_device)(int*, int);
+  Result (*retain_context)(Handle*, int);
+  Result (*load_module)(Handle*, const void*);
+  Result (*get_function)(Handle*, Handle, const char*);
+  Result (*set_attribute)(Handle, int, int);
+  Result (*host_alloc)(void**, size_t, unsigned);
+  Result (*device_pointer)(unsigned long long*, void*, unsigned);
+  Result (*memset)(unsigned long long, unsigned char, size_t, Handle);
+  Result (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
+                   void**);
+} driver;
+
+constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kUsualShared = 48 << 10;
+constexpr unsigned kPortableMapped = 3;  // CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
+
+// What the surroundings provide, as Python callables.
+PyObject* current_device = nullptr;  // () -> index
+PyObject* current_stream = nullptr;  // (index) -> address
+PyObject* workspace = nullptr;       // (index, stream, bytes) -> address
+
+// Kernels report faults in memory of the host that the GPU can write: a place for each launch, as long as there are
+// places. They are read before the next launch, without waiting for anything.
+constexpr size_t kPlaces = 1024;
+volatile int32_t* faults = nullptr;
+unsigned long long faults_on_device = 0;
+size_t launches_made = 0;
+
+bool check(Result result, const char* what) {
+  if (result == 0) return true;
+  const char* text = nullptr;
+  if (driver.error_string != nullptr) driver.error_string(result, &text);
+  PyErr_Format(PyExc_RuntimeError, "%s failed: %s (CUDA error %d)", what, text ? text : "unknown", result);
+  return false;
+}
+
+// A thread that only ever called Python has no context yet.
+bool enter(int device) {
+  Handle context = nullptr;
+  if (!check(driver.get_context(&context), "cuCtxGetCurrent")) return false;
+  if (context != nullptr) return true;
+  int handle = 0;
+  return check(driver.get_device(&handle, device), "cuDeviceGet") &&
+         check(driver.retain_context(&context, handle), "cuDevicePrimaryCtxRetain") &&
+         check(driver.set_context(context), "cuCtxSetCurrent");
+}
+
+PyObject* open_driver(PyObject*, PyObject* args) {
+  const char* path;
+  PyObject *device, *stream, *memory;
+  if (!PyArg_ParseTuple(args, "sOOO", &path, &device, &stream, &memory)) return nullptr;
+  void* library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) return PyErr_Format(PyExc_OSError, "%s", dlerror());
+  struct {
+    const char* name;
+    void* place;
+  } wanted[] = {
+      {"cuInit", &driver.init},
+      {"cuGetErrorString", &driver.error_string},
+      {"cuCtxGetCurrent", &driver.get_context},
+      {"cuCtxSetCurrent", &driver.set_context},
+      {"cuDeviceGet", &driver.get_device},
+      {"cuDevicePrimaryCtxRetain", &driver.retain_context},
+      {"cuModuleLoadData", &driver.load_module},
+      {"cuModuleGetFunction", &driver.get_function},
+      {"cuFuncSetAttribute", &driver.set_attribute},
+      {"cuMemHostAlloc", &driver.host_alloc},
+      {"cuMemHostGetDevicePointer_v2", &driver.device_pointer},
+      {"cuMemsetD8Async", &driver.memset},
+      {"cuLaunchKernel", &driver.launch},
+  };
+  for (const auto& item : wanted) {
+    void* found = dlsym(library, item.name);
+    if (found == nullptr) return PyErr_Format(PyExc_OSError, "%s has no %s", path, item.name);
+    std::memcpy(item.place, &found, sizeof found);
+  }
+  Py_XSETREF(current_device, Py_NewRef(device));
+  Py_XSETREF(current_stream, Py_NewRef(stream));
+  Py_XSETREF(workspace, Py_NewRef(memory));
+  if (faults != nullptr) Py_RETURN_NONE;
+  Owned index(PyObject_CallNoArgs(current_device));
+  if (!index) return nullptr;
+  void* host = nullptr;
+  if (!check(driver.init(0), "cuInit") || !enter(int(PyLong_AsLong(index.get()))) ||
+      !check(driver.host_alloc(&host, kPlaces * sizeof(int32_t), kPortableMapped), "cuMemHostAlloc") ||
+      !check(driver.device_pointer(&faults_on_device, host, 0), "cuMemHostGetDevicePointer")) {
+    return nullptr;
+  }
+  std::memset(host, 0, kPlaces * sizeof(int32_t));
+  faults = static_cast<volatile int32_t*>(host);
+  Py_RETURN_NONE;
+}
+
+// Machine code into the context of a device: the address of its function.
+PyObject* load(PyObject*, PyObject* args) {
+  const char *code, *name;
+  Py_ssize_t length;
+  int shared, device;
+  if (!PyArg_ParseTuple(args, "y#sii", &code, &length, &name, &shared, &device)) return nullptr;
+  Handle module = nullptr, function = nullptr;
+  if (!enter(device) || !check(driver.load_module(&module, code), "cuModuleLoadData") ||
+      !check(driver.get_function(&function, module, name), "cuModuleGetFunction")) {
+    return nullptr;
+  }
+  if (shared > kUsualShared && !check(driver.set_attribute(function, kMaxDynamicShared, shared), "cuFuncSetAttribute"))
+    return nullptr;
+  return PyLong_FromVoidPtr(function);
+}
+
+// ---------------------------------------------------------------------------------------------------- Launch
+
+struct Part {
+  Handle function;
+  unsigned threads, shared;
+  size_t scratch;  // bytes for each program
+};
+
+// What code may assume; see Facts in triton_compile.py.
+struct Facts {
+  int64_t device;
+  bool aligned;
+  uint64_t sizes;
+
+  bool operator==(const Facts& o) const { return device == o.device && aligned == o.aligned && sizes == o.sizes; }
+};
+
+struct Variant {
+  Facts facts;
+  std::vector<Part> parts;
+};
+
+struct Grid {
+  unsigned x, y, z;
+};
+
+struct Kernel {
+  std::vector<std::unique_ptr<Variant>> variants;  // one that stands here does not change
+  // The shape of the last call: how many programs each part has, and the bytes of its workspace.
+  bool shaped = false;
+  std::vector<int64_t> sizes;
+  std::vector<Grid> grids;
+  size_t work = 0;
+  size_t place = 0;  // among the faults
+};
+
+struct Launch {
+  PyObject_HEAD
+  vectorcallfunc call;
+  PyObject* name;
+  PyObject* shape;  // (*sizes) -> (workspace, x, y, z of the first part, ...)
+  PyObject* start;  // (device, aligned, sizes): begin to compile
+  PyObject* make;   // (device, aligned, sizes) -> ((function, warps, shared, scratch), ...)
+  Kernel* kernel;
+};
+
+PyTypeObject* launch_type = nullptr;
+
+// One launch of a call, with its arguments and what was found out about them.
+struct Work {
+  Launch* launch;
+  int64_t* p;
+  size_t pointer_count;
+  int64_t* n;
+  size_t size_count;
+  Facts facts;
+  const Variant* variant;
+  std::vector<Grid> grids;  // a copy: a callback could give the kernel another shape
+  size_t work, scratch;
+};
+
+Facts facts_of(const Work& work, int64_t device) {
+  uint64_t bits = 0, sizes = 0;
+  for (size_t i = 0; i < work.pointer_count; ++i) bits |= static_cast<uint64_t>(work.p[i]);
+  for (size_t i = 0; i < work.size_count && i < 63; ++i) sizes |= uint64_t(work.n[i] % 16 == 0) << i;
+  return {device, bits % 16 == 0, sizes};
+}
+
+const Variant* known(const Kernel& kernel, const Facts& facts) {
+  for (const auto& variant : kernel.variants) {
+    if (variant->facts == facts) return variant.get();
+  }
+  return nullptr;
+}
+
+Owned ask(PyObject* function, const Facts& facts) {
+  return Owned(PyObject_CallFunction(function, "LOK", (long long)facts.device, facts.aligned ? Py_True : Py_False,
+                                     (unsigned long long)facts.sizes));
+}
+
+const Variant* made(Launch* launch, const Facts& facts) {
+  Owned given = ask(launch->make, facts);
+  if (!given) return nullptr;
+  Owned items(PySequence_Tuple(given.get()));
+  if (!items) return nullptr;
+  if (const Variant* other = known(*launch->kernel, facts)) return other;  // another thread was faster
+  auto variant = std::make_unique<Variant>();
+  variant->facts = facts;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.get()); ++i) {
+    Words words;
+    if (!words.read(PyTuple_GET_ITEM(items.get(), i))) return nullptr;
+    if (words.count != 4) {
+      return PyErr_SetString(PyExc_ValueError, "a part is (function, warps, shared, scratch)"), nullptr;
+    }
+    variant->parts.push_back({reinterpret_cast<Handle>(words.data[0]), unsigned(32 * words.data[1]),
+                              unsigned(words.data[2]), size_t(words.data[3])});
+  }
+  launch->kernel->variants.push_back(std::move(variant));
+  return launch->kernel->variants.back().get();
+}
+
+bool shape(Work& work) {
+  Kernel& kernel = *work.launch->kernel;
+  bool same = kernel.shaped && kernel.sizes.size() == work.size_count &&
+              std::equal(kernel.sizes.begin(), kernel.sizes.end(), work.n);
+  if (!same) {
+    Owned sizes(PyTuple_New(Py_ssize_t(work.size_count)));
+    if (!sizes) return false;
+    for (size_t i = 0; i < work.size_count; ++i) {
+      PyObject* number = PyLong_FromLongLong(work.n[i]);
+      if (number == nullptr) return false;
+      PyTuple_SET_ITEM(sizes.get(), Py_ssize_t(i), number);
+    }
+    Owned given(PyObject_Call(work.launch->shape, sizes.get(), nullptr));
+    Words words;
+    if (!given || !words.read(given.get())) return false;
+    if (words.count % 3 != 1) return PyErr_SetString(PyExc_ValueError, "a shape is (bytes, x, y, z, ...)"), false;
+    kernel.grids.clear();
+    for (Py_ssize_t i = 1; i < words.count; i += 3) {
+      kernel.grids.push_back({unsigned(words.data[i]), unsigned(words.data[i + 1]), unsigned(words.data[i + 2])});
+    }
+    kernel.work = size_t(words.data[0]);
+    kernel.sizes.assign(work.n, work.n + work.size_count);
+    kernel.shaped = true;
+  }
+  work.grids = kernel.grids;
+  work.work = (kernel.work + 255) / 256 * 256;
+  work.scratch = 0;
+  const auto& parts = work.variant->parts;
+  if (parts.size() != work.grids.size()) return PyErr_SetString(PyExc_ValueError, "a grid for each part"), false;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Grid& g = work.grids[i];
+    work.scratch = std::max(work.scratch, parts[i].scratch * g.x * g.y * g.z);
+  }
+  return true;
+}
+
+Result start(const Work& work, Handle stream, int64_t memory) {
+  // Triton passes its functions: the arguments as they stand in the text, then two pieces of memory that the compiler
+  // may have asked for (the second for profiling, which nobody turned on). An int32 is the first half of an int64.
+  int64_t space = memory, fault = int64_t(faults_on_device + work.launch->kernel->place * sizeof(int32_t));
+  int64_t scratch = work.scratch ? memory + int64_t(work.work) : 0, profile = 0;
+  std::vector<void*> arguments;
+  arguments.reserve(work.pointer_count + work.size_count + 4);
+  for (size_t i = 0; i < work.pointer_count; ++i) arguments.push_back(work.p + i);
+  for (size_t i = 0; i < work.size_count; ++i) arguments.push_back(work.n + i);
+  if (work.work) arguments.push_back(&space);
+  arguments.insert(arguments.end(), {&fault, &scratch, &profile});
+  if (work.work) {
+    if (Result result = driver.memset(static_cast<unsigned long long>(memory), 0, work.work, stream)) return result;
+  }
+  for (size_t i = 0; i < work.grids.size(); ++i) {
+    const Grid& grid = work.grids[i];
+    const Part& part = work.variant->parts[i];
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) continue;  // no points, nothing to do
+    Result result = driver.launch(part.function, grid.x, grid.y, grid.z, part.threads, 1, 1, part.shared, stream,
+                                  arguments.data(), nullptr);
+    if (result) return result;
+  }
+  return 0;
+}
+
+// What earlier launches left: the fault, and which of these works it was, or -1 for another's.
+bool reported(const std::vector<Work>& works, Py_ssize_t& at, int& fault) {
+  size_t used = std::min(launches_made, kPlaces);
+  for (size_t place = 0; place < used; ++place) {
+    if (faults[place] == 0) continue;
+    fault = faults[place];
+    faults[place] = 0;
+    at = -1;
+    for (size_t i = 0; i < works.size(); ++i) {
+      if (works[i].launch->kernel->place == place) at = Py_ssize_t(i);
+    }
+    return true;
+  }
+  return false;
+}
+
+// Launch all; false with a Python error. A fault that was reported before stops it: at and fault then say which.
+bool execute(std::vector<Work>& works, Py_ssize_t& at, int& fault) {
+  if (faults == nullptr) return PyErr_SetString(PyExc_RuntimeError, "the driver is not open"), false;
+  if (reported(works, at, fault)) return true;
+  Owned index(PyObject_CallNoArgs(current_device));
+  if (!index) return false;
+  Owned queue(PyObject_CallOneArg(current_stream, index.get()));
+  if (!queue) return false;
+  int64_t device = PyLong_AsLongLong(index.get());
+  Handle stream = PyLong_AsVoidPtr(queue.get());
+  if (PyErr_Occurred() || !enter(int(device))) return false;
+
+  for (Work& work : works) {
+    work.facts = facts_of(work, device);
+    work.variant = known(*work.launch->kernel, work.facts);
+    // All that is missing is begun before the first is waited for: they compile side by side.
+    if (work.variant == nullptr && !ask(work.launch->start, work.facts)) return false;
+  }
+  size_t bytes = 0;
+  for (Work& work : works) {
+    if (work.variant == nullptr && (work.variant = made(work.launch, work.facts)) == nullptr) return false;
+    if (!shape(work)) return false;
+    bytes = std::max(bytes, work.work + work.scratch);
+  }
+  int64_t memory = 0;
+  if (bytes) {  // one piece for all: a stream runs them one after the other
+    Owned address(PyObject_CallFunction(workspace, "OOn", index.get(), queue.get(), Py_ssize_t(bytes)));
+    if (!address) return false;
+    memory = PyLong_AsLongLong(address.get());
+    if (memory == -1 && PyErr_Occurred()) return false;
+  }
+  Result result = 0;
+  const Work* failed = nullptr;
+  Py_BEGIN_ALLOW_THREADS
+  for (const Work& work : works) {
+    result = start(work, stream, memory);
+    if (result) {
+      failed = &work;
+      break;
+    }
+  }
+  Py_END_ALLOW_THREADS
+  if (failed == nullptr) return true;
+  return check(result, PyUnicode_AsUTF8(failed->launch->name));
+}
+
+PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  Words pointers, sizes;
+  if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
+  std::vector<Work> works(1);
+  works[0] = {reinterpret_cast<Launch*>(self), pointers.data, size_t(pointers.count), sizes.data,
+              size_t(sizes.count), {}, nullptr, {}, 0, 0};
+  Py_ssize_t at = 0;
+  int fault = 0;
+  if (!execute(works, at, fault)) return nullptr;
+  return PyLong_FromLong(fault);
+}
+
+PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *name, *shape, *start, *make;
+  if (!PyArg_ParseTuple(args, "UOOO", &name, &shape, &start, &make)) return nullptr;
+  Launch* self = PyObject_New(Launch, type);
+  if (self == nullptr) return nullptr;
+  self->call = launch_call;
+  self->name = Py_NewRef(name);
+  self->shape = Py_NewRef(shape);
+  self->start = Py_NewRef(start);
+  self->make = Py_NewRef(make);
+  self->kernel = new Kernel();
+  self->kernel->place = launches_made++ % kPlaces;
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void launch_free(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  Launch* self = reinterpret_cast<Launch*>(object);
+  for (PyObject* owned : {self->name, self->shape, self->start, self->make}) Py_DECREF(owned);
+  delete self->kernel;
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyObject* launch_repr(PyObject* self) {
+  return PyUnicode_FromFormat("<Launch %U>", reinterpret_cast<Launch*>(self)->name);
+}
+
+PyMemberDef launch_members[] = {
+    {"name", T_OBJECT, offsetof(Launch, name), READONLY, nullptr},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Launch, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot launch_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(launch_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(launch_free)},
+    {Py_tp_repr, reinterpret_cast<void*>(launch_repr)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, launch_members},
+    {0, nullptr},
+};
+
+PyType_Spec launch_spec = {"flambeau.CudaLaunch", sizeof(Launch), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, launch_slots};
+
+// ------------------------------------------------------------------------------------------------------ Plan
+
+struct Step {
+  Launch* launch;  // owned
+  Range range;
+};
+
+struct Steps {
+  std::vector<Step> steps;
+  Arguments arguments;
+
+  ~Steps() {
+    for (const Step& step : steps) Py_DECREF(reinterpret_cast<PyObject*>(step.launch));
+  }
+};
+
+struct Plan {
+  PyObject_HEAD
+  vectorcallfunc call;
+  Steps* steps;
+};
+
+PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  Words pointers, sizes;
+  if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
+  const Steps& plan = *reinterpret_cast<Plan*>(self)->steps;
+  if (!plan.arguments.enough(pointers, sizes)) return nullptr;
+  std::vector<int64_t> p(plan.arguments.pointers.size()), n(plan.arguments.sizes.size());
+  std::vector<Work> works(plan.steps.size());
+  for (size_t i = 0; i < works.size(); ++i) {
+    const Step& step = plan.steps[i];
+    int64_t *first_p = p.data() + step.range.first_pointer, *first_n = n.data() + step.range.first_size;
+    plan.arguments.pick(step.range, pointers, sizes, first_p, first_n);
+    works[i] = {step.launch, first_p, step.range.pointer_count, first_n, step.range.size_count, {}, nullptr, {}, 0, 0};
+  }
+  Py_ssize_t at = 0;
+  int fault = 0;
+  if (!execute(works, at, fault)) return nullptr;
+  if (fault == 0) Py_RETURN_NONE;
+  return Py_BuildValue("(ni)", at, fault);
+}
+
+PyObject* plan_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* given;
+  if (!PyArg_ParseTuple(args, "O", &given)) return nullptr;
+  Owned items(PySequence_Tuple(given));
+  if (!items) return nullptr;
+  auto steps = std::make_unique<Steps>();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.get()); ++i) {
+    PyObject *item = PyTuple_GET_ITEM(items.get(), i), *launch, *pointers, *sizes;
+    if (!PyTuple_Check(item)) return PyErr_SetString(PyExc_TypeError, "a step is a tuple"), nullptr;
+    if (!PyArg_ParseTuple(item, "O!OO", launch_type, &launch, &pointers, &sizes)) return nullptr;
+    Range range;
+    if (!steps->arguments.add(pointers, sizes, range)) return nullptr;
+    steps->steps.push_back({reinterpret_cast<Launch*>(Py_NewRef(launch)), range});
+  }
+  Plan* self = PyObject_New(Plan, type);
+  if (self == nullptr) return nullptr;
+  self->call = plan_call;
+  self->steps = steps.release();
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void plan_free(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Plan*>(self)->steps;
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyMemberDef plan_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Plan, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot plan_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(plan_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(plan_free)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, plan_members},
+    {0, nullptr},
+};
+
+PyType_Spec plan_spec = {"flambeau.CudaPlan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+                         plan_slots};
+
+PyMethodDef functions[] = {
+    {"open", open_driver, METH_VARARGS, "open(path of the driver, current_device, current_stream, workspace)"},
+    {"load", load, METH_VARARGS, "load(machine code, name, shared bytes, device) -> address of the function"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "cuda_launcher", nullptr, -1, functions, nullptr, nullptr, nullptr,
+                      nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_cuda_launcher() {
+  launch_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&launch_spec));
+  PyObject* plan_type = PyType_FromSpec(&plan_spec);
+  PyObject* made = PyModule_Create(&module);
+  if (launch_type == nullptr || plan_type == nullptr || made == nullptr) return nullptr;
+  if (PyModule_AddObjectRef(made, "Launch", reinterpret_cast<PyObject*>(launch_type)) < 0) return nullptr;
+  if (PyModule_AddObjectRef(made, "Plan", plan_type) < 0) return nullptr;
+  return made;
+}

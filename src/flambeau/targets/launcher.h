@@ -1,0 +1,127 @@
+// What all launchers share: integers out of Python's lists, and the arguments of a plan's steps.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <vector>
+
+namespace {
+
+struct Release {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
+};
+using Owned = std::unique_ptr<PyObject, Release>;
+
+// The integers of a list or tuple, on the stack where they are few.
+class Words {
+ public:
+  bool read(PyObject* sequence) {
+    if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) {
+      PyErr_Format(PyExc_TypeError, "expected a list or tuple of ints, not %s", Py_TYPE(sequence)->tp_name);
+      return false;
+    }
+    count = PySequence_Fast_GET_SIZE(sequence);
+    if (count > kFew) {
+      many_.reset(new (std::nothrow) int64_t[count]);
+      if (!many_) return PyErr_NoMemory(), false;
+      data = many_.get();
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      // The size is read again each time: __index__ of an item could shorten the list.
+      if (i >= PySequence_Fast_GET_SIZE(sequence)) {
+        PyErr_SetString(PyExc_RuntimeError, "the list changed while it was read");
+        return false;
+      }
+      data[i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(sequence, i));
+      if (data[i] == -1 && PyErr_Occurred()) return false;
+    }
+    return true;
+  }
+
+  Py_ssize_t count = 0;
+  int64_t* data = few_;
+
+ private:
+  static constexpr Py_ssize_t kFew = 48;
+  int64_t few_[kFew];
+  std::unique_ptr<int64_t[]> many_;
+};
+
+bool read_arguments(size_t nargsf, PyObject* names, PyObject* const* args, Words& pointers, Words& sizes) {
+  if (PyVectorcall_NARGS(nargsf) != 2 || names != nullptr) {
+    PyErr_SetString(PyExc_TypeError, "expected two arguments: pointers and sizes");
+    return false;
+  }
+  return pointers.read(args[0]) && sizes.read(args[1]);
+}
+
+// ------------------------------------------------------------------------------------------------- arguments
+
+struct Pointer {
+  int64_t slot, offset;
+};
+
+// One step's part of the table below.
+struct Range {
+  size_t first_pointer, pointer_count, first_size, size_count;
+};
+
+// The arguments of all steps of a plan, one after another: places in the caller's tables.
+struct Arguments {
+  std::vector<Pointer> pointers;
+  std::vector<int64_t> sizes;
+  int64_t pointer_slots = 0, size_slots = 0;  // how long the caller's tables must be
+
+  bool add(PyObject* pairs_given, PyObject* slots_given, Range& range) {
+    Words slots;
+    if (!slots.read(slots_given)) return false;
+    Owned pairs(PySequence_Tuple(pairs_given));
+    if (!pairs) return false;
+    range = {pointers.size(), size_t(PyTuple_GET_SIZE(pairs.get())), sizes.size(), size_t(slots.count)};
+    for (size_t i = 0; i < range.pointer_count; ++i) {
+      Words pair;
+      if (!pair.read(PyTuple_GET_ITEM(pairs.get(), i))) return false;
+      if (pair.count != 2) return PyErr_SetString(PyExc_ValueError, "a pointer is (slot, offset)"), false;
+      if (!check_slot(pair.data[0])) return false;
+      pointers.push_back({pair.data[0], pair.data[1]});
+      pointer_slots = std::max(pointer_slots, pair.data[0] + 1);
+    }
+    for (size_t i = 0; i < range.size_count; ++i) {
+      if (!check_slot(slots.data[i])) return false;
+      sizes.push_back(slots.data[i]);
+      size_slots = std::max(size_slots, slots.data[i] + 1);
+    }
+    return true;
+  }
+
+  bool enough(const Words& given_pointers, const Words& given_sizes) const {
+    if (given_pointers.count >= pointer_slots && given_sizes.count >= size_slots) return true;
+    PyErr_Format(PyExc_ValueError, "the plan needs %lld pointers and %lld sizes, got %zd and %zd",
+                 (long long)pointer_slots, (long long)size_slots, given_pointers.count, given_sizes.count);
+    return false;
+  }
+
+  // A step's arguments out of the caller's tables.
+  void pick(const Range& range, const Words& from_pointers, const Words& from_sizes, int64_t* p, int64_t* n) const {
+    for (size_t i = 0; i < range.pointer_count; ++i) {
+      const Pointer& pointer = pointers[range.first_pointer + i];
+      p[i] = from_pointers.data[pointer.slot] + pointer.offset;
+    }
+    for (size_t i = 0; i < range.size_count; ++i) n[i] = from_sizes.data[sizes[range.first_size + i]];
+  }
+
+ private:
+  static bool check_slot(int64_t slot) {
+    if (slot >= 0) return true;
+    PyErr_Format(PyExc_ValueError, "slot %lld is negative", (long long)slot);
+    return false;
+  }
+};
+
+}  // namespace

@@ -1,0 +1,77 @@
+"""A process that compiles Triton kernels: requests come in as lines of JSON, machine code goes out.
+
+It is run by path, with the device library's folder as its argument, and imports neither torch nor Flambeau: Triton
+alone starts in a third of the time, and no process that compiles holds a GPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import linecache
+import os
+import sys
+import tempfile
+import traceback
+from types import ModuleType
+from typing import Any, TextIO
+
+MODULES: dict[str, ModuleType] = {}
+
+
+def module_of(text: str, name: str) -> ModuleType:
+    """A text as a module. Triton asks for the source of its functions, and finds it where `linecache` has it."""
+    path = f"<{name}>"
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    module = ModuleType(name)
+    module.__file__ = path
+    exec(compile(text, path, "exec"), module.__dict__)
+    return module
+
+
+def compiled(request: dict[str, Any]) -> dict[str, Any]:
+    """The machine code of one function of a text, with what a launch must know of it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    text = request["text"]
+    if text not in MODULES:
+        MODULES[text] = module_of(text, f"kernel{len(MODULES)}")
+    attributes = {(place,): [["tt.divisibility", 16]] for place in request["divisible"]}
+    source = ASTSource(getattr(MODULES[text], request["function"]), request["signature"], {}, attributes)
+    kernel = triton.compile(source, target=GPUTarget("cuda", request["arch"], 32), options=request["options"])
+    found = kernel.metadata
+    return {
+        "name": found.name, "warps": found.num_warps, "shared": found.shared, "scratch": found.global_scratch_size,
+        "code": base64.b64encode(kernel.asm["cubin"]).decode(),
+    }
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Until the other side closes the pipe."""
+    for line in requests:
+        try:
+            answer = compiled(json.loads(line))
+        except Exception:  # of whatever kind: it is the text's, and belongs to whoever asked
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    # The script's own folder is no place to import from: its files are named like other people's modules.
+    sys.path[0] = sys.argv[1]
+    # What compilers print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # Triton's own cache would hold every kernel a second time, in all of its stages.
+    with tempfile.TemporaryDirectory(prefix="flambeau-triton-") as folder:
+        os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1"}
+        import tritonlib  # type: ignore[import-not-found]  # noqa: F401  # before a request has to wait for it
+
+        serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

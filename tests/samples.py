@@ -1,0 +1,15 @@
+"""`samples_agree`: PyTorch's own samples of an operator give on our kernels what they give in eager."""
+
+from __future__ import annotations
+
+import torch
+
+from flambeau.frontends.testing import OPS, check_opinfo
+
+
+def samples_agree(name: str, dtype: torch.dtype = torch.float32, limit: int | None = 4) -> None:
+    """The first `limit` samples, or all; none where eager does not take the dtype. Nothing is left to ATen."""
+    if dtype not in OPS[name].supported_dtypes("cpu"):
+        return
+    report = check_opinfo(name, dtype, limit=limit)
+    assert report.samples and not report.failures and not report.externs, report
