@@ -103,6 +103,10 @@ def _boolean(value: object) -> bool:
     return word in _TRUE
 
 
+def _optional_text(value: object) -> str | None:
+    return None if value is None else _text(value)
+
+
 def _one_of(*words: str) -> Callable[[object], str]:
     def convert(value: object) -> str:
         if value not in words:
@@ -138,6 +142,7 @@ class Config:
     compile_jobs   = Setting("FLAMBEAU_JOBS", _positive, _cpu_count, "how many compilers run at once")
     verify         = Setting("FLAMBEAU_VERIFY", _boolean, False, "check the loop language after every pass")
     numerics       = Setting("FLAMBEAU_NUMERICS", _numerics, "fast", "fast, or eager: bits as eager PyTorch")
+    target         = Setting("FLAMBEAU_TARGET", _optional_text, None, "runs all graphs, in place of their device's own")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
     debug_dir      = Setting("FLAMBEAU_DEBUG_DIR", _optional_path, None, "folder for dumps of every stage")
     # fmt: on

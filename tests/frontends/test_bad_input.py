@@ -22,6 +22,7 @@ from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.frontends import pipeline
 from flambeau.ir.verify import VerificationError
+from flambeau.targets.cpu import CpuTarget
 from frontends.compare import compiled
 
 # ---- data ----------------------------------------------------------------------------------------------
@@ -231,14 +232,14 @@ def test_another_dtype_or_rank_is_compiled_for_itself() -> None:
 
 def test_a_kernel_that_does_not_build_runs_as_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning that says what to report; its operators are called as they are, the others stay compiled."""
-    real = pipeline.render
+    real = CpuTarget.render
 
-    def broken(kernel: Any, name: str) -> KernelSource:
-        source = real(kernel, name)
+    def broken(target: CpuTarget, kernel: Any, name: str) -> KernelSource:
+        source = real(target, kernel, name)
         return KernelSource(source.name, "this is not C++\n" + source.text, source.headers) if "softmax" in str(
             kernel.origins) else source
 
-    monkeypatch.setattr(pipeline, "render", broken)
+    monkeypatch.setattr(CpuTarget, "render", broken)
     f = lambda x, w: ((x @ w).softmax(-1) @ w).exp()  # noqa: E731
     x, w = torch.randn(5, 6), torch.randn(6, 6)
     c = compiled(f)
@@ -252,7 +253,7 @@ def test_a_kernel_that_does_not_build_runs_as_aten(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_kernel_builds_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "render", lambda kernel, name: KernelSource(name, f"#error no {name}\n"))
+    monkeypatch.setattr(CpuTarget, "render", lambda _, kernel, name: KernelSource(name, f"#error no {name}\n"))
     x = torch.randn(5, 6, requires_grad=True)
     c = compiled(lambda x: x.exp().softmax(-1).cumsum(0))
     with pytest.warns(RuntimeWarning, match="did not build"):

@@ -21,8 +21,9 @@ import flambeau
 from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.frontends import graph_cache, graph_key, pipeline
+from flambeau.frontends import graph_cache, graph_key
 from flambeau.frontends.package import Package
+from flambeau.targets.cpu import CpuTarget
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,8 @@ for n in (3, 5, 9):
 results += [seen.tolist()]
 with torch.no_grad():
     results += [torch.compile(lambda x: x.cumsum(0), backend="flambeau")(torch.ones(4)).tolist()]
+for keeper in list(graph_cache.keepers):
+    keeper.join()
 traced = torch._dynamo.utils.counters["aot_autograd"]["total"]
 compiler = "flambeau.frontends.pipeline" in sys.modules
 print(json.dumps([results, dict(graph_cache.stats), traced, compiler]))
@@ -219,15 +222,15 @@ def test_an_entry_that_does_not_load(caplog: pytest.LogCaptureFixture, monkeypat
 
 def test_a_kernel_that_does_not_build_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the backward alone, too, which nobody may have called: a later process could not load the entry."""
-    real = pipeline.render
+    real = CpuTarget.render
 
-    def broken(kernel: Any, name: str) -> KernelSource:
-        source = real(kernel, name)
+    def broken(target: CpuTarget, kernel: Any, name: str) -> KernelSource:
+        source = real(target, kernel, name)
         return KernelSource(name, "#error no\n") if "softmax_backward" in str(kernel.origins) else source
 
     run = compile_and_run(smooth, torch.linspace(-1, 1, 24).view(4, 6).requires_grad_())
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "render", broken)
+        patch.setattr(CpuTarget, "render", broken)
         for _ in range(2):
             assert counted(run) == {"miss": 1, "refused": 1}
             assert not entries()

@@ -31,6 +31,7 @@ class Dialect:
     prefix = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
     quotient = "/"  # of integers that are not negative
     function = "fl::{}"  # how a named operation is called
+    choice = "{} ? {} : {}"  # by a condition that does not change in the loop
     long = "int64_t"
     simd = "#pragma omp simd"
 
@@ -237,7 +238,8 @@ class Writer:
         if e.op == "cast":
             return d.cast(args[0], e.args[0].dtype, e.dtype)
         if e.op == "where":
-            return f"{args[0]} ? {args[1]} : {args[2]}"
+            cond, yes, no = (self.emit(a)[0] for a in e.args)
+            return (d.choice if cond < max(yes, no) else "{} ? {} : {}").format(*args)
         if e.op == "philox":
             return f"({d.long}){d.function.format('philox')}({', '.join(args)}, {e.attr})"
         if e.op == "bitcast":

@@ -30,6 +30,8 @@ class Cpp(Dialect):
         torch.uint8: "uint8_t", torch.uint16: "uint16_t", torch.uint32: "uint32_t", torch.uint64: "uint64_t",
         torch.bool: "bool",
     }
+    # By bits: g++ makes branches of such conditions, and a loop with many of them stays scalar.
+    choice = "fl::choose({}, {}, {})"
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:

@@ -22,6 +22,7 @@ from .nest import NestWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
 BLOCK = 512  # columns that are reduced side by side
+REGISTERS = 512  # bytes of states that stay in registers
 CHUNKS = 64  # parts of a long row
 MANY = 32  # outer points that are enough to keep threads busy
 TILE = 32
@@ -250,6 +251,7 @@ class LoopWriter(NestWriter):
     def vectors(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
         k = self.k
         with self.nest(others, self.parallel(k.outer, self.cost, len(others))):
+            self.prefetch([e for i in items for e in i.exprs], others[-1], v)
             self.vector_loop(v, "0", self.extent(v), items)
 
     def chunked(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
@@ -515,6 +517,8 @@ class LoopWriter(NestWriter):
         assert v is not None and v.extent is not None
         others = tuple(x for x in k.outer if x is not v)
         width = max(1, min(BLOCK, v.extent.const)) if v.extent.is_const else BLOCK
+        if k.bounds is not None:
+            width = self.in_registers(v.extent, width)
         blocks = ceildiv(v.extent, width) * product(x.extent for x in others if x.extent is not None)
         long = self.is_long(blocks)
         if long:
@@ -535,6 +539,14 @@ class LoopWriter(NestWriter):
                 if level == "outer":
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
             self.stages(self.column_stage_chunked if long else self.column_stage, self.column_outer)
+
+    def in_registers(self, columns: Index, width: int) -> int:
+        """The rows of a segment come from anywhere, so a narrow block costs nothing, and its states need not leave the
+        registers: the widest that has room there and divides the columns, if there is one."""
+        state = max(self.dtype_of[n].itemsize for n, level in self.level_of.items() if level == "outer")
+        most = REGISTERS // state
+        fitting = [w for w in range(most // 4, most + 1) if columns.is_const and columns.const % w == 0]
+        return fitting[-1] if width > most and fitting else width
 
     def column_loop(self) -> AbstractContextManager[Scope]:
         assert self.k.vector is not None and self.origin is not None
@@ -578,6 +590,9 @@ class LoopWriter(NestWriter):
             self.deep(k.inner, lambda: self.column_walk(stage, arrays))
         else:
             with self.loop(k.inner[0], self.value(k.bounds[0]), self.value(k.bounds[1])):
+                if self.origin == "0":  # a block is a whole row
+                    assert k.vector is not None
+                    self.prefetch([e for i in stage for e in i.exprs], k.inner[0], k.vector)
                 self.column_walk(stage, arrays)
         self.column_finish(reductions)
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr, rewrite
+from flambeau.ir.expr import Expr, loads, rewrite
 from flambeau.ir.index import Index, Sym, product
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Kernel
 
 from .cfamily import Dialect, Scope, Writer
+from .prefetch import coming
 
 SERIAL = 24576  # element operations below which threads cost more than they bring
 
@@ -35,6 +36,17 @@ class NestWriter(Writer):
 
     def store(self, name: str, address: Index, text: str) -> None:
         self.line(f"{self.short[name]}[{self.index(address)}] = {text};")
+
+    def prefetch(self, exprs: Sequence[Expr], step: Sym, along: Sym) -> None:
+        """Ask for the rows (along a variable) that these will read some steps from now."""
+        for name, address in dict.fromkeys((e.attr[0], e.attr[1][0]) for e in loads(*exprs)):
+            self.prefetch_row(name, address, step, along)
+
+    def prefetch_row(self, name: str, address: Index, step: Sym, along: Sym, write: bool = False) -> None:
+        row = coming(address, self.dtypes[name].itemsize, step, along)
+        if row is not None:
+            place = f"&{self.short[name]}[{self.index(row.address)}]"
+            self.line(f"fl::prefetch<{row.length}, {int(write)}>({place});")
 
     def extent(self, v: Sym) -> str:
         assert v.extent is not None

@@ -99,10 +99,28 @@ FL_INLINE bool signbit(double x) { return bitcast<int64_t>(x) < 0; }
 FL_INLINE bool isfinite(float x) { return __builtin_fabsf(x) < __builtin_inff(); }
 FL_INLINE bool isfinite(double x) { return __builtin_fabs(x) < __builtin_inf(); }
 
+template <int bytes> struct bits_of;
+template <> struct bits_of<1> { using type = uint8_t; };
+template <> struct bits_of<2> { using type = uint16_t; };
+template <> struct bits_of<4> { using type = uint32_t; };
+template <> struct bits_of<8> { using type = uint64_t; };
+// cond ? a : b without a branch.
+template <class T> FL_INLINE T choose(bool cond, T a, T b) {
+  using Bits = typename bits_of<sizeof(T)>::type;
+  const Bits all = Bits(-Bits(cond));
+  return bitcast<T>(Bits((bitcast<Bits>(a) & all) | (bitcast<Bits>(b) & Bits(~all))));
+}
+FL_INLINE bool choose(bool cond, bool a, bool b) { return (cond & a) | (!cond & b); }
+
 // For sizes and indices, whatever integers they are written as.
 FL_INLINE int64_t imin(int64_t a, int64_t b) { return a < b ? a : b; }
 FL_INLINE int64_t imax(int64_t a, int64_t b) { return a > b ? a : b; }
 FL_INLINE int64_t past(int64_t i, int64_t a, int64_t b) { return i >= a && i < b ? b : i; }  // i, or the end of [a, b)
+
+// Ask for a row of so many bytes that will be read, or written, soon. The address need not exist.
+template <int bytes, int write, class T> FL_INLINE void prefetch(const T* row) {
+  for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)row + at, write, 3);
+}
 
 // torch.minimum and torch.maximum: NaN if either is NaN. The first choice is one machine instruction, which
 // answers its last operand where one is NaN; the second looks at b alone, because a is often an accumulator

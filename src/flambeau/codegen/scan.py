@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import cast
+from flambeau.ir.expr import cast, rewrite
 from flambeau.ir.index import ONE, Sym
 from flambeau.ir.program import ScanKernel
 
@@ -40,9 +40,10 @@ class ScanWriter(NestWriter):
     def step(self, slots: list[str]) -> None:
         k = self.k
         self.combine_into(k.combine, slots, [self.value(e) for e in k.exprs])
-        for name, slot, dtype in zip(k.names, slots, k.combine.dtypes, strict=True):
+        running = {c: self.raw(slot, c.dtype) for c, slot in zip(k.combine.left, slots, strict=True)}
+        for name, e in zip(k.names, k.finish, strict=True):
             if name in self.address:
-                kept = cast(self.raw(slot, dtype), self.dtypes[name])  # what is stored may be narrower
+                kept = cast(rewrite(e, lambda x: running.get(x, x)), self.dtypes[name])  # may be narrower
                 self.store(name, self.address[name], self.value(kept))
 
     def rows(self) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float
 from flambeau.ir.expr import Expr, Fold, index_value, masked, walk, where
 from flambeau.ir.index import Dyn, Index, Sym, product
@@ -58,6 +59,9 @@ class Triton(Dialect):
 
 
 TRITON = Triton()
+# What is kept in registers decides most of it: rows of up to `row_elements` are read once.
+CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
+                            serial_scans=False, shared_words=True)
 POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
            .replace("int", "i") for d, t in Triton.types.items()}
 
@@ -86,8 +90,10 @@ class BlockWriter(Writer):
 
     @contextmanager
     def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
+        """`pragma`: options of Triton's own range, where reads of later rounds shall be on their way already."""
         by = "" if step == "1" else f", {step}"
-        with self.scope(f"for {self.sym(var)} in range({lo}, {hi}{by}):", (var,), footer="") as s:
+        what = f"tl.range({lo}, {hi}{by}, {pragma})" if pragma else f"range({lo}, {hi}{by})"
+        with self.scope(f"for {self.sym(var)} in {what}:", (var,), footer="") as s:
             yield s
 
     # ---- shapes ----------------------------------------------------------------------------------------

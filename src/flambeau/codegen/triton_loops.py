@@ -7,23 +7,25 @@ pieces that are joined lane by lane, and once across lanes at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, cast
-from flambeau.ir.index import Index, Sym, as_index, product
+from flambeau.ir.expr import Expr, cast, rewrite, walk
+from flambeau.ir.index import Index, Op, Sym, as_index, product
 from flambeau.ir.program import Item, LoopKernel
 
 from .triton import BlockWriter, Draft, is_wide, power
 
-TILE = 1024  # elements of a program that maps: two 16-byte accesses for each thread of four warps
+THREADS = 128  # of a program that maps: four warps
+TILE = 1024  # its elements, at most: two 16-byte accesses for each thread
 SQUARE = 64  # side of the tile of a transposition
 ROW = 16384  # elements of a row that is held whole
 PIECE = 2048  # elements of a row that goes by in pieces
 COLUMNS = 64  # columns side by side where they are what is contiguous
-GATHERED = 4  # items of a segment read at once
+GATHERED = 8  # items of a segment read at once
+BAGS = 256  # elements of the segments that one program reduces side by side
+STAGES = 4  # pieces of a row on their way at once
 
 
 def write_loops(k: LoopKernel) -> list[Draft]:
@@ -46,6 +48,7 @@ def spans(vars: Sequence[Sym], room: int, must: Sequence[Sym] = ()) -> dict[Sym,
 
 class LoopBlocks(BlockWriter):
     def __init__(self, k: LoopKernel) -> None:
+        k, self.guards = shared_lanes(k)
         exprs = [e for items in k.stages for i in items for e in i.exprs] + list(k.bounds or ())
         super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], (*k.outer, *k.inner)))
         self.k = k
@@ -59,15 +62,21 @@ class LoopBlocks(BlockWriter):
         if not k.inner:
             blocks = self.map_tile()
             grid = self.tile(k.outer, blocks)
+            for v, limit in self.guards.items():
+                axis = self.axes[v]
+                self.masks[axis] = self.fresh("m")
+                self.line(f"{self.masks[axis]} = {self.index(limit[0])} < {self.index(limit[1])}")
             for items in k.stages:
                 self.stage(items, None)
-            return Draft(self, grid, warps_for(self.elements()))
+            return Draft(self, grid, max(1, min(4, self.elements() // 64)))
         length, whole = self.row_length()
         blocks = spans(k.outer, self.rows_abreast(length))
         grid = self.tile(k.outer, blocks, length)
         if k.bounds is not None:
             self.segment(length)
-        elif whole:
+            # A warp for each 512 bytes next to each other: what it reads of all items, it reduces without the others.
+            return Draft(self, grid, max(1, min(4, self.elements() // length // 128)))
+        if whole:
             self.whole_row()
         else:
             self.pieces(length)
@@ -93,7 +102,7 @@ class LoopBlocks(BlockWriter):
             pair = {v: min(SQUARE, power(v.extent.const)) if v.extent is not None and v.extent.is_const else SQUARE
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
-        return spans(k.outer, TILE)
+        return spans(k.outer, THREADS * per_thread(e for items in k.stages for i in items for e in i.exprs))
 
     def row_length(self) -> tuple[int, bool]:
         """Elements of the reduced axis in one tile, and whether that is all of it."""
@@ -109,6 +118,8 @@ class LoopBlocks(BlockWriter):
         return (min(PIECE // COLUMNS, power(self.inner.const)) if self.inner.is_const else PIECE // COLUMNS), False
 
     def rows_abreast(self, length: int) -> int:
+        if self.k.bounds is not None:
+            return BAGS
         if self.k.vector not in self.k.inner:
             return max(COLUMNS, TILE // length)
         return max(1, TILE // length)
@@ -220,7 +231,7 @@ class LoopBlocks(BlockWriter):
                 self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
             taken = self.carries(items)
             first = Sym(f"base{n}", self.inner)
-            with self.loop(first, "0", self.index(self.inner), str(length)) as s:
+            with self.loop(first, "0", self.index(self.inner), str(length), pragma=f"num_stages={STAGES}") as s:
                 s.vars.update(k.inner)
                 self.open_row(self.sym(first), None if exact else self.inner)
                 self.stage(items, taken)
@@ -289,9 +300,53 @@ class LoopBlocks(BlockWriter):
         return axes
 
 
+def per_thread(exprs: Iterable[Expr]) -> int:
+    """Elements of one thread: fewer, the more each of them reads, so that all it holds fits its registers."""
+    reads = 0
+    for e in walk(*exprs):
+        if e.op == "load":
+            reads += 1
+        elif e.op == "fold":
+            steps = 1
+            for _, lo, hi in e.attr.loops:
+                steps *= max(hi.const - lo.const, 1) if lo.is_const and hi.is_const else 1
+            reads += (steps - 1) * sum(x.op == "load" for x in walk(*e.args[len(e.attr.carries):])) \
+                if e.attr.which == 0 else 0
+    return 8 if reads <= 4 else 4 if reads <= 9 else 2 if reads <= 18 else 1
+
+
+def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, tuple[Index, Index]]]:
+    """v // 4 and v % 4 of a variable become two axes of the tile, so that what depends on v // 4 alone is computed
+    once for four lanes. Also what must hold where its size is not a multiple."""
+    if k.inner or k.tile is not None:
+        return k, {}
+    exprs = [e for items in k.stages for i in items for e in i.exprs]
+    for e in walk(*exprs):
+        for a in (a for i in e.own_indices() for a in i.atoms()):
+            if not isinstance(a, Op) or a.kind != "mod" or not a.b.is_const:
+                continue
+            v, n = a.a.atom(), a.b.const
+            if isinstance(v, Sym) and v in k.outer and n & (n - 1) == 0 and n <= 16 \
+                    and v.extent is not None and v.extent.is_const and v.extent.const > n:
+                size = v.extent
+                high, low = Sym(f"{v.name}o", -(-size.const // n)), Sym(f"{v.name}i", n)
+                both = as_index(high) * n + low
+                memo: dict[Expr, Expr] = {}
+
+                def put(e: Expr, mapping: dict[Sym, Index], memo: dict[Expr, Expr] = memo) -> Expr:
+                    return rewrite(e, lambda x: x, mapping, memo)
+
+                at = k.outer.index(v)
+                stages = tuple(tuple(Item(i.names, i.level, tuple(put(e, {v: both}) for e in i.exprs), i.combine)
+                                     for i in items) for items in k.stages)
+                stores = tuple((name, address.subs({v: both})) for name, address in k.stores)
+                new = replace(k, outer=(*k.outer[:at], high, low, *k.outer[at + 1:]), stages=stages, stores=stores,
+                              vector=low if k.vector is v else k.vector)
+                return new, {} if size.const % n == 0 else {low: (both, size)}
+    return k, {}
+
+
 def warps_for(elements: int) -> int:
     """Eight elements a thread, up to sixteen warps."""
     return max(1, min(16, elements // 256))
 
-
-_INT64 = torch.int64

@@ -8,7 +8,7 @@ number from a counter, so that whoever a program waits for is already running.
 
 from __future__ import annotations
 
-from flambeau.ir.expr import Expr, cast
+from flambeau.ir.expr import Expr, cast, rewrite
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.program import ScanKernel
 
@@ -17,8 +17,9 @@ from .triton_loops import spans, warps_for
 
 PIECE = 4096  # elements of a tile
 ROW = 16384  # elements of a row that is scanned in one piece
-COLUMNS = 64  # columns side by side where they are what is contiguous
-PROGRAMS = 1024  # enough to fill a GPU
+COLUMNS = 32  # columns side by side where they are what is contiguous
+PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
+STAGES = 4
 WINDOW = 128  # predecessors that are read at once
 
 
@@ -48,7 +49,7 @@ class ScanBlocks(BlockWriter):
         cut = self.length.const > piece if self.length.is_const else True
         look_back = cut and self.programs(outer, blocks) < PROGRAMS
         if look_back and rows:
-            piece = min(piece, PIECE)
+            piece = min(piece, 2 * PIECE)
             blocks = spans(outer, 1)
         self.blocks = [*blocks.values(), piece]
         self.row = len(blocks)
@@ -107,12 +108,14 @@ class ScanBlocks(BlockWriter):
     def put(self, values: list[str]) -> None:
         k = self.k
         full = frozenset(range(len(self.blocks)))
-        for name, text, e in zip(k.names, values, k.combine.left, strict=True):
+        running = {}
+        for c, text in zip(k.combine.left, values, strict=True):
+            running[c] = Expr("raw", c.dtype, (), self.fresh("x"))
+            self.scopes[-1].known[running[c]] = text
+        for name, e in zip(k.names, k.finish, strict=True):
             if name not in self.addresses:
                 continue
-            raw = Expr("raw", e.dtype, (), self.fresh("x"))
-            self.scopes[-1].known[raw] = text
-            kept = self.value(cast(raw, self.dtypes[name]))  # what is stored may be narrower
+            kept = self.value(cast(rewrite(e, lambda x: running.get(x, x)), self.dtypes[name]))  # may be narrower
             place = f"{self.short[name]} + {self.index(self.addresses[name])}"
             if self.index_axes(self.addresses[name]) != full:
                 place = self.spread(f"({place})", full)
@@ -139,7 +142,7 @@ class ScanBlocks(BlockWriter):
             carry = self.start()
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
-            with self.loop(step, "0", count) as s:
+            with self.loop(step, "0", count, pragma=f"num_stages={STAGES}") as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")
                 scanned = self.piece("first")

@@ -21,12 +21,17 @@ from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.schedule.plan import strided
 
 from . import replay
+from .devices import CPU, flat, movable
+from .elsewhere import Elsewhere
 from .package import Held, as_number
 from .symbols import Host, Symbols
 
 aten = torch.ops.aten
 OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.addmm.default: aten.addmm.out,
              aten.baddbmm.default: aten.baddbmm.out}
+# Their result is what they are given.
+SAME = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default, aten.alias.default,
+        aten.clone.default)
 
 
 @dataclass
@@ -39,18 +44,20 @@ class Captured:
     externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
 
 
-def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = frozenset()) -> Captured:
-    """Lower every node of gm; those named in `exclude` are called as they are."""
+def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = frozenset(),
+            device: torch.device = CPU) -> Captured:
+    """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are."""
     ops_loaded()
     c = Captured(Graph(capabilities=caps), Symbols())
-    _Lowering(gm, c, exclude).run()
+    _Lowering(gm, c, exclude, device).run()
     return c
 
 
 class _Lowering:
-    def __init__(self, gm: fx.GraphModule, c: Captured, exclude: frozenset[str]) -> None:
+    def __init__(self, gm: fx.GraphModule, c: Captured, exclude: frozenset[str], device: torch.device) -> None:
         self.gm, self.c, self.g = gm, c, c.graph
-        self.exclude = exclude
+        self.exclude, self.device = exclude, device
+        self.elsewhere = Elsewhere(device)
         self.env: dict[fx.Node, Any] = {}
         self.composite: list[tuple[torch.SymInt, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
 
@@ -79,6 +86,7 @@ class _Lowering:
         val = n.meta.get("val")
         if isinstance(val, torch.Tensor):
             v = self.add_tensor(val)
+            self.elsewhere.note(v, val)
             self.c.tensors.append(position)
             self.env[n] = v
             for k, size in enumerate(val.shape):
@@ -126,12 +134,16 @@ class _Lowering:
         """A tensor held by the graph itself: small ones become numbers in the text, others a call's result."""
         from flambeau.ir.expr import const
 
-        if t.numel() == 1 and t.dtype in SUPPORTED:
-            x = t.item()
-            with build.building(self.g):
-                return build.pointwise([int(s) for s in t.shape], lambda _: const(x, t.dtype))
+        number = t.item() if t.numel() == 1 and t.dtype in SUPPORTED else None
         with build.building(self.g):
-            return build.extern(Held(t), (), {}, [(t.shape, t.dtype, t.stride())])[0]  # type: ignore[return-value]
+            if number is not None and t.device == self.device:
+                return build.pointwise([int(s) for s in t.shape], lambda _: const(number, t.dtype))
+            held, = build.extern(Held(t), (), {}, [(t.shape, t.dtype, t.stride())])
+        assert held is not None
+        self.elsewhere.note(held, t)
+        if number is not None and movable(t):
+            self.elsewhere.note_number(held, number)
+        return held
 
     def output(self, n: fx.Node) -> None:
         results = n.args[0]
@@ -157,9 +169,11 @@ class _Lowering:
         have = strided(v, b)
         same = have is not None and all(h is w or n is ONE for h, w, n in zip(have[0], want, v.shape, strict=True))
         own = root.op == "placeholder" if v.buffer in self.g.inputs else owners.setdefault(v.buffer, root) is root
-        if same and own:
+        if same and own and not self.elsewhere.is_constant(v):
             return v
         with build.building(self.g, "copy"):
+            if v in self.elsewhere:
+                return self.elsewhere.copied(v, want)
             copy = build.pointwise(v.shape, lambda i: v.load(i))
         # Holes and overlaps too: whoever was captured with these strides will read by them.
         self.g.buffers[copy.buffer].strides = want
@@ -187,6 +201,8 @@ class _Lowering:
             return self.mutate(args[0], args[1])
         if target in (replay.RUN_AND_SAVE, replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
+        if target in SAME and self.elsewhere.is_constant(args[0]):
+            return args[0]  # nobody writes to it, and who returns it makes a copy
         if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
@@ -196,12 +212,12 @@ class _Lowering:
         return self.extern(n, args, kwargs)
 
     def readable(self, args: Any) -> Any:
-        """Numbers that Python computes at the run, as values that a kernel can read."""
+        """Numbers that Python computes at the run, and scalars on the CPU, as values that a kernel can read."""
 
         def value(x: Any) -> Any:
             if not isinstance(x, Host):
-                return x
-            made, = build.extern(as_number, (x,), {}, [((), torch.float64, ())])
+                return self.elsewhere.brought(x)
+            made, = build.extern(as_number, (x, self.device), {}, [((), torch.float64, ())])
             assert made is not None
             return replace(made, number=True)
 
@@ -217,8 +233,10 @@ class _Lowering:
     def lowerable(self, n: fx.Node, target: torch._ops.OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
-        tensors = [a.meta.get("val") for a in n.all_input_nodes] + list(_flat(n.meta.get("val")))
-        return all(supported(t) for t in tensors if isinstance(t, torch.Tensor))
+        given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
+                       for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
+        return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
+            supported(t) and t.device == self.device for t in made)
 
     def settle(self, n: fx.Node, out: Any) -> Any:
         """Check a lowering's results against torch's own metadata and take over the memory order."""
@@ -247,6 +265,11 @@ class _Lowering:
         b = self.g.buffers[dst.buffer]
         if not dst.is_whole(b):
             raise UnsupportedError("copy_ into a part of an input")
+        if dst in self.elsewhere or src in self.elsewhere:
+            if dst.shape != src.shape or dst.dtype is not src.dtype:
+                raise UnsupportedError("copy_ between devices that is a cast or a broadcast as well")
+            self.g.mutations.append((dst.buffer, src))
+            return src
         with build.building(self.g, "copy_"):
             new = build.pointwise(dst.shape, lambda i: _broadcast(src, i), dst.dtype)
         self.g.mutations.append((dst.buffer, new))
@@ -261,7 +284,8 @@ class _Lowering:
         several = isinstance(val, (list, tuple))
         metas = self.metas(target, val if several else [val])
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
-            and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() else None
+            and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
+            and val.device == self.device else None
         made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out)
         self.bind_results(made, val if several else [val])
         if several:
@@ -279,6 +303,7 @@ class _Lowering:
     def bind_results(self, made: Sequence[Value | None], vals: Sequence[Any]) -> None:
         for v, m in zip(made, vals, strict=True):
             if isinstance(m, torch.Tensor) and v is not None:
+                self.elsewhere.note(v, m)
                 for k, size in enumerate(m.shape):
                     self.bind(size, ("size", v.buffer, k))
 
@@ -290,10 +315,11 @@ class _Lowering:
         save = n.target is replay.RUN_AND_SAVE
         state = [u.meta["val"] for u in n.users if save and u.args[1] == 0]
         # The state's size is a symbol of its own, which only the node that takes it out of the tuple shows.
-        before = state[:1] or ([torch.get_rng_state()] if save else [])
+        device = vals[0].device
+        before = state[:1] or ([replay.state(device)] if save else [])
         op = str(n.args[0 if save else 1])
         self.c.externs[op] = self.c.externs.get(op, 0) + 1
-        made = build.extern(replay.run_and_save if save else replay.run_with, tuple(args), dict(kwargs),
+        made = build.extern(replay.run_and_save if save else replay.run_with, (device, *args), dict(kwargs),
                             self.metas(op, [*before, *vals]), True)
         self.bind_results(made, [*before, *vals])
         out = list(made[len(before):]) if several else made[-1]
@@ -339,7 +365,3 @@ def _broadcast(v: Value, i: tuple[Index, ...]) -> Any:
     from flambeau.ops.registry import load_at
 
     return load_at(v, i)
-
-
-def _flat(x: Any) -> list[Any]:
-    return [z for y in x for z in _flat(y)] if isinstance(x, (list, tuple)) else [x]

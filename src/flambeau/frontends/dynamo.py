@@ -15,22 +15,27 @@ from torch._dynamo.backends.common import aot_autograd
 from flambeau.config import config
 from flambeau.errors import OptionError
 
+from .devices import common_device, target_of
 from .graph_cache import GraphCache
+from .graph_key import held
 from .lean import lean_wrappers, without_marks
 
-OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+# Name: what it may be (None: `get_target` knows), and what it does.
+OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
+    "target": (None, "runs the graphs, in place of the target of their device"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
-    out: dict[str, Any] = {"numerics": config.numerics}
+    # Read now: a backward may be compiled later, in a thread where an override does not hold.
+    out: dict[str, Any] = {"numerics": config.numerics, "target": config.target}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
         allowed, _ = OPTIONS[name]
-        if value not in allowed:
+        if allowed is not None and value not in allowed:
             raise OptionError(f"option {name}={value!r} is not one of {allowed}")
         out[name] = value
     if mode not in MODES:
@@ -43,10 +48,16 @@ def flambeau_backend(
     mode: str | None = None, **_: Any
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
-    cache = GraphCache(gm, example_inputs, settings)
+    target = target_of(common_device([*held(gm).values(), *example_inputs]), settings["target"])
+    cache = GraphCache(gm, example_inputs, settings, target)
     without_marks()
     with lean_wrappers(gm, example_inputs):
-        return cache.load() or compile_anew(gm, example_inputs, settings, cache)
+        found = cache.load()
+        if found is not None:
+            return found
+        if target is not None:
+            target.prepare()
+        return compile_anew(gm, example_inputs, settings, cache)
 
 
 def compile_anew(
@@ -59,7 +70,7 @@ def compile_anew(
     from .whole import whole_operators
 
     def compiler() -> Callable[..., Any]:
-        return cache.compiler(lambda graph: compile_graph(graph, settings["numerics"]))
+        return cache.compiler(lambda graph: compile_graph(graph, settings["numerics"], target=settings["target"]))
 
     # One for each: torch writes into that of the backward.
     backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(), inference_compiler=compiler(),

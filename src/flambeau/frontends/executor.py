@@ -10,26 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flambeau.codegen.source import KernelSource
+import torch
+
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Value
 from flambeau.ir.program import Call, Copy, Launch, Program
 from flambeau.schedule.plan import strided
+from flambeau.targets.base import Source
 
 from .package import Package, Step, View, is_operator, operator_path
 from .symbols import Host, python_text
 
 
-def write(p: Program, target: str, kernels: Sequence[KernelSource], sources: dict[Sym, tuple[Any, ...]],
-          positions: list[int], count: int) -> Package:
+def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym, tuple[Any, ...]],
+          positions: list[int], count: int, device: torch.device | None = None) -> Package:
     """The package of a program.
 
     `kernels` are its kernels' texts, `sources` says where its sizes come from, `positions` where its tensors
-    stand among the `count` arguments.
+    stand among the `count` arguments. It runs on `device`, else on the CPU.
     """
     w = Writer(p, sources, positions, count)
     return Package(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
-                   len(w.slots) + 1)
+                   len(w.slots) + 1, device or torch.device("cpu"))
 
 
 class Writer:
@@ -139,12 +141,10 @@ class Writer:
             self.line("P[0] = arena.pointer")
             self.line("views = arena.tensors.get(KEY)")
             self.line("if views is None: views = arena.tensors[KEY] = make_views(arena)")
-        for name in p.seeds:
-            if name in p.buffers:
-                self.line(f"{name} = torch.empty((), dtype=torch.int64).random_()")
+        self.seeds([name for name in p.seeds if name in p.buffers])
         launched = {a for s in p.steps if isinstance(s, Launch) for a in s.args}
         for name, b in p.buffers.items():
-            if b.place in ("input", "seed") and name in launched:
+            if b.place == "input" and name in launched:
                 self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
         self.allocate(launched)
         self.steps(launched)
@@ -153,8 +153,15 @@ class Writer:
         if arena:
             head = self.lines.index("    try:") + 1
             self.lines[head:] = ["    " + x for x in self.lines[head:]]
-            self.lines += ["    finally:", "        POOL.give(TARGET, arena)"]
+            self.lines += ["    finally:", "        POOL.give(arena)"]
         return "def run(args):\n" + "\n".join(self.lines)
+
+    def seeds(self, names: Sequence[str]) -> None:
+        """All drawn at once by torch's generator of the device, 16 bytes apart: kernels may count on that."""
+        if names:
+            self.line(f"seeds = torch.empty(({len(names)}, 2), dtype=torch.int64, device=DEVICE).random_()")
+        for k, name in enumerate(names):
+            self.line(f"P[{self.slot(name)}] = seeds.data_ptr() + {16 * k}")
 
     def bind_sizes(self, ready: set[str]) -> None:
         for s, source in self.symbols.items():

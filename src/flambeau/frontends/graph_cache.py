@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.targets.base import Build, get_target
+from flambeau.targets.base import Build, Target
 from flambeau.targets.cache import DiskCache, shared_cache
 
 from .graph_key import Uncacheable, graph_key, held
@@ -71,14 +71,16 @@ class Stored(OutputCode):
 class GraphCache:
     """The cache, as one graph sees it. Without a key it keeps nothing."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any],
+                 target: Target | None) -> None:
         self.inputs = list(inputs)
         self.held = list(held(gm).values())
         self.key: str | None = None
         self.free: str | None = None  # the place for a new entry
-        if config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches:
+        wanted = config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches
+        if wanted and target is not None:
             try:
-                self.key = graph_key(gm, inputs, settings, get_target("cpu"))
+                self.key = graph_key(gm, inputs, settings, target)
             except Exception as reason:  # Uncacheable, or an input of a kind that nobody thought of
                 self.refuse(reason)
 

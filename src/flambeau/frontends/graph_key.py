@@ -71,7 +71,7 @@ def source_digest() -> str:
 def machine(target: Target) -> str:
     """What the scheduler knows of the target. Sets have another order in every process."""
     facts = vars(target.capabilities()).items()
-    return repr([(name, sorted(map(str, x)) if isinstance(x, frozenset) else x) for name, x in facts])
+    return target.identity() + repr([(name, sorted(map(str, x)) if isinstance(x, frozenset) else x) for name, x in facts])
 
 
 def state() -> tuple[Any, ...]:

@@ -13,18 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from flambeau.codegen.source import KernelSource
 from flambeau.errors import CompileError
 from flambeau.ir.faults import error_of
-from flambeau.targets.base import Build, Launch, Target, get_target
-
-Run: TypeAlias = Callable[[list[Any]], list[Any]]
+from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
 
 @dataclass(frozen=True)
@@ -55,12 +52,13 @@ class Step:
 class Package:
     target: str
     source: str  # def run(args): ...
-    kernels: tuple[KernelSource, ...] = ()
+    kernels: tuple[Source, ...] = ()
     plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out": they do not pickle themselves
     views: tuple[View, ...] = ()
     slots: int = 1  # of the pointer table
+    device: torch.device = torch.device("cpu")
 
     def load(self) -> Run:
         """The run function; kernels come from the cache or are built. CompileError if one does not build."""
@@ -73,7 +71,9 @@ class Package:
 
     def build(self) -> Build | None:
         """Start to build the kernels, in the background."""
-        return get_target(self.target).build(self.kernels) if self.kernels else None
+        target = get_target(self.target)
+        with target.on(self.device):
+            return target.build(self.kernels) if self.kernels else None
 
     def bind(self, kernels: Mapping[str, Launch | CompileError]) -> Run:
         """The run function over kernels that are built."""
@@ -84,12 +84,12 @@ class Package:
             **{name: operator_named(path) for name, path in self.operators.items()},
             **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
                for name, steps in self.plans.items()},
-            "TARGET": target, "PROTO": [0] * self.slots, "KEY": next(_keys),
+            "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
+            "PROTO": [0] * self.slots, "KEY": next(_keys),
             "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
         }
         exec(compile(self.source, "<flambeau program>", "exec"), scope)
-        run: Run = scope["run"]
-        return run
+        return target.guarded(scope["run"], self.device)
 
 
 # ---- operators by name ---------------------------------------------------------------------------------
@@ -127,41 +127,58 @@ class Held:
         return f"constant{list(self.tensor.shape)}"
 
 
-def as_number(x: float) -> torch.Tensor:
+def on_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A scalar of the CPU there. As a number it travels with the launch, and nothing waits."""
+    return torch.full((), t.item(), dtype=t.dtype, device=device)
+
+
+def laid_out(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy with these strides, where the tensor is."""
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def as_number(x: float, device: torch.device) -> torch.Tensor:
     """A number of the run in memory, where kernels can read it."""
-    return torch.tensor(float(x), dtype=torch.float64)
+    return torch.full((), float(x), dtype=torch.float64, device=device)
 
 
 class Arena:
     """One block of memory and the tensors made over it; a run owns it from start to end."""
 
-    __slots__ = ("memory", "pointer", "tensors")
+    __slots__ = ("memory", "place", "pointer", "tensors")
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, place: Hashable) -> None:
         self.memory = memory
+        self.place = place
         self.pointer = memory.data_ptr()
         self.tensors: dict[int, list[torch.Tensor]] = {}
 
 
 class ArenaPool:
-    """Arenas that no run is using. A program takes the largest and grows it if it must."""
+    """Arenas that no run is using, by the queue that orders their use. A program takes the largest and grows it."""
 
     def __init__(self) -> None:
-        self.free: dict[str, list[Arena]] = {}
+        self.free: dict[Hashable, list[Arena]] = {}
         self.lock = threading.Lock()
 
     def take(self, target: Target, nbytes: int) -> Arena:
+        queue = target.queue()
+        if queue is None:
+            return Arena(target.empty(nbytes), None)
+        place = (target.name, queue)
         with self.lock:
-            free = self.free.setdefault(target.name, [])
+            free = self.free.setdefault(place, [])
             if free:
                 a = free.pop()
                 if a.memory.numel() >= nbytes:
                     return a
-        return Arena(target.empty(nbytes))
+        return Arena(target.empty(nbytes), place)
 
-    def give(self, target: Target, a: Arena) -> None:
+    def give(self, a: Arena) -> None:
+        if a.place is None:
+            return
         with self.lock:
-            free = self.free[target.name]
+            free = self.free[a.place]
             free.append(a)
             free.sort(key=lambda x: x.memory.numel())
 
@@ -177,13 +194,12 @@ def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
     """Raise what eager raises for the faults of a kernel. (position in the plan, faults)"""
     at, faults = bad
     error = error_of(faults)
-    error.add_note(f"reported by the kernel of {', '.join(origins[at]) or 'a graph'}")
+    culprit = "a kernel that was launched before" if at < 0 else f"the kernel of {', '.join(origins[at]) or 'a graph'}"
+    error.add_note(f"reported by {culprit}")
     raise error
 
 
 POOL = ArenaPool()
 _keys = itertools.count()
-# Names that every source may use. This form of empty_strided takes half the time of torch's, which parses keywords.
-SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL,
-                         "empty_strided": torch._C._dynamo.guards._empty_strided_cpu,
-                         "check": check_status, "fit": fit}
+# Names that every source may use.
+SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit}

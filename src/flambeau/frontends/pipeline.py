@@ -13,14 +13,14 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from flambeau.codegen.cpp import render
 from flambeau.config import config
-from flambeau.errors import CompileError
+from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.program import Launch, Program
 from flambeau.schedule.plan import schedule
-from flambeau.targets.base import Build, get_target
+from flambeau.targets.base import Build
 
 from .capture import Captured, capture
+from .devices import graph_device, target_of
 from .executor import write
 from .package import Package, Run
 
@@ -38,6 +38,7 @@ class Compiled:
     build: Build | None
     package: Package
     numerics: str
+    target: str | None = None  # asked for; None: that of the graph's device
     seconds: dict[str, float] = field(default_factory=dict)
     run: Run | None = None
     exclude: frozenset[str] = frozenset()
@@ -65,7 +66,7 @@ class Compiled:
         if origins <= self.exclude:
             self.run = interpret(self.gm)
             return self.run
-        self.run = compile_graph(self.gm, self.numerics, self.exclude | origins)
+        self.run = compile_graph(self.gm, self.numerics, self.exclude | origins, self.target)
         return self.run
 
 
@@ -83,12 +84,13 @@ def boxed(c: Compiled) -> Run:
     return run
 
 
-def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset[str] = frozenset()) -> Run:
+def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset[str] = frozenset(),
+                  target: str | None = None) -> Run:
     """A boxed function for a functional ATen graph. What cannot be compiled runs as ATen, with one warning."""
     try:
         # Tensors that the graph holds are real, and are read while AOTAutograd's fake mode is on.
         with LOCK, unset_fake_temporarily():
-            return boxed(_compile(gm, numerics, exclude))
+            return boxed(_compile(gm, numerics, exclude, target or config.target))
     except CompileError:
         raise
     except Exception as e:  # whatever is wrong with the compiler, the model runs
@@ -99,20 +101,24 @@ def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset
         return interpret(gm)
 
 
-def _compile(gm: fx.GraphModule, numerics: str, exclude: frozenset[str]) -> Compiled:
-    target = get_target("cpu")
-    t0 = time.perf_counter()
-    captured = capture(gm, target.capabilities(), exclude)
-    t1 = time.perf_counter()
-    program = schedule(captured.graph, target.capabilities(), numerics, config.verify)
-    t2 = time.perf_counter()
-    texts = [render(k, f"k{i}") for i, k in enumerate(program.kernels)]
-    t3 = time.perf_counter()
-    build = target.build(texts) if texts else None
+def _compile(gm: fx.GraphModule, numerics: str, exclude: frozenset[str], wanted: str | None) -> Compiled:
+    device = graph_device(gm)
+    target = target_of(device, wanted)
+    if target is None:
+        raise UnsupportedError(f"there is no target for tensors on {device}")
+    with target.on(device):
+        t0 = time.perf_counter()
+        captured = capture(gm, target.capabilities(), exclude, device)
+        t1 = time.perf_counter()
+        program = schedule(captured.graph, target.capabilities(), numerics, config.verify)
+        t2 = time.perf_counter()
+        texts = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+        t3 = time.perf_counter()
+        build = target.build(texts) if texts else None
     count = sum(n.op == "placeholder" for n in gm.graph.nodes)
-    package = write(program, target.name, texts, captured.sources, captured.tensors, count)
+    package = write(program, target.name, texts, captured.sources, captured.tensors, count, device)
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
-    made = Compiled(gm, captured, program, texts, build, package, numerics, seconds, exclude=exclude)
+    made = Compiled(gm, captured, program, texts, build, package, numerics, wanted, seconds, exclude=exclude)
     for observe in OBSERVERS:
         observe(made)
     return made

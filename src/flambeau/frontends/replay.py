@@ -18,20 +18,33 @@ RUN_AND_SAVE = torch.ops.higher_order.run_and_save_rng_state
 RUN_WITH = torch.ops.higher_order.run_with_rng_state
 
 
-def run_and_save(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def state(device: torch.device) -> torch.Tensor:
+    """Of the device's generator; the tensor itself is on the CPU."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_state(new: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(new)
+    else:
+        torch.get_device_module(device).set_rng_state(new, device)
+
+
+def run_and_save(device: torch.device, op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """(the state, then the results)."""
-    state = torch.get_rng_state()
-    return (state, *_several(op(*args, **kwargs)))
+    before = state(device)
+    return (before, *_several(op(*args, **kwargs)))
 
 
-def run_with(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def run_with(device: torch.device, before: torch.Tensor, op: Any, *args: Any,
+             **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """The results under that state; the generator goes on as if nothing had been drawn."""
-    now = torch.get_rng_state()
-    torch.set_rng_state(state)
+    now = state(device)
+    set_state(before, device)
     try:
         return _several(op(*args, **kwargs))
     finally:
-        torch.set_rng_state(now)
+        set_state(now, device)
 
 
 def results(n: fx.Node) -> Any:

@@ -103,16 +103,18 @@ def segment(shape: Sequence[IndexLike], axis: int, lo: Callable[[tuple[Index, ..
 
 def scan(shape: Sequence[IndexLike], axis: int, combine: Combine,
          body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]], reverse: bool = False,
-         dtypes: Sequence[DType] | None = None) -> tuple[Value, ...]:
+         dtypes: Sequence[DType] | None = None,
+         finish: Callable[[tuple[Expr, ...]], tuple[Expr, ...]] | None = None) -> tuple[Value, ...]:
     """One value per component of `combine`: body combined along `axis` from the start up to each point.
 
-    The running values have the dtypes of the combine; what is stored of them may be narrower (`dtypes`)."""
+    The running values have the dtypes of the combine; what is stored of them may be narrower (`dtypes`), or what
+    `finish` makes of them."""
     g = graph()
     vars = dim_vars(tuple(as_index(n) for n in shape))
     e = body(as_indices(vars))
     names = tuple(g.add_buffer([as_index(n) for n in shape], d).name for d in dtypes or combine.dtypes)
     return g.add(Scan(names, vars, axis, combine, e if isinstance(e, tuple) else (e,), reverse,
-                      origin=_origin.get()))
+                      combine.left if finish is None else finish(combine.left), origin=_origin.get()))
 
 
 def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],

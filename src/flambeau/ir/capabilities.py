@@ -19,6 +19,10 @@ class Capabilities:
     ordered_scatter: bool = False
     row_elements: int | None = None  # longest row whose values stay in fast memory, whatever their dtype
     programs: int = 1  # independent parts that a reduction of few results is cut into
+    # A scan adds one by one, so that rounding errors pile up; otherwise in trees, where they hardly do.
+    serial_scans: bool = True
+    # Neighbours can share the four words of one draw of random bits.
+    shared_words: bool = False
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
     scatters: frozenset[tuple[str, DType]] | None = None  # (mode, dtype) it can join; None: all
     contractions: frozenset[str] = frozenset()  # contractions with a template of their own; others are Extern

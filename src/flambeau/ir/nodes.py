@@ -175,14 +175,17 @@ class Segment(Reduce):
 
 @dataclass(frozen=True)
 class Scan(Node):
-    """names[k][i] = the k-th component of inputs combined over vars[axis] from the start up to i."""
+    """names[k][i] = finish[k] of inputs combined over vars[axis] from the start up to i.
+
+    `finish` is written over the combine's left components: most often it is just those."""
 
     kind: ClassVar[str] = "scan"
     vars: tuple[Sym, ...]
     axis: int
     combine: Combine
     inputs: tuple[Expr, ...]
-    reverse: bool = False
+    reverse: bool
+    finish: tuple[Expr, ...]
 
     def exprs(self) -> tuple[Expr, ...]:
         return self.inputs

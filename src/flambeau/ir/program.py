@@ -62,6 +62,7 @@ class ScanKernel:
     vector: Sym | None  # an outer variable to vectorise over, or None when the axis is contiguous
     combine: Combine
     exprs: tuple[Expr, ...]
+    finish: tuple[Expr, ...]  # what is stored under each name, over the combine's left components
     names: tuple[str, ...]
     stores: tuple[tuple[str, Index], ...]
     reverse: bool

@@ -9,7 +9,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, const, index_value
-from flambeau.ir.index import Index, IndexLike, as_index
+from flambeau.ir.index import Index, IndexLike, as_index, maximum, minimum
 from flambeau.ir.nodes import Value, as_indices, dim_vars
 
 Place = tuple[Index, ...]
@@ -40,6 +40,11 @@ def unflat(at: Index, sizes: Sequence[Index]) -> Place:
 
 def within(i: Index, size: IndexLike) -> Expr:
     return (index_value(i) >= 0) & (index_value(i) < index_value(as_index(size)))
+
+
+def nearest(i: Index, size: IndexLike) -> Index:
+    """The position, or the nearest one inside: what is masked anyway is read there, without a mask on the read."""
+    return maximum(minimum(i, as_index(size) - 1), 0)
 
 
 def all_of(conditions: Sequence[Expr]) -> Expr:

@@ -26,7 +26,7 @@ from flambeau.ir.scalar import (
     round_to,
     where,
 )
-from flambeau.ops.plane import Bounds, Place, all_of, flat, split, together, unflat, within
+from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, split, together, unflat, within
 from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import Column, column, gather_all
 
@@ -55,7 +55,7 @@ class Axis:
 
     def nearest(self, o: Index, w: IndexLike) -> Index:
         """The place, or for padding the nearest one inside, which belongs to the same window (no dilation)."""
-        return maximum(minimum(self.place(o, w), self.size - 1), 0)
+        return nearest(self.place(o, w), self.size)
 
     def first(self, o: Index) -> Index:
         """The first place of window o that is not padding."""
@@ -194,7 +194,8 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
             def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
                 p = tuple(a.place(k, j) for a, k, j in zip(axes, o, w, strict=True))
                 inside = all_of([within(k, a.size) for a, k in zip(axes, p, strict=True)])
-                return (carry[0] + where(inside, cast(x.load((*lead, *p), inside), dtype), 0),)
+                near = tuple(nearest(k, a.size) for a, k in zip(axes, p, strict=True))
+                return (carry[0] + where(inside, cast(x.load((*lead, *near)), dtype), 0),)
 
             total, = fold_over([(0, a.kernel) for a in axes], (const(0, dtype),), step)
             # Integers are divided towards zero, as in C.
@@ -217,7 +218,8 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                 o = tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True))
                 mine = all_of([within(k, a.out) & a.holds(k, h)
                                for a, k, h in zip(axes, o, here, strict=True)])
-                return (carry[0] + where(mine, shares_.load((*lead, *o), mine), 0),)
+                near = tuple(nearest(k, a.out) for a, k in zip(axes, o, strict=True))
+                return (carry[0] + where(mine, shares_.load((*lead, *near)), 0),)
 
             return fold_over([(0, a.candidates) for a in axes], (const(0, dtype),), step)[0]
 

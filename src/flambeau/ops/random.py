@@ -1,7 +1,8 @@
 """Random numbers: Philox 4x32-10, counted by element: a draw depends on its seed and its place alone.
 
 Every random operator has a seed of its own, drawn anew for each run; an element's linear index is its
-counter and gives it four words of 32 bits. One seed and a number for each operator would do as well, but
+counter and gives it four words of 32 bits. Where four neighbours can share a draw, those that need one word each
+take one of its four. One seed and a number for each operator would do as well, but
 a number in the text of a kernel would give equal layers different kernels.
 """
 
@@ -20,7 +21,7 @@ from flambeau.ir.dtypes import SUPPORTED, DType, highest, is_float, opmath
 from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, contiguous_strides
-from flambeau.ir.scalar import ceil, cos, exp, log, maximum, philox, sqrt, tan
+from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, philox, sqrt, tan
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, pointwise, scalar_at
 
 aten = torch.ops.aten
@@ -37,18 +38,26 @@ def seed() -> Value:
 class Stream:
     """The random bits of one element, as the distributions want them."""
 
-    def __init__(self, seed: Value, place: Index) -> None:
-        self._seed, self._place = seed.load(()), index_value(place)
+    def __init__(self, seed: Value, place: Index, shared: bool) -> None:
+        self._seed, self._place, self._shared = seed.load(()), place, shared
 
     def word(self, k: int) -> Expr:
         """32 bits as an int64."""
-        return philox(self._seed, 0, self._place, k)
+        if not self._shared:
+            return philox(self._seed, 0, index_value(self._place), k)
+        if k:
+            raise ValueError("a shared draw has one word for each element")
+        words = [philox(self._seed, 0, index_value(self._place // 4), n) for n in range(4)]
+        which, out = index_value(self._place % 4), words[3]
+        for n in (2, 1, 0):
+            out = where(eq(which, n), words[n], out)
+        return out
 
     def uniform(self, dtype: DType, pair: int = 0) -> Expr:
         """In [0, 1), a multiple of the dtype's last place below one: no rounding makes it one."""
-        compute, first, second = opmath(dtype), self.word(2 * pair), self.word(2 * pair + 1)
+        compute, first = opmath(dtype), self.word(2 * pair)
         if dtype is torch.float64:
-            return (_small(first, 5, compute) * 2.0**26 + _small(second, 6, compute)) * 2.0**-53
+            return (_small(first, 5, compute) * 2.0**26 + _small(self.word(2 * pair + 1), 6, compute)) * 2.0**-53
         digits = _MANTISSA[dtype]
         return _small(first, 32 - digits, compute) * 2.0**-digits
 
@@ -102,15 +111,17 @@ def _small(word: Expr, shift: int, dtype: DType) -> Expr:
 Body = Callable[[Stream, tuple[Index, ...]], Expr]
 
 
-def draw(shape: Sequence[IndexLike], dtype: DType, body: Body) -> Value:
-    """The value of `shape` whose element i is body(random bits, i)."""
+def draw(shape: Sequence[IndexLike], dtype: DType, body: Body, bits: DType | None = None) -> Value:
+    """The value of `shape` whose element i is body(random bits, i); `bits`: of what precision the one number is that
+    the body draws, if it draws no more than one."""
     if dtype not in SUPPORTED:
         return NotImplemented
     sizes = tuple(as_index(n) for n in shape)
     strides, source = contiguous_strides(sizes), seed()
+    shared = bits is not None and bits is not torch.float64 and build.graph().capabilities.shared_words
 
     def at(i: tuple[Index, ...]) -> Expr:
-        return body(Stream(source, sum((n * s for n, s in zip(i, strides, strict=True)), as_index(0))), i)
+        return body(Stream(source, sum((n * s for n, s in zip(i, strides, strict=True)), as_index(0)), shared), i)
 
     return build.pointwise(sizes, at, dtype)
 
@@ -135,7 +146,7 @@ def without_generator(*ops: Any) -> Callable[[Any], Any]:
 @without_generator(aten.rand)
 def rand(size: Sequence[IndexLike], *, dtype: DType | None = None, **place: Any) -> Value:
     dtype = dtype or torch.get_default_dtype()
-    return draw(size, dtype, lambda r, i: r.uniform(dtype))
+    return draw(size, dtype, lambda r, i: r.uniform(dtype), dtype)
 
 
 @without_generator(aten.rand_like)
@@ -145,13 +156,13 @@ def rand_like(x: Value, *, dtype: DType | None = None, **place: Any) -> Value:
 
 @without_generator(aten.uniform)
 def uniform(x: Value, low: float = 0.0, high: float = 1.0) -> Value:
-    return draw(x.shape, x.dtype, lambda r, i: r.uniform(x.dtype) * (high - low) + low)
+    return draw(x.shape, x.dtype, lambda r, i: r.uniform(x.dtype) * (high - low) + low, x.dtype)
 
 
 @without_generator(prims.uniform)
 def prims_uniform(shape: Sequence[IndexLike], *, low: float, high: float, dtype: DType,
                   **place: Any) -> Value:
-    return draw(shape, dtype, lambda r, i: r.uniform(dtype) * (high - low) + low)
+    return draw(shape, dtype, lambda r, i: r.uniform(dtype) * (high - low) + low, dtype)
 
 
 # ---- normal and what is made of it ---------------------------------------------------------------------
@@ -205,7 +216,7 @@ def log_normal(x: Value, mean: float = 1.0, std: float = 2.0) -> Value:
 
 @without_generator(aten.exponential)
 def exponential(x: Value, lambd: float = 1.0) -> Value:
-    return draw(x.shape, x.dtype, lambda r, i: r.exponential(x.dtype) * (1 / lambd))
+    return draw(x.shape, x.dtype, lambda r, i: r.exponential(x.dtype) * (1 / lambd), x.dtype)
 
 
 @without_generator(aten.cauchy)
@@ -265,7 +276,7 @@ def geometric(x: Value, p: float) -> Value:
     """Trials up to the first success: an exponential number in units of the chance of failure, rounded up."""
     compute = opmath(x.dtype) if is_float(x.dtype) else torch.float64
     rate = -math.log1p(-p) if p < 1 else math.inf
-    return draw(x.shape, x.dtype, lambda r, i: ceil(r.exponential(compute) * (1 / rate)))
+    return draw(x.shape, x.dtype, lambda r, i: ceil(r.exponential(compute) * (1 / rate)), compute)
 
 
 # ---- coins ---------------------------------------------------------------------------------------------
@@ -274,7 +285,7 @@ def geometric(x: Value, p: float) -> Value:
 @without_generator(aten.bernoulli.Tensor)
 def bernoulli_tensor(x: Value, p: Value) -> Value:
     compute = torch.float64 if p.dtype is torch.float64 else torch.float32
-    return draw(x.shape, x.dtype, lambda r, i: r.uniform(compute) < cast(load_at(p, i), compute))
+    return draw(x.shape, x.dtype, lambda r, i: r.uniform(compute) < cast(load_at(p, i), compute), compute)
 
 
 @without_generator(aten.bernoulli.default)
@@ -284,7 +295,7 @@ def bernoulli(p: Value) -> Value:
 
 @without_generator(aten.bernoulli.p)
 def bernoulli_p(x: Value, p: float) -> Value:
-    return draw(x.shape, x.dtype, lambda r, i: r.uniform(torch.float32) < p)
+    return draw(x.shape, x.dtype, lambda r, i: r.uniform(torch.float32) < p, torch.float32)
 
 
 @pointwise
@@ -297,7 +308,7 @@ def native_dropout(x: Value, p: float, train: bool | None = True) -> tuple[Value
     if train is False:
         ones = build.pointwise(x.shape, lambda i: const(True, torch.bool))
         return build.pointwise(x.shape, x.load), ones
-    mask = draw(x.shape, torch.bool, lambda r, i: r.uniform(torch.float32) < 1 - p)
+    mask = draw(x.shape, torch.bool, lambda r, i: r.uniform(torch.float32) < 1 - p, torch.float32)
     return _masked_scale(x, mask, 0.0 if p == 1 else 1 / (1 - p)), mask
 
 

@@ -11,6 +11,7 @@ from flambeau.ir import build
 from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
+from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Value
 from flambeau.ir.scalar import abs_, eq, exp, isnan, log, maximum
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
@@ -19,11 +20,11 @@ aten = torch.ops.aten
 
 
 def running(dtype: DType) -> DType:
-    """The dtype a running value is kept in. A scan adds one by one, so its rounding errors pile up where
-    those of a sum in many lanes do not: float32 runs in float64, as in ATen."""
+    """The dtype a running value is kept in. Where a scan adds one by one, its rounding errors pile up as those of a
+    sum in many lanes do not: there float32 runs in float64, as in ATen."""
     if not is_float(dtype):
         return torch.int64
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
+    return torch.float64 if dtype is torch.float32 and build.graph().capabilities.serial_scans else opmath(dtype)
 
 
 def _cumulated(name: str, x: Value, dim: int, dtype: DType | None) -> Value:
@@ -99,8 +100,14 @@ def _log_sum(dtype: DType) -> Combine:
 def logcumsumexp(x: Value, dim: int) -> Value:
     if not x.rank:
         return x
-    wide = running(x.dtype)
+    wide, axis = running(x.dtype), wrap_dim(dim, x.rank)
+
+    def start(i: tuple[Index, ...]) -> tuple[Expr, ...]:
+        return cast(x.load(i), wide), const(1, wide)
+
+    if not build.graph().capabilities.serial_scans:  # the logarithm is at hand where blocks are scanned
+        return build.scan(x.shape, axis, _log_sum(wide), start, dtypes=(x.dtype,),
+                          finish=lambda c: (cast(c[0] + log(c[1]), x.dtype),))[0]
     stored = opmath(x.dtype)  # m is one of the elements, s at least 1: neither loses anything to speak of
-    m, s = build.scan(x.shape, wrap_dim(dim, x.rank), _log_sum(wide),
-                      lambda i: (cast(x.load(i), wide), const(1, wide)), dtypes=(x.dtype, stored))
+    m, s = build.scan(x.shape, axis, _log_sum(wide), start, dtypes=(x.dtype, stored))
     return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log(s.load(i)), x.dtype)

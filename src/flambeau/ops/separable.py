@@ -13,7 +13,7 @@ from flambeau.ir.expr import Expr
 from flambeau.ir.index import Dyn, Index, Op, as_index
 from flambeau.ir.nodes import Value, as_indices, dim_vars
 from flambeau.ir.scalar import cast, computed, const, fold_over, index_value, ne, where
-from flambeau.ops.plane import Place, within
+from flambeau.ops.plane import Place, nearest, within
 
 
 def table(size: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Expr]:
@@ -73,11 +73,10 @@ def column(size: Index, source: Index, span: Span, weight: Callable[[Index, Inde
 def gather_along(x: Value, dim: int, c: Column) -> Value:
     source = x.shape[dim]
 
-    def share(i: Place, j: Index, w: Expr, there: Expr | None) -> Expr:
-        value = cast(x.load((*i[:dim], j, *i[dim + 1:]), there), c.dtype)
+    def share(i: Place, j: Index, w: Expr, there: Expr) -> Expr:
+        value = cast(x.load((*i[:dim], nearest(j, source), *i[dim + 1:])), c.dtype)
         # A zero weight is no contact: what is infinite beyond reach stays out.
-        touches = ne(w, 0) if there is None else there & ne(w, 0)
-        return where(touches, value * w, 0)
+        return where(there & ne(w, 0), value * w, 0)
 
     def by_table(i: Place) -> Expr:
         assert c.count is not None and c.weights is not None
@@ -92,7 +91,7 @@ def gather_along(x: Value, dim: int, c: Column) -> Value:
     def by_range(i: Place) -> Expr:
         low, high, _ = c.span(i[dim])
         return fold_over([(low, high)], (const(0, c.dtype),), lambda j, carry: (
-            carry[0] + share(i, j[0], c.weight(j[0], i[dim]), None),))[0]
+            carry[0] + share(i, j[0], c.weight(j[0], i[dim]), within(j[0], source)),))[0]
 
     return build.pointwise((*x.shape[:dim], c.size, *x.shape[dim + 1:]), by_range if c.count is None else by_table)
 

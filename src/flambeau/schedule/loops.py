@@ -425,7 +425,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str]) -> ScanKer
     simple, dear = len(n.combine.result) == 1, cost_of(n.combine.result) > 16
     if row and d.outer and _at_least(d.outer[-1], 8) and (simple or dear):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
-    return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.names,
+    return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
                       tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes_of(d),
                       n.origins)
 

@@ -26,6 +26,7 @@ from flambeau.ir.verify import verify
 from . import numerics as policy
 from .fuse import Group, fuse, reads_elsewhere
 from .inline import inline, materialised
+from .layout import settle_layouts
 from .loops import shape_group, shape_scan, shape_scatter
 from .memory import buffers_read, lifetimes, plan_memory, values_in
 from .split import split_reductions
@@ -58,12 +59,6 @@ def may_alias(n: Extern) -> bool:
     """Whether a result can share memory with an argument; without a schema nobody knows."""
     schema = getattr(n.target, "_schema", None)
     return schema is None or any(r.alias_info is not None for r in schema.returns)
-
-
-def settle_layouts(graph: Graph) -> None:
-    for b in graph.buffers.values():
-        if b.strides is None:
-            b.strides = contiguous_strides(b.shape)
 
 
 def make_views_real(graph: Graph) -> None:

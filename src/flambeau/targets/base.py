@@ -12,18 +12,25 @@ without arguments, or by calling `register_target`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from flambeau.codegen.source import KernelSource
+from flambeau.codegen.source import BlockSource, KernelSource
 from flambeau.errors import CompileError, OptionError
 
 if TYPE_CHECKING:
     import torch
 
     from flambeau.ir.capabilities import Capabilities
+    from flambeau.ir.program import Kernel
+
+Source: TypeAlias = KernelSource | BlockSource  # which of them, the target decides
+Run: TypeAlias = Callable[[list[Any]], list[Any]]  # a program's function: it clears the list of its arguments
+
+Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], "torch.dtype"], "torch.Tensor"]
 
 
 class Launch(Protocol):
@@ -41,7 +48,11 @@ Step: TypeAlias = tuple[Launch, Sequence[tuple[int, int]], Sequence[int]]
 
 
 class Plan(Protocol):
-    """Launches in a row, without Python in between; None, or the (step, code) of the first that failed."""
+    """Launches in a row, without Python in between; None, or the (step, code) of the first that failed.
+
+    Where launches are asynchronous, what failed is an earlier one: the same step of an earlier call, or step -1 for
+    another plan's.
+    """
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None: ...
 
@@ -67,8 +78,16 @@ class Target(ABC):
     def capabilities(self) -> Capabilities:
         """What the passes before codegen must know of the machine."""
 
+    def identity(self) -> str:
+        """Which machine it is, as far as programs for it differ and the capabilities do not say."""
+        return self.name
+
     @abstractmethod
-    def build(self, sources: Sequence[KernelSource]) -> Build:
+    def render(self, kernel: Kernel, name: str) -> Source:
+        """The text of a kernel, in the language that `build` takes."""
+
+    @abstractmethod
+    def build(self, sources: Sequence[Source]) -> Build:
         """Start to compile what is not compiled yet. CompileError if there is nothing to compile with."""
 
     @abstractmethod
@@ -77,11 +96,39 @@ class Target(ABC):
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised memory, as a uint8 tensor."""
+        """Uninitialised memory, as a uint8 tensor on the current device."""
+
+    def allocator(self, device: torch.device) -> Allocator:
+        """Makes tensors of a shape, strides and dtype on a device, without contents."""
+        import torch
+
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to start
+        """Kernels will be built soon: whatever takes time to start may start now, in the background."""
+
+    def queue(self) -> Hashable | None:
+        """What kernels of now wait for each other in: one may use the memory of another that was launched before it.
+
+        None: nobody may, ever.
+        """
+        return ()
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Inside, that device is the current one."""
+        return nullcontext()
+
+    def guarded(self, run: Run, device: torch.device) -> Run:
+        """The same function, on that device."""
+        return run
 
 
 _FACTORIES: dict[str, Callable[[], Target]] = {}
-_BUILT_IN = {"cpu": "flambeau.targets.cpu:CpuTarget"}
+_BUILT_IN = {
+    "cpu": "flambeau.targets.cpu:CpuTarget",
+    "cuda": "flambeau.targets.cuda:CudaTarget",
+    "interpreter": "flambeau.targets.interpreter:InterpreterTarget",
+}
 _TARGETS: dict[str, Target] = {}
 
 
@@ -101,6 +148,12 @@ def get_target(name: str) -> Target:
     if name not in _TARGETS:
         _TARGETS[name] = _factory(name)()
     return _TARGETS[name]
+
+
+def target_for(device: torch.device) -> str | None:
+    """The name of the target that runs on a device: that of the device's type, if there is one."""
+    known = device.type in _FACTORIES or device.type in _BUILT_IN or device.type in target_names()
+    return device.type if known else None
 
 
 def _factory(name: str) -> Callable[[], Target]:

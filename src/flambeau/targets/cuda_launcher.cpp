@@ -42,12 +42,12 @@ PyObject* current_device = nullptr;  // () -> index
 PyObject* current_stream = nullptr;  // (index) -> address
 PyObject* workspace = nullptr;       // (index, stream, bytes) -> address
 
-// Kernels report faults in memory of the host that the GPU can write: a place for each launch, as long as there are
-// places. They are read before the next launch, without waiting for anything.
+// Kernels report faults in memory of the host that the GPU can write: a place for each kernel that checks anything, as
+// long as there are places; the first is for all the others. They are read before the next launch, without waiting.
 constexpr size_t kPlaces = 1024;
-volatile int32_t* faults = nullptr;
+int32_t* faults = nullptr;
 unsigned long long faults_on_device = 0;
-size_t launches_made = 0;
+size_t places_given = 0;
 
 bool check(Result result, const char* what) {
   if (result == 0) return true;
@@ -110,7 +110,7 @@ PyObject* open_driver(PyObject*, PyObject* args) {
     return nullptr;
   }
   std::memset(host, 0, kPlaces * sizeof(int32_t));
-  faults = static_cast<volatile int32_t*>(host);
+  faults = static_cast<int32_t*>(host);
   Py_RETURN_NONE;
 }
 
@@ -156,15 +156,21 @@ struct Grid {
   unsigned x, y, z;
 };
 
-struct Kernel {
-  std::vector<std::unique_ptr<Variant>> variants;  // one that stands here does not change
-  // The shape of the last call: how many programs each part has, and the bytes of its workspace.
-  bool shaped = false;
+// How many programs each part has for these sizes, and the bytes of the workspace.
+struct Shape {
   std::vector<int64_t> sizes;
   std::vector<Grid> grids;
-  size_t work = 0;
+  size_t work;
+};
+
+// What stands in these lists does not change.
+struct Kernel {
+  std::vector<std::unique_ptr<Variant>> variants;
+  std::vector<std::shared_ptr<const Shape>> shapes;
   size_t place = 0;  // among the faults
 };
+
+constexpr size_t kShapes = 8;  // of one kernel are remembered
 
 struct Launch {
   PyObject_HEAD
@@ -187,8 +193,8 @@ struct Work {
   size_t size_count;
   Facts facts;
   const Variant* variant;
-  std::vector<Grid> grids;  // a copy: a callback could give the kernel another shape
-  size_t work, scratch;
+  std::shared_ptr<const Shape> shape;
+  size_t scratch;
 };
 
 Facts facts_of(const Work& work, int64_t device) {
@@ -231,58 +237,62 @@ const Variant* made(Launch* launch, const Facts& facts) {
   return launch->kernel->variants.back().get();
 }
 
-bool shape(Work& work) {
+std::shared_ptr<const Shape> shaped(const Work& work) {
   Kernel& kernel = *work.launch->kernel;
-  bool same = kernel.shaped && kernel.sizes.size() == work.size_count &&
-              std::equal(kernel.sizes.begin(), kernel.sizes.end(), work.n);
-  if (!same) {
-    Owned sizes(PyTuple_New(Py_ssize_t(work.size_count)));
-    if (!sizes) return false;
-    for (size_t i = 0; i < work.size_count; ++i) {
-      PyObject* number = PyLong_FromLongLong(work.n[i]);
-      if (number == nullptr) return false;
-      PyTuple_SET_ITEM(sizes.get(), Py_ssize_t(i), number);
+  for (const auto& shape : kernel.shapes) {
+    if (shape->sizes.size() == work.size_count && std::equal(shape->sizes.begin(), shape->sizes.end(), work.n)) {
+      return shape;
     }
-    Owned given(PyObject_Call(work.launch->shape, sizes.get(), nullptr));
-    Words words;
-    if (!given || !words.read(given.get())) return false;
-    if (words.count % 3 != 1) return PyErr_SetString(PyExc_ValueError, "a shape is (bytes, x, y, z, ...)"), false;
-    kernel.grids.clear();
-    for (Py_ssize_t i = 1; i < words.count; i += 3) {
-      kernel.grids.push_back({unsigned(words.data[i]), unsigned(words.data[i + 1]), unsigned(words.data[i + 2])});
-    }
-    kernel.work = size_t(words.data[0]);
-    kernel.sizes.assign(work.n, work.n + work.size_count);
-    kernel.shaped = true;
   }
-  work.grids = kernel.grids;
-  work.work = (kernel.work + 255) / 256 * 256;
-  work.scratch = 0;
-  const auto& parts = work.variant->parts;
-  if (parts.size() != work.grids.size()) return PyErr_SetString(PyExc_ValueError, "a grid for each part"), false;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const Grid& g = work.grids[i];
-    work.scratch = std::max(work.scratch, parts[i].scratch * g.x * g.y * g.z);
+  Owned sizes(PyTuple_New(Py_ssize_t(work.size_count)));
+  if (!sizes) return nullptr;
+  for (size_t i = 0; i < work.size_count; ++i) {
+    PyObject* number = PyLong_FromLongLong(work.n[i]);
+    if (number == nullptr) return nullptr;
+    PyTuple_SET_ITEM(sizes.get(), Py_ssize_t(i), number);
   }
-  return true;
+  Owned given(PyObject_Call(work.launch->shape, sizes.get(), nullptr));
+  Words words;
+  if (!given || !words.read(given.get())) return nullptr;
+  if (size_t(words.count) != 1 + 3 * work.variant->parts.size()) {
+    return PyErr_SetString(PyExc_ValueError, "a shape is (bytes, x, y, z of each part)"), nullptr;
+  }
+  auto shape = std::make_shared<Shape>();
+  shape->sizes.assign(work.n, work.n + work.size_count);
+  shape->work = (size_t(words.data[0]) + 255) / 256 * 256;
+  for (Py_ssize_t i = 1; i < words.count; i += 3) {
+    shape->grids.push_back({unsigned(words.data[i]), unsigned(words.data[i + 1]), unsigned(words.data[i + 2])});
+  }
+  if (kernel.shapes.size() == kShapes) kernel.shapes.clear();
+  kernel.shapes.push_back(shape);
+  return shape;
 }
 
-Result start(const Work& work, Handle stream, int64_t memory) {
+// Bytes that the compiler asked for beside the workspace: the parts run one after the other and share them.
+size_t scratch_of(const Work& work) {
+  size_t most = 0;
+  for (size_t i = 0; i < work.shape->grids.size(); ++i) {
+    const Grid& g = work.shape->grids[i];
+    most = std::max(most, work.variant->parts[i].scratch * g.x * g.y * g.z);
+  }
+  return most;
+}
+
+Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>& arguments) {
   // Triton passes its functions: the arguments as they stand in the text, then two pieces of memory that the compiler
   // may have asked for (the second for profiling, which nobody turned on). An int32 is the first half of an int64.
   int64_t space = memory, fault = int64_t(faults_on_device + work.launch->kernel->place * sizeof(int32_t));
-  int64_t scratch = work.scratch ? memory + int64_t(work.work) : 0, profile = 0;
-  std::vector<void*> arguments;
-  arguments.reserve(work.pointer_count + work.size_count + 4);
+  int64_t scratch = work.scratch ? memory + int64_t(work.shape->work) : 0, profile = 0;
+  arguments.clear();
   for (size_t i = 0; i < work.pointer_count; ++i) arguments.push_back(work.p + i);
   for (size_t i = 0; i < work.size_count; ++i) arguments.push_back(work.n + i);
-  if (work.work) arguments.push_back(&space);
+  if (work.shape->work) arguments.push_back(&space);
   arguments.insert(arguments.end(), {&fault, &scratch, &profile});
-  if (work.work) {
-    if (Result result = driver.memset(static_cast<unsigned long long>(memory), 0, work.work, stream)) return result;
+  if (work.shape->work) {
+    if (Result result = driver.memset(static_cast<unsigned long long>(memory), 0, work.shape->work, stream)) return result;
   }
-  for (size_t i = 0; i < work.grids.size(); ++i) {
-    const Grid& grid = work.grids[i];
+  for (size_t i = 0; i < work.shape->grids.size(); ++i) {
+    const Grid& grid = work.shape->grids[i];
     const Part& part = work.variant->parts[i];
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) continue;  // no points, nothing to do
     Result result = driver.launch(part.function, grid.x, grid.y, grid.z, part.threads, 1, 1, part.shared, stream,
@@ -294,8 +304,11 @@ Result start(const Work& work, Handle stream, int64_t memory) {
 
 // What earlier launches left: the fault, and which of these works it was, or -1 for another's.
 bool reported(const std::vector<Work>& works, Py_ssize_t& at, int& fault) {
-  size_t used = std::min(launches_made, kPlaces);
-  for (size_t place = 0; place < used; ++place) {
+  size_t used = std::min(places_given + 1, kPlaces);
+  int32_t any = 0;
+  asm volatile("" ::: "memory");  // the GPU writes there, unseen by the compiler
+  for (size_t place = 0; place < used; ++place) any |= faults[place];
+  for (size_t place = 0; any != 0 && place < used; ++place) {
     if (faults[place] == 0) continue;
     fault = faults[place];
     faults[place] = 0;
@@ -329,8 +342,9 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int& fault) {
   size_t bytes = 0;
   for (Work& work : works) {
     if (work.variant == nullptr && (work.variant = made(work.launch, work.facts)) == nullptr) return false;
-    if (!shape(work)) return false;
-    bytes = std::max(bytes, work.work + work.scratch);
+    if ((work.shape = shaped(work)) == nullptr) return false;
+    work.scratch = scratch_of(work);
+    bytes = std::max(bytes, work.shape->work + work.scratch);
   }
   int64_t memory = 0;
   if (bytes) {  // one piece for all: a stream runs them one after the other
@@ -341,9 +355,10 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int& fault) {
   }
   Result result = 0;
   const Work* failed = nullptr;
+  std::vector<void*> arguments;
   Py_BEGIN_ALLOW_THREADS
   for (const Work& work : works) {
-    result = start(work, stream, memory);
+    result = start(work, stream, memory, arguments);
     if (result) {
       failed = &work;
       break;
@@ -359,7 +374,7 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
   std::vector<Work> works(1);
   works[0] = {reinterpret_cast<Launch*>(self), pointers.data, size_t(pointers.count), sizes.data,
-              size_t(sizes.count), {}, nullptr, {}, 0, 0};
+              size_t(sizes.count), {}, nullptr, nullptr, 0};
   Py_ssize_t at = 0;
   int fault = 0;
   if (!execute(works, at, fault)) return nullptr;
@@ -368,7 +383,8 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
 
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *name, *shape, *start, *make;
-  if (!PyArg_ParseTuple(args, "UOOO", &name, &shape, &start, &make)) return nullptr;
+  int checks;
+  if (!PyArg_ParseTuple(args, "UOOOp", &name, &shape, &start, &make, &checks)) return nullptr;
   Launch* self = PyObject_New(Launch, type);
   if (self == nullptr) return nullptr;
   self->call = launch_call;
@@ -377,7 +393,7 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   self->start = Py_NewRef(start);
   self->make = Py_NewRef(make);
   self->kernel = new Kernel();
-  self->kernel->place = launches_made++ % kPlaces;
+  if (checks) self->kernel->place = 1 + places_given++ % (kPlaces - 1);
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -445,7 +461,7 @@ PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
     const Step& step = plan.steps[i];
     int64_t *first_p = p.data() + step.range.first_pointer, *first_n = n.data() + step.range.first_size;
     plan.arguments.pick(step.range, pointers, sizes, first_p, first_n);
-    works[i] = {step.launch, first_p, step.range.pointer_count, first_n, step.range.size_count, {}, nullptr, {}, 0, 0};
+    works[i] = {step.launch, first_p, step.range.pointer_count, first_n, step.range.size_count, {}, nullptr, nullptr, 0};
   }
   Py_ssize_t at = 0;
   int fault = 0;

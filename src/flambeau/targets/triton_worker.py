@@ -68,7 +68,7 @@ def main() -> None:
     # Triton's own cache would hold every kernel a second time, in all of its stages.
     with tempfile.TemporaryDirectory(prefix="flambeau-triton-") as folder:
         os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1"}
-        import tritonlib  # type: ignore[import-not-found]  # noqa: F401  # before a request has to wait for it
+        import tritonlib  # noqa: F401  # before a request has to wait for it
 
         serve(sys.stdin, answers)
 

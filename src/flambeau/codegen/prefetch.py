@@ -1,0 +1,52 @@
+"""Rows at places that data decide are asked for some steps before their turn.
+
+A processor cannot guess where the next row of a table lies, but the index that says so can be read ahead of time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flambeau.ir.expr import Expr, rewrite
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, minimum
+
+AHEAD = 4096  # bytes of rows that are on their way at a time
+FARTHEST = 16  # steps
+LONGEST = 1024  # bytes of a row: of a longer one the processor has its lines fetched by itself
+SMALL = 1 << 20  # bytes of a table that the caches hold anyway
+
+
+@dataclass(frozen=True)
+class Coming:
+    """The row of a buffer that a later step will touch: where it begins, and its length in bytes."""
+
+    address: Index
+    length: int
+
+
+def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
+    """Of an access in a loop over `step` around one over `along`: the row some steps from now, or None where to ask
+    for it brings nothing."""
+    if address.coefficient(along) is not ONE or along.extent is None or not along.extent.is_const:
+        return None
+    length = along.extent.const * itemsize
+    if length > LONGEST or not any(_is_far(mono, coef * itemsize, step) for mono, coef in address.terms):
+        return None
+    assert step.extent is not None
+    steps = max(1, min(FARTHEST, AHEAD // length))
+    later = {step: minimum(as_index(step) + steps, step.extent - 1), along: ZERO}
+    start = rewrite(Expr("index", torch.int64, (), address), _trusting, later)
+    return Coming(start.attr, length) if start.op == "index" else None
+
+
+def _is_far(mono: tuple[object, ...], stride: int, step: Sym) -> bool:
+    """Whether this term of an address is a computed index that jumps about in a large table with every step."""
+    dyns = [a for a in mono if isinstance(a, Dyn) and step in a.symbols()]
+    return any(a.hi is None or (a.hi + 1) * abs(stride) >= SMALL for a in dyns)
+
+
+def _trusting(e: Expr) -> Expr:
+    """What is only asked for needs no check: nothing happens if it does not exist."""
+    return e.args[0] if e.op in ("check", "require") else e

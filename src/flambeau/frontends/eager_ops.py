@@ -1,0 +1,181 @@
+"""Which eager operators can be replaced, by group, and the forms in which each is called.
+
+A group is what a target knows: `Target.wins` says from how many elements its kernels of a group beat those of
+torch. An operator is named here by its functional form; how its out= and in-place forms come from that one is read
+off their schemas, in `forms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from flambeau.errors import OptionError
+from flambeau.ops import LOWERINGS, ops_loaded
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators for which one size tells whether a kernel of ours is the better one."""
+
+    why: str  # what torch's own kernels leave on the table
+    operators: tuple[str, ...]
+    measured: tuple[str, ...] = ()  # the arguments whose largest decides; none: all of them
+    random: bool = False
+
+
+def _both(*names: str) -> tuple[str, ...]:
+    """Operators and their gradients."""
+    return tuple(f"{name}{end}" for name in names for end in ("", "_backward"))
+
+
+_PLANES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+           "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+           "upsample_trilinear3d", "upsample_bicubic2d")
+
+GROUPS: dict[str, Group] = {
+    "cumulative": Group(
+        "one element after another along the dimension; across rows every step is a new cache line",
+        ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")),
+    "max pooling": Group(
+        "one window at a time; gradients by way of atomics or on one thread for each plane",
+        _both("max_pool2d_with_indices", "max_pool3d_with_indices")),
+    "average pooling": Group(
+        "every window adds up on its own, and gradients are spread into memory that was cleared before",
+        _both("avg_pool2d", "avg_pool3d")),
+    "adaptive pooling": Group(
+        "windows with divided bounds, which are computed for each element",
+        _both("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d")),
+    "unpooling": Group("two passes: zeros, then single writes", ("max_unpool2d", "max_unpool3d")),
+    "resizing": Group("weights and places are computed again for each element", _both(*_PLANES)),
+    "grid sampling": Group("gradients by way of atomics", _both("grid_sampler_2d")),
+    "volume sampling": Group("corners one by one, without vectors; gradients by way of atomics", _both("grid_sampler_3d")),
+    "embedding gradient": Group(
+        "rows one by one into a table that was cleared before", ("embedding_dense_backward",), ("indices",)),
+    "embedding bags": Group(
+        "maxima one element at a time", ("_embedding_bag", "_embedding_bag_forward_only"), ("indices",)),
+    "embedding bag gradients": Group(
+        "sorted, counted and spread in several passes",
+        ("_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), ("indices",)),
+    "writes by row": Group(
+        "row by row, or sorted first", ("index_add", "_index_put_impl"), ("source", "values")),
+    "writes by element": Group("element by element", ("scatter_add", "scatter_reduce"), ("index",)),
+    "reads by element": Group("addresses are computed anew for every element", ("gather",), ("index",)),
+    "softmax": Group(
+        "several passes over rows that do not fit a block; across rows without vectors",
+        ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")),
+    "layer norm": Group("statistics and result in two passes", _both("native_layer_norm")),
+    "dropout": Group("mask, cast and product are passes of their own", _both("native_dropout")),
+    "draws": Group("one number after another from a sequential generator", ("exponential", "bernoulli"), random=True),
+    "statistics": Group(
+        "running moments in double precision, one element at a time; arguments of extrema without vectors",
+        ("var", "std", "var_mean", "std_mean", "logsumexp", "max", "min", "argmax", "argmin")),
+    "activations": Group(
+        "exponentials and logarithms by scalar calls, or by slower polynomials",
+        _both("mish", "elu", "silu", "gelu", "softplus")),
+    "light activations": Group("nothing: bound by memory, as ours are", _both("hardswish") + ("relu", "threshold_backward")),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One operator as it is called: it returns its results, or writes them into arguments."""
+
+    op: torch._ops.OpOverload
+    functional: torch._ops.OpOverload  # what it computes
+    group: str
+    written: tuple[int, ...]  # positions of the arguments that take the results, in their order
+
+    @property
+    def name(self) -> str:
+        """As torch.ops has it, the overload left out if it is the default."""
+        return str(self.op).removesuffix(".default")
+
+    @property
+    def operator(self) -> str:
+        return base(self.functional)
+
+    @property
+    def inputs(self) -> list[int]:
+        """Positions of the functional form's arguments among those of this one."""
+        return [k for k, a in enumerate(self.op._schema.arguments) if not a.is_out]
+
+    def measured(self) -> int:
+        """The arguments whose size counts, as bits."""
+        names = GROUPS[self.group].measured
+        arguments = self.op._schema.arguments
+        chosen = [k for k, a in enumerate(arguments) if a.name in names]
+        return sum(1 << k for k in chosen or range(len(arguments)))
+
+
+def base(op: torch._ops.OpOverload) -> str:
+    return op._schema.name.partition("::")[2]
+
+
+@cache
+def all_forms() -> tuple[Form, ...]:
+    """Every form of every operator of the groups that has a lowering."""
+    ops_loaded()
+    return tuple(form for name, group in GROUPS.items() for op in group.operators for form in forms(op, name))
+
+
+def forms(operator: str, group: str) -> Iterator[Form]:
+    functional = [op for op in overloads(operator) if op in LOWERINGS]
+    takes = {tuple((a.name, str(a.type)) for a in op._schema.arguments): op for op in functional}
+    for op in (*overloads(operator), *overloads(f"{operator}_")):
+        schema = op._schema
+        given = tuple((a.name, str(a.type)) for a in schema.arguments if not a.is_out)
+        if given not in takes or not all(str(r.type) == "Tensor" for r in schema.returns):
+            continue
+        written = tuple(k for k, a in enumerate(schema.arguments) if a.is_write)
+        if not written or len(written) == len(takes[given]._schema.returns):
+            yield Form(op, takes[given], group, written)
+
+
+def overloads(operator: str) -> list[torch._ops.OpOverload]:
+    packet = getattr(aten, operator, None)
+    return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+
+
+def wanted(wins: Mapping[str, int], only: Any, exclude: Any, default: int) -> dict[Form, int]:
+    """The forms to replace, with the number of elements from which: those of `wins`, or what `only` names."""
+    chosen, left = names(only), names(exclude)
+    thresholds = wins if chosen is None else {name: wins.get(name, default) for name in GROUPS}
+    left = left or set()
+    return {form: thresholds[form.group] for form in all_forms()
+            if form.group in thresholds and not {form.group, form.operator} & left
+            and (chosen is None or {form.group, form.operator} & chosen)}
+
+
+def names(given: str | Iterable[str] | None) -> set[str] | None:
+    """Groups and operators, as the user may write them: "cumsum", "aten.cumsum", "aten::cumsum_"."""
+    if given is None:
+        return None
+    asked = {given} if isinstance(given, str) else set(given)
+    operators = {form.operator for form in all_forms()}
+    found = {name: _known(name, operators) for name in asked}
+    if unknown := sorted(name for name, known in found.items() if known is None):
+        raise OptionError(f"no operator that can be replaced is called {', '.join(unknown)}",
+                          hint=f"the groups are {', '.join(GROUPS)}; flambeau.accelerated() lists operators")
+    return {known for known in found.values() if known is not None}
+
+
+def _known(name: str, operators: set[str]) -> str | None:
+    if name in GROUPS:
+        return name
+    short = name.removeprefix("aten.").removeprefix("aten::").partition(".")[0]
+    return next((x for x in (short, short.removesuffix("_")) if x in operators), None)
+
+
+def cpp_names(forms: Sequence[Form]) -> tuple[list[str], list[str]]:
+    """(headers, types) of ATen in which C++ finds the signatures."""
+    headers = sorted({f"ATen/ops/{form.operator}_ops.h" for form in forms})
+    types = [f"at::_ops::{base(form.op)}" + ("" if form.op._overloadname == "default" else f"_{form.op._overloadname}")
+             for form in forms]
+    return headers, types

@@ -1,0 +1,694 @@
+// Gates before ATen operators: a call goes on to the kernel that was there, or to one of ours.
+//
+// A gate stands in the dispatch table at a backend's key, in the operator's own C++ signature: a call below the
+// operator's threshold costs a look at its sizes and a counter, some ten nanoseconds, and no Python. Larger calls are
+// looked up by what a kernel depends on (dtypes, sizes, strides, scalars). What is found there says whose turn it is;
+// Python is entered to ask for a kernel that is not there yet, and to run one that is.
+//
+// Gates are never freed: a call may stand in one while another thread takes it out of the dispatch table.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/List.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+// OPERATOR HEADERS
+
+// Of libtorch_python; its own headers would more than double the time to compile this file.
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+namespace torch {
+PyObject* getTHPDtype(at::ScalarType type);
+}
+
+struct Peek;
+// The kernel that an operator has now: the dispatcher shows it to this class only.
+template <>
+class c10::TypedOperatorHandle<Peek> {
+ public:
+  static const KernelFunction& kernel(const OperatorHandle& op, DispatchKey key) {
+    return op.operatorDef_->op.lookup(DispatchKeySet(key));
+  }
+};
+
+namespace {
+
+using at::Tensor;
+
+// ------------------------------------------------------------------------------------------------- the states
+
+enum Turn : int {
+  kOriginal,  // ours is not built, not for this call, or slower
+  kOurs,
+  kTrial,  // both in turns, timed
+};
+
+constexpr int kTrials = 4;  // calls of each
+
+// Which of the two is faster, by the best of some calls. On a device that runs behind its host, by its own clock.
+struct Trial {
+  std::mutex lock;
+  int calls = 0, running = -1;
+  double best[2] = {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::infinity()};
+  int timed[2] = {0, 0};
+  std::optional<c10::Event> from, to;
+  std::vector<int64_t> layout;  // of the original's results
+};
+
+struct Entry {
+  std::vector<int64_t> key;
+  std::atomic<int> turn{kOriginal};
+  std::atomic<int> seen{0};
+  PyObject* run = nullptr;  // takes the list of the call's tensors, returns that of the results
+  Trial trial;
+};
+
+constexpr size_t kSlots = 512;  // a power of two; when most are taken, new calls are the original's
+
+struct State {
+  c10::OperatorHandle op;
+  c10::DispatchKey dispatch_key;
+  c10::DeviceType device;
+  c10::KernelFunction original;
+  std::optional<c10::RegistrationHandleRAII> registration;
+
+  int64_t threshold = 0;
+  uint64_t measured = ~uint64_t(0);  // arguments whose elements count
+  int patience = 1;  // calls of one kind before a kernel is asked for
+  bool random = false;
+  PyObject* ask = nullptr;  // (slot, arguments): answers through `resolve`, now or later
+  PyObject* capturing = nullptr;  // whether a stream is being recorded; null: never
+
+  std::atomic<int64_t> ours{0}, originals{0};
+  // Entries appear under the GIL and stay; they are found without it.
+  std::atomic<Entry*> slots[kSlots] = {};
+  size_t taken = 0;
+
+  State(c10::OperatorHandle handle, c10::DispatchKey key, c10::DeviceType type)
+      : op(handle), dispatch_key(key), device(type) {}
+};
+
+// ----------------------------------------------------------------------------------------------------- Python
+
+struct Gil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+
+struct Dropped {
+  void operator()(PyObject* object) const { Py_XDECREF(object); }
+};
+using Owned = std::unique_ptr<PyObject, Dropped>;
+
+// What our Python does with tensors is not the user's: no subclass and no mode looks at it.
+struct Private {
+  at::impl::TorchFunctionDisabledState before = at::impl::PythonTorchFunctionTLS::get_disabled_state();
+  at::AutoDispatchBelowADInplaceOrView below;
+  Private() {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~Private() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
+};
+
+PyObject* none() { return Py_NewRef(Py_None); }
+
+PyObject* python(const Tensor& t) { return t.defined() ? THPVariable_Wrap(t) : none(); }
+PyObject* python(bool x) { return PyBool_FromLong(x); }
+PyObject* python(int64_t x) { return PyLong_FromLongLong(x); }
+PyObject* python(double x) { return PyFloat_FromDouble(x); }
+PyObject* python(const c10::SymInt& x) { return python(x.expect_int()); }
+PyObject* python(c10::string_view x) { return PyUnicode_FromStringAndSize(x.data(), Py_ssize_t(x.size())); }
+PyObject* python(at::ScalarType x) { return Py_NewRef(torch::getTHPDtype(x)); }
+PyObject* python(const at::Generator&) { return none(); }
+PyObject* python(const at::Scalar& x) {
+  if (x.isBoolean()) return python(x.toBool());
+  return x.isIntegral(false) ? python(x.toLong()) : python(x.toDouble());
+}
+
+template <class T>
+PyObject* python(c10::ArrayRef<T> x);
+template <class T>
+PyObject* python(const std::optional<T>& x) {
+  return x.has_value() ? python(*x) : none();
+}
+
+template <class T>
+PyObject* sequence(const T& items) {
+  PyObject* made = PyList_New(Py_ssize_t(items.size()));
+  Py_ssize_t at = 0;
+  for (const auto& item : items) PyList_SET_ITEM(made, at++, python(item));
+  return made;
+}
+
+template <class T>
+PyObject* python(c10::ArrayRef<T> x) {
+  return sequence(x);
+}
+template <class T>
+PyObject* python(const c10::OptionalArrayRef<T>& x) { return x.has_value() ? sequence(*x) : none(); }
+template <size_t N>
+PyObject* python(const std::array<bool, N>& x) { return sequence(x); }
+
+PyObject* python(const c10::List<std::optional<Tensor>>& x) {
+  PyObject* made = PyList_New(Py_ssize_t(x.size()));
+  for (size_t i = 0; i < x.size(); ++i) PyList_SET_ITEM(made, Py_ssize_t(i), python(x.get(i)));
+  return made;
+}
+
+// ---------------------------------------------------------------------------------------- what a call looks like
+
+int64_t elements(const Tensor& t) { return t.defined() ? t.numel() : 0; }
+int64_t elements(const std::optional<Tensor>& t) { return t.has_value() ? elements(*t) : 0; }
+template <class T>
+int64_t elements(const T&) { return 0; }
+
+// A call as words that decide which kernel serves it, and its tensors.
+struct Call {
+  static constexpr size_t kWords = 160;
+  c10::DeviceType device;
+  c10::DeviceIndex index = -1;
+  bool plain = true;  // nothing in it that only the original knows how to treat
+  size_t count = 0;
+  int64_t words[kWords];
+  std::vector<Tensor> tensors;
+  std::vector<Tensor*> written;
+
+  explicit Call(c10::DeviceType type) : device(type) {}
+
+  void word(int64_t x) {
+    if (count == kWords) plain = false;
+    else words[count++] = x;
+  }
+
+  void look(const Tensor& t) {
+    if (!t.defined()) return word(-1);
+    static const c10::DispatchKeySet special({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                              c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python,
+                                              c10::DispatchKey::Functionalize});
+    auto* impl = t.unsafeGetTensorImpl();
+    if (impl->layout() != c10::kStrided || impl->key_set().has_any(special) || t.device().type() != device ||
+        impl->has_symbolic_sizes_strides() || !t.has_storage() || c10::isQIntType(t.scalar_type())) {
+      plain = false;
+      return;
+    }
+    if (index != -1 && index != t.device().index()) plain = false;
+    index = t.device().index();
+    word(int64_t(t.scalar_type()) | t.dim() << 8 | int64_t(index) << 32);
+    for (int64_t n : t.sizes()) word(n);
+    for (int64_t n : t.strides()) word(n);
+    tensors.push_back(t);
+  }
+
+  void look(const std::optional<Tensor>& t) { t.has_value() ? look(*t) : word(-1); }
+  void look(bool x) { word(x); }
+  void look(int64_t x) { word(x); }
+  void look(double x) {
+    int64_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    word(bits);
+  }
+  void look(const c10::SymInt& x) {
+    if (auto known = x.maybe_as_int()) word(*known);
+    else plain = false;
+  }
+  void look(c10::string_view x) { word(int64_t(std::hash<std::string_view>()(std::string_view(x.data(), x.size())))); }
+  void look(at::ScalarType x) { word(int64_t(x)); }
+  void look(const at::Generator& g) {
+    if (g.defined()) plain = false;  // ours draw from the default one
+  }
+  void look(const at::Scalar& x) {
+    if (x.isSymbolic() || x.isComplex()) plain = false;
+    else if (x.isFloatingPoint()) word(1), look(x.toDouble());
+    else word(x.isBoolean() ? 2 : 3), look(x.isBoolean() ? int64_t(x.toBool()) : x.toLong());
+  }
+  template <class T>
+  void look(c10::ArrayRef<T> x) {
+    each(x);
+  }
+  template <class T>
+  void look(const std::optional<T>& x) {
+    word(x.has_value());
+    if (x.has_value()) look(*x);
+  }
+  template <class T>
+  void each(const T& items) {
+    word(int64_t(items.size()));
+    for (const auto& item : items) look(item);
+  }
+  template <class T>
+  void look(const c10::OptionalArrayRef<T>& x) {
+    word(x.has_value());
+    if (x.has_value()) each(*x);
+  }
+  template <size_t N>
+  void look(const std::array<bool, N>& x) { each(x); }
+  void look(const c10::List<std::optional<Tensor>>& x) {
+    word(int64_t(x.size()));
+    for (size_t i = 0; i < x.size(); ++i) look(x.get(i));
+  }
+
+  // An argument: a reference that is not const is one that the operator writes.
+  template <class T>
+  void argument(T& x) {
+    if constexpr (std::is_same_v<T, Tensor>) written.push_back(&x);
+    look(x);
+  }
+
+  // Kernels are made for arguments in memory of their own, those that are read may share it.
+  bool overlaps() const {
+    for (Tensor* w : written) {
+      size_t shared = 0;
+      for (const Tensor& t : tensors) shared += t.storage().is_alias_of(w->storage());
+      if (shared > 1) return true;
+    }
+    return false;
+  }
+
+  size_t hash() const {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < count; ++i) h = (h ^ uint64_t(words[i])) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
+    return size_t(h);
+  }
+
+  bool is(const Entry& e) const {
+    return e.key.size() == count && std::memcmp(e.key.data(), words, count * sizeof(int64_t)) == 0;
+  }
+};
+
+// -------------------------------------------------------------------------------------------------- the results
+
+void describe(const Tensor& t, std::vector<int64_t>& out) {
+  if (!t.defined()) return;
+  out.push_back(int64_t(t.scalar_type()));
+  out.insert(out.end(), t.sizes().begin(), t.sizes().end());
+  out.insert(out.end(), t.strides().begin(), t.strides().end());
+}
+
+template <class T>
+struct Results;
+
+template <>
+struct Results<Tensor> {
+  static Tensor of(std::vector<Tensor>& made, const Call&) { return std::move(made.at(0)); }
+  static void layout(const Tensor& t, std::vector<int64_t>& out) { describe(t, out); }
+};
+
+template <>
+struct Results<Tensor&> {
+  static Tensor& of(std::vector<Tensor>&, const Call& call) { return *call.written.at(0); }
+  static void layout(const Tensor&, std::vector<int64_t>&) {}
+};
+
+template <class... T>
+struct Results<std::tuple<T...>> {
+  template <size_t... I>
+  static std::tuple<T...> pick(std::vector<Tensor>& made, const Call& call, std::index_sequence<I...>) {
+    if constexpr ((std::is_reference_v<T> || ...)) return std::tuple<T...>(*call.written.at(I)...);
+    else return std::tuple<T...>(std::move(made.at(I))...);
+  }
+  static std::tuple<T...> of(std::vector<Tensor>& made, const Call& call) {
+    return pick(made, call, std::index_sequence_for<T...>());
+  }
+  static void layout(const std::tuple<T...>& all, std::vector<int64_t>& out) {
+    if constexpr (!(std::is_reference_v<T> || ...))
+      std::apply([&](const auto&... t) { (describe(t, out), ...); }, all);
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ the decisions
+
+bool is_capturing(State& s) {
+  if (s.capturing == nullptr) return false;
+  Gil gil;
+  Owned answer(PyObject_CallNoArgs(s.capturing));
+  bool yes = answer == nullptr || PyObject_IsTrue(answer.get()) != 0;
+  PyErr_Clear();
+  return yes;
+}
+
+Entry* find(State& s, const Call& call, size_t& slot) {
+  for (slot = call.hash() % kSlots;; slot = (slot + 1) % kSlots) {
+    Entry* e = s.slots[slot].load(std::memory_order_acquire);
+    if (e == nullptr || call.is(*e)) return e;
+  }
+}
+
+// The entry of a call; null when there is no room for it.
+Entry* entry(State& s, const Call& call, size_t& slot) {
+  if (Entry* e = find(s, call, slot)) return e;
+  Gil gil;
+  if (Entry* e = find(s, call, slot)) return e;
+  if (s.taken >= kSlots * 3 / 4) return nullptr;
+  auto* e = new Entry;
+  e->key.assign(call.words, call.words + call.count);
+  ++s.taken;
+  s.slots[slot].store(e, std::memory_order_release);
+  return e;
+}
+
+template <class... Args>
+void ask(State& s, size_t slot, const Args&... args) {
+  Gil gil;
+  Private guard;
+  if (s.ask == nullptr) return;
+  Owned given(PyTuple_New(sizeof...(args)));
+  Py_ssize_t at = 0;
+  (PyTuple_SET_ITEM(given.get(), at++, python(args)), ...);
+  Owned number(PyLong_FromSize_t(slot));
+  Owned answer(PyObject_CallFunctionObjArgs(s.ask, number.get(), given.get(), nullptr));
+  if (answer == nullptr) PyErr_WriteUnraisable(s.ask);
+}
+
+// The results of our kernel, or what Python said against it.
+bool run(Entry& e, const Call& call, std::vector<Tensor>& out, std::string& error) {
+  c10::OptionalDeviceGuard device;
+  if (call.device != c10::kCPU) device.reset_device(c10::Device(call.device, call.index));
+  Gil gil;
+  Private guard;
+  PyObject* list = PyList_New(Py_ssize_t(call.tensors.size()));
+  for (size_t i = 0; i < call.tensors.size(); ++i)
+    PyList_SET_ITEM(list, Py_ssize_t(i), THPVariable_Wrap(call.tensors[i]));
+  Owned given(list);
+  Owned made(PyObject_CallOneArg(e.run, given.get()));
+  if (made != nullptr) {
+    out.reserve(size_t(PyList_GET_SIZE(made.get())));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(made.get()); ++i) {
+      PyObject* item = PyList_GET_ITEM(made.get(), i);
+      if (item == Py_None) {
+        out.emplace_back();
+        continue;
+      }
+      Owned address(PyObject_GetAttrString(item, "_cdata"));
+      auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
+      out.emplace_back(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+    }
+    return true;
+  }
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  Owned held_type(type), held(value), held_trace(trace);
+  if (PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // it is the caller's
+  Owned text(PyObject_Str(value));
+  const char* said = text == nullptr ? nullptr : PyUnicode_AsUTF8(text.get());
+  error = said == nullptr ? "a kernel failed" : said;
+  PyErr_Clear();
+  return false;
+}
+
+// One timed call of a trial, and the verdict once there are enough.
+class Turns {
+ public:
+  Turns(State& s, Entry& e, const Call& call) : entry_(e) {
+    if (e.turn.load(std::memory_order_acquire) != kTrial) return;
+    behind_ = s.device != c10::kCPU;
+    if (behind_ && is_capturing(s)) return;
+    Trial& trial = e.trial;
+    std::lock_guard<std::mutex> hold(trial.lock);
+    if (trial.running >= 0) {
+      if (!behind_ || !trial.to.has_value() || !trial.to->query()) return;  // another thread's, or still to come
+      settle(trial.from->elapsedTime(*trial.to));
+      trial.to.reset();
+      if (e.turn.load() != kTrial) return;
+    }
+    which_ = trial.calls++ % 2;
+    trial.running = which_;
+    if (behind_) {
+      c10::impl::VirtualGuardImpl guard(s.device);
+      stream_ = guard.getStream(c10::Device(s.device, call.index));
+      trial.from.emplace(s.device, c10::EventFlag::BACKEND_DEFAULT);
+      trial.from->record(*stream_);
+    } else {
+      from_ = std::chrono::steady_clock::now();
+    }
+  }
+
+  bool ours() const {
+    return which_ == 1 || (which_ < 0 && entry_.turn.load(std::memory_order_acquire) == kOurs);
+  }
+
+  // `layout` is that of the results, which must not depend on whose they are.
+  void done(const std::vector<int64_t>& layout) {
+    if (which_ < 0) return;
+    Trial& trial = entry_.trial;
+    std::lock_guard<std::mutex> hold(trial.lock);
+    if (which_ == 0) trial.layout = layout;
+    else if (layout != trial.layout) entry_.turn.store(kOriginal, std::memory_order_release);
+    if (behind_) {
+      trial.to.emplace(entry_.trial.from->device_type(), c10::EventFlag::BACKEND_DEFAULT);
+      trial.to->record(*stream_);
+    } else {
+      settle(std::chrono::duration<double>(std::chrono::steady_clock::now() - from_).count());
+    }
+    which_ = -1;
+  }
+
+  ~Turns() {
+    if (which_ < 0) return;  // else the call failed: its time says nothing
+    std::lock_guard<std::mutex> hold(entry_.trial.lock);
+    entry_.trial.running = -1;
+  }
+
+ private:
+  void settle(double time) {
+    Trial& trial = entry_.trial;
+    int which = trial.running;
+    trial.running = -1;
+    trial.best[which] = std::min(trial.best[which], time);
+    ++trial.timed[which];
+    if (trial.timed[0] < kTrials || trial.timed[1] < kTrials) return;
+    int expected = kTrial;
+    entry_.turn.compare_exchange_strong(expected, trial.best[1] < trial.best[0] ? kOurs : kOriginal);
+  }
+
+  Entry& entry_;
+  int which_ = -1;
+  bool behind_ = false;
+  std::optional<c10::Stream> stream_;
+  std::chrono::steady_clock::time_point from_;
+};
+
+// ------------------------------------------------------------------------------------------------------ the gate
+
+template <class Schema>
+struct Gate;
+
+template <class Ret, class... Args>
+struct Gate<Ret(Args...)> final : c10::OperatorKernel {
+  explicit Gate(State* state) : s(*state) {}
+
+  Ret operator()(c10::DispatchKeySet keys, Args... args) {
+    uint64_t measured = s.measured;
+    int64_t most = 0;
+    ((most = std::max(most, measured & 1 ? elements(args) : 0), measured >>= 1), ...);
+    if (C10_LIKELY(most < s.threshold)) return original(keys, args...);
+    return large(keys, args...);
+  }
+
+ private:
+  C10_ALWAYS_INLINE Ret original(c10::DispatchKeySet keys, Args&... args) {
+    s.originals.fetch_add(1, std::memory_order_relaxed);
+    return s.original.template call<Ret, Args...>(s.op, keys, std::forward<Args>(args)...);
+  }
+
+  C10_NOINLINE Ret large(c10::DispatchKeySet keys, Args&... args) {
+    Call call(s.device);
+    (call.argument(args), ...);
+    size_t slot = 0;
+    if (!call.plain || call.index < -1 || call.overlaps() || at::globalContext().deterministicAlgorithms() ||
+        at::in_parallel_region() || (s.random && is_capturing(s)))
+      return original(keys, args...);
+    Entry* e = entry(s, call, slot);
+    if (e == nullptr) return original(keys, args...);
+    if (e->seen.load(std::memory_order_relaxed) < s.patience && !is_capturing(s) &&
+        e->seen.fetch_add(1) + 1 == s.patience)
+      ask(s, slot, args...);
+    if (e->turn.load(std::memory_order_acquire) == kOriginal) return original(keys, args...);
+
+    Turns turns(s, *e, call);
+    std::vector<int64_t> layout;
+    if (!turns.ours()) {
+      if constexpr (std::is_reference_v<Ret>) {
+        Ret result = original(keys, args...);
+        turns.done(layout);
+        return result;
+      } else {
+        Ret result = original(keys, args...);
+        Results<Ret>::layout(result, layout);
+        turns.done(layout);
+        return result;
+      }
+    }
+    std::vector<Tensor> made;
+    std::string error;
+    if (run(*e, call, made, error)) {
+      s.ours.fetch_add(1, std::memory_order_relaxed);
+      for (const Tensor& t : made) describe(t, layout);
+      turns.done(layout);
+      return Results<Ret>::of(made, call);
+    }
+    if (call.written.empty()) return original(keys, args...);  // it raises what its users know, or is right
+    original(keys, args...);
+    TORCH_CHECK(false, error);  // what was to be changed has been, in part, by ours
+  }
+
+  State& s;
+};
+
+// --------------------------------------------------------------------------------------------------- the module
+
+struct Row {
+  const char* name;
+  const char* overload;
+  c10::KernelFunction (*make)(State*);
+};
+
+template <class Op>
+Row row() {
+  return {Op::name, Op::overload_name, [](State* state) {
+            using Kernel = Gate<typename Op::schema>;
+            return c10::KernelFunction::makeFromUnboxedFunctor<false, Kernel>(std::make_unique<Kernel>(state));
+          }};
+}
+
+const Row kRows[] = {
+// OPERATOR ROWS
+};
+
+std::vector<std::unique_ptr<State>>& states() {
+  static auto* all = new std::vector<std::unique_ptr<State>>;
+  return *all;
+}
+
+template <class Fn>
+PyObject* guarded(Fn&& body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+State* state_at(Py_ssize_t at) {
+  if (at >= 0 && size_t(at) < states().size()) return states()[size_t(at)].get();
+  PyErr_SetString(PyExc_IndexError, "no such gate");
+  return nullptr;
+}
+
+// make(name, overload, dispatch key, device) -> number of the gate
+PyObject* make(PyObject*, PyObject* args) {
+  const char *name, *overload, *key, *device;
+  if (!PyArg_ParseTuple(args, "ssss", &name, &overload, &key, &device)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    states().push_back(std::make_unique<State>(op, c10::parseDispatchKey(key), c10::Device(device).type()));
+    return PyLong_FromSize_t(states().size() - 1);
+  });
+}
+
+// open(gate, threshold, measured arguments, patience, random, ask, capturing or None)
+PyObject* open(PyObject*, PyObject* args) {
+  Py_ssize_t at;
+  long long threshold;
+  unsigned long long measured;
+  int patience, random;
+  PyObject *ask, *capturing;
+  if (!PyArg_ParseTuple(args, "nLKipOO", &at, &threshold, &measured, &patience, &random, &ask, &capturing))
+    return nullptr;
+  State* s = state_at(at);
+  if (s == nullptr) return nullptr;
+  s->threshold = threshold;
+  s->measured = measured;
+  s->patience = patience;
+  s->random = random != 0;
+  Py_XSETREF(s->ask, Py_NewRef(ask));
+  Py_XSETREF(s->capturing, capturing == Py_None ? nullptr : Py_NewRef(capturing));
+  if (s->registration.has_value()) Py_RETURN_NONE;
+  return guarded([&]() -> PyObject* {
+    const auto& name = s->op.operator_name();
+    for (const Row& row : kRows) {
+      if (name.name != row.name || name.overload_name != row.overload) continue;
+      s->original = c10::TypedOperatorHandle<Peek>::kernel(s->op, s->dispatch_key);
+      // The dispatcher warns of every second kernel for one key, which is what this is for.
+      c10::WarningUtils::set_warnAlways(c10::WarningUtils::get_warnAlways());
+      s->registration.emplace(c10::Dispatcher::singleton().registerImpl(
+          name, s->dispatch_key, row.make(s), std::nullopt, nullptr, "flambeau gate"));
+      Py_RETURN_NONE;
+    }
+    PyErr_Format(PyExc_LookupError, "no gate for %s.%s was compiled", name.name.c_str(), name.overload_name.c_str());
+    return nullptr;
+  });
+}
+
+PyObject* close(PyObject*, PyObject* number) {
+  State* s = state_at(PyLong_AsSsize_t(number));
+  if (s == nullptr) return nullptr;
+  return guarded([&]() -> PyObject* {
+    s->registration.reset();
+    Py_RETURN_NONE;
+  });
+}
+
+// resolve(gate, slot, run or None, trial): what the calls of that slot get from now on
+PyObject* resolve(PyObject*, PyObject* args) {
+  Py_ssize_t at, slot;
+  PyObject* run;
+  int trial;
+  if (!PyArg_ParseTuple(args, "nnOp", &at, &slot, &run, &trial)) return nullptr;
+  State* s = state_at(at);
+  if (s == nullptr) return nullptr;
+  Entry* e = slot >= 0 && size_t(slot) < kSlots ? s->slots[slot].load() : nullptr;
+  if (e == nullptr) return PyErr_SetString(PyExc_IndexError, "no such slot"), nullptr;
+  if (run != Py_None) {
+    if (e->run == nullptr) e->run = Py_NewRef(run);  // once: a call may be inside the one that is there
+    e->turn.store(trial ? kTrial : kOurs, std::memory_order_release);
+  }
+  Py_RETURN_NONE;
+}
+
+// usage(gate) -> (calls of ours, calls of the original, [(turn, best of the original, best of ours)])
+PyObject* usage(PyObject*, PyObject* number) {
+  State* s = state_at(PyLong_AsSsize_t(number));
+  if (s == nullptr) return nullptr;
+  Owned kinds(PyList_New(0));
+  for (const auto& slot : s->slots) {
+    Entry* e = slot.load(std::memory_order_acquire);
+    if (e == nullptr || e->run == nullptr) continue;
+    std::lock_guard<std::mutex> hold(e->trial.lock);
+    Owned item(Py_BuildValue("(idd)", e->turn.load(), e->trial.best[0], e->trial.best[1]));
+    if (item == nullptr || PyList_Append(kinds.get(), item.get()) < 0) return nullptr;
+  }
+  return Py_BuildValue("(LLN)", (long long)s->ours.load(), (long long)s->originals.load(), kinds.release());
+}
+
+PyMethodDef methods[] = {
+    {"make", make, METH_VARARGS, nullptr},       {"open", open, METH_VARARGS, nullptr},
+    {"close", close, METH_O, nullptr},           {"resolve", resolve, METH_VARARGS, nullptr},
+    {"usage", usage, METH_O, nullptr},           {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "gate", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_gate() { return PyModule_Create(&module); }

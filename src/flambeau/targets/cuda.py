@@ -1,0 +1,282 @@
+"""NVIDIA GPUs: kernels in Triton, compiled in worker processes, started through the CUDA driver.
+
+Each kernel exists in variants that differ in what they assume of their arguments (`Facts`); every call checks which
+one it may use. The usual one, with aligned pointers, is compiled in the background; others when a call needs them.
+
+Launches are asynchronous, and so are errors: a kernel that finds something wrong with its data (an index out of range)
+says so in memory of the host, and the next launch on any device, which reads it there without waiting, raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flambeau.codegen.source import BlockSource
+from flambeau.config import config
+from flambeau.errors import CompileError
+from flambeau.targets.base import Allocator, Build, Launch, Plan, Run, Source, Step, Target
+from flambeau.targets.cache import shared_cache
+from flambeau.targets.launch import build_extension, stored_extension
+from flambeau.targets.toolchain import find_toolchain
+from flambeau.targets.triton_compile import Code, Facts, TritonCompiler
+
+if TYPE_CHECKING:
+    import torch
+
+    from flambeau.ir.capabilities import Capabilities
+    from flambeau.ir.program import Kernel
+
+_EXTENSION = "cuda_launcher"
+_DRIVER = "libcuda.so.1"
+_GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
+
+_Codes = tuple["Future[Code | CompileError]", ...]
+
+
+class CudaTarget(Target):
+    """`arch` and `driver` are those of the machine, unless a test says otherwise."""
+
+    name = "cuda"
+
+    def __init__(self, arch: int | None = None, driver: str = _DRIVER) -> None:
+        self._arch = arch
+        self._driver = driver
+        self._compiler = TritonCompiler()
+        self._extension: Future[ModuleType] | None = None
+        self._open: ModuleType | None = None
+        self._lock = threading.Lock()
+        self._workspaces: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._functions: dict[tuple[int, str, bytes], int] = {}
+
+    # ---- what it is ------------------------------------------------------------------------------------
+
+    def capabilities(self) -> Capabilities:
+        from flambeau.codegen.triton import CAPABILITIES
+
+        return replace(CAPABILITIES, name=self.name)
+
+    def identity(self) -> str:
+        return f"{self.name} {self.arch(self.current_device())}"
+
+    def arch(self, device: int) -> int:
+        """Compute capability times ten."""
+        return self._arch or _capability(device)
+
+    def current_device(self) -> int:
+        import torch
+
+        return torch.cuda.current_device()
+
+    def current_stream(self, device: int) -> int:
+        import torch
+
+        return torch._C._cuda_getCurrentRawStream(device)
+
+    # ---- kernels ---------------------------------------------------------------------------------------
+
+    def render(self, kernel: Kernel, name: str) -> BlockSource:
+        from flambeau.codegen.triton import render
+
+        return render(kernel, name)
+
+    def prepare(self) -> None:
+        self._compiler.prepare()
+        self._prepare_extension()
+
+    def build(self, sources: Sequence[Source]) -> CudaBuild:
+        self._prepare_extension()
+        device = self.current_device()
+        kernels = {}
+        for source in sources:
+            assert isinstance(source, BlockSource)
+            kernel = CudaKernel(self, source)
+            kernels[kernel] = kernel.start(device, True, 0)
+        return CudaBuild(kernels, device)
+
+    def plan(self, steps: Sequence[Step]) -> Plan:
+        plan: Plan = self.launcher().Plan(steps)
+        return plan
+
+    def codes(self, source: BlockSource, facts: Facts, device: int) -> _Codes:
+        """The machine code of every part, begun."""
+        arch = self.arch(device)
+        return tuple(self._compiler.compile(source, part, facts, arch) for part in source.parts)
+
+    def function(self, code: Code, device: int) -> int:
+        """Machine code loaded into a device, once."""
+        key = (device, code.name, code.code)
+        if key not in self._functions:
+            try:
+                self._functions[key] = self.launcher().load(code.code, code.name, code.shared, device)
+            except RuntimeError as error:
+                raise CompileError(f"the kernel {code.name} does not load: {error}", target=self.name) from error
+        return self._functions[key]
+
+    # ---- memory and devices ----------------------------------------------------------------------------
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+    def allocator(self, device: torch.device) -> Allocator:
+        import torch
+
+        # On the current device, in half the time of torch.empty_strided, which parses keywords.
+        allocate: Allocator = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+        return allocate
+
+    def queue(self) -> Hashable | None:
+        import torch
+
+        # A graph that is being captured will run again, whenever it likes: nobody else may use its memory.
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        device = self.current_device()
+        return device, self.current_stream(device)
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.cuda.device(device)
+
+    def guarded(self, run: Run, device: torch.device) -> Run:
+        import torch
+
+        exchange, back = torch._C._cuda_exchangeDevice, torch._C._cuda_maybeExchangeDevice
+        index = device.index or 0
+
+        def run_on_device(args: list[Any]) -> list[Any]:
+            before = exchange(index)
+            try:
+                return run(args)
+            finally:
+                back(before)
+
+        return run_on_device
+
+    def workspace(self, device: int, stream: int, nbytes: int) -> int:
+        """Memory for the kernels of one stream, which run one after the other.
+
+        What is outgrown is kept: a captured graph may still write there. It doubles, so that it is not outgrown often.
+        """
+        pieces = self._workspaces.setdefault((device, stream), [])
+        if not pieces or pieces[-1].numel() < nbytes:
+            grown = 2 * pieces[-1].numel() if pieces else _GRANULE
+            pieces.append(self.empty(max(nbytes, grown)))
+        return pieces[-1].data_ptr()
+
+    # ---- the launcher ----------------------------------------------------------------------------------
+
+    def launcher(self) -> ModuleType:
+        """The extension, with the driver open; waits for its compiler at the first use after an install."""
+        with self._lock:
+            if self._open is None:
+                assert self._extension is not None
+                try:
+                    module = self._extension.result()
+                    module.open(self._driver, self.current_device, self.current_stream, self.workspace)
+                except (ImportError, OSError) as error:
+                    raise CompileError(f"the launcher of CUDA kernels does not work: {error}", target=self.name,
+                                       hint="is the NVIDIA driver installed? `nvidia-smi` tells") from error
+                self._open = module
+            return self._open
+
+    def _prepare_extension(self) -> None:
+        with self._lock:
+            if self._extension is not None:
+                return
+            disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+            toolchain = find_toolchain(config.compiler, disk)
+            stored = stored_extension(_EXTENSION, toolchain, disk)
+            if stored is not None:
+                self._extension = Future()
+                self._extension.set_result(stored)
+            else:
+                builder = ThreadPoolExecutor(1, thread_name_prefix="flambeau-launcher")
+                self._extension = builder.submit(build_extension, _EXTENSION, toolchain, disk)
+                builder.shutdown(wait=False)
+
+
+class CudaKernel:
+    """One source and its variants, as the native launch asks for them."""
+
+    def __init__(self, target: CudaTarget, source: BlockSource) -> None:
+        self.target = target
+        self.source = source
+
+    def start(self, device: int, aligned: bool, sizes: int) -> _Codes:
+        """Begin to compile a variant."""
+        return self.target.codes(self.source, Facts(aligned, sizes), device)
+
+    def make(self, device: int, aligned: bool, sizes: int) -> list[tuple[int, int, int, int]]:
+        """(function, warps, shared bytes, scratch bytes) of each part of a variant."""
+        return self.loaded(self.start(device, aligned, sizes), device)
+
+    def loaded(self, codes: _Codes, device: int) -> list[tuple[int, int, int, int]]:
+        parts = []
+        for future in codes:
+            code = future.result()
+            if isinstance(code, CompileError):
+                raise code
+            parts.append((self.target.function(code, device), code.warps, code.shared, code.scratch))
+        return parts
+
+    def launch(self) -> Launch:
+        made: Launch = self.target.launcher().Launch(
+            self.source.name, shape_function(self.source), self.start, self.make, checks_data(self.source))
+        return made
+
+
+class CudaBuild(Build):
+    def __init__(self, kernels: Mapping[CudaKernel, _Codes], device: int) -> None:
+        self._kernels = kernels
+        self._device = device
+
+    def done(self) -> bool:
+        return all(future.done() for codes in self._kernels.values() for future in codes)
+
+    def wait(self) -> dict[str, Launch | CompileError]:
+        out: dict[str, Launch | CompileError] = {}
+        for kernel, codes in self._kernels.items():
+            try:
+                kernel.loaded(codes, self._device)  # what does not load is known now, not at the first call
+                out[kernel.source.name] = kernel.launch()
+            except CompileError as error:
+                out[kernel.source.name] = error
+        return out
+
+
+def shape_function(source: BlockSource) -> Callable[..., tuple[int, ...]]:
+    """Of the sizes: the bytes of the workspace, then the grid of each part in three dimensions."""
+    names = ", ".join(f"n{k}" for k in range(len(source.sizes)))
+    grids = "".join(f"*grid({part.grid}), " for part in source.parts)
+    scope: dict[str, Any] = {"grid": grid}
+    exec(f"def shape({names}): return ({source.workspace or 0}, {grids})", scope)
+    shape: Callable[..., tuple[int, ...]] = scope["shape"]
+    return shape
+
+
+def grid(x: int, y: int = 1, z: int = 1) -> tuple[int, int, int]:
+    """A grid in three dimensions."""
+    return x, y, z
+
+
+def checks_data(source: BlockSource) -> bool:
+    """Whether some part writes to `bad`, and does not just take it."""
+    return source.text.count("bad") > len(source.parts)
+
+
+@cache
+def _capability(device: int) -> int:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,0 +1,148 @@
+"""Triton's kernels without a GPU: its interpreter runs them on the CPU, program by program, in numpy.
+
+For tests of what is written for GPUs: the texts are the same, and so are the capabilities that they are written for.
+Triton decides when it is imported whether it compiles or interprets: TRITON_INTERPRET=1 must be set before that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flambeau.codegen.source import BlockSource
+from flambeau.errors import CompileError, UnsupportedError
+from flambeau.targets.base import Build, Launch, Plan, Source, Step, Target
+from flambeau.targets.cuda import shape_function
+from flambeau.targets.triton_compile import LIBRARY, signature
+from flambeau.targets.triton_worker import module_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from flambeau.ir.capabilities import Capabilities
+    from flambeau.ir.program import Kernel
+
+
+class InterpreterTarget(Target):
+    name = "interpreter"
+
+    def capabilities(self) -> Capabilities:
+        from flambeau.codegen.triton import CAPABILITIES
+
+        return replace(CAPABILITIES, name=self.name)
+
+    def render(self, kernel: Kernel, name: str) -> BlockSource:
+        from flambeau.codegen.triton import render
+
+        return render(kernel, name)
+
+    def build(self, sources: Sequence[Source]) -> InterpreterBuild:
+        interpreted_triton()
+        return InterpreterBuild(sources)
+
+    def plan(self, steps: Sequence[Step]) -> Plan:
+        return InterpreterPlan(steps)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class InterpreterBuild(Build):
+    """Nothing is compiled; a text that does not parse shows when it is loaded."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> dict[str, Launch | CompileError]:
+        out: dict[str, Launch | CompileError] = {}
+        for source in self._sources:
+            assert isinstance(source, BlockSource)
+            try:
+                out[source.name] = InterpreterLaunch(source)
+            except SyntaxError as error:
+                out[source.name] = CompileError(f"the kernel {source.name} does not parse: {error}",
+                                                target=InterpreterTarget.name)
+        return out
+
+
+class InterpreterLaunch:
+    def __init__(self, source: BlockSource) -> None:
+        self.name = source.name
+        self._source = source
+        module = _module(source.text)
+        self._functions = [getattr(module, part.function) for part in source.parts]
+        self._shape: Callable[..., tuple[int, ...]] = shape_function(source)
+        self._kinds = list(signature(source).values())
+
+    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
+        import numpy as np
+
+        work, *grids = self._shape(*sizes)
+        memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int32(0)
+        space = [ctypes.addressof(memory)] if self._source.workspace else []
+        values = [*pointers, *sizes, *space, ctypes.addressof(bad)]
+        with np.errstate(all="ignore"):  # infinities and NaN are numbers
+            for k, function in enumerate(self._functions):
+                arguments = [argument(v, kind) for v, kind in zip(values, self._kinds, strict=True)]
+                function[tuple(grids[3 * k : 3 * k + 3])](*arguments)
+        return bad.value
+
+    def __repr__(self) -> str:
+        return f"<Launch {self.name}>"
+
+
+class InterpreterPlan:
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = [(launch, tuple(pointers), tuple(sizes)) for launch, pointers, sizes in steps]
+
+    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None:
+        for at, (launch, where, which) in enumerate(self._steps):
+            addresses = [pointers[slot] + offset for slot, offset in where]
+            if code := launch(addresses, [sizes[slot] for slot in which]):
+                return at, code
+        return None
+
+
+def argument(value: int, kind: str) -> Any:
+    """A number as the interpreter has it inside, with exactly this type: it follows addresses wherever they lead."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    dtype = tl.str_to_ty(kind, None)
+    numpy = np.uint64 if dtype.is_ptr() else {"i32": np.int32, "i64": np.int64}[kind]
+    return tl.tensor(TensorHandle(np.array([value], dtype=numpy), dtype), dtype)
+
+
+@cache
+def _module(text: str) -> ModuleType:
+    return module_of(text, f"interpreted{abs(hash(text))}")
+
+
+@cache
+def interpreted_triton() -> None:
+    """Triton imported so that it interprets, and the device library where texts find it."""
+    if find_spec("triton") is None:
+        raise CompileError("Triton is not installed", target=InterpreterTarget.name, hint="pip install triton")
+    if "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        raise UnsupportedError(
+            "Triton was imported to compile, not to interpret", target=InterpreterTarget.name,
+            hint="set TRITON_INTERPRET=1 before anything imports triton (torch._inductor and torch.compile do)")
+    if str(LIBRARY) not in sys.path:
+        sys.path.append(str(LIBRARY))
