@@ -12,6 +12,8 @@ import pytest
 # At import and in the environment: settings are read at their first use, and the workers of pytest-xdist
 # inherit both from the process that starts them.
 os.environ.setdefault("FLAMBEAU_VERIFY", "1")
+# Triton interprets kernels for GPUs here; it decides so when it is imported, which torch.compile does early.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 _own_cache = None
 if "FLAMBEAU_CACHE_DIR" not in os.environ:
     _own_cache = os.environ["FLAMBEAU_CACHE_DIR"] = tempfile.mkdtemp(prefix="flambeau-tests-")

@@ -16,7 +16,11 @@ from flambeau.errors import CacheError, CompileError, Error, OptionError, Unsupp
 __version__ = "0.1.0"
 
 # Public names that need torch, and the module that has them.
-_LAZY = {"flambeau_backend": "flambeau.frontends.dynamo"}
+_LAZY = {
+    "accelerate": "flambeau.frontends.overrides",
+    "accelerated": "flambeau.frontends.overrides",
+    "flambeau_backend": "flambeau.frontends.dynamo",
+}
 
 __all__ = [
     "CacheError",
@@ -25,6 +29,8 @@ __all__ = [
     "OptionError",
     "UnsupportedError",
     "__version__",
+    "accelerate",
+    "accelerated",
     "flambeau_backend",
 ]
 

@@ -34,6 +34,7 @@ class Dialect:
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
     long = "int64_t"
     simd = "#pragma omp simd"
+    reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:
         raise NotImplementedError
@@ -52,6 +53,7 @@ class Scope:
     locals: dict[str, str] = field(default_factory=dict)  # buffer computed in this kernel -> text
     checks: bool = False
     footer: str = "}"
+    vector: bool = False  # in a loop whose steps are lanes
 
 
 class Writer:
@@ -78,15 +80,20 @@ class Writer:
         return f"{prefix}{self.count}"
 
     @contextmanager
-    def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", pragma: str = "") -> Iterator[Scope]:
-        """A block; a pragma line that holds CHECKS gets the clause for what is reported if there is any."""
-        s = Scope(header, vars=set(vars), footer=footer)
+    def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", pragma: str = "",
+              reporting: str = "") -> Iterator[Scope]:
+        """A block; a pragma line that holds CHECKS gets the clause for what is reported if there is any, or
+        `reporting` takes its place."""
+        lanes = self.scopes[-1].vector or pragma.startswith(self.d.simd)
+        s = Scope(header, vars=set(vars), footer=footer, vector=lanes)
         self.scopes.append(s)
         yield s
         self.scopes.pop()
         parent = self.scopes[-1]
         parent.checks |= s.checks
-        if pragma:
+        if s.checks and reporting:
+            parent.lines.append(reporting)
+        elif pragma:
             parent.lines.append(pragma.replace(" CHECKS", " reduction(|:bad)" if s.checks else ""))
         parent.lines.append(header)
         parent.lines.extend("  " + x for x in s.lines)
@@ -98,7 +105,8 @@ class Writer:
         name = self.sym(var)
         advance = f"++{name}" if step == "1" else f"{name} += {step}"
         header = f"for ({self.d.long} {name} = {lo}; {name} < {hi}; {advance}) {{"
-        with self.scope(header, (var,), pragma=pragma) as s:
+        reporting = self.d.reporting if pragma.startswith(self.d.simd) else ""
+        with self.scope(header, (var,), pragma=pragma, reporting=reporting) as s:
             yield s
 
     # ---- names ---------------------------------------------------------------------------------------
@@ -220,11 +228,15 @@ class Writer:
             s.known[e] = args[0]
             return args[0]
         ok, name = self.fresh("ok"), self.fresh()
+        s.known[e] = name
+        if not s.vector and len(args) == 1:
+            checked = self.d.function.format("checked")
+            self.define(s, self.d.long, name, f"{checked}({args[0]}, {self.index(e.attr)}, bad)")
+            return name
         inside = f"{args[0]} >= 0 && {args[0]} < {self.index(e.attr)}"
         s.lines.append(f"const bool {ok} = ({inside}){f' || !{args[1]}' if len(args) > 1 else ''};")
         s.lines.append(f"bad |= !{ok};")  # Fault.INDEX
         s.lines.append(f"const {self.d.long} {name} = {inside} ? {args[0]} : 0;")
-        s.known[e] = name
         return name
 
     def _text(self, e: Expr, args: list[str]) -> str:

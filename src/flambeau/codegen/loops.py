@@ -10,97 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeGuard
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, rewrite, walk
-from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, product
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
-from .cfamily import UNROLL, Dialect, Scope
-from .nest import NestWriter
+from .cfamily import Dialect, Scope
+from .cuts import COPIED, SHORTEST, affordable, pieces, written
+from .windows import WindowWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
+STEPS = 4  # of all lanes, that a row has at least; a shorter one has half as many lanes, as these must be joined
 BLOCK = 512  # columns that are reduced side by side
 REGISTERS = 512  # bytes of states that stay in registers
 CHUNKS = 64  # parts of a long row
 MANY = 32  # outer points that are enough to keep threads busy
 TILE = 32
-SHORTEST = 8  # a part of a loop that is worth a body of its own
-COPIED = 500  # expressions that may be written out when a loop is cut into parts
 CASCADE = 128  # rows of a column reduction that are summed on their own
 STRETCH = 2048  # elements of a long row that are summed on their own
 STACK = 1 << 20  # bytes that the states of a block of columns may take in all its chunks
 SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
 
 
-def pieces(exprs: Sequence[Expr], v: Sym, addresses: bool = False) -> list[tuple[int, int]]:
-    """The ranges of v in which every comparison of an index with a bound has one outcome; the smaller or larger of
-    two indices as well, if `addresses` count."""
-    if v.extent is None or not v.extent.is_const or v.extent.const < 2:
-        return []
-    n = v.extent.const
-    cuts = {0, n}
-    for d in differences(exprs, addresses):
-        c = d.coefficient(v)
-        if c is None or not c.is_const or c.const == 0:
-            continue
-        step = c.const
-        for k in set((d - c * v).bounds()):  # a window has a first and a last position: between them it is mixed
-            cut = None if k is None else -k // step + 1 if step > 0 else -(k // step)
-            if cut is not None and 0 < cut < n:
-                cuts.add(cut)
-    edges = sorted(cuts)
-    return list(zip(edges, edges[1:], strict=False))
-
-
-def differences(exprs: Sequence[Expr], addresses: bool) -> Iterator[Index]:
-    """Whether each of these is greater than zero decides what the expressions ask of their indices."""
-    for e in walk(*exprs):
-        if e.op in ("lt", "le", "gt", "ge") and all(a.op in ("index", "const") for a in e.args):
-            x, y = (as_index(a.attr) if a.op == "const" else a.attr for a in e.args)
-            yield (y - x) if e.op in ("lt", "ge") else (x - y)  # lt, gt: d > 0; ge, le: not (d > 0)
-        elif e.op == "load" and addresses:
-            for a in e.attr[1][0].atoms():
-                if is_border(a):
-                    yield from (x - y for x in choices(a.a) for y in choices(a.b))
-
-
-def is_border(a: object) -> TypeGuard[Op]:
-    return isinstance(a, Op) and a.kind in ("min", "max")
-
-
-def choices(i: Index) -> list[Index]:
-    """What an index can be, where it is the smaller or the larger of two."""
-    a = i.atom()
-    return [*choices(a.a), *choices(a.b)] if is_border(a) else [i]
-
-
-def affordable(exprs: Sequence[Expr], v: Sym, parts: Sequence[tuple[int, int]]) -> bool:
-    """A body written out once for each part, simplified there, must stay quick to compile."""
-    if len(parts) > COPIED // 10:
-        return False
-    total = 0
-    for a, b in parts:
-        memo: dict[Expr, Expr] = {}
-        narrow = {v: as_index(Sym(v.name, v.extent, a, b - 1))}
-        total += written([rewrite(e, lambda x: x, narrow, memo) for e in exprs])
-    return total <= COPIED
-
-
-def written(exprs: Sequence[Expr], unrolled: bool = True) -> int:
-    """How many expressions the text will hold; small constant loops are written out."""
-    total = 0
-    loops: set[tuple[Expr, ...]] = set()
-    for e in walk(*exprs):
-        total += 1
-        if e.op == "fold" and unrolled and e.args not in loops and e.attr.steps <= UNROLL:
-            loops.add(e.args)
-            total += (e.attr.steps - 1) * sum(1 for _ in walk(*e.args[len(e.attr.carries):]))
-    return total
-
-
-class LoopWriter(NestWriter):
+class LoopWriter(WindowWriter):
     def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
         super().__init__(dialect, kernel)
         self.k = kernel
@@ -203,9 +136,12 @@ class LoopWriter(NestWriter):
         self.unroll = before
 
     def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], pragma: str) -> None:
-        with self.loop(v, lo, hi, pragma=pragma):
-            for i in items:
-                self.map_item(i)
+        """The points of v side by side; their windows, where those stay loops, in step."""
+        with self.in_step([e.subs(self.narrowed) for i in items for e in i.exprs], v, lo, hi, pragma) as (lo, hi):
+            with self.loop(v, lo, hi, pragma=pragma) as s:
+                s.known.update(self.windows)
+                for i in items:
+                    self.map_item(i)
 
     def finish(self, item: Item, texts: Sequence[str]) -> None:
         """A reduction's results become outer values (and memory, if anybody else wants them)."""
@@ -326,7 +262,11 @@ class LoopWriter(NestWriter):
     def lanes(self, reductions: Sequence[Item], length: Index | None) -> int:
         widest = max(d.itemsize for i in reductions for d in i.combine.dtypes)  # type: ignore[union-attr]
         n = LANE_BYTES // widest
-        while length is not None and length.is_const and n > 1 and n > length.const:
+        if length is None or not length.is_const:
+            return n
+        if n * STEPS > length.const:
+            n //= 2
+        while n > 1 and n > length.const:
             n //= 2
         return n
 
@@ -343,14 +283,18 @@ class LoopWriter(NestWriter):
                 self.line(f"for (int l = 0; l < {count}; ++l) {arr}[l] = {start};")
         return names
 
-    def join_lanes(self, reductions: Sequence[Item], arrays: dict[str, str], lanes: int) -> None:
-        if lanes == 1:
-            return
-        with self.scope(f"for (int h = {lanes // 2}; h > 0; h /= 2) {{"), self.scope("for (int l = 0; l < h; ++l) {"):
-            for i in reductions:
-                assert i.combine is not None
-                self.combine_into(i.combine, [f"{arrays[n]}[l]" for n in i.names],
-                                  [f"{arrays[n]}[l + h]" for n in i.names])
+    def join_lanes(self, reductions: Sequence[Item], arrays: dict[str, str], lanes: int,
+                   joined: Callable[[int], None] = lambda lanes: None) -> None:
+        """Halves onto halves, each written out: a loop whose length changes does not become vectors."""
+        half = lanes // 2
+        while half:
+            with self.scope(f"for (int l = 0; l < {half}; ++l) {{", pragma=self.d.simd):
+                for i in reductions:
+                    assert i.combine is not None
+                    self.combine_into(i.combine, [f"{arrays[n]}[l]" for n in i.names],
+                                      [f"{arrays[n]}[l + {half}]" for n in i.names])
+            joined(half)
+            half //= 2
 
     def lane_body(self, stage: Sequence[Item], arrays: dict[str, str], at: str) -> None:
         for i in stage:
@@ -402,10 +346,33 @@ class LoopWriter(NestWriter):
                 self.finish(i, [f"{totals[n]}[0]" for n in i.names])
             return
         arrays = self.declare(reductions, lanes)
-        self.deep(k.inner[:-1], lambda: self.row_walk(stage, arrays, lanes, lo, hi, length))
-        self.join_lanes(reductions, arrays, lanes)
+        rest = length.const % lanes if length is not None and length.is_const and len(k.inner) == 1 else 0
+        copies = bin(rest).count("1") * sum(1 for _ in walk(*(e for i in stage for e in i.exprs)))
+        if rest and copies <= COPIED:
+            self.row_with_rest(stage, reductions, arrays, lanes, rest)
+        else:
+            self.deep(k.inner[:-1], lambda: self.row_walk(stage, arrays, lanes, lo, hi, length))
+            self.join_lanes(reductions, arrays, lanes)
         for i in reductions:
             self.finish(i, [f"{arrays[n]}[0]" for n in i.names])
+
+    def row_with_rest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str], lanes: int,
+                      rest: int) -> None:
+        """What is left of a row when all lanes were served joins them as these become fewer: 16, 8, 4, 2, 1 at a time.
+        A state then stays in its register, where a loop over some of its lanes would send it through memory."""
+        v = self.k.inner[-1]
+        assert v.extent is not None
+        whole = v.extent.const - rest
+        self.row_walk(stage, arrays, lanes, "0", str(whole), as_index(whole))
+
+        def joined(width: int) -> None:
+            if rest & width:
+                at = whole + (rest & ~(2 * width - 1))
+                with self.scope(f"for (int l = 0; l < {width}; ++l) {{", (v,), pragma=f"{self.d.simd} CHECKS"):
+                    self.line(f"const {self.d.long} {self.sym(v)} = {at} + l;")
+                    self.lane_body(stage, arrays, "l")
+
+        self.join_lanes(reductions, arrays, lanes, joined)
 
     def stretches(self, stage: Sequence[Item], reductions: Sequence[Item], totals: dict[str, str], lanes: int,
                   lo: str, hi: str) -> None:

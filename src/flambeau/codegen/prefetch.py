@@ -13,8 +13,8 @@ from flambeau.ir.expr import Expr, rewrite
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, minimum
 
 AHEAD = 4096  # bytes of rows that are on their way at a time
-FARTHEST = 16  # steps
-LONGEST = 1024  # bytes of a row: of a longer one the processor has its lines fetched by itself
+NEAREST, FARTHEST = 4, 24  # steps
+LONGEST = 2048  # bytes of a row: of a longer one the processor has its lines fetched by itself
 SMALL = 1 << 20  # bytes of a table that the caches hold anyway
 
 
@@ -35,7 +35,7 @@ def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | Non
     if length > LONGEST or not any(_is_far(mono, coef * itemsize, step) for mono, coef in address.terms):
         return None
     assert step.extent is not None
-    steps = max(1, min(FARTHEST, AHEAD // length))
+    steps = max(NEAREST, min(FARTHEST, AHEAD // length))
     later = {step: minimum(as_index(step) + steps, step.extent - 1), along: ZERO}
     start = rewrite(Expr("index", torch.int64, (), address), _trusting, later)
     return Coming(start.attr, length) if start.op == "index" else None

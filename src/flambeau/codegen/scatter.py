@@ -1,7 +1,7 @@
 """Scatters: writes to computed places, in an order that does not depend on the threads.
 
-Threads divide the variables that go straight into the target (no two of them can meet), or, where there are none,
-each owns a range of the target and passes over what belongs to others. No atomics; the order of writes to one
+Threads divide the variables that go straight into the target (no two of them can meet); where whole rows are written,
+each owns a range of the target's rows and passes over what belongs to others. No atomics; the order of writes to one
 element is always that of the source.
 """
 
@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast
-from flambeau.ir.index import Sym, product
+from flambeau.ir.index import Dyn, Sym, product
 from flambeau.ir.program import ScatterKernel
 
 from .cfamily import Dialect
 from .nest import NestWriter
 
 ENOUGH = 16  # independent parts that keep threads busy
+BLOCK = 4096  # elements of the start that one thread fills at a time
+LINE = 64  # bytes of a cache line: two threads should not write to the same one
 
 JOIN = {"add": "add", "mul": "mul", "min": "min", "max": "max"}
 
@@ -38,17 +40,25 @@ class ScatterWriter(NestWriter):
         rows = free[-1:] if free and k.vars[-1] is free[-1] else []
         outer = [v for v in free if v not in rows]
         parts = product(v.extent for v in outer if v.extent is not None)
-        enough = outer and (not parts.is_const or parts.const >= ENOUGH)
-        if enough:
+        whole = bool(rows) and not self.moves_with(rows[0])
+        if not self.parallel(k.vars, self.cost, 1):
+            with self.scope("{"):
+                self.deep(k.vars)
+        elif outer and (not rows or not parts.is_const or parts.const >= ENOUGH):
             with self.nest(outer, self.parallel(k.vars, self.cost, len(outer))):
                 self.deep([*bound, *rows])
-        elif k.owner is not None and self.parallel(k.vars, self.cost, 1):
-            apart = not any(v in k.owner.symbols() for v in rows)
-            self.owned([*outer, *bound], rows) if apart else self.owned([*outer, *bound, *rows], [])
-        else:
+        elif whole and k.owner is not None:
+            self.owned([*outer, *bound], rows)
+        elif rows:
+            self.divided([*outer, *bound], rows[0])
+        else:  # To pass over what belongs to others takes as long as to write it.
             with self.scope("{"):
-                self.deep([*outer, *bound, *rows])
+                self.deep(bound)
         return self.scopes[0].lines
+
+    def moves_with(self, v: Sym) -> bool:
+        """Whether each of v's elements goes to a place of its own."""
+        return any(isinstance(a, Dyn) and v in a.symbols() for a in self.k.address.atoms())
 
     def start(self) -> None:
         k = self.k
@@ -59,33 +69,53 @@ class ScatterWriter(NestWriter):
                 self.store(k.name, k.init_address, self.value(k.init))
             return
         *outer, last = k.out_vars
-        cost = cost_of([k.init])
-        pragma = self.parallel(k.out_vars, cost, max(len(outer), 1))
-        if not outer:
-            with self.loop(last, "0", self.extent(last), pragma=pragma or f"{self.d.simd} CHECKS"):
-                self.store(k.name, k.init_address, self.value(k.init))
-            return
-        with self.nest(outer, pragma), self.loop(last, "0", self.extent(last), pragma=f"{self.d.simd} CHECKS"):
+        pragma = self.parallel(k.out_vars, cost_of([k.init]), len(outer) or 1)
+        begin, end = "0", self.extent(last)
+        block = None
+        if pragma and not outer:
+            part = Sym(f"{last.name}b", last.extent)
+            block = (part, end, str(BLOCK))
+            begin, end = self.sym(part), f"fl::imin({self.sym(part)} + {BLOCK}, {end})"
+        with self.nest(outer, pragma, block), self.loop(last, begin, end, pragma=f"{self.d.simd} CHECKS"):
             self.store(k.name, k.init_address, self.value(k.init))
 
-    def deep(self, vars: Sequence[Sym], guard: str = "") -> None:
+    def deep(self, vars: Sequence[Sym], lo: str = "0", hi: str = "") -> None:
+        """Loops over vars, of the last one from lo to hi."""
         if not vars:
             self.write()
             return
         v, rest = vars[0], vars[1:]
-        simd = f"{self.d.simd} CHECKS" if not rest and v in self.k.free else ""
-        with self.loop(v, "0", self.extent(v), pragma=simd):
-            self.deep(rest)
+        if rest:
+            with self.loop(v, "0", self.extent(v)):
+                self.deep(rest, lo, hi)
+            return
+        # Where every element jumps, vectors of addresses are slower than one after the other.
+        simd = f"{self.d.simd} CHECKS" if v in self.k.free and not self.moves_with(v) else ""
+        with self.loop(v, lo, hi or self.extent(v), pragma=simd):
+            self.write()
+
+    def divided(self, bound: Sequence[Sym], v: Sym) -> None:
+        """Every thread takes a range of the columns, in whole cache lines."""
+        line = max(1, LINE // self.k.value.dtype.itemsize)
+        with self.scope("{", pragma="#pragma omp parallel CHECKS"):
+            lo, hi = self.share(f"({self.extent(v)} + {line - 1}) / {line}")
+            end = self.fresh("e")
+            self.line(f"const {self.d.long} {end} = fl::imin({hi} * {line}, {self.extent(v)});")
+            self.deep([*bound, v], f"{lo} * {line}", end)
+
+    def share(self, count: str) -> tuple[str, str]:
+        """This thread's part of so many things: the first, and the end."""
+        me, all_, lo, hi = (self.fresh(x) for x in ("me", "all", "lo", "hi"))
+        self.line(f"const {self.d.long} {me} = fl::thread(), {all_} = fl::threads();")
+        self.line(f"const {self.d.long} {lo} = {count} * {me} / {all_}, {hi} = {count} * ({me} + 1) / {all_};")
+        return lo, hi
 
     def owned(self, bound: Sequence[Sym], rows: Sequence[Sym]) -> None:
-        """Every thread reads every target index and writes those in its own range."""
+        """Every thread reads every target index and writes the rows in its own range."""
         k = self.k
         assert k.owner is not None and k.owners is not None
         with self.scope("{", pragma="#pragma omp parallel CHECKS"):
-            me, all_, lo, hi = (self.fresh(x) for x in ("me", "all", "lo", "hi"))
-            self.line(f"const {self.d.long} {me} = fl::thread(), {all_} = fl::threads();")
-            n = self.index(k.owners)
-            self.line(f"const {self.d.long} {lo} = {n} * {me} / {all_}, {hi} = {n} * ({me} + 1) / {all_};")
+            lo, hi = self.share(self.index(k.owners))
             self.deep_owned(list(bound), list(rows), lo, hi)
 
     def deep_owned(self, bound: list[Sym], rows: list[Sym], lo: str, hi: str) -> None:

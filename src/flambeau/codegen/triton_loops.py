@@ -50,7 +50,9 @@ class LoopBlocks(BlockWriter):
     def __init__(self, k: LoopKernel) -> None:
         k, self.guards = shared_lanes(k)
         exprs = [e for items in k.stages for i in items for e in i.exprs] + list(k.bounds or ())
-        super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], (*k.outer, *k.inner)))
+        # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
+        points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
+        super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], points))
         self.k = k
         self.addresses = dict(k.stores)
         self.cost = cost_of(exprs)
@@ -108,7 +110,8 @@ class LoopBlocks(BlockWriter):
         """Elements of the reduced axis in one tile, and whether that is all of it."""
         k = self.k
         if k.bounds is not None:
-            return GATHERED, False
+            parts = max(len(i.names) for items in k.stages for i in items if i.combine is not None)
+            return max(2, GATHERED // parts), False
         contiguous = k.vector in k.inner
         most = ROW if contiguous or k.scratch else 64
         if self.inner.is_const and self.inner.const <= most:
@@ -155,13 +158,17 @@ class LoopBlocks(BlockWriter):
                 self.finish(i, kept)
             else:
                 slots = taken[i.names[0]]
+                if self.k.bounds is not None:  # in the order of the items: the first of equals may be what counts
+                    assert self.row is not None
+                    kept = self.reduced(i.combine, kept, self.row)
                 for slot, new in zip(slots, self.combined(i.combine, slots, kept), strict=True):
                     self.line(f"{slot} = {new}")
 
     def finish(self, i: Item, values: Sequence[str]) -> None:
         """Across lanes, once; the components become values of the outer points."""
         assert i.combine is not None and self.row is not None
-        for name, text, e in zip(i.names, self.reduced(i.combine, values, self.row), i.combine.left, strict=True):
+        values = values if self.k.bounds is not None else self.reduced(i.combine, values, self.row)
+        for name, text, e in zip(i.names, values, i.combine.left, strict=True):
             self.local_axes[name] = self.outer_axes()
             self.scopes[-1].locals[name] = text
             if name in self.addresses:
@@ -242,8 +249,9 @@ class LoopBlocks(BlockWriter):
         for i in items:
             if i.combine is not None:
                 taken[i.names[0]] = [self.fresh("s") for _ in i.names]
+                shape = self.shape(self.full() if self.k.bounds is None else self.outer_axes())
                 for slot, e in zip(taken[i.names[0]], i.combine.identity, strict=True):
-                    number = self.d.constant(e.attr, e.dtype).replace("()", self.shape(self.full()), 1)
+                    number = self.d.constant(e.attr, e.dtype).replace("()", shape, 1)
                     self.line(f"{slot} = {number}")
         return taken
 

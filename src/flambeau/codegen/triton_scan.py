@@ -13,14 +13,16 @@ from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.program import ScanKernel
 
 from .triton import BlockWriter, Draft, count_text, host_text, is_wide, power
-from .triton_loops import spans, warps_for
+from .triton_loops import spans
 
 PIECE = 4096  # elements of a tile
 ROW = 16384  # elements of a row that is scanned in one piece
 COLUMNS = 32  # columns side by side where they are what is contiguous
 PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
 STAGES = 4
+PER_THREAD = 16  # elements: what a thread scans by itself costs least
 WINDOW = 128  # predecessors that are read at once
+COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 
 
 def write_scan(k: ScanKernel) -> list[Draft]:
@@ -153,7 +155,7 @@ class ScanBlocks(BlockWriter):
         elements = size
         for b in blocks.values():
             elements *= b
-        return Draft(self, grid, warps_for(elements))
+        return Draft(self, grid, scan_warps(elements))
 
     def place(self, step: str, count: str) -> str:
         return f"({count} - 1 - {step})" if self.k.reverse else step
@@ -161,60 +163,42 @@ class ScanBlocks(BlockWriter):
     # ---- a program for each piece ------------------------------------------------------------------------
 
     def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> Draft:
-        """Workspace: a counter; for every piece a flag (1: its total is there, 2: its prefix is); then totals and
-        prefixes, component by component, 8 bytes each."""
+        """Workspace: a counter, then the state of every piece, strip by strip.
+
+        A state is a flag (1: the piece's total is there, 2: its prefix is) and the values. One value of 32 bits
+        stands in one word with its flag; otherwise there is an array of flags, and two of values, totals and prefixes,
+        for every component (8 bytes for each value, whatever its dtype)."""
         k, size = self.k, self.blocks[self.row]
         lanes = 1
         for b in blocks.values():
             lanes *= b
-        strips_host = " * ".join(count_text(v.extent, blocks.get(v, 1), host_text) for v in outer
-                                 if v.extent is not None) or "1"
-        pieces_host = count_text(self.length, size, host_text)
-        strips = " * ".join(count_text(v.extent, blocks.get(v, 1), self.index) for v in outer
-                            if v.extent is not None) or "1"
-        self.line(f"strips = {strips}")
+        packed = lanes == 1 and len(k.combine.left) == 1 and k.combine.dtypes[0].itemsize == 4
+        sizes = [(v.extent, blocks.get(v, 1)) for v in outer if v.extent is not None]
+        self.line(f"strips = {' * '.join(count_text(n, b, self.index) for n, b in sizes) or '1'}")
         self.line(f"pieces = {count_text(self.length, size, self.index)}")
         self.line("counter = work.to(tl.pointer_type(tl.int32))")
-        self.line("ticket = tl.atomic_add(counter, 1)")
+        self.line('ticket = tl.atomic_add(counter, 1, sem="relaxed")')
         self.line("strip = ticket % strips")
         self.line("step = ticket // strips")
         self.open_tile(outer, blocks, "strip")
         self.line(f"first = {self.place('step', 'pieces')} * {size}")
         scanned = self.piece("first")
         totals = self.totals(scanned, "first")
-        # Where this strip keeps its state.
-        self.line("flags = counter + 2 + strip * pieces")
-        self.line("state = work + 8 + (strips * pieces + strips * pieces % 2) * 4")
-        side = self.side()
-        stores: list[list[str]] = []
-        for n, e in enumerate(k.combine.left):
-            kind = self.d.types[e.dtype].replace("tl.int1", "tl.int8")
-            names = []
-            for what in range(2):
-                name = self.fresh("w")
-                offset = f"(strips * pieces * {lanes}).to(tl.int64) * {8 * (2 * n + what)}"
-                self.line(f"{name} = (state + {offset}).to(tl.pointer_type({kind})) + strip * pieces * {lanes}")
-                names.append(name)
-            stores.append(names)
-
-        def publish(values: list[str], what: int) -> None:
-            for (names, text) in zip(stores, values, strict=True):
-                self.line(f"tl.store({names[what]} + step * {lanes} + {side}, {text})")
-            self.line("tl.debug_barrier()")
-            self.line(f'tl.atomic_xchg(flags + step, {what + 1}, sem="release")')
-
+        state: PackedState | WideState = PackedState(self) if packed else WideState(self, lanes)
         with self.scope("if step > 0:", footer=""):
-            publish(totals, 0)
+            state.publish(totals, 1)
         before = self.start()
         if lanes == 1:
-            self.look_wide(before, stores)
+            self.look_wide(before, state)
         else:
-            self.look_single(before, stores, lanes, side)
-        publish(self.combined(k.combine, before, totals), 1)
+            assert isinstance(state, WideState)
+            self.look_single(before, state)
+        state.publish(self.combined(k.combine, before, totals), 2)
         self.put(self.combined(k.combine, before, scanned))
-        total = f"({strips_host}) * {pieces_host}"
-        each = 16 * len(k.combine.left) * lanes
-        return Draft(self, total, warps_for(size * lanes), f"16 + ({total}) * {4 + each}")
+        strips = " * ".join(count_text(n, b, host_text) for n, b in sizes) or "1"
+        total = f"{strips} * {count_text(self.length, size, host_text)}"
+        each = 8 if packed else 4 + 16 * len(k.combine.left) * lanes
+        return Draft(self, total, scan_warps(size * lanes), f"32 + {total} * {each}")
 
     def side(self) -> str:
         """The position of each row of the tile among the tile's rows."""
@@ -224,55 +208,117 @@ class ScanBlocks(BlockWriter):
             step *= self.blocks[axis]
         return " + ".join(out) or "0"
 
-    def look_single(self, before: list[str], stores: list[list[str]], lanes: int, side: str) -> None:
+    def look_single(self, before: list[str], state: WideState) -> None:
         """One predecessor at a time: many strips keep the machine busy meanwhile."""
-        k = self.k
         self.line("back = step - 1")
         with self.scope("while back >= 0:", footer=""):
-            self.line('flag = tl.atomic_add(flags + back, 0, sem="acquire")')
+            self.line("flag = tl.load(flags + back, volatile=True)")
             with self.scope("while flag == 0:", footer=""):
-                self.line('flag = tl.atomic_add(flags + back, 0, sem="acquire")')
+                self.line("flag = tl.load(flags + back, volatile=True)")
             self.line("tl.debug_barrier()")
-            values = []
-            for total, prefix in stores:
-                values.append(self.fresh("p"))
-                self.line(f"chosen = tl.where(flag == 2, {prefix}, {total})")
-                self.line(f'{values[-1]} = tl.load(chosen + back * {lanes} + {side}, cache_modifier=".cg")')
-            for slot, new in zip(before, self.combined(k.combine, values, before), strict=True):
+            values = state.read("back", "flag == 2", "")
+            for slot, new in zip(before, self.combined(self.k.combine, values, before), strict=True):
                 self.line(f"{slot} = {new}")
             self.line("back = tl.where(flag == 2, -1, back - 1)")
 
-    def look_wide(self, before: list[str], stores: list[list[str]]) -> None:
+    def look_wide(self, before: list[str], state: PackedState | WideState) -> None:
         """A window of predecessors at once: a single row's pieces wait for one another alone."""
-        k = self.k
+        c = self.k.combine
         self.line("back = step")
         with self.scope("while back > 0:", footer=""):
             self.line(f"near = back - {WINDOW} + tl.arange(0, {WINDOW})")
             self.line("there = near >= 0")
-            self.line('flag = tl.atomic_add(flags + near, 0, there, sem="acquire")')
+            state.poll("near", "there")
             # The nearest prefix, and nothing still missing after it.
             self.line("prefix = tl.max(tl.where(there & (flag == 2), near, -1))")
             with self.scope("while tl.max(tl.where(there & (near > prefix) & (flag == 0), 1, 0)) > 0:", footer=""):
-                self.line('flag = tl.atomic_add(flags + near, 0, there, sem="acquire")')
+                state.poll("near", "there")
                 self.line("prefix = tl.max(tl.where(there & (flag == 2), near, -1))")
-            self.line("tl.debug_barrier()")
+            self.line("needed = there & (near >= prefix)")
             values = []
-            for (total, prefix), identity in zip(stores, self.identity(k.combine), strict=True):
+            for text, identity in zip(state.read("near", "near == prefix", "needed"), self.identity(c), strict=True):
                 values.append(self.fresh("p"))
-                self.line(f"chosen = tl.where(near == prefix, {prefix}, {total})")
-                self.line(f'{values[-1]} = tl.load(chosen + near, there & (near >= prefix), cache_modifier=".cg")')
-                self.line(f"{values[-1]} = tl.where(there & (near >= prefix), {values[-1]}, {identity})")
-            names = [self.fresh("s") for _ in values]
-            what = values[0] if len(values) == 1 else f"({', '.join(values)})"
-            self.line(f"{', '.join(names)} = tl.associative_scan({what}, 0, {self.combine(k.combine)})")
-            at = self.fresh("at")
-            self.line(f"{at} = tl.arange(0, {WINDOW}) == {WINDOW - 1}")
-            joined = []
-            for s in names:
-                joined.append(self.fresh("t"))
-                self.line(f"{joined[-1]} = tl.sum(tl.where({at}, {s}, tl.zeros_like({s})), 0)")
-            for slot, new in zip(before, self.combined(k.combine, joined, before), strict=True):
+                self.line(f"{values[-1]} = tl.where(needed, {text}, {identity})")
+            joined = self.joined(values)
+            for slot, new in zip(before, self.combined(c, joined, before), strict=True):
                 self.line(f"{slot} = {new}")
             self.line(f"back = tl.where(prefix >= 0, 0, back - {WINDOW})")
 
+    def joined(self, values: list[str]) -> list[str]:
+        """All of a window, in order: a reduction where the order does not matter, else the last of a scan."""
+        c = self.k.combine
+        what = values[0] if len(values) == 1 else f"({', '.join(values)})"
+        names = [self.fresh("s") for _ in values]
+        if c.name in COMMUTATIVE:
+            self.line(f"{', '.join(names)} = tl.reduce({what}, 0, {self.combine(c)})")
+            return names
+        self.line(f"{', '.join(names)} = tl.associative_scan({what}, 0, {self.combine(c)})")
+        out = []
+        for s in names:
+            out.append(self.fresh("t"))
+            self.line(f"{out[-1]} = tl.sum(tl.where(tl.arange(0, {WINDOW}) == {WINDOW - 1}, {s}, "
+                      f"tl.zeros_like({s})), 0)")
+        return out
 
+
+class PackedState:
+    """Flag and value of a piece in one word, written and read at once: no order of accesses to take care of."""
+
+    def __init__(self, w: ScanBlocks) -> None:
+        self.w = w
+        self.kind = w.d.types[w.k.combine.dtypes[0]]
+        w.line("states = (work + 16).to(tl.pointer_type(tl.uint64)) + strip * pieces")
+
+    def publish(self, values: list[str], flag: int) -> None:
+        bits = f"{values[0]}.to(tl.uint32, bitcast=True).to(tl.uint64)"
+        self.w.line(f"word = {bits} | (tl.full((), {flag}, tl.uint64) << 32)")
+        self.w.line('tl.atomic_xchg(states + step, word, sem="relaxed")')
+
+    def poll(self, near: str, there: str) -> None:
+        self.w.line(f"word = tl.load(states + {near}, {there}, volatile=True)")
+        self.w.line("flag = (word >> 32).to(tl.int32)")
+
+    def read(self, near: str, prefix: str, needed: str) -> list[str]:
+        return [f"word.to(tl.uint32).to({self.kind}, bitcast=True)"]
+
+
+class WideState:
+    """Flags, and behind them totals and prefixes of every component; a flag follows its values."""
+
+    def __init__(self, w: ScanBlocks, lanes: int) -> None:
+        self.w, self.lanes, self.side = w, lanes, w.side()
+        w.line("flags = counter + 4 + strip * pieces")
+        w.line("state = work + 16 + (strips * pieces + strips * pieces % 2) * 4")
+        self.arrays: list[tuple[str, str]] = []
+        for n, dtype in enumerate(w.k.combine.dtypes):
+            names = (w.fresh("w"), w.fresh("w"))
+            for what, name in enumerate(names):
+                offset = f"tl.cast(strips * pieces * {lanes}, tl.int64) * {8 * (2 * n + what)}"
+                w.line(f"{name} = (state + {offset}).to(tl.pointer_type({w.d.types[dtype]})) "
+                       f"+ strip * pieces * {lanes}")
+            self.arrays.append(names)
+
+    def publish(self, values: list[str], flag: int) -> None:
+        for names, text in zip(self.arrays, values, strict=True):
+            self.w.line(f"tl.store({names[flag - 1]} + step * {self.lanes} + {self.side}, {text})")
+        self.w.line("tl.debug_barrier()")
+        self.w.line(f'tl.atomic_xchg(flags + step, {flag}, sem="release")')
+
+    def poll(self, near: str, there: str) -> None:
+        self.w.line(f"flag = tl.load(flags + {near}, {there}, volatile=True)")
+
+    def read(self, near: str, prefix: str, needed: str) -> list[str]:
+        """Past the first-level cache, which does not see what other processors write."""
+        if needed:
+            self.w.line("tl.debug_barrier()")
+        out = []
+        for totals, prefixes in self.arrays:
+            out.append(self.w.fresh("p"))
+            self.w.line(f"chosen = tl.where({prefix}, {prefixes}, {totals})")
+            self.w.line(f"{out[-1]} = tl.load(chosen + {near} * {self.lanes} + {self.side}"
+                        f"{', ' + needed if needed else ''}, cache_modifier=\".cg\")")
+        return out
+
+
+def scan_warps(elements: int) -> int:
+    return max(1, min(16, elements // (32 * PER_THREAD)))

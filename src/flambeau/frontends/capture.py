@@ -15,7 +15,7 @@ from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.index import ONE, Index, Sym
-from flambeau.ir.nodes import Contract, Extern, Graph, Value, contiguous_strides
+from flambeau.ir.nodes import Buffer, Contract, Extern, Graph, Scan, Scatter, Value, contiguous_strides
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.schedule.plan import strided
@@ -270,10 +270,21 @@ class _Lowering:
                 raise UnsupportedError("copy_ between devices that is a cast or a broadcast as well")
             self.g.mutations.append((dst.buffer, src))
             return src
+        if self.can_write_to(b, src):
+            self.g.mutations.append((dst.buffer, src))
+            return src
         with build.building(self.g, "copy_"):
             new = build.pointwise(dst.shape, lambda i: _broadcast(src, i), dst.dtype)
         self.g.mutations.append((dst.buffer, new))
         return new
+
+    def can_write_to(self, target: Buffer, v: Value) -> bool:
+        """Whether the scan or scatter that makes a value could make it there. A copy would not fuse with those."""
+        b = self.g.buffers[v.buffer]
+        made = any(isinstance(n, (Scan, Scatter)) and v.buffer in n.names for n in self.g.nodes)
+        taken = any(v.buffer == other.buffer for _, other in self.g.mutations)
+        return (made and not taken and v.is_whole(b) and b.shape == target.shape and b.dtype is target.dtype
+                and b.strides == target.strides)
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = n.target

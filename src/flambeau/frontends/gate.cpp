@@ -17,7 +17,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -94,7 +93,6 @@ struct State {
   int64_t threshold = 0;
   uint64_t measured = ~uint64_t(0);  // arguments whose elements count
   int patience = 1;  // calls of one kind before a kernel is asked for
-  bool random = false;
   PyObject* ask = nullptr;  // (slot, arguments): answers through `resolve`, now or later
   PyObject* capturing = nullptr;  // whether a stream is being recorded; null: never
 
@@ -378,10 +376,18 @@ void ask(State& s, size_t slot, const Args&... args) {
   if (answer == nullptr) PyErr_WriteUnraisable(s.ask);
 }
 
+struct Failure {
+  std::string text;
+  bool index = false, memory = false;
+
+  [[noreturn]] void raise() const {
+    TORCH_CHECK_INDEX(!index, text);
+    TORCH_CHECK(false, text);
+  }
+};
+
 // The results of our kernel, or what Python said against it.
-bool run(Entry& e, const Call& call, std::vector<Tensor>& out, std::string& error) {
-  c10::OptionalDeviceGuard device;
-  if (call.device != c10::kCPU) device.reset_device(c10::Device(call.device, call.index));
+bool run(Entry& e, const Call& call, std::vector<Tensor>& out, Failure& failure) {
   Gil gil;
   Private guard;
   PyObject* list = PyList_New(Py_ssize_t(call.tensors.size()));
@@ -410,7 +416,9 @@ bool run(Entry& e, const Call& call, std::vector<Tensor>& out, std::string& erro
   if (PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // it is the caller's
   Owned text(PyObject_Str(value));
   const char* said = text == nullptr ? nullptr : PyUnicode_AsUTF8(text.get());
-  error = said == nullptr ? "a kernel failed" : said;
+  failure.text = said == nullptr ? "a kernel failed" : said;
+  failure.index = PyErr_GivenExceptionMatches(type, PyExc_IndexError);
+  failure.memory = std::strstr(reinterpret_cast<PyTypeObject*>(type)->tp_name, "OutOfMemoryError") != nullptr;
   PyErr_Clear();
   return false;
 }
@@ -514,8 +522,8 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
     Call call(s.device);
     (call.argument(args), ...);
     size_t slot = 0;
-    if (!call.plain || call.index < -1 || call.overlaps() || at::globalContext().deterministicAlgorithms() ||
-        at::in_parallel_region() || (s.random && is_capturing(s)))
+    if (!call.plain || call.overlaps() || at::globalContext().deterministicAlgorithms() ||
+        at::in_parallel_region())
       return original(keys, args...);
     Entry* e = entry(s, call, slot);
     if (e == nullptr) return original(keys, args...);
@@ -539,16 +547,18 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
       }
     }
     std::vector<Tensor> made;
-    std::string error;
-    if (run(*e, call, made, error)) {
+    Failure failure;
+    if (run(*e, call, made, failure)) {
       s.ours.fetch_add(1, std::memory_order_relaxed);
       for (const Tensor& t : made) describe(t, layout);
       turns.done(layout);
       return Results<Ret>::of(made, call);
     }
-    if (call.written.empty()) return original(keys, args...);  // it raises what its users know, or is right
+    // Behind its host a device reports an earlier call, which only ours can tell.
+    if (s.device != c10::kCPU && !failure.memory) failure.raise();
+    if (call.written.empty() || failure.memory) return original(keys, args...);  // raises what its users know
     original(keys, args...);
-    TORCH_CHECK(false, error);  // what was to be changed has been, in part, by ours
+    failure.raise();  // if that did not: ours has written, in part, to what was to be changed
   }
 
   State& s;
@@ -572,6 +582,11 @@ Row row() {
 
 const Row kRows[] = {
 // OPERATOR ROWS
+};
+
+// The dispatcher warns of a second kernel for one key, which is what this is for.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
 };
 
 std::vector<std::unique_ptr<State>>& states() {
@@ -606,21 +621,19 @@ PyObject* make(PyObject*, PyObject* args) {
   });
 }
 
-// open(gate, threshold, measured arguments, patience, random, ask, capturing or None)
+// open(gate, threshold, measured arguments, patience, ask, capturing or None)
 PyObject* open(PyObject*, PyObject* args) {
   Py_ssize_t at;
   long long threshold;
   unsigned long long measured;
-  int patience, random;
+  int patience;
   PyObject *ask, *capturing;
-  if (!PyArg_ParseTuple(args, "nLKipOO", &at, &threshold, &measured, &patience, &random, &ask, &capturing))
-    return nullptr;
+  if (!PyArg_ParseTuple(args, "nLKiOO", &at, &threshold, &measured, &patience, &ask, &capturing)) return nullptr;
   State* s = state_at(at);
   if (s == nullptr) return nullptr;
   s->threshold = threshold;
   s->measured = measured;
   s->patience = patience;
-  s->random = random != 0;
   Py_XSETREF(s->ask, Py_NewRef(ask));
   Py_XSETREF(s->capturing, capturing == Py_None ? nullptr : Py_NewRef(capturing));
   if (s->registration.has_value()) Py_RETURN_NONE;
@@ -629,8 +642,8 @@ PyObject* open(PyObject*, PyObject* args) {
     for (const Row& row : kRows) {
       if (name.name != row.name || name.overload_name != row.overload) continue;
       s->original = c10::TypedOperatorHandle<Peek>::kernel(s->op, s->dispatch_key);
-      // The dispatcher warns of every second kernel for one key, which is what this is for.
-      c10::WarningUtils::set_warnAlways(c10::WarningUtils::get_warnAlways());
+      Silent silent;
+      c10::WarningUtils::WarningHandlerGuard guard(&silent);
       s->registration.emplace(c10::Dispatcher::singleton().registerImpl(
           name, s->dispatch_key, row.make(s), std::nullopt, nullptr, "flambeau gate"));
       Py_RETURN_NONE;

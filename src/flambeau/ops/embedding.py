@@ -155,14 +155,14 @@ class Bags:
                           lambda i: started.load(i) - cast(eq(index_value(i[0]), 0), torch.int64))[0]
 
 
-def best_of_bag(dtype: DType) -> Combine:
+def best_of_bag(dtype: DType, row: DType) -> Combine:
     """(value, row): the first greatest, where a row below zero is no item. A NaN wins only as the first."""
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         take = (b[1] >= 0) & ((a[1] < 0) | (b[0] > a[0]))
         return where(take, b[0], a[0]), where(take, b[1], a[1])
 
-    return build.make_combine("best_of_bag", (dtype, torch.int64), (lowest(dtype), -1), fn)
+    return build.make_combine("best_of_bag", (dtype, row), (lowest(dtype), -1), fn)
 
 
 def adjacent(v: Value, dim: int) -> bool:
@@ -190,9 +190,11 @@ def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_f
         return w if per_sample_weights is None else w * cast(per_sample_weights.load(i[1:2]), wide)
 
     if mode == MAX:
+        last = weight.shape[0].bounds()[1]
+        row = torch.int32 if last is not None and last < 2**31 else torch.int64  # half as much to carry along
         values, rows = build.segment(
-            domain, 1, bags.first, bags.end, best_of_bag(wide),
-            lambda i: (item(i), where(bags.counted(i[1]), word(indices, i[1:2]), -1)))
+            domain, 1, bags.first, bags.end, best_of_bag(wide, row),
+            lambda i: (item(i), cast(where(bags.counted(i[1]), word(indices, i[1:2]), -1), row)))
         output = build.pointwise(
             values.shape, lambda i: where(rows.load(i) < 0, 0, values.load(i)), weight.dtype)
         sizes = to_dtype(bags.sizes(), whole)

@@ -13,7 +13,7 @@ from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Value
-from flambeau.ir.scalar import abs_, eq, exp, isnan, log, maximum
+from flambeau.ir.scalar import abs_, eq, exp2, isnan, log, maximum
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def cumprod(x: Value, dim: int, *, dtype: DType | None = None) -> Value:
 
 
 @cache
-def _so_far(name: str, dtype: DType) -> Combine:
+def _so_far(name: str, dtype: DType, place: DType) -> Combine:
     """The extremum and its index. The right side is always the later one, so on ties, and among NaNs, it wins
     as in ATen."""
 
@@ -59,16 +59,17 @@ def _so_far(name: str, dtype: DType) -> Combine:
         return where(take, new, best), where(take, here, at)
 
     start = lowest(dtype) if name == "max" else highest(dtype)
-    return make_combine(f"cum{name}", (dtype, torch.int64), (start, -1), fn)
+    return make_combine(f"cum{name}", (dtype, place), (start, -1), fn)
 
 
 def _extremum_so_far(name: str, x: Value, dim: int) -> tuple[Value, Value]:
     if not x.rank:
         return x, build.pointwise((), lambda i: const(0, torch.int64))
     axis = wrap_dim(dim, x.rank)
-    wide = opmath(x.dtype)
-    best, at = build.scan(x.shape, axis, _so_far(name, wide),
-                          lambda i: (cast(x.load(i), wide), index_value(i[axis])),
+    wide, last = opmath(x.dtype), x.shape[axis].bounds()[1]
+    place = torch.int32 if last is not None and last < 2**31 else torch.int64  # half as much to carry along
+    best, at = build.scan(x.shape, axis, _so_far(name, wide, place),
+                          lambda i: (cast(x.load(i), wide), index_value(i[axis], place)),
                           dtypes=(x.dtype, torch.int64))
     return best, at
 
@@ -89,7 +90,8 @@ def _log_sum(dtype: DType) -> Combine:
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         (am, asum), (bm, bsum) = a, b
-        smaller = where(eq(am, bm), 1, exp(-abs_(am - bm)))  # equal infinities: their difference is NaN
+        # exp, as 2 to a power: one instruction where that counts. Equal infinities: their difference is NaN.
+        smaller = where(eq(am, bm), 1, exp2(abs_(am - bm) * -math.log2(math.e)))
         joined = where(am >= bm, asum + bsum * smaller, asum * smaller + bsum)
         return maximum(am, bm), joined
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -15,7 +16,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, const, loads, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Index, Op, Sym, as_index, product
+from flambeau.ir.index import ONE, ZERO, Atom, Dyn, Index, Op, Sym, as_index, product
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel
 
@@ -299,11 +300,20 @@ def merge(vars: list[Sym], d: Draft, protected: Sym | None = None) -> list[Sym]:
 
 def mergeable(a: Sym, b: Sym, d: Draft) -> bool:
     assert b.extent is not None
-    for i in d.indices():
+    for i in map(without_computed, d.indices()):
         ca, cb = i.coefficient(a), i.coefficient(b)
         if ca is None or cb is None or ca is not cb * b.extent:
             return False
     return True
+
+
+def without_computed(i: Index) -> Index:
+    """The index less its terms that are computed values: those have indices of their own."""
+    def is_computed(mono: tuple[Atom, ...]) -> bool:
+        return any(isinstance(a, Dyn) for a in mono) and all(
+            isinstance(a, Dyn) or isinstance(a, Sym) and a.extent is None for a in mono)
+
+    return Index(tuple(t for t in i.terms if not is_computed(t[0])), i.const)
 
 
 def choose_tile(d: Draft, vars: Sequence[Sym], vector: Sym | None) -> Sym | None:
@@ -469,11 +479,20 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
             vars.append(v)
             break
     out_vars.sort(key=lambda v: -c.const if (c := init_address.coefficient(v)) is not None and c.is_const else 0)
-    d = Draft(vars, out_vars, [Item((out,), "full", (init, value, *(() if mask is None else (mask,)),
-                                                     *(Expr("index", _INT64, (), t) for t in target
-                                                       if not t.is_const)))], {out: address})
-    d.stores[out + "'"] = init_address
-    params = params_of([a for a in d.accesses() if a[0] != out + "'"], buffers)
-    return ScatterKernel(tuple(out_vars), init, init_address, tuple(vars), frozenset(free), address, owner, owners,
-                         value, mode, mask, out, params, sizes_of(d), n.origins)
-
+    reads = [init, value, *(() if mask is None else (mask,)),
+             *(Expr("index", _INT64, (), t) for t in target if any(isinstance(a, Dyn) for a in t.atoms()))]
+    d = Draft(vars, out_vars, [Item((out,), "full", tuple(reads))], {out: address, out + "'": init_address})
+    if owner is not None:
+        d.stores[out + "''"] = owner
+    d.outer = []
+    for alike, run in groupby(vars, lambda v: v in free):
+        merged = merge(list(run), d)
+        d.outer += merged
+        free = free | set(merged) if alike else free
+    d.inner = merge(out_vars, d)
+    init, value, *rest = d.items[0].exprs
+    mask = None if mask is None else rest[0]
+    address, init_address, *owned = d.stores.values()
+    params = params_of([a for a in d.accesses() if a[0] in buffers], buffers)
+    return ScatterKernel(tuple(d.inner), init, init_address, tuple(d.outer), frozenset(free & set(d.outer)), address,
+                         owned[0] if owned else None, owners, value, mode, mask, out, params, sizes_of(d), n.origins)

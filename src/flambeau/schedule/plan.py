@@ -7,7 +7,7 @@ from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import loads
-from flambeau.ir.index import ZERO, Index, Sym, as_index
+from flambeau.ir.index import ZERO, Dyn, Index, Sym, as_index
 from flambeau.ir.nodes import (
     Buffer,
     Extern,
@@ -20,7 +20,7 @@ from flambeau.ir.nodes import (
     contiguous_strides,
     dim_vars,
 )
-from flambeau.ir.program import BufferPlan, Call, Copy, Kernel, Launch, LoopKernel, Program
+from flambeau.ir.program import BufferPlan, Call, Copy, Kernel, Launch, LoopKernel, Program, ScanKernel
 from flambeau.ir.verify import verify
 
 from . import numerics as policy
@@ -160,8 +160,8 @@ def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
         return False
     launch = p.steps[makers[0]]
     assert isinstance(launch, Launch)
-    kernel = p.kernels[launch.kernel]
-    if not isinstance(kernel, LoopKernel) or not reads_before_write(kernel, name, v.buffer):
+    kernel = in_place(p.kernels[launch.kernel], name, v.buffer)
+    if kernel is None:
         return False
     params = tuple(replace(x, aliased=True) if x.name in (name, v.buffer) else x for x in kernel.params)
     p.kernels.append(replace(kernel, params=params))
@@ -172,6 +172,23 @@ def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
         elif isinstance(s, Call):
             p.steps[k] = replace(s, args=renamed(s.args, v.buffer, name), kwargs=renamed(s.kwargs, v.buffer, name))
     return True
+
+
+def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
+    """The kernel in a form in which `new` may be the memory of its input `name`, if there is one."""
+    if isinstance(k, LoopKernel):
+        return k if reads_before_write(k, name, new) else None
+    if isinstance(k, ScanKernel):
+        at = dict(k.stores)[new]
+        return k if all(e.attr[1][0] is at for e in loads(*k.exprs) if e.attr[0] == name) else None
+    places = (a.expr for a in k.address.atoms() if isinstance(a, Dyn))
+    if any(e.attr[0] == name for e in loads(k.value, *places, *(() if k.mask is None else (k.mask,)))):
+        return None
+    start = [] if k.init is None else [e for e in loads(k.init) if e.attr[0] == name]
+    if not start:
+        return k
+    # What it starts from lies there already.
+    return replace(k, init=None) if start == [k.init] and start[0].attr[1][0] is k.init_address else None
 
 
 def reads_before_write(k: LoopKernel, name: str, new: str) -> bool:

@@ -11,12 +11,12 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 import flambeau.codegen
 from flambeau.codegen.source import KernelSource
@@ -62,6 +62,22 @@ class CpuTarget(Target):
     """Kernels are tabled by key as futures of their address: loaded, or on their way."""
 
     name = "cpu"
+    wins: ClassVar[Mapping[str, int]] = {
+        "cumulative": 1 << 15,
+        "max pooling": 1 << 15,
+        "average pooling": 1 << 15,
+        "resizing": 1 << 15,
+        "volume sampling": 1 << 14,
+        "embedding gradient": 1 << 12,
+        "embedding bags": 1 << 14,
+        "embedding bag gradients": 1 << 12,
+        "writes by row": 1 << 15,
+        "softmax": 1 << 17,
+        "layer norm": 1 << 17,
+        "draws": 1 << 15,
+        "statistics": 1 << 16,
+        "activations": 1 << 17,
+    }
 
     def __init__(self) -> None:
         self._launcher: Future[Launcher] | None = None

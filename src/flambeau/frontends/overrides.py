@@ -1,0 +1,349 @@
+"""`accelerate`: eager operators of a device run on our kernels, where those are faster than torch's.
+
+    flambeau.accelerate("cuda")                 # from here on; .undo() ends it
+    with flambeau.accelerate("cpu", only="cumsum"):
+        ...
+    print(*flambeau.accelerated(), sep="\\n")    # what was replaced, and how often it was used
+
+A native gate (gate.cpp) stands before each operator at the backend's dispatch key, below autograd and autocast. Small
+calls pass it. For a larger one it looks for a kernel of just these dtypes, sizes and scalars; the second call of a kind
+asks this file to build one, in the background, while torch's kernel goes on serving. A kernel that is ready is timed
+against torch's on some calls, and stays only if it is the faster one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import logging
+import operator
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flambeau.config import config
+from flambeau.errors import CompileError, OptionError, UnsupportedError
+
+from .devices import target_of
+from .eager_ops import GROUPS, Form, wanted
+from .gate import Gates, load_gates
+from .package import Run
+from .pipeline import compile_graph
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+PATIENCE = 2  # calls of a kind before its kernel is built: shapes that come once are not worth a compiler
+MOST_KERNELS = 64  # for one form of an operator; whoever has more shapes than that would compile for ever
+UNTRIED = 1 << 15  # elements, for operators that only their user's wish replaces
+
+Arguments = tuple[Any, ...]
+
+
+# ---- what users call -----------------------------------------------------------------------------------
+
+
+def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | None = None,
+               exclude: str | Iterable[str] | None = None, *, wait: bool = False, tune: bool = True) -> Acceleration:
+    """Replace eager operators of a device, until `undo()` of what this returns or the end of its `with` block.
+
+    `only` and `exclude` name operators ("cumsum") or groups of them ("max pooling"). With `wait` a kernel is built
+    when a call first needs it, and that call waits. Without `tune` kernels are not timed against torch's: they serve
+    every call from the size on that is known to be worth it.
+    """
+    kind = torch.device(device)
+    if kind.index is not None:
+        raise OptionError(f"operators are replaced on all devices of a type, and {kind} is one of them",
+                          hint=f"accelerate({kind.type!r})")
+    target = target_of(kind, config.target)
+    if target is None:
+        raise UnsupportedError(f"there is no target for tensors on {kind}")
+    forms = wanted(target.wins, only, exclude, UNTRIED)
+    key = torch._C._dispatch_key_for_device(kind.type)
+    usable = {form: size for form, size in forms.items() if has_kernel(form, key)}
+    return Acceleration(load_gates(), kind.type, key, usable, _Settings(wait, tune))
+
+
+def accelerated() -> list[Replaced]:
+    """The operators that are replaced now, the most used first."""
+    with _LOCK:
+        rows = [gate.row() for gate in _GATES.values() if gate.holders]
+    return sorted(rows, key=lambda row: (-row.ours, -row.original, row.operator))
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A form of an operator with a gate before it."""
+
+    operator: str
+    device: str
+    group: str
+    elements: int  # from which a call is looked at
+    ours: int  # calls since it was replaced
+    original: int
+    kernels: int  # that are in use, or being timed
+    slower: int  # that torch's kernel has beaten
+    refused: dict[str, int] = field(default_factory=dict)  # why there is none, and for how many kinds of calls
+
+    def __str__(self) -> str:
+        text = f"{self.operator} ({self.device}, from {self.elements} elements): {self.ours} calls ours, " \
+               f"{self.original} torch's; {self.kernels} kernels"
+        parts = [f"{self.slower} slower than torch's"] if self.slower else []
+        return "; ".join([text, *parts, *(f"{count} not built: {why}" for why, count in self.refused.items())])
+
+
+class Acceleration:
+    """What one `accelerate` replaced."""
+
+    def __init__(self, native: Gates, device: str, key: str, forms: dict[Form, int], settings: _Settings) -> None:
+        self.device = device
+        self._gates: list[_Gate] = []
+        with _LOCK:
+            for form, elements in forms.items():
+                gate = _GATES.get((device, form)) or _Gate(native, device, key, form)
+                _GATES[device, form] = gate
+                self._gates.append(gate)
+                gate.hold(self, elements, settings)
+
+    def undo(self) -> None:
+        """Torch's own kernels again. Once is enough."""
+        with _LOCK:
+            gates, self._gates = self._gates, []
+            for gate in gates:
+                gate.release(self)
+
+    def __enter__(self) -> Acceleration:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"<Acceleration of {len(self._gates)} operators on {self.device}>"
+
+
+@dataclass(frozen=True)
+class _Settings:
+    wait: bool
+    tune: bool
+
+
+def has_kernel(form: Form, key: str) -> bool:
+    """Whether the operator is one at this key, and not composed of others above it."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(form.op.name(), k)
+               for k in (key, "CompositeExplicitAutograd"))
+
+
+# ---- gates ---------------------------------------------------------------------------------------------
+
+_LOCK = threading.RLock()
+_GATES: dict[tuple[str, Form], _Gate] = {}
+
+
+class _Gate:
+    """The gate before one form of an operator. It outlives its use: its kernels serve the next `accelerate`."""
+
+    def __init__(self, native: Gates, device: str, key: str, form: Form) -> None:
+        self.native, self.device, self.form = native, device, form
+        overload = form.op._overloadname
+        self.number = native.make(form.op._schema.name, "" if overload == "default" else overload, key, device)
+        self.holders: dict[Acceleration, tuple[int, _Settings]] = {}
+        self.refused: Counter[str] = Counter()
+        self.built = 0
+        self.before = (0, 0)  # calls that earlier uses counted
+
+    def hold(self, holder: Acceleration, elements: int, settings: _Settings) -> None:
+        if not self.holders:
+            self.before = self.native.usage(self.number)[:2]
+        self.holders[holder] = elements, settings
+        self.open()
+
+    def release(self, holder: Acceleration) -> None:
+        del self.holders[holder]
+        self.open() if self.holders else self.native.close(self.number)
+
+    def open(self) -> None:
+        """As its last holder wants it."""
+        elements, settings = list(self.holders.values())[-1]
+        # Who draws random numbers must not change between calls of one program, least of all by the clock.
+        random = GROUPS[self.form.group].random
+        now, tune = settings.wait or random, settings.tune and not random
+
+        def ask(slot: int, args: Arguments) -> None:
+            job = _Job(self, slot, described(args), tune)
+            WORKER.submit(job)
+            if now:
+                job.done.wait()
+
+        capturing = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
+        self.native.open(self.number, elements, self.form.measured(), 1 if now else PATIENCE, ask, capturing)
+
+    def row(self) -> Replaced:
+        ours, original, kernels = self.native.usage(self.number)
+        elements, _ = list(self.holders.values())[-1]
+        slower = sum(turn == 0 for turn, _, _ in kernels)
+        return Replaced(self.form.name, self.device, self.form.group, elements, ours - self.before[0],
+                        original - self.before[1], len(kernels) - slower, slower, dict(self.refused))
+
+
+@atexit.register
+def _close_all() -> None:
+    """The interpreter ends, calls of other threads may go on: without Python."""
+    with _LOCK:
+        for gate in _GATES.values():
+            if gate.holders:
+                gate.native.close(gate.number)
+
+
+# ---- kernels -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What a kernel depends on of a tensor, without holding its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    overlaps: bool
+
+    def fake(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+
+def described(args: Arguments) -> Arguments:
+    """The arguments of a call with descriptions in place of tensors."""
+
+    def describe(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(describe(y) for y in x)
+        if not isinstance(x, torch.Tensor):
+            return x
+        return _Tensor(tuple(x.shape), x.stride(), x.dtype, x.device, torch._debug_has_internal_overlap(x) != 0)
+
+    return tuple(describe(x) for x in args)
+
+
+class _Job:
+    """A kernel to build, for the calls of one slot."""
+
+    def __init__(self, gate: _Gate, slot: int, args: Arguments, tune: bool) -> None:
+        self.gate, self.slot, self.args, self.tune = gate, slot, args, tune
+        self.context = contextvars.copy_context()  # of the call: settings may be overridden in it
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        gate = self.gate
+        try:
+            if gate.built >= MOST_KERNELS:
+                raise UnsupportedError(f"{MOST_KERNELS} kernels were built already")
+            run = self.context.run(build, gate.form, self.args)
+            gate.built += 1
+            gate.native.resolve(gate.number, self.slot, run, self.tune)
+        except Exception as error:  # whatever is wrong with the compiler, torch's kernel goes on serving
+            reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+            gate.refused[reason] += 1
+            level = logging.INFO if isinstance(error, UnsupportedError) else logging.WARNING
+            log.log(level, "%s stays with torch: %s", gate.form.name, reason)
+        finally:
+            self.done.set()
+
+
+class _Worker:
+    """Builds kernels one after another, in a thread that has none of its callers' modes and guards."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.lock = threading.Lock()
+
+    def submit(self, job: _Job) -> None:
+        with self.lock:
+            if self.pid != os.getpid():  # at first, and in a forked child, which lacks the thread
+                self.pid = os.getpid()
+                self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+                threading.Thread(target=self.work, args=(self.jobs,), name="flambeau-accelerate", daemon=True).start()
+        self.jobs.put(job)
+
+    @staticmethod
+    def work(jobs: queue.SimpleQueue[_Job]) -> None:
+        while True:
+            jobs.get().run()
+
+
+WORKER = _Worker()
+
+
+def build(form: Form, args: Arguments) -> Run:
+    """The function that serves such calls: it takes their tensors as a list, in order, and returns the results.
+
+    UnsupportedError says why there is none.
+    """
+    run = compile_graph(graph_of(form, args), config.numerics)
+    made = getattr(run, "compiled", None)
+    if made is None or made.captured.externs:
+        raise UnsupportedError("this call has no lowering")
+    for kernel in (made.build.wait() if made.build is not None else {}).values():
+        if isinstance(kernel, CompileError):
+            raise kernel
+    finished: Run = made.finish()
+    return finished
+
+
+def graph_of(form: Form, args: Arguments) -> fx.GraphModule:
+    """The functional operator as a graph of its own; what the form writes to is written at its end."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+
+        def placeholder(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return [placeholder(y) for y in x]
+            if not isinstance(x, _Tensor):
+                return x
+            node = graph.placeholder("x")
+            node.meta["val"] = x.fake()
+            return node
+
+        nodes = [placeholder(x) for x in args]
+        arguments = [(form.op._schema.arguments[k], nodes[k]) for k in form.inputs]
+        call = graph.call_function(form.functional, tuple(x for a, x in arguments if not a.kwarg_only),
+                                   {a.name: x for a, x in arguments if a.kwarg_only})
+        given, named = (fx.node.map_arg(x, lambda n: n.meta["val"]) for x in (call.args, call.kwargs))
+        val = form.functional(*given, **named)
+    targets = [nodes[k] for k in form.written]
+    for k, t in zip(form.written, val if isinstance(val, (list, tuple)) else [val]):
+        check_target(args[k], t)
+    if targets:  # the results have the layout of what they are written to
+        val = [t.meta["val"] for t in targets] if len(targets) > 1 else targets[0].meta["val"]
+    call.meta["val"] = val
+    results = [part(graph, call, k) for k in range(len(val))] if isinstance(val, (list, tuple)) else [call]
+    for target, result in zip(targets, results):
+        graph.call_function(aten.copy_.default, (target, result)).meta["val"] = target.meta["val"]
+    graph.output([] if targets else results)
+    return fx.GraphModule({}, graph)
+
+
+def part(graph: fx.Graph, call: fx.Node, k: int) -> fx.Node | None:
+    if call.meta["val"][k] is None:
+        return None
+    node = graph.call_function(operator.getitem, (call, k))
+    node.meta["val"] = call.meta["val"][k]
+    return node
+
+
+def check_target(given: Any, result: torch.Tensor) -> None:
+    """An argument that takes a result. Torch resizes and casts where it must; that stays its business."""
+    if given is None or given.shape != tuple(result.shape) or given.dtype != result.dtype:
+        raise UnsupportedError("what it writes to has another shape or dtype")
+    if given.overlaps:
+        raise UnsupportedError("what it writes to is not plain memory")

@@ -1,0 +1,188 @@
+"""Machine code for NVIDIA GPUs, built where there is none: in worker processes, once, with errors that help."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flambeau.codegen.source import BlockSource, Part
+from flambeau.config import config
+from flambeau.errors import CompileError
+from flambeau.frontends.capture import capture
+from flambeau.frontends.decompositions import table
+from flambeau.frontends.devices import graph_device
+from flambeau.schedule.plan import schedule
+from flambeau.targets import triton_compile
+from flambeau.targets.cuda import CudaTarget
+from flambeau.targets.triton_compile import Code, Facts, TritonCompiler, Workers
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+ARCH = 90
+TEXT = """
+import triton
+import triton.language as tl
+import tritonlib as fl
+
+@triton.jit
+def scaled(p0, p1, n0, bad):
+    i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    m = i < n0
+    x = tl.load(p0 + i, m)
+    tl.store(bad + tl.zeros_like(i), 1, m & (x < 0))
+    tl.store(p1 + i, fl.exp(x) * FACTOR, m)
+"""
+
+
+def source(factor: float = 2.0, warps: int = 4) -> BlockSource:
+    return BlockSource("scaled", TEXT.replace("FACTOR", str(factor)), ("*fp32", "*fp32"), ("i64",),
+                       (Part("scaled", "(n0 + 1023) // 1024", warps),))
+
+
+def built(compiler: TritonCompiler, s: BlockSource, facts: Facts = Facts()) -> Code | CompileError:  # noqa: B008
+    return compiler.compile(s, s.parts[0], facts, ARCH).result(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> TritonCompiler:
+    return TritonCompiler()
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, compiler: TritonCompiler) -> Any:
+    """A cache of the test's own; the workers are everybody's."""
+    tmp_path.chmod(0o700)
+    with config.override(cache_dir=tmp_path / "cache"):
+        yield tmp_path / "cache"
+
+
+def test_code_for_a_machine_that_is_not_here(compiler: TritonCompiler) -> None:
+    code = built(compiler, source(warps=8))
+    assert isinstance(code, Code)
+    assert (code.name, code.warps, code.scratch) == ("scaled", 8, 0) and code.code.startswith(b"\x7fELF")
+    assert built(compiler, source(warps=8)) is code
+
+
+def test_code_depends_on_what_it_may_assume(compiler: TritonCompiler) -> None:
+    """Only where pointers and the size are divisible by 16 can a thread move 16 bytes at once."""
+    facts = [Facts(False, 0), Facts(True, 0), Facts(False, 1), Facts(True, 1)]
+    codes = [built(compiler, source(3.0), f) for f in facts]
+    assert all(isinstance(c, Code) for c in codes) and len({c.code for c in codes}) >= 2
+
+
+CHILD = """
+import json, sys
+from flambeau.codegen.source import BlockSource, Part
+from flambeau.targets.triton_compile import Facts, TritonCompiler, Workers
+
+workers = []
+new = Workers._new
+Workers._new = lambda self: workers.append(new(self)) or workers[-1]
+s = BlockSource("scaled", sys.argv[1], ("*fp32", "*fp32"), ("i64",), (Part("scaled", "1"),))
+code = TritonCompiler().compile(s, s.parts[0], Facts(), 90).result()
+print(json.dumps([len(code.code), [w.pid for w in workers], "triton" in sys.modules, "torch" in sys.modules]))
+"""
+
+
+def child(cache: Path, s: BlockSource) -> tuple[int, list[int], bool, bool]:
+    """Length of the code, processes that compiled it, and whether Triton and torch were imported."""
+    done = subprocess.run([sys.executable, "-c", CHILD, s.text], env={**os.environ, "FLAMBEAU_CACHE_DIR": str(cache)},
+                          check=True, capture_output=True, text=True, timeout=120)
+    length, workers, triton, torch_ = json.loads(done.stdout)
+    return length, workers, triton, torch_
+
+
+def test_a_second_process_compiles_nothing_and_imports_no_triton(fresh: Path) -> None:
+    length, workers, *imported = child(fresh, source(5.0))
+    assert len(workers) == 1 and imported == [False, False]
+    assert child(fresh, source(5.0)) == (length, [], False, False)
+
+
+def test_text_that_does_not_compile_is_its_kernels_error(fresh: Path, compiler: TritonCompiler) -> None:
+    for factor in ("nonsense", "tl.sum(x)[3]"):
+        error = built(compiler, source(factor))  # type: ignore[arg-type]
+        assert isinstance(error, CompileError)
+        assert "scaled" in str(error) and "Error" in error.message and error.hint and "text is in" in error.hint
+    assert isinstance(built(compiler, source(6.0)), Code)
+
+
+def test_a_worker_that_was_killed_is_replaced(fresh: Path) -> None:
+    compiler = TritonCompiler()
+    with config.override(compile_jobs=1):
+        assert isinstance(built(compiler, source(7.0)), Code)
+        (workers,) = compiler._pools.values()
+        worker = workers._idle.get()
+        workers._idle.put(worker)
+        worker.kill()
+        assert isinstance(built(compiler, source(8.0)), Code)
+
+
+def test_workers_end_with_their_process(fresh: Path) -> None:
+    _, (pid,), *_ = child(fresh, source(9.0))
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.1)
+    pytest.fail(f"the worker {pid} is still there")
+
+
+def test_without_triton_the_way_out_is_named(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_compile, "find_spec", lambda name: None)
+    with pytest.raises(CompileError, match=r"flambeau\[cuda\]"):
+        built(TritonCompiler(), source(10.0))
+
+
+def test_workers_start_in_advance(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(Workers, "_new", lambda self: started.append(self))
+    with config.override(compile_jobs=3):
+        TritonCompiler().prepare()
+    assert len(started) == 3
+
+
+# ---- from graphs of tensors that are not there -----------------------------------------------------------
+
+
+def kernels(f: Any, *shapes: tuple[int, ...]) -> list[BlockSource]:
+    """The kernels of a function of float32 tensors on a GPU, as the pipeline would write them."""
+    target = CudaTarget(arch=ARCH)
+    with FakeTensorMode():
+        gm = make_fx(lambda *args: [f(*args)], decomposition_table=table())(*(torch.empty(s, device="cuda") for s in shapes))
+    device = graph_device(gm)
+    assert device == torch.device("cuda", 0)
+    with unset_fake_temporarily():
+        captured = capture(gm, target.capabilities(), device=device)
+    program = schedule(captured.graph, target.capabilities(), "fast", True)
+    return [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+
+
+FUNCTIONS = {
+    "map": (lambda x, y: (x * y).tanh() + 1, (33, 65), (65,)),
+    "softmax": (lambda x: x.softmax(-1), (33, 65)),
+    "column": (lambda x: x.sum(0), (33, 65)),
+    "scan": (lambda x: x.cumsum(1), (33, 65)),
+    "scatter": (lambda x, y: x.index_add(0, torch.ones(8, dtype=torch.int64, device="cuda"), y), (33, 16), (8, 16)),
+    "dropout": (lambda x: torch.nn.functional.dropout(x, 0.5), (33, 65)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kernels_of_every_kind_compile(compiler: TritonCompiler, name: str) -> None:
+    f, *shapes = FUNCTIONS[name]
+    found = kernels(f, *shapes)
+    assert found
+    futures = [compiler.compile(k, part, Facts(), ARCH) for k in found for part in k.parts]
+    for future in futures:
+        code = future.result(timeout=120)
+        assert isinstance(code, Code), str(code)

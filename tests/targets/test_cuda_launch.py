@@ -1,0 +1,297 @@
+"""Launches on a CUDA driver that only writes down what it is asked for: arguments, grids, variants, faults.
+
+No GPU is needed, and no Triton: machine code is made up. What the driver would run is tested with the interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from flambeau.codegen.source import BlockSource, Part
+from flambeau.config import config
+from flambeau.errors import CompileError
+from flambeau.targets.cache import shared_cache
+from flambeau.targets.cuda import CudaTarget, shape_function
+from flambeau.targets.launch import build_extension
+from flambeau.targets.toolchain import find_toolchain
+from flambeau.targets.triton_compile import Code, Facts
+
+DRIVER = r"""
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <string>
+
+static std::string said;
+static int count = 0, fault = 0, fault_at = 0, failure = 0;
+
+static void say(const char* format, long long a = 0, long long b = 0, long long c = 0) {
+  char line[200];
+  snprintf(line, sizeof line, format, a, b, c);
+  said += line;
+}
+
+extern "C" {
+const char* driver_said() { static std::string out; out = said; said.clear(); return out.c_str(); }
+void driver_expects(int arguments) { count = arguments; }
+void driver_faults(int code, int argument) { fault = code; fault_at = argument; }
+void driver_fails(int code) { failure = code; }
+
+int cuInit(unsigned) { return 0; }
+int cuGetErrorString(int, const char** text) { *text = "made up"; return 0; }
+int cuCtxGetCurrent(void** context) { *context = nullptr; return 0; }
+int cuCtxSetCurrent(void*) { return 0; }
+int cuDeviceGet(int* handle, int device) { *handle = device; return 0; }
+int cuDevicePrimaryCtxRetain(void** context, int) { *context = (void*)1; return 0; }
+int cuModuleLoadData(void** module, const void* code) {
+  *module = strdup((const char*)code);
+  return strcmp((const char*)code, "broken") == 0 ? 200 : 0;
+}
+int cuModuleGetFunction(void** function, void* module, const char*) { *function = module; return 0; }
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+  said += (const char*)function;
+  say(" attribute %lld = %lld\n", attribute, value);
+  return 0;
+}
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned) { *memory = malloc(bytes); return 0; }
+int cuMemHostGetDevicePointer_v2(unsigned long long* address, void* memory, unsigned) {
+  *address = (unsigned long long)memory;
+  return 0;
+}
+int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t bytes, void* stream) {
+  memset((void*)address, value, bytes);
+  say("zero %lld on %lld\n", bytes, (long long)stream);
+  return 0;
+}
+int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+                   unsigned shared, void* stream, void** arguments, void**) {
+  said += (const char*)function;
+  say(" (%lld, %lld, %lld)", x, y, z);
+  say(" threads %lld shared %lld on %lld:", threads, shared, (long long)stream);
+  for (int i = 0; i < count; ++i) say(" %lld", *(int64_t*)arguments[i]);
+  said += "\n";
+  if (fault) *(int32_t*)*(int64_t*)arguments[fault_at] |= fault;
+  return failure;
+}
+}
+"""
+
+STREAM = 77
+
+
+class Machine(CudaTarget):
+    """A target on the made-up driver; `built` has the facts of every variant that was asked for."""
+
+    def __init__(self, driver: Path, extension: ModuleType) -> None:
+        super().__init__(arch=90, driver=str(driver))
+        self._extension = Future()
+        self._extension.set_result(extension)
+        self.built: list[tuple[str, Facts]] = []
+        self.machine_code = {"shared": 0, "scratch": 0, "broken": False}
+        self.library = ctypes.CDLL(str(driver))
+        self.library.driver_said.restype = ctypes.c_char_p
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: int) -> int:
+        return STREAM + device
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    def codes(self, source: BlockSource, facts: Facts, device: int) -> tuple[Future[Code | CompileError], ...]:
+        self.built.append((source.name, facts))
+        made = []
+        for part in source.parts:
+            text = "broken" if self.machine_code["broken"] else f"{source.name}.{part.function}"
+            made.append(Future[Code | CompileError]())
+            made[-1].set_result(Code(part.function, part.warps, self.machine_code["shared"],
+                                     self.machine_code["scratch"], text.encode() + b"\0"))
+        return tuple(made)
+
+    def said(self) -> list[str]:
+        text: bytes = self.library.driver_said()
+        return text.decode().splitlines()
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModuleType]:
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.cpp").write_text(DRIVER)
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", folder / "driver.so", folder / "driver.cpp"], check=True)
+    disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+    # Built here and not taken from the cache: it keeps its driver for good, and a real one has a copy of its own.
+    return folder / "driver.so", build_extension("cuda_launcher", find_toolchain(config.compiler, disk), disk)
+
+
+@pytest.fixture
+def machine(parts: tuple[Path, ModuleType]) -> Machine:
+    made = Machine(*parts)
+    for reset in (made.library.driver_expects, made.library.driver_fails):
+        reset(0)
+    made.library.driver_faults(0, 0)
+    made.said()
+    return made
+
+
+def source(name: str = "k", pointers: int = 2, sizes: Sequence[str] = (), parts: Sequence[Part] = (Part("part0", "3"),),
+           workspace: str = "", checks: bool = False) -> BlockSource:
+    text = "".join(f"def {p.function}(bad): ...\n" for p in parts) + ("tl.store(bad, 1)" if checks else "")
+    return BlockSource(name, text, ("*fp32",) * pointers, tuple(sizes), tuple(parts), workspace)
+
+
+def test_arguments_are_pointers_sizes_memory_and_two_of_the_compiler(machine: Machine) -> None:
+    k = machine.build([source(sizes=("i32", "i64"), parts=[Part("a", "(n0 + 63) // 64", 8), Part("b", "2, n1")])]).wait()
+    plan = machine.plan([(k["k"], [(1, 0), (0, 64)], [1, 0])])
+    machine.library.driver_expects(7)
+    assert plan([1600, 3200], [5, 130]) is None
+    first, second = machine.said()
+    assert first.startswith("k.a (3, 1, 1) threads 256 shared 0 on 77: 3200 1664 130 5 ")
+    assert second.startswith("k.b (2, 5, 1) threads 128 shared 0 on 77: 3200 1664 130 5 ")
+    *_, bad, scratch, profile = map(int, first.split(": ")[1].split())
+    assert bad != 0 and (scratch, profile) == (0, 0)
+
+
+def test_a_launch_alone_does_the_same_as_in_a_plan(machine: Machine) -> None:
+    k = machine.build([source()]).wait()["k"]
+    assert k.name == "k" and repr(k) == "<Launch k>"
+    assert k([16, 32], []) == 0
+    assert [line.split(":")[0] for line in machine.said()] == ["k.part0 (3, 1, 1) threads 128 shared 0 on 77"]
+
+
+def test_every_call_takes_the_variant_that_its_arguments_allow(machine: Machine) -> None:
+    k = machine.build([source(sizes=("i64", "i64"))]).wait()["k"]
+    assert machine.built == [("k", Facts(aligned=True, sizes=0))]
+    machine.built.clear()
+    for pointers, sizes, facts in [([16, 32], [3, 5], Facts(True, 0)), ([16, 36], [3, 5], Facts(False, 0)),
+                                   ([16, 32], [3, 16], Facts(True, 2)), ([16, 32], [0, 16], Facts(True, 3))]:
+        for _ in range(3):
+            k(pointers, sizes)
+        assert {f for _, f in machine.built} == {facts}
+        assert len(machine.built) == 2  # begun, then waited for, at the first of the calls
+        machine.built.clear()
+
+
+def test_all_variants_of_a_plan_are_begun_before_one_is_waited_for(machine: Machine) -> None:
+    built = machine.build([source("k"), source("l")]).wait()
+    plan = machine.plan([(built["k"], [(0, 0), (0, 0)], []), (built["l"], [(0, 0), (0, 0)], [])])
+    machine.built.clear()
+    plan([20], [])
+    assert [name for name, _ in machine.built] == ["k", "l", "k", "l"]
+
+
+def test_no_points_no_launch(machine: Machine) -> None:
+    k = machine.build([source(sizes=("i64",), parts=[Part("part0", "n0")])]).wait()["k"]
+    k([16, 32], [0])
+    assert machine.said() == []
+    k([16, 32], [4])
+    assert len(machine.said()) == 1
+
+
+def test_shapes_are_computed_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(text: BlockSource) -> object:
+        real = shape_function(text)
+        return lambda *sizes: asked.append(sizes) or real(*sizes)
+
+    monkeypatch.setattr("flambeau.targets.cuda.shape_function", counted)
+    k = machine.build([source(sizes=("i64",), parts=[Part("part0", "n0")])]).wait()["k"]
+    for n in (1, 2, 3, 1, 2, 3):
+        k([16, 32], [n])
+    assert asked == [(1,), (2,), (3,)]
+    assert [line.split(")")[0] for line in machine.said()] == [f"k.part0 ({n}, 1, 1" for n in (1, 2, 3, 1, 2, 3)]
+
+
+def test_the_workspace_is_zero_and_shared_by_a_stream(machine: Machine) -> None:
+    k = machine.build([source(sizes=("i64",), workspace="4 * n0", parts=[Part("a", "1"), Part("b", "1")])]).wait()["k"]
+    machine.library.driver_expects(5)
+    k([16, 32], [100])
+    zeroed, first, second = machine.said()
+    assert zeroed == "zero 512 on 77"
+    place = int(first.split()[-2])
+    assert first.split()[-5:] == second.split()[-5:]
+    assert bytes((ctypes.c_char * 512).from_address(place)) == bytes(512)
+    k([16, 32], [1 << 20])  # larger than the first piece, which is kept: a captured graph may still use it
+    k([16, 32], [100])
+    assert len(machine._workspaces[0, STREAM]) == 2
+    assert int(machine.said()[-1].split()[-2]) != place
+
+
+def test_scratch_of_the_compiler_follows_the_workspace(machine: Machine) -> None:
+    machine.machine_code["scratch"] = 64
+    k = machine.build([source(workspace="8")]).wait()["k"]
+    machine.library.driver_expects(6)
+    k([16, 32], [])
+    _, work, bad, scratch, profile = map(int, machine.said()[-1].split(": ")[1].split()[1:])
+    assert scratch == work + 256 and profile == 0
+
+
+def test_much_shared_memory_is_asked_for(machine: Machine) -> None:
+    machine.machine_code["shared"] = 64 << 10
+    machine.build([source()]).wait()["k"]([16, 32], [])
+    assert machine.said()[0] == "k.part0 attribute 8 = 65536"
+
+
+def test_a_fault_is_raised_by_a_later_call(machine: Machine) -> None:
+    k = machine.build([source(name, checks=True) for name in "klm"]).wait()
+    step = [(0, 0), (0, 0)]
+    both, other = machine.plan([(k["k"], step, []), (k["l"], step, [])]), machine.plan([(k["m"], step, [])])
+    machine.library.driver_faults(4, 2)
+    assert both([16], []) is None
+    machine.library.driver_faults(0, 0)
+    machine.said()
+    assert sorted([both([16], []), both([16], [])]) == [(0, 4), (1, 4)]
+    assert machine.said() == []  # nothing is started after a fault
+    assert both([16], []) is None
+    machine.library.driver_faults(1, 2)
+    other([16], [])
+    machine.library.driver_faults(0, 0)
+    assert both([16], []) == (-1, 1) and both([16], []) is None
+
+
+def test_errors_of_the_driver_name_the_kernel(machine: Machine) -> None:
+    k = machine.build([source("k")]).wait()["k"]
+    machine.library.driver_fails(719)
+    with pytest.raises(RuntimeError, match=r"k failed: made up \(CUDA error 719\)"):
+        k([16, 32], [])
+
+
+def test_code_that_does_not_load_is_that_kernels_error(machine: Machine) -> None:
+    machine.machine_code["broken"] = True
+    error = machine.build([source("k")]).wait()["k"]
+    assert isinstance(error, CompileError) and "does not load" in str(error)
+
+
+def test_a_plan_that_is_misused_says_so(machine: Machine) -> None:
+    k = machine.build([source("k", sizes=("i64",))]).wait()["k"]
+    plan = machine.plan([(k, [(0, 0), (2, 0)], [1])])
+    with pytest.raises(ValueError, match="needs 3 pointers and 2 sizes, got 1 and 1"):
+        plan([16], [1])
+    with pytest.raises(ValueError, match="negative"):
+        machine.plan([(k, [(-1, 0)], [])])
+    with pytest.raises(TypeError):
+        machine.plan([("k", [], [])])
+    with pytest.raises(TypeError, match="list or tuple of ints"):
+        k(1, [])
+
+
+def test_a_machine_without_a_driver_is_told(parts: tuple[Path, ModuleType], tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="nvidia-smi"):
+        Machine.launcher(_on(tmp_path / "none.so", parts))
+
+
+def _on(driver: Path, parts: tuple[Path, ModuleType]) -> Machine:
+    made = Machine(*parts)
+    made._driver = str(driver)
+    return made
