@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,6 +148,16 @@ def test_half_precision_is_rounded_between_operators_in_eager_numerics(numerics:
     everything = walk(*(e for s in k.stages for i in s for e in i.exprs))
     casts = [e for e in everything if e.op == "cast" and e.dtype is torch.bfloat16]
     assert len(casts) == (1 if numerics == "fast" else 3)
+
+
+@pytest.mark.parametrize("numerics", ["fast", "eager"])
+@pytest.mark.parametrize("f", [F.relu, F.relu6, lambda x: F.threshold(x, 0.1, -0.3), lambda x: x.clamp_min(0.1),
+                               lambda x: torch.minimum(x, x.flip(0))])
+def test_a_choice_among_half_precision_values_is_not_rounded(f: Callable[[Tensor], Tensor], numerics: str) -> None:
+    p = program(f, torch.randn(8, 16, dtype=torch.bfloat16), numerics=numerics)
+    (k,) = launches(p)
+    everything = walk(*(e for s in k.stages for i in s for e in i.exprs))
+    assert not any(e.op == "cast" and e.dtype is torch.bfloat16 for e in everything)
 
 
 def test_nothing_but_results_is_stored() -> None:

@@ -158,7 +158,8 @@ def kernels(f: Any, *shapes: tuple[int, ...]) -> list[BlockSource]:
     """The kernels of a function of float32 tensors on a GPU, as the pipeline would write them."""
     target = CudaTarget(arch=ARCH)
     with FakeTensorMode():
-        gm = make_fx(lambda *args: [f(*args)], decomposition_table=table())(*(torch.empty(s, device="cuda") for s in shapes))
+        inputs = [torch.empty(s, device="cuda") for s in shapes]
+        gm = make_fx(lambda *args: [f(*args)], decomposition_table=table())(*inputs)
     device = graph_device(gm)
     assert device == torch.device("cuda", 0)
     with unset_fake_temporarily():

@@ -93,18 +93,14 @@ class Machine(CudaTarget):
 
     def __init__(self, driver: Path, extension: ModuleType) -> None:
         super().__init__(arch=90, driver=str(driver))
+        self.current_device = lambda: 0
+        self.current_stream = lambda device: STREAM + device
         self._extension = Future()
         self._extension.set_result(extension)
         self.built: list[tuple[str, Facts]] = []
         self.machine_code = {"shared": 0, "scratch": 0, "broken": False}
         self.library = ctypes.CDLL(str(driver))
         self.library.driver_said.restype = ctypes.c_char_p
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_stream(self, device: int) -> int:
-        return STREAM + device
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8)
@@ -151,7 +147,8 @@ def source(name: str = "k", pointers: int = 2, sizes: Sequence[str] = (), parts:
 
 
 def test_arguments_are_pointers_sizes_memory_and_two_of_the_compiler(machine: Machine) -> None:
-    k = machine.build([source(sizes=("i32", "i64"), parts=[Part("a", "(n0 + 63) // 64", 8), Part("b", "2, n1")])]).wait()
+    parts = [Part("a", "(n0 + 63) // 64", 8), Part("b", "2, n1")]
+    k = machine.build([source(sizes=("i32", "i64"), parts=parts)]).wait()
     plan = machine.plan([(k["k"], [(1, 0), (0, 64)], [1, 0])])
     machine.library.driver_expects(7)
     assert plan([1600, 3200], [5, 130]) is None

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
@@ -174,6 +175,7 @@ class LoopWriter(WindowWriter):
         if not others or (amount is not None and amount < MANY and long):
             self.chunked(others, v, items)
             return
+        items = self.settled(items, v)
         exprs = [e for i in items for e in i.exprs]
         for w in others:
             parts = pieces(exprs, w)
@@ -183,6 +185,24 @@ class LoopWriter(WindowWriter):
                         self.vectors(others, v, items)
                 return
         self.vectors(others, v, items)
+
+    def settled(self, items: list[Item], v: Sym) -> list[Item]:
+        """An index that is the same in every row is checked once, before them all."""
+        loops = frozenset(self.k.outer)
+        again = [e for e in walk(*(e for i in items for e in i.exprs))
+                 if e.op == "check" and len(e.args) == 1 and e.symbols() & loops == {v}]
+        if not again:
+            return items
+        with self.loop(v, "0", self.extent(v), pragma=f"{self.d.simd} CHECKS"):
+            for e in again:
+                self.value(e)
+        self.line("if (bad) return bad;")
+        memo: dict[Expr, Expr] = {}
+
+        def trusted(e: Expr) -> Expr:
+            return e.args[0] if e in again else e
+
+        return [replace(i, exprs=tuple(rewrite(e, trusted, None, memo) for e in i.exprs)) for i in items]
 
     def vectors(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
         k = self.k

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from flambeau.ir.dtypes import DType
@@ -58,13 +58,14 @@ class NestWriter(Writer):
         self.scopes[-1].known[e] = text
         return e
 
-    def combined(self, c: Combine, left: Sequence[str], right: Sequence[str]) -> list[str]:
-        """The texts of combine(left, right), each in a variable of the current scope."""
+    def combined(self, c: Combine, left: Sequence[str], right: Sequence[str], which: Iterable[int] | None = None
+                 ) -> list[str]:
+        """The texts of combine(left, right), or some components of it, each in a variable of the current scope."""
         stand = {**{a: self.raw(t, a.dtype) for a, t in zip(c.left, left, strict=True)},
                  **{b: self.raw(t, b.dtype) for b, t in zip(c.right, right, strict=True)}}
         memo: dict[Expr, Expr] = {}
         out = []
-        for e in c.result:
+        for e in c.result if which is None else (c.result[j] for j in which):
             text = self.value(rewrite(e, lambda x: stand.get(x, x), None, memo))
             name = self.fresh("c")
             self.line(f"const {self.d.types[e.dtype]} {name} = {text};")

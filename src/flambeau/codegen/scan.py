@@ -22,6 +22,8 @@ class ScanWriter(NestWriter):
         self.k = kernel
         self.address = dict(kernel.stores)
         self.cost = cost_of([*kernel.exprs, *kernel.combine.result])
+        self.needed = kernel.combine.needed([e for n, e in zip(kernel.names, kernel.finish, strict=True)
+                                             if n in self.address])
 
     def render(self) -> list[str]:
         if self.k.vector is None:
@@ -37,10 +39,14 @@ class ScanWriter(NestWriter):
         name = self.sym(a)
         return self.scope(f"for ({self.d.long} {name} = {self.extent(a)} - 1; {name} >= 0; --{name}) {{", (a,))
 
-    def step(self, slots: list[str]) -> None:
+    def step(self, slots: dict[int, str]) -> None:
         k = self.k
-        self.combine_into(k.combine, slots, [self.value(e) for e in k.exprs])
-        running = {c: self.raw(slot, c.dtype) for c, slot in zip(k.combine.left, slots, strict=True)}
+        values = [self.value(e) for e in k.exprs]
+        left = [slots.get(j, value) for j, value in enumerate(values)]  # what nobody needs has no slot, and no reader
+        new = self.combined(k.combine, left, values, slots)
+        for slot, text in zip(slots.values(), new, strict=True):
+            self.line(f"{slot} = {text};")
+        running = {k.combine.left[j]: self.raw(slot, k.combine.left[j].dtype) for j, slot in slots.items()}
         for name, e in zip(k.names, k.finish, strict=True):
             if name in self.address:
                 kept = cast(rewrite(e, lambda x: running.get(x, x)), self.dtypes[name])  # may be narrower
@@ -50,12 +56,48 @@ class ScanWriter(NestWriter):
         k = self.k
         pragma = self.parallel((*k.outer, k.axis), self.cost, len(k.outer)) if k.outer else ""
         with self.nest(k.outer, pragma):
-            slots = []
-            for ident in k.combine.identity:
-                slots.append(self.fresh("s"))
-                self.line(f"{self.d.types[ident.dtype]} {slots[-1]} = {self.d.constant(ident.attr, ident.dtype)};")
-            with self.axis_loop():
-                self.step(slots)
+            slots = {}
+            for j in self.needed:
+                ident = k.combine.identity[j]
+                slots[j] = self.fresh("s")
+                self.line(f"{self.d.types[ident.dtype]} {slots[j]} = {self.d.constant(ident.attr, ident.dtype)};")
+            taken = self.taken()
+            if taken is None:
+                with self.axis_loop():
+                    self.step(slots)
+            else:
+                self.choose(slots, taken)
+
+    def taken(self) -> Expr | None:
+        """When all that runs is the new value or the old one by the same condition: that condition."""
+        c = self.k.combine
+        conditions = {c.result[j].args[0] if c.result[j].op == "where" and c.result[j].args[1:] == (c.right[j], c.left[j])
+                      else None for j in self.needed}
+        return conditions.pop() if len(conditions) == 1 else None
+
+    def choose(self, slots: dict[int, str], taken: Expr) -> None:
+        """A running extremum seldom changes. A branch foresees that: no step waits for the one before, and what is
+        stored is worked out when it changes."""
+        k = self.k
+        stored = {name: e for name, e in zip(k.names, k.finish, strict=True) if name in self.address}
+        kept = {name: self.fresh("k") for name in stored}
+
+        def finish(running: dict[Expr, Expr], declare: bool) -> None:
+            for name, e in stored.items():
+                text = self.value(cast(rewrite(e, lambda x: running.get(x, x)), self.dtypes[name]))
+                self.line(f"{f'{self.d.types[self.dtypes[name]]} ' if declare else ''}{kept[name]} = {text};")
+
+        finish(dict(zip(k.combine.left, k.combine.identity, strict=True)), True)
+        with self.axis_loop():
+            values = {right: self.raw(self.value(e), e.dtype) for right, e in zip(k.combine.right, k.exprs, strict=True)}
+            values |= {k.combine.left[j]: self.raw(slot, k.combine.left[j].dtype) for j, slot in slots.items()}
+            condition = self.value(rewrite(taken, lambda x: values.get(x, x)))
+            with self.scope(f"if (__builtin_expect({condition}, 0)) {{"):
+                for j, slot in slots.items():
+                    self.line(f"{slot} = {self.value(values[k.combine.right[j]])};")
+                finish({k.combine.left[j]: self.raw(slot, k.combine.left[j].dtype) for j, slot in slots.items()}, False)
+            for name in stored:
+                self.store(name, self.address[name], kept[name])
 
     def columns(self, v: Sym) -> None:
         k = self.k
@@ -75,11 +117,12 @@ class ScanWriter(NestWriter):
             end = f"{b} + {width}" if known else self.fresh("e")
             if not known:
                 self.line(f"const {self.d.long} {end} = fl::imin({b} + {width}, {self.extent(v)});")
-            arrays = []
-            for ident in k.combine.identity:
-                arrays.append(self.fresh("s"))
-                self.line(f"alignas(64) {self.d.types[ident.dtype]} {arrays[-1]}[{width}];")
-                self.line(f"for (int l = 0; l < {width}; ++l) {arrays[-1]}[l] = "
+            arrays = {}
+            for j in self.needed:
+                ident = k.combine.identity[j]
+                arrays[j] = self.fresh("s")
+                self.line(f"alignas(64) {self.d.types[ident.dtype]} {arrays[j]}[{width}];")
+                self.line(f"for (int l = 0; l < {width}; ++l) {arrays[j]}[l] = "
                           f"{self.d.constant(ident.attr, ident.dtype)};")
             with self.axis_loop(), self.loop(v, b, end, pragma=f"{self.d.simd} CHECKS"):
-                self.step([f"{a}[{self.sym(v)} - {b}]" for a in arrays])
+                self.step({j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()})

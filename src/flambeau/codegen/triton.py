@@ -16,7 +16,7 @@ import torch
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float
-from flambeau.ir.expr import Expr, Fold, index_value, masked, walk, where
+from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
 from flambeau.ir.index import Dyn, Index, Sym, product
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Kernel, LoopKernel, Param, ScanKernel, ScatterKernel
@@ -61,7 +61,7 @@ class Triton(Dialect):
 TRITON = Triton()
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
 CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
-                            serial_scans=False, shared_words=True)
+                            serial_scans=False, shared_words=True, masked_reads=True)
 POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
            .replace("int", "i") for d, t in Triton.types.items()}
 
@@ -169,15 +169,31 @@ class BlockWriter(Writer):
     def _narrowed(self, text: str, dtype: DType) -> str:
         return text  # blocks keep their dtype
 
-    def load(self, buffer: str, address: Index, mask: Sequence[Expr]) -> str:
+    def emit(self, e: Expr) -> tuple[int, str]:
+        read = padded_read(e)
+        if read is None or self.lookup(e) is not None or self.lookup(read) is not None:
+            return super().emit(e)
+        if read is not e.args[1]:  # cast after the read
+            return super().emit(cast(where(e.args[0], read, 0), e.dtype))
+        buffer, (address,) = read.attr
+        depth = max(self.emit(e.args[0])[0], self.index_depth(address))
+        name = self.fresh()
+        self.define(self.scopes[depth], "", name,
+                    self.load(buffer, address, e.args[:1], self.d.constant(e.args[2].attr, e.dtype)))
+        self.scopes[depth].known[e] = name
+        return depth, name
+
+    def load(self, buffer: str, address: Index, mask: Sequence[Expr], other: str = "") -> str:
         where_ = Expr("index", torch.int64, (), address)
         axes = self.axes_of(where_)
         wanted = self.axes_of(where_, *mask)
-        pointer = f"{self.short[buffer]} + {self.index(address)}"
+        # Apart from their constants, the addresses of a window's elements are one: the rest fits in the instruction.
+        offset = f" + {address.const}" if address.const and not address.is_const else ""
+        pointer = f"{self.short[buffer]} + {self.index(address - address.const if offset else address)}{offset}"
         if wanted != axes:
             pointer = self.spread(f"({pointer})", wanted)
         holds = self.inside(wanted, *(self.value(m) for m in mask))
-        return f"tl.load({pointer}{f', {holds}' if holds else ''})"
+        return f"tl.load({pointer}{f', {holds}' if holds else ''}{f', {other}' if other and holds else ''})"
 
     def _reported(self, e: Expr, args: list[str], s: Scope) -> str:
         s.checks = True
@@ -322,6 +338,14 @@ class BlockWriter(Writer):
                 self.line(f"pid = pid // {count}")
             grid.append(count_text(size, block, host_text))
         return " * ".join(reversed(grid)) if grid else "1"
+
+
+def padded_read(e: Expr) -> Expr | None:
+    """The read of an expression that is a read under a mask, and a constant where that does not hold."""
+    if e.op != "where" or e.args[2].op != "const":
+        return None
+    read = e.args[1].args[0] if e.args[1].op == "cast" and e.args[2].attr == 0 else e.args[1]
+    return read if read.op == "load" and read.args == e.args[:1] else None
 
 
 def host_text(i: Index) -> str:

@@ -15,9 +15,11 @@ from flambeau.ir.expr import Expr, cast, rewrite, walk
 from flambeau.ir.index import Index, Op, Sym, as_index, product
 from flambeau.ir.program import Item, LoopKernel
 
-from .triton import BlockWriter, Draft, is_wide, power
+from .triton import BlockWriter, Draft, is_wide, padded_read, power
+from .triton_phases import Phases, compact, exprs_of, is_scattered, overlapping, written_out
 
 THREADS = 128  # of a program that maps: four warps
+WINDOWS = 256  # of one that gives each point a thread
 TILE = 1024  # its elements, at most: two 16-byte accesses for each thread
 SQUARE = 64  # side of the tile of a transposition
 ROW = 16384  # elements of a row that is held whole
@@ -49,12 +51,16 @@ def spans(vars: Sequence[Sym], room: int, must: Sequence[Sym] = ()) -> dict[Sym,
 class LoopBlocks(BlockWriter):
     def __init__(self, k: LoopKernel) -> None:
         k, self.guards = shared_lanes(k)
+        self.phases = written_out(k)
+        k = self.phases.kernel if self.phases else k
         exprs = [e for items in k.stages for i in items for e in i.exprs] + list(k.bounds or ())
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
         super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], points))
-        self.k = k
+        self.k = k = k if k.inner else self.spelled(k)
         self.addresses = dict(k.stores)
+        self.apart = not k.inner and k.tile is None and bool(k.outer) \
+            and (self.phases is not None or is_scattered(exprs_of(k), k.outer[-1]))  # one point for each thread
         self.cost = cost_of(exprs)
         self.inner = product(v.extent for v in k.inner if v.extent is not None)
         self.row: int | None = None  # the axis that is reduced
@@ -68,9 +74,11 @@ class LoopBlocks(BlockWriter):
                 axis = self.axes[v]
                 self.masks[axis] = self.fresh("m")
                 self.line(f"{self.masks[axis]} = {self.index(limit[0])} < {self.index(limit[1])}")
-            for items in k.stages:
+            if self.phases:
+                self.elements_together(self.phases)
+            for items in k.stages if not self.phases else ():
                 self.stage(items, None)
-            return Draft(self, grid, max(1, min(4, self.elements() // 64)))
+            return Draft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
         length, whole = self.row_length()
         blocks = spans(k.outer, self.rows_abreast(length))
         grid = self.tile(k.outer, blocks, length)
@@ -104,7 +112,10 @@ class LoopBlocks(BlockWriter):
             pair = {v: min(SQUARE, power(v.extent.const)) if v.extent is not None and v.extent.is_const else SQUARE
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
-        return spans(k.outer, THREADS * per_thread(e for items in k.stages for i in items for e in i.exprs))
+        exprs = exprs_of(k)
+        room = WINDOWS if self.apart else THREADS * per_thread(exprs)
+        near = overlapping(exprs, k.outer)
+        return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
 
     def row_length(self) -> tuple[int, bool]:
         """Elements of the reduced axis in one tile, and whether that is all of it."""
@@ -174,6 +185,58 @@ class LoopBlocks(BlockWriter):
             if name in self.addresses:
                 self.put(name, self.value(cast(Expr("local", e.dtype, (), name), self.dtypes[name])),
                          self.outer_axes())
+
+    def spelled(self, k: LoopKernel) -> LoopKernel:
+        """Windows of constant size step by step, so that it shows what is read."""
+        done: dict[object, tuple[Expr, ...]] = {}
+        memo: dict[Expr, Expr] = {}
+
+        def put(e: Expr) -> Expr:
+            if e.op != "fold" or e.attr.steps > self.unroll:
+                return e
+            n = len(e.attr.carries)
+            key = (e.args, e.attr.loops)
+            if key not in done:
+                done[key] = self._unroll(e.attr, e.args[:n], e.args[n:])
+            return done[key][e.attr.which]
+
+        return replace(k, stages=tuple(tuple(Item(i.names, i.level, tuple(rewrite(e, put, None, memo) for e in i.exprs),
+                                                  i.combine) for i in items) for items in k.stages))
+
+    def elements_together(self, p: Phases) -> None:
+        """All that is read, then what is computed from it; stores last, since reads do not pass them."""
+        items = [i for part in self.k.stages for i in part]
+        everything = list(walk(*exprs_of(self.k)))
+        padded = {read for e in everything if (read := padded_read(e)) is not None}
+        for e in everything:
+            read = e if e.op == "load" and e not in padded else padded_read(e)
+            if read is not None and not any(x.op in ("load", "local") for x in walk(read) if x is not read):
+                self.value(e)
+        for i in items:
+            text = self.value(i.exprs[0])
+            self.local_axes[i.names[0]] = self.axes_of(i.exprs[0])
+            self.scopes[-1].locals[i.names[0]] = text
+        full = self.full()
+        for names in p.joined:
+            texts = [self.scopes[-1].locals[n] for n in names]
+            address = self.addresses[names[0]]
+            place = f"{self.short[p.buffers[names[0]]]} + {self.index(address)}"
+            if self.index_axes(address) != full:
+                place = self.spread(f"({place})", full)
+            holds = self.inside(full, *(self.value(p.holds[n]) for n in names if n in p.holds))
+            if len(names) > 1:
+                each = ", ".join([":"] * len(self.blocks) + ["None"])
+                step = f"tl.arange(0, {len(names)})[{', '.join(['None'] * len(self.blocks) + [':'])}]"
+                place, holds = f"({place})[{each}] + {step}", f"({holds})[{each}]" if holds else ""
+                texts = [self.together([self.spread(t, full) for t in texts])]
+            self.line(f"tl.store({place}, {texts[0]}{f', {holds}' if holds else ''})")
+
+    def together(self, texts: Sequence[str]) -> str:
+        """Two or four blocks side by side along one more axis."""
+        if len(texts) == 2:
+            return f"tl.join({texts[0]}, {texts[1]})"
+        shape = ", ".join(map(str, (*self.blocks, len(texts))))
+        return f"tl.reshape(tl.join({self.together(texts[0::2])}, {self.together(texts[1::2])}), ({shape}))"
 
     def put(self, name: str, text: str, axes: frozenset[int]) -> None:
         address = self.addresses[name]

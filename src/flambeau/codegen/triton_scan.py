@@ -15,14 +15,15 @@ from flambeau.ir.program import ScanKernel
 from .triton import BlockWriter, Draft, count_text, host_text, is_wide, power
 from .triton_loops import spans
 
-PIECE = 4096  # elements of a tile
+PIECE = 2048  # elements of a tile of columns
+ALONE = 8192  # elements of a piece of a single row
 ROW = 16384  # elements of a row that is scanned in one piece
 COLUMNS = 32  # columns side by side where they are what is contiguous
 PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
 STAGES = 4
-PER_THREAD = 16  # elements: what a thread scans by itself costs least
+PER_THREAD = 64  # elements of 32 bits
 WINDOW = 128  # predecessors that are read at once
-COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
+COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "scaled_sum"))
 
 
 def write_scan(k: ScanKernel) -> list[Draft]:
@@ -51,11 +52,16 @@ class ScanBlocks(BlockWriter):
         cut = self.length.const > piece if self.length.is_const else True
         look_back = cut and self.programs(outer, blocks) < PROGRAMS
         if look_back and rows:
-            piece = min(piece, 2 * PIECE)
+            piece = min(piece, ALONE)
             blocks = spans(outer, 1)
         self.blocks = [*blocks.values(), piece]
         self.row = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
+
+    def warps(self, elements: int) -> int:
+        """What a thread scans by itself costs least, as far as its registers hold it."""
+        each = PER_THREAD if all(d.itemsize <= 4 for d in self.k.combine.dtypes) else PER_THREAD // 2
+        return max(1, min(16, elements // (32 * each)))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
         """How many programs there are if the axis is not cut; sizes of the run count as large."""
@@ -155,7 +161,7 @@ class ScanBlocks(BlockWriter):
         elements = size
         for b in blocks.values():
             elements *= b
-        return Draft(self, grid, scan_warps(elements))
+        return Draft(self, grid, self.warps(elements))
 
     def place(self, step: str, count: str) -> str:
         return f"({count} - 1 - {step})" if self.k.reverse else step
@@ -163,16 +169,11 @@ class ScanBlocks(BlockWriter):
     # ---- a program for each piece ------------------------------------------------------------------------
 
     def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> Draft:
-        """Workspace: a counter, then the state of every piece, strip by strip.
-
-        A state is a flag (1: the piece's total is there, 2: its prefix is) and the values. One value of 32 bits
-        stands in one word with its flag; otherwise there is an array of flags, and two of values, totals and prefixes,
-        for every component (8 bytes for each value, whatever its dtype)."""
+        """Workspace: a counter, then the states of all pieces."""
         k, size = self.k, self.blocks[self.row]
         lanes = 1
         for b in blocks.values():
             lanes *= b
-        packed = lanes == 1 and len(k.combine.left) == 1 and k.combine.dtypes[0].itemsize == 4
         sizes = [(v.extent, blocks.get(v, 1)) for v in outer if v.extent is not None]
         self.line(f"strips = {' * '.join(count_text(n, b, self.index) for n, b in sizes) or '1'}")
         self.line(f"pieces = {count_text(self.length, size, self.index)}")
@@ -184,21 +185,19 @@ class ScanBlocks(BlockWriter):
         self.line(f"first = {self.place('step', 'pieces')} * {size}")
         scanned = self.piece("first")
         totals = self.totals(scanned, "first")
-        state: PackedState | WideState = PackedState(self) if packed else WideState(self, lanes)
+        state = State(self, lanes)
         with self.scope("if step > 0:", footer=""):
             state.publish(totals, 1)
         before = self.start()
         if lanes == 1:
             self.look_wide(before, state)
         else:
-            assert isinstance(state, WideState)
             self.look_single(before, state)
         state.publish(self.combined(k.combine, before, totals), 2)
         self.put(self.combined(k.combine, before, scanned))
         strips = " * ".join(count_text(n, b, host_text) for n, b in sizes) or "1"
         total = f"{strips} * {count_text(self.length, size, host_text)}"
-        each = 8 if packed else 4 + 16 * len(k.combine.left) * lanes
-        return Draft(self, total, scan_warps(size * lanes), f"32 + {total} * {each}")
+        return Draft(self, total, self.warps(size * lanes), f"32 + {total} * {8 * lanes * state.count}")
 
     def side(self) -> str:
         """The position of each row of the tile among the tile's rows."""
@@ -208,20 +207,18 @@ class ScanBlocks(BlockWriter):
             step *= self.blocks[axis]
         return " + ".join(out) or "0"
 
-    def look_single(self, before: list[str], state: WideState) -> None:
+    def look_single(self, before: list[str], state: State) -> None:
         """One predecessor at a time: many strips keep the machine busy meanwhile."""
         self.line("back = step - 1")
         with self.scope("while back >= 0:", footer=""):
-            self.line("flag = tl.load(flags + back, volatile=True)")
+            state.poll("back", "")
             with self.scope("while flag == 0:", footer=""):
-                self.line("flag = tl.load(flags + back, volatile=True)")
-            self.line("tl.debug_barrier()")
-            values = state.read("back", "flag == 2", "")
-            for slot, new in zip(before, self.combined(self.k.combine, values, before), strict=True):
+                state.poll("back", "")
+            for slot, new in zip(before, self.combined(self.k.combine, state.values(), before), strict=True):
                 self.line(f"{slot} = {new}")
             self.line("back = tl.where(flag == 2, -1, back - 1)")
 
-    def look_wide(self, before: list[str], state: PackedState | WideState) -> None:
+    def look_wide(self, before: list[str], state: State) -> None:
         """A window of predecessors at once: a single row's pieces wait for one another alone."""
         c = self.k.combine
         self.line("back = step")
@@ -234,11 +231,10 @@ class ScanBlocks(BlockWriter):
             with self.scope("while tl.max(tl.where(there & (near > prefix) & (flag == 0), 1, 0)) > 0:", footer=""):
                 state.poll("near", "there")
                 self.line("prefix = tl.max(tl.where(there & (flag == 2), near, -1))")
-            self.line("needed = there & (near >= prefix)")
             values = []
-            for text, identity in zip(state.read("near", "near == prefix", "needed"), self.identity(c), strict=True):
+            for text, identity in zip(state.values(), self.identity(c), strict=True):
                 values.append(self.fresh("p"))
-                self.line(f"{values[-1]} = tl.where(needed, {text}, {identity})")
+                self.line(f"{values[-1]} = tl.where(there & (near >= prefix), {text}, {identity})")
             joined = self.joined(values)
             for slot, new in zip(before, self.combined(c, joined, before), strict=True):
                 self.line(f"{slot} = {new}")
@@ -261,64 +257,51 @@ class ScanBlocks(BlockWriter):
         return out
 
 
-class PackedState:
-    """Flag and value of a piece in one word, written and read at once: no order of accesses to take care of."""
+class State:
+    """What a piece tells the others: its total (flag 1), later its prefix (flag 2).
 
-    def __init__(self, w: ScanBlocks) -> None:
-        self.w = w
-        self.kind = w.d.types[w.k.combine.dtypes[0]]
-        w.line("states = (work + 16).to(tl.pointer_type(tl.uint64)) + strip * pieces")
-
-    def publish(self, values: list[str], flag: int) -> None:
-        bits = f"{values[0]}.to(tl.uint32, bitcast=True).to(tl.uint64)"
-        self.w.line(f"word = {bits} | (tl.full((), {flag}, tl.uint64) << 32)")
-        self.w.line('tl.atomic_xchg(states + step, word, sem="relaxed")')
-
-    def poll(self, near: str, there: str) -> None:
-        self.w.line(f"word = tl.load(states + {near}, {there}, volatile=True)")
-        self.w.line("flag = (word >> 32).to(tl.int32)")
-
-    def read(self, near: str, prefix: str, needed: str) -> list[str]:
-        return [f"word.to(tl.uint32).to({self.kind}, bitcast=True)"]
-
-
-class WideState:
-    """Flags, and behind them totals and prefixes of every component; a flag follows its values."""
+    Every 32 bits of it stand in a word with their flag, which is written and read at once; whoever reads words whose
+    flags differ reads again. So no access has to wait for another."""
 
     def __init__(self, w: ScanBlocks, lanes: int) -> None:
         self.w, self.lanes, self.side = w, lanes, w.side()
-        w.line("flags = counter + 4 + strip * pieces")
-        w.line("state = work + 16 + (strips * pieces + strips * pieces % 2) * 4")
-        self.arrays: list[tuple[str, str]] = []
-        for n, dtype in enumerate(w.k.combine.dtypes):
-            names = (w.fresh("w"), w.fresh("w"))
-            for what, name in enumerate(names):
-                offset = f"tl.cast(strips * pieces * {lanes}, tl.int64) * {8 * (2 * n + what)}"
-                w.line(f"{name} = (state + {offset}).to(tl.pointer_type({w.d.types[dtype]})) "
-                       f"+ strip * pieces * {lanes}")
-            self.arrays.append(names)
+        self.parts = [max(1, d.itemsize // 4) for d in w.k.combine.dtypes]
+        self.count = sum(self.parts)
+        self.words = [w.fresh("w") for _ in range(self.count)]
+        w.line(f"states = (work + 16).to(tl.pointer_type(tl.uint64)) + (strip * pieces) * {lanes * self.count}")
 
     def publish(self, values: list[str], flag: int) -> None:
-        for names, text in zip(self.arrays, values, strict=True):
-            self.w.line(f"tl.store({names[flag - 1]} + step * {self.lanes} + {self.side}, {text})")
-        self.w.line("tl.debug_barrier()")
-        self.w.line(f'tl.atomic_xchg(flags + step, {flag}, sem="release")')
+        n = 0
+        for text, dtype, parts in zip(values, self.w.k.combine.dtypes, self.parts, strict=True):
+            bits = f"{text}.to(tl.uint{max(32, 8 * dtype.itemsize)}, bitcast=True)" if dtype.itemsize >= 4 \
+                else f"{text}.to(tl.uint32)"
+            for part in range(parts):
+                half = bits if parts == 1 else f"({bits} >> {32 * part}).to(tl.uint32)"
+                word = f"{half}.to(tl.uint64) | (tl.full((), {flag}, tl.uint64) << 32)"
+                self.w.line(f"tl.store({self.place('step', n)}, {word})")
+                n += 1
 
-    def poll(self, near: str, there: str) -> None:
-        self.w.line(f"flag = tl.load(flags + {near}, {there}, volatile=True)")
+    def place(self, piece: str, n: int) -> str:
+        return f"states + ({piece} * {self.count} + {n}) * {self.lanes} + {self.side}"
 
-    def read(self, near: str, prefix: str, needed: str) -> list[str]:
-        """Past the first-level cache, which does not see what other processors write."""
-        if needed:
-            self.w.line("tl.debug_barrier()")
-        out = []
-        for totals, prefixes in self.arrays:
+    def poll(self, piece: str, there: str) -> None:
+        """Reads the words; `flag` is zero unless they all belong together."""
+        for n, word in enumerate(self.words):
+            self.w.line(f"{word} = tl.load({self.place(piece, n)}{', ' + there if there else ''}, volatile=True)")
+        flags = [f"({word} >> 32)" for word in self.words]
+        self.w.line(f"flag = {flags[0]}.to(tl.int32)")
+        for other in flags[1:]:
+            self.w.line(f"flag = tl.where({flags[0]} == {other}, flag, 0)")
+        if self.lanes > 1:
+            self.w.line("flag = tl.where(tl.min(flag) == tl.max(flag), tl.min(flag), 0)")
+
+    def values(self) -> list[str]:
+        out, words = [], iter(self.words)
+        for dtype, parts in zip(self.w.k.combine.dtypes, self.parts, strict=True):
+            bits = f"{next(words)}.to(tl.uint32)"
+            if parts == 2:
+                bits = f"({bits}.to(tl.uint64) | ({next(words)}.to(tl.uint32).to(tl.uint64) << 32))"
+            kind = self.w.d.types[dtype]
             out.append(self.w.fresh("p"))
-            self.w.line(f"chosen = tl.where({prefix}, {prefixes}, {totals})")
-            self.w.line(f"{out[-1]} = tl.load(chosen + {near} * {self.lanes} + {self.side}"
-                        f"{', ' + needed if needed else ''}, cache_modifier=\".cg\")")
+            self.w.line(f"{out[-1]} = {bits}.to({kind}{', bitcast=True' if dtype.itemsize >= 4 else ''})")
         return out
-
-
-def scan_warps(elements: int) -> int:
-    return max(1, min(16, elements // (32 * PER_THREAD)))

@@ -6,10 +6,10 @@ Points that join the same element do so atomically, in no fixed order.
 from __future__ import annotations
 
 from flambeau.ir.expr import Expr
-from flambeau.ir.program import ScatterKernel
+from flambeau.ir.program import Item, LoopKernel, ScatterKernel
 
 from .triton import BlockWriter, Draft, is_wide
-from .triton_loops import TILE, spans, warps_for
+from .triton_loops import TILE, LoopBlocks, spans, warps_for
 
 ATOMIC = {"add": "tl.atomic_add", "min": "tl.atomic_min", "max": "tl.atomic_max"}
 
@@ -17,11 +17,16 @@ ATOMIC = {"add": "tl.atomic_add", "min": "tl.atomic_min", "max": "tl.atomic_max"
 def write_scatter(k: ScatterKernel) -> list[Draft]:
     drafts = []
     if k.init is not None:
-        w = ScatterBlocks(k, 0)
-        drafts.append(w.map(k.out_vars, lambda: w.write(k.init_address, k.init, "set", None)))
+        drafts.append(LoopBlocks(start_of(k, k.init)).render())
     s = ScatterBlocks(k, 1)
     drafts.append(s.map(k.vars, lambda: s.write(k.address, k.value, k.mode, k.mask)))
     return drafts
+
+
+def start_of(k: ScatterKernel, init: Expr) -> LoopKernel:
+    """What the target starts as: a map of its own."""
+    return LoopKernel(k.out_vars, (), k.out_vars[-1] if k.out_vars else None, ((Item((k.name,), "full", (init,)),),),
+                      ((k.name, k.init_address),), frozenset(), k.params, k.sizes)
 
 
 class ScatterBlocks(BlockWriter):

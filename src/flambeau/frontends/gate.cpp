@@ -87,6 +87,8 @@ struct State {
   c10::OperatorHandle op;
   c10::DispatchKey dispatch_key;
   c10::DeviceType device;
+  // Of a tensor of this backend that is nothing but memory: not sparse, quantized, conjugate, wrapped, named.
+  c10::DispatchKeySet usual;
   c10::KernelFunction original;
   std::optional<c10::RegistrationHandleRAII> registration;
 
@@ -102,7 +104,11 @@ struct State {
   size_t taken = 0;
 
   State(c10::OperatorHandle handle, c10::DispatchKey key, c10::DeviceType type)
-      : op(handle), dispatch_key(key), device(type) {}
+      : op(handle), dispatch_key(key), device(type) {
+    auto backend = c10::toBackendComponent(key);
+    usual = c10::DispatchKeySet(key) | c10::getAutocastRelatedKeySetFromBackend(backend) |
+            c10::getAutogradRelatedKeySetFromBackend(backend) | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  }
 };
 
 // ----------------------------------------------------------------------------------------------------- Python
@@ -133,43 +139,27 @@ PyObject* python(const Tensor& t) { return t.defined() ? THPVariable_Wrap(t) : n
 PyObject* python(bool x) { return PyBool_FromLong(x); }
 PyObject* python(int64_t x) { return PyLong_FromLongLong(x); }
 PyObject* python(double x) { return PyFloat_FromDouble(x); }
-PyObject* python(const c10::SymInt& x) { return python(x.expect_int()); }
-PyObject* python(c10::string_view x) { return PyUnicode_FromStringAndSize(x.data(), Py_ssize_t(x.size())); }
-PyObject* python(at::ScalarType x) { return Py_NewRef(torch::getTHPDtype(x)); }
-PyObject* python(const at::Generator&) { return none(); }
-PyObject* python(const at::Scalar& x) {
-  if (x.isBoolean()) return python(x.toBool());
-  return x.isIntegral(false) ? python(x.toLong()) : python(x.toDouble());
-}
+PyObject* python(const std::optional<Tensor>& t) { return t.has_value() ? python(*t) : none(); }
 
 template <class T>
-PyObject* python(c10::ArrayRef<T> x);
-template <class T>
-PyObject* python(const std::optional<T>& x) {
-  return x.has_value() ? python(*x) : none();
-}
-
-template <class T>
-PyObject* sequence(const T& items) {
+PyObject* python(const c10::List<T>& items) {
   PyObject* made = PyList_New(Py_ssize_t(items.size()));
-  Py_ssize_t at = 0;
-  for (const auto& item : items) PyList_SET_ITEM(made, at++, python(item));
+  for (size_t i = 0; i < items.size(); ++i) PyList_SET_ITEM(made, Py_ssize_t(i), python(items.get(i)));
   return made;
 }
 
-template <class T>
-PyObject* python(c10::ArrayRef<T> x) {
-  return sequence(x);
-}
-template <class T>
-PyObject* python(const c10::OptionalArrayRef<T>& x) { return x.has_value() ? sequence(*x) : none(); }
-template <size_t N>
-PyObject* python(const std::array<bool, N>& x) { return sequence(x); }
-
-PyObject* python(const c10::List<std::optional<Tensor>>& x) {
-  PyObject* made = PyList_New(Py_ssize_t(x.size()));
-  for (size_t i = 0; i < x.size(); ++i) PyList_SET_ITEM(made, Py_ssize_t(i), python(x.get(i)));
-  return made;
+PyObject* python(const c10::IValue& x, bool dtype) {
+  if (x.isTensor()) return python(x.toTensor());
+  if (x.isInt() && dtype) return Py_NewRef(torch::getTHPDtype(at::ScalarType(x.toInt())));
+  if (x.isInt()) return python(x.toInt());
+  if (x.isDouble()) return python(x.toDouble());
+  if (x.isBool()) return python(x.toBool());
+  if (x.isString()) return PyUnicode_FromString(x.toStringRef().c_str());
+  if (x.isIntList()) return python(x.toIntList());
+  if (x.isDoubleList()) return python(x.toDoubleList());
+  if (x.isBoolList()) return python(x.toBoolList());
+  if (x.isOptionalTensorList()) return python(x.toOptionalTensorList());
+  return none();
 }
 
 // ---------------------------------------------------------------------------------------- what a call looks like
@@ -182,7 +172,7 @@ int64_t elements(const T&) { return 0; }
 // A call as words that decide which kernel serves it, and its tensors.
 struct Call {
   static constexpr size_t kWords = 160;
-  c10::DeviceType device;
+  c10::DispatchKeySet usual;
   c10::DeviceIndex index = -1;
   bool plain = true;  // nothing in it that only the original knows how to treat
   size_t count = 0;
@@ -190,7 +180,10 @@ struct Call {
   std::vector<Tensor> tensors;
   std::vector<Tensor*> written;
 
-  explicit Call(c10::DeviceType type) : device(type) {}
+  Call(c10::DispatchKeySet keys, const torch::jit::Stack& args) : usual(keys) {
+    word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // of results, where integers go in
+    for (const c10::IValue& x : args) look(x);
+  }
 
   void word(int64_t x) {
     if (count == kWords) plain = false;
@@ -199,16 +192,12 @@ struct Call {
 
   void look(const Tensor& t) {
     if (!t.defined()) return word(-1);
-    static const c10::DispatchKeySet special({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
-                                              c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python,
-                                              c10::DispatchKey::Functionalize});
     auto* impl = t.unsafeGetTensorImpl();
-    if (impl->layout() != c10::kStrided || impl->key_set().has_any(special) || t.device().type() != device ||
-        impl->has_symbolic_sizes_strides() || !t.has_storage() || c10::isQIntType(t.scalar_type())) {
+    if (!usual.has_all(impl->key_set()) || impl->has_symbolic_sizes_strides() || !t.has_storage() ||
+        (index != -1 && index != t.device().index())) {
       plain = false;
       return;
     }
-    if (index != -1 && index != t.device().index()) plain = false;
     index = t.device().index();
     word(int64_t(t.scalar_type()) | t.dim() << 8 | int64_t(index) << 32);
     for (int64_t n : t.sizes()) word(n);
@@ -216,7 +205,6 @@ struct Call {
     tensors.push_back(t);
   }
 
-  void look(const std::optional<Tensor>& t) { t.has_value() ? look(*t) : word(-1); }
   void look(bool x) { word(x); }
   void look(int64_t x) { word(x); }
   void look(double x) {
@@ -224,51 +212,33 @@ struct Call {
     std::memcpy(&bits, &x, sizeof bits);
     word(bits);
   }
-  void look(const c10::SymInt& x) {
-    if (auto known = x.maybe_as_int()) word(*known);
-    else plain = false;
-  }
-  void look(c10::string_view x) { word(int64_t(std::hash<std::string_view>()(std::string_view(x.data(), x.size())))); }
-  void look(at::ScalarType x) { word(int64_t(x)); }
-  void look(const at::Generator& g) {
-    if (g.defined()) plain = false;  // ours draw from the default one
-  }
-  void look(const at::Scalar& x) {
-    if (x.isSymbolic() || x.isComplex()) plain = false;
-    else if (x.isFloatingPoint()) word(1), look(x.toDouble());
-    else word(x.isBoolean() ? 2 : 3), look(x.isBoolean() ? int64_t(x.toBool()) : x.toLong());
-  }
+  void look(const std::optional<Tensor>& t) { t.has_value() ? look(*t) : word(-1); }
+
   template <class T>
-  void look(c10::ArrayRef<T> x) {
-    each(x);
-  }
-  template <class T>
-  void look(const std::optional<T>& x) {
-    word(x.has_value());
-    if (x.has_value()) look(*x);
-  }
-  template <class T>
-  void each(const T& items) {
+  void look(const c10::List<T>& items) {
     word(int64_t(items.size()));
-    for (const auto& item : items) look(item);
-  }
-  template <class T>
-  void look(const c10::OptionalArrayRef<T>& x) {
-    word(x.has_value());
-    if (x.has_value()) each(*x);
-  }
-  template <size_t N>
-  void look(const std::array<bool, N>& x) { each(x); }
-  void look(const c10::List<std::optional<Tensor>>& x) {
-    word(int64_t(x.size()));
-    for (size_t i = 0; i < x.size(); ++i) look(x.get(i));
+    for (size_t i = 0; i < items.size(); ++i) look(T(items.get(i)));
   }
 
-  // An argument: a reference that is not const is one that the operator writes.
+  void look(const c10::IValue& x) {
+    if (x.isTensor()) return look(x.toTensor());
+    word(x.isInt() + 2 * x.isDouble() + 3 * x.isBool() + 4 * x.isNone());  // 1 and 1.0 give different results
+    if (x.isNone()) return;
+    if (x.isInt()) return look(x.toInt());
+    if (x.isDouble()) return look(x.toDouble());
+    if (x.isBool()) return look(x.toBool());
+    if (x.isString()) return word(int64_t(std::hash<std::string>()(x.toStringRef())));
+    if (x.isIntList()) return look(x.toIntList());
+    if (x.isDoubleList()) return look(x.toDoubleList());
+    if (x.isBoolList()) return look(x.toBoolList());
+    if (x.isOptionalTensorList()) return look(x.toOptionalTensorList());
+    plain = false;  // a generator: ours draw from the default one; a symbol, a complex number
+  }
+
+  // A reference that is not const is an argument that the operator writes.
   template <class T>
-  void argument(T& x) {
+  void note(T& x) {
     if constexpr (std::is_same_v<T, Tensor>) written.push_back(&x);
-    look(x);
   }
 
   // Kernels are made for arguments in memory of their own, those that are read may share it.
@@ -363,14 +333,15 @@ Entry* entry(State& s, const Call& call, size_t& slot) {
   return e;
 }
 
-template <class... Args>
-void ask(State& s, size_t slot, const Args&... args) {
+void ask(State& s, size_t slot, const torch::jit::Stack& args) {
   Gil gil;
   Private guard;
-  if (s.ask == nullptr) return;
-  Owned given(PyTuple_New(sizeof...(args)));
-  Py_ssize_t at = 0;
-  (PyTuple_SET_ITEM(given.get(), at++, python(args)), ...);
+  const auto& schema = s.op.schema().arguments();
+  Owned given(PyTuple_New(Py_ssize_t(args.size())));
+  for (size_t i = 0; i < args.size(); ++i) {
+    bool dtype = schema[i].real_type()->str().rfind("ScalarType", 0) == 0;
+    PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), python(args[i], dtype));
+  }
   Owned number(PyLong_FromSize_t(slot));
   Owned answer(PyObject_CallFunctionObjArgs(s.ask, number.get(), given.get(), nullptr));
   if (answer == nullptr) PyErr_WriteUnraisable(s.ask);
@@ -495,6 +466,18 @@ class Turns {
   std::chrono::steady_clock::time_point from_;
 };
 
+// The entry of a call that is not, or not only, the original's.
+Entry* decide(State& s, const Call& call, const torch::jit::Stack& args) {
+  if (!call.plain || call.overlaps() || at::globalContext().deterministicAlgorithms() || at::in_parallel_region())
+    return nullptr;
+  size_t slot = 0;
+  Entry* e = entry(s, call, slot);
+  if (e == nullptr) return nullptr;
+  if (e->seen.load(std::memory_order_relaxed) < s.patience && !is_capturing(s) && ++e->seen == s.patience)
+    ask(s, slot, args);
+  return e->turn.load(std::memory_order_acquire) == kOriginal ? nullptr : e;
+}
+
 // ------------------------------------------------------------------------------------------------------ the gate
 
 template <class Schema>
@@ -519,18 +502,11 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
   }
 
   C10_NOINLINE Ret large(c10::DispatchKeySet keys, Args&... args) {
-    Call call(s.device);
-    (call.argument(args), ...);
-    size_t slot = 0;
-    if (!call.plain || call.overlaps() || at::globalContext().deterministicAlgorithms() ||
-        at::in_parallel_region())
-      return original(keys, args...);
-    Entry* e = entry(s, call, slot);
+    torch::jit::Stack stack = c10::impl::boxArgs<Args...>(args...);
+    Call call(s.usual, stack);
+    (call.note(args), ...);
+    Entry* e = decide(s, call, stack);
     if (e == nullptr) return original(keys, args...);
-    if (e->seen.load(std::memory_order_relaxed) < s.patience && !is_capturing(s) &&
-        e->seen.fetch_add(1) + 1 == s.patience)
-      ask(s, slot, args...);
-    if (e->turn.load(std::memory_order_acquire) == kOriginal) return original(keys, args...);
 
     Turns turns(s, *e, call);
     std::vector<int64_t> layout;

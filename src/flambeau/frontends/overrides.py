@@ -310,7 +310,7 @@ def graph_of(form: Form, args: Arguments) -> fx.GraphModule:
                 return [placeholder(y) for y in x]
             if not isinstance(x, _Tensor):
                 return x
-            node = graph.placeholder("x")
+            node = graph.placeholder(f"x{len(graph.nodes)}")
             node.meta["val"] = x.fake()
             return node
 

@@ -52,6 +52,7 @@ def whole_operators() -> Iterator[None]:
         if packet.default in LOWERINGS:
             wanted[packet.vec] = dict.fromkeys(KEYS, by_factors(packet.default))
             wanted[getattr(aten, name + "_backward").default] = {DispatchKey.Meta: gradient_shape}
+    wanted[aten.cumprod_backward.default] = dict.fromkeys(KEYS, torch.ops.flambeau.cumprod_backward.default)
     before = {op: dict(op.py_kernels) for op in wanted}
     try:
         for op, kernels in wanted.items():

@@ -23,6 +23,8 @@ class Capabilities:
     serial_scans: bool = True
     # Neighbours can share the four words of one draw of random bits.
     shared_words: bool = False
+    # A read under a mask costs no more than one without; otherwise one reads elsewhere and drops what it gets.
+    masked_reads: bool = False
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
     scatters: frozenset[tuple[str, DType]] | None = None  # (mode, dtype) it can join; None: all
     contractions: frozenset[str] = frozenset()  # contractions with a template of their own; others are Extern

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from .capabilities import Capabilities
 from .dtypes import DType
-from .expr import Expr, load, restart_names
+from .expr import Expr, load, restart_names, walk
 from .index import ZERO, Index, IndexLike, Sym, as_index, product
 
 Shape = tuple[Index, ...]
@@ -103,6 +103,20 @@ class Combine:
     @property
     def dtypes(self) -> tuple[DType, ...]:
         return tuple(c.dtype for c in self.left)
+
+    def needed(self, finish: Sequence[Expr]) -> list[int]:
+        """The components whose running values these expressions ask for, themselves or through each other."""
+        found: set[Expr] = set()
+        todo = [*finish]
+        while todo:
+            new = [e for e in walk(todo.pop()) if e in self.left and e not in found]
+            found.update(new)
+            todo += [self.result[self.left.index(e)] for e in new]
+        return [k for k, e in enumerate(self.left) if e in found]
+
+    def chained(self, components: Sequence[int]) -> list[int]:
+        """Those of the components for which each step waits for the one before."""
+        return [k for k in components if any(e in self.left for e in walk(self.result[k]))]
 
 
 @dataclass(frozen=True)

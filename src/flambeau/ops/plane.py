@@ -8,7 +8,7 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr, const, index_value
+from flambeau.ir.expr import Expr, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, maximum, minimum
 from flambeau.ir.nodes import Value, as_indices, dim_vars
 
@@ -45,6 +45,16 @@ def within(i: Index, size: IndexLike) -> Expr:
 def nearest(i: Index, size: IndexLike) -> Index:
     """The position, or the nearest one inside: what is masked anyway is read there, without a mask on the read."""
     return maximum(minimum(i, as_index(size) - 1), 0)
+
+
+def padded(read: Callable[[Place, Expr | None], Expr], lead: Place, at: Place, sizes: Sequence[Index],
+           inside: Expr) -> Expr:
+    """What `read` finds at a place of a plane, zero where it is not inside."""
+    if build.graph().capabilities.masked_reads:
+        value = read((*lead, *at), inside)
+    else:
+        value = read((*lead, *(nearest(i, n) for i, n in zip(at, sizes, strict=True))), None)
+    return where(inside, value, 0)
 
 
 def all_of(conditions: Sequence[Expr]) -> Expr:

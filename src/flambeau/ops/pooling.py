@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import DType, accumulator, is_float, lowest, opmath
+from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product
 from flambeau.ir.nodes import Value
@@ -26,9 +26,9 @@ from flambeau.ir.scalar import (
     round_to,
     where,
 )
-from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, split, together, unflat, within
+from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, unflat, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import Column, column, gather_all
+from flambeau.ops.separable import LONG, Column, column, gather_all, narrow
 
 aten = torch.ops.aten
 
@@ -72,8 +72,8 @@ class Axis:
         return (x + self.padding) // self.stride - (self.candidates - 1) + j
 
     def holds(self, o: Index, x: Index) -> Expr:
-        """Whether window o, which starts at or before x, reaches it (no dilation)."""
-        return index_value(x - self.place(o, 0)) < self.kernel
+        """Whether window o, which starts at or before x, reaches it."""
+        return index_value(x - self.place(o, 0)) < self.dilation * (self.kernel - 1) + 1
 
     def count(self, o: Index, with_padding: bool) -> Index:
         """What ATen divides by in this dimension: padding counts, what lies beyond the padding never does."""
@@ -98,15 +98,19 @@ def geometry(x: Value, rank: int, kernel_size: Any, stride: Any, padding: Any, d
 # ---- maximum -----------------------------------------------------------------------------------------
 
 
+def position_dtype(sizes: Sequence[Index]) -> DType:
+    """Positions in a plane as wide as a float, where they fit, keep the lanes of value and position alike."""
+    top = product(sizes).bounds()[1]
+    return torch.int32 if top is not None and top < 2**31 else torch.int64
+
+
 def greatest(x: Value, lead: Place, bounds: Bounds, place: Callable[[Place], Place], first: Place,
              padded: bool = False) -> tuple[Expr, Expr]:
     """The maximum over a window and its flat position: the first maximum, or the last NaN if there is one.
 
     padded: some places may lie outside the input."""
     sizes = x.shape[len(lead):]
-    top = product(sizes).bounds()[1]
-    # Positions as wide as a float keep the lanes of value and position alike.
-    position = torch.int32 if top is not None and top < 2**31 else torch.int64
+    position = position_dtype(sizes)
     dtype = opmath(x.dtype)
     least = const(lowest(dtype), dtype)
 
@@ -125,21 +129,26 @@ def greatest(x: Value, lead: Place, bounds: Bounds, place: Callable[[Place], Pla
 
 def max_gradient(grad: Value, x: Value, indices: Value, rank: int,
                  bounds: Callable[[Place], Bounds],
-                 window: Callable[[Place, Place], Place]) -> Value:
-    """Each position adds the gradients of those candidate windows whose saved index is its own."""
-    dtype = opmath(x.dtype)
+                 window: Callable[[Place, Place], Place],
+                 holds: Callable[[Place, Place], Expr] | None = None) -> Value:
+    """Each position adds the gradients of those candidate windows whose saved index is its own.
+
+    holds: whether a window can reach a position at all."""
     if build.graph().capabilities.ordered_scatter:
-        sums = put_back(to_dtype(grad, dtype), indices, x.shape[:-rank], x.shape[-rank:], "add")
-        return to_dtype(sums, x.dtype)
+        return put_back(to_dtype(grad, x.dtype), indices, x.shape[:-rank], x.shape[-rank:], "add")
+    dtype = opmath(x.dtype)
 
     def body(i: Place) -> Expr:
         lead, here = split(i, rank)
-        own = index_value(flat(here, x.shape[-rank:]))
+        position = position_dtype(x.shape[-rank:])
+        own = index_value(flat(here, x.shape[-rank:]), position)
 
         def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
             o = window(here, w)
             there = all_of([within(k, n) for k, n in zip(o, grad.shape[-rank:], strict=True)])
-            mine = there & eq(cast(indices.load((*lead, *o), there), torch.int64), own)
+            there = there if holds is None else there & holds(o, here)
+            at = where(there, cast(indices.load((*lead, *o), there), torch.int64), -1)  # -1: nobody's
+            mine = eq(cast(at, position), own)
             return (carry[0] + where(mine, cast(grad.load((*lead, *o), there), dtype), 0),)
 
         return fold_over(bounds(here), (const(0, dtype),), step)[0]
@@ -168,7 +177,8 @@ def max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         axes = geometry(x, rank, kernel_size, stride, padding, dilation, ceil_mode)
         return max_gradient(
             grad, x, indices, rank, lambda _: [(0, a.candidates) for a in axes],
-            lambda here, w: tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True)))
+            lambda here, w: tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True)),
+            lambda o, here: all_of([a.holds(k, h) for a, k, h in zip(axes, o, here, strict=True)]))
 
     return forward, backward
 
@@ -194,8 +204,7 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
             def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
                 p = tuple(a.place(k, j) for a, k, j in zip(axes, o, w, strict=True))
                 inside = all_of([within(k, a.size) for a, k in zip(axes, p, strict=True)])
-                near = tuple(nearest(k, a.size) for a, k in zip(axes, p, strict=True))
-                return (carry[0] + where(inside, cast(x.load((*lead, *near)), dtype), 0),)
+                return (carry[0] + padded(lambda i, m: cast(x.load(i, m), dtype), lead, p, x.shape[-rank:], inside),)
 
             total, = fold_over([(0, a.kernel) for a in axes], (const(0, dtype),), step)
             # Integers are divided towards zero, as in C.
@@ -218,8 +227,7 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                 o = tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True))
                 mine = all_of([within(k, a.out) & a.holds(k, h)
                                for a, k, h in zip(axes, o, here, strict=True)])
-                near = tuple(nearest(k, a.out) for a, k in zip(axes, o, strict=True))
-                return (carry[0] + where(mine, shares_.load((*lead, *near)), 0),)
+                return (carry[0] + padded(shares_.load, lead, o, grad.shape[-rank:], mine),)
 
             return fold_over([(0, a.candidates) for a in axes], (const(0, dtype),), step)[0]
 
@@ -255,14 +263,20 @@ def shares(o: Place, n: Sequence[Index], m: Sequence[Index]
             [end - start for start, end in spans])
 
 
+def longest_share(size: Index, source: Index) -> int | None:
+    """Of all elements of `size`, in elements of `source`; None where the sizes are not known."""
+    if not (size.is_const and source.is_const):
+        return None
+    spans = (share_of(as_index(k), source, size) for k in range(int(size)))
+    return max((int(end) - int(start) for start, end in spans), default=0)
+
+
 def summed(size: Index, source: Index, dtype: DType) -> Column:
     """Element i of `size` is the sum of its share of `source`."""
 
+    most = longest_share(size, source)
+
     def span(i: Index) -> tuple[Index, Index, int | None]:
-        most = None
-        if size.is_const and source.is_const:
-            spans = (share_of(as_index(k), source, size) for k in range(int(size)))
-            most = max((int(end) - int(start) for start, end in spans), default=0)
         return (*share_of(i, source, size), most)
 
     def held(j: Index, i: Index) -> Expr:
@@ -284,30 +298,70 @@ def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
     def forward(x: Value, output_size: Sequence[IndexLike]) -> Value:
         n, m = x.shape[-rank:], [as_index(s) for s in output_size]
         total = gather_all(x, {dim: summed(size, source, opmath(x.dtype)) for dim, (size, source) in enumerate(
-            zip(m, n, strict=True), x.rank - rank)})
+            zip(m, n, strict=True), x.rank - rank) if size is not source})
         return build.pointwise(total.shape, lambda i: divided(total, i, n, m), x.dtype)
 
     def backward(grad: Value, x: Value) -> Value:
         n, m = x.shape[-rank:], grad.shape[-rank:]
         g = build.pointwise(grad.shape, lambda i: divided(grad, i, n, m), opmath(grad.dtype))
         out = gather_all(g, {dim: summed(size, source, g.dtype) for dim, (size, source) in enumerate(
-            zip(n, m, strict=True), x.rank - rank)})
+            zip(n, m, strict=True), x.rank - rank) if size is not source})
         return to_dtype(out, x.dtype)
 
     return forward, backward
 
 
+def earlier(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, Expr]:
+    """Of two values with their positions the greater, the first of equal ones, the last NaN."""
+    (v, at), (w, there) = a, b
+    take = (w > v) | (eq(w, v) & (there < at))
+    if is_float(v.dtype):
+        take = take | (isnan(w) & (~isnan(v) | (there > at)))
+    return where(take, w, v), where(take, there, at)
+
+
+def greatest_along(best: tuple[Value, Value], dim: int, size: Index) -> tuple[Value, ...]:
+    """The greatest of each share of one dimension."""
+    x, at = best
+    source = x.shape[dim]
+    most = longest_share(size, source)
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1:])
+    least, beyond = const(lowest(x.dtype), x.dtype), const(highest(at.dtype), at.dtype)
+
+    def read(i: Place, j: Index) -> tuple[Expr, Expr]:
+        where_ = (*i[:dim], j, *i[dim + 1:])
+        return x.load(where_), at.load(where_)
+
+    def body(i: Place) -> tuple[Expr, ...]:
+        start, end = share_of(i[dim], source, size)
+        # The last element once more changes nothing, and shares of different lengths get loops of one.
+        bounds = (start, end) if most is None else (0, most)
+        return fold_over([bounds], (least, beyond), lambda w, carry: earlier(
+            carry, read(i, w[0] if most is None else minimum(start + w[0], end - 1))))
+
+    def term(i: Place) -> tuple[Expr, Expr]:
+        start, end = share_of(i[dim], source, size)
+        inside = index_value(start + i[-1]) < index_value(end)
+        value, there = read(i[:-1], minimum(start + i[-1], end - 1))
+        return where(inside, value, least), where(inside, there, beyond)
+
+    if most is not None and most > LONG:
+        combine = build.make_combine("greatest", (x.dtype, at.dtype), (lowest(x.dtype), highest(at.dtype)), earlier)
+        return build.reduce((*shape, as_index(most)), [x.rank], combine, term)
+    return together(shape, body, (x.dtype, at.dtype))
+
+
 def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """One dimension after the other, the last one at the end: it is not read in order, and then there is less."""
+
     def forward(x: Value, output_size: Sequence[IndexLike]) -> tuple[Value, ...]:
         n, m = x.shape[-rank:], [as_index(s) for s in output_size]
-
-        def body(i: Place) -> tuple[Expr, Expr]:
-            lead, o = split(i, rank)
-            bounds, place, _ = shares(o, n, m)
-            starts = tuple(share_of(*each)[0] for each in zip(o, n, m, strict=True))
-            return greatest(x, lead, bounds, place, starts)
-
-        return together((*x.shape[:-rank], *m), body, (x.dtype, torch.int64))
+        best = (to_dtype(x, opmath(x.dtype)),
+                build.pointwise(x.shape, lambda i: index_value(flat(i[-rank:], n), narrow(product(n)))))
+        for dim, (size, source) in enumerate(zip(m, n, strict=True), x.rank - rank):
+            if size is not source:
+                best = greatest_along(best, dim, size)
+        return to_dtype(best[0], x.dtype), to_dtype(best[1], torch.int64)
 
     def backward(grad: Value, x: Value, indices: Value) -> Value:
         n, m = x.shape[-rank:], grad.shape[-rank:]
@@ -347,7 +401,47 @@ def put_back(x: Value, indices: Value, lead: tuple[Index, ...], sizes: Sequence[
 def max_unpool(x: Value, indices: Value, output_size: Sequence[IndexLike], stride: Any = (),
                padding: Any = ()) -> Value:
     sizes = [as_index(n) for n in output_size]
-    return put_back(x, indices, x.shape[:-len(sizes)], sizes, "set")
+    rank = len(sizes)
+    cells = [cell(n, m, *given) for n, m, *given in zip(
+        sizes, x.shape[-rank:], stride or [None] * rank, padding or [0] * rank, strict=True)]
+    if build.graph().capabilities.ordered_scatter or None in cells:
+        return put_back(x, indices, x.shape[:-rank], sizes, "set")
+    return put_into_cells(x, indices, sizes, [c for c in cells if c is not None])
+
+
+def cell(size: Index, count: Index, stride: int | None, padding: int) -> Axis | None:
+    """The windows that the values of an unpooling came from, most likely, without overlap."""
+    if not size.is_const or not count.is_const or count.const == 0:
+        return None
+    step = stride or max(1, round(size.const / count.const))
+    return Axis(size, step, step, padding, 1, count)
+
+
+def put_into_cells(x: Value, indices: Value, sizes: Sequence[Index], cells: Sequence[Axis]) -> Value:
+    """Zeros of the given sizes with each x set at its flat position, which as a rule lies in its own cell.
+
+    Positions look into their cell, so that everything is written once, in order; what belongs elsewhere follows."""
+    rank = len(sizes)
+    position = position_dtype(sizes)
+
+    def start(i: Place) -> Expr:
+        lead, here = split(i, rank)
+        o = tuple(a.candidate(k, as_index(0)) for a, k in zip(cells, here, strict=True))
+        there = all_of([within(k, a.out) for a, k in zip(cells, o, strict=True)])
+        at = where(there, cast(indices.load((*lead, *o), there), torch.int64), -1)
+        mine = eq(cast(at, position), index_value(flat(here, sizes), position))
+        return where(mine, x.load((*lead, *o), there), 0)
+
+    def target(j: Place) -> Place:
+        return unflat(check(indices.load(j), product(sizes)), sizes)
+
+    def stray(j: Place) -> Expr:
+        own = all_of([eq(index_value(a.candidate(k, as_index(0))), index_value(o))
+                      for a, k, o in zip(cells, target(j), j[-rank:], strict=True)])
+        return ~own
+
+    return build.scatter((*x.shape[:-rank], *sizes), start, x.shape, lambda j: (*j[:-rank], *target(j)),
+                         lambda j: x.load(j, stray(j)), "set", stray)
 
 
 @lower(aten.fractional_max_pool2d, aten.fractional_max_pool3d)

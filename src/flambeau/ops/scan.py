@@ -10,10 +10,10 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
-from flambeau.ir.expr import Expr, cast, const, index_value, where
+from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Value
-from flambeau.ir.scalar import abs_, eq, exp2, isnan, log, maximum
+from flambeau.ir.scalar import abs_, eq, exp2, floor, fma, is_finite, isnan, log, maximum
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
@@ -44,6 +44,45 @@ def cumsum(x: Value, dim: int, *, dtype: DType | None = None) -> Value:
 @lower(aten.cumprod)
 def cumprod(x: Value, dim: int, *, dtype: DType | None = None) -> Value:
     return _cumulated("prod", x, dim, dtype)
+
+
+# torch has this gradient only as a composition, of some twenty operators that look for zeros to divide around. As one
+# operator it is one scan, and divides by nothing.
+torch.library.define("flambeau::cumprod_backward", "(Tensor grad, Tensor x, int dim, Tensor out) -> Tensor")
+torch.library.impl("flambeau::cumprod_backward", "CompositeExplicitAutograd", aten.cumprod_backward)
+
+
+@torch.library.register_fake("flambeau::cumprod_backward")
+def _(grad: torch.Tensor, x: torch.Tensor, dim: int, out: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(grad)
+
+
+@cache
+def _affine(dtype: DType) -> Combine:
+    """The map t -> a t + b after those before it, from zero; and a value that only the last one has."""
+
+    def fn(first: tuple[Expr, ...], then: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return first[0] * then[0], first[1] * then[0] + then[1], then[2]
+
+    return make_combine("affine", (dtype,) * 3, (1, 0, 1), fn)
+
+
+@lower(torch.ops.flambeau.cumprod_backward)
+def cumprod_backward(grad: Value, x: Value, dim: int, out: Value) -> Value:
+    """The sum over k >= i of grad[k] * (product of x[j] for j <= k but i) is out[i - 1] * t[i], with
+    t[i] = grad[i] + x[i + 1] * t[i + 1]."""
+    if not x.rank:
+        return grad
+    axis, wide = wrap_dim(dim, x.rank), running(grad.dtype)
+
+    def beside(v: Value, i: tuple[Index, ...], step: int, outside: float) -> Expr:
+        at = i[axis] + step
+        inside = index_value(at) >= 0 if step < 0 else index_value(at) < index_value(x.shape[axis])
+        return where(inside, cast(v.load((*i[:axis], at, *i[axis + 1:]), inside), wide), outside)
+
+    return build.scan(x.shape, axis, _affine(wide),
+                      lambda i: (beside(x, i, 1, 0), cast(grad.load(i), wide), beside(out, i, -1, 1)),
+                      reverse=True, dtypes=(grad.dtype,), finish=lambda c: (cast(c[1] * c[2], grad.dtype),))[0]
 
 
 @cache
@@ -98,18 +137,62 @@ def _log_sum(dtype: DType) -> Combine:
     return make_combine("logsumexp", (dtype, dtype), (-math.inf, 0), fn)
 
 
+# Where a scan is a tree, every element takes part in several joins, so a join must be cheap: (s, e) stands for s * 4^e,
+# a number with an exponent without end, and joining two takes no function. 4 and not 2, because x * log2(4) / 2 is in
+# range for every x.
+_LOG4 = 2 * math.log(2)
+_EXPONENT = {torch.float32: (torch.int32, 23, 126), torch.float64: (torch.int64, 52, 1022)}  # bits below, least
+
+
+def _split_constant(value: float, dtype: DType) -> tuple[float, float]:
+    """A constant as the sum of two of the dtype."""
+    high = torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    return high, value - high
+
+
+def _scaled_exp(x: Expr) -> tuple[Expr, Expr]:
+    high, low = _split_constant(1 / _LOG4, x.dtype)
+    finite = is_finite(x)
+    whole = where(finite, floor(x * high), 0)
+    # Exact but for its last place; beyond 2^22 the whole has no places left for it.
+    rest = where(abs_(whole) < 2.0**22, fma(x, const(high, x.dtype), -whole) + x * low, 0)
+    return where(finite, exp2(rest * 2), where(x < 0, 0, x)), where(eq(x, -math.inf), _NOTHING, whole)
+
+
+_NOTHING = -1e38  # the exponent of zero: below all others
+
+
+@cache
+def _scaled_sum(dtype: DType) -> Combine:
+    integer, bits, least = _EXPONENT[dtype]
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (asum, ae), (bsum, be) = a, b
+        apart = maximum(-abs_(ae - be), -least // 2)
+        # 4^apart by its bits: adding 1.5 * 2^bits leaves the integer in the lowest places.
+        places = Expr("bitcast", integer, (apart * 2 + 1.5 * 2.0**bits,))
+        scale = Expr("bitcast", dtype, (binary("shl", places, bits) + (2 ** (11 if bits == 52 else 8) // 2 - 1 << bits),))
+        first = ae >= be
+        return where(first, asum + bsum * scale, asum * scale + bsum), where(first, ae, be)
+
+    return make_combine("scaled_sum", (dtype, dtype), (0, _NOTHING), fn)
+
+
+def _scaled_log(s: Expr, e: Expr) -> Expr:
+    high, low = _split_constant(_LOG4, s.dtype)
+    small = log(s)
+    return where(is_finite(small), fma(e, const(high, e.dtype), small + e * low), small)
+
+
 @lower(aten.logcumsumexp)
 def logcumsumexp(x: Value, dim: int) -> Value:
     if not x.rank:
         return x
     wide, axis = running(x.dtype), wrap_dim(dim, x.rank)
-
-    def start(i: tuple[Index, ...]) -> tuple[Expr, ...]:
-        return cast(x.load(i), wide), const(1, wide)
-
-    if not build.graph().capabilities.serial_scans:  # the logarithm is at hand where blocks are scanned
-        return build.scan(x.shape, axis, _log_sum(wide), start, dtypes=(x.dtype,),
-                          finish=lambda c: (cast(c[0] + log(c[1]), x.dtype),))[0]
+    if not build.graph().capabilities.serial_scans:
+        return build.scan(x.shape, axis, _scaled_sum(wide), lambda i: _scaled_exp(cast(x.load(i), wide)),
+                          dtypes=(x.dtype,), finish=lambda c: (cast(_scaled_log(*c), x.dtype),))[0]
     stored = opmath(x.dtype)  # m is one of the elements, s at least 1: neither loses anything to speak of
-    m, s = build.scan(x.shape, axis, _log_sum(wide), start, dtypes=(x.dtype, stored))
+    m, s = build.scan(x.shape, axis, _log_sum(wide),
+                      lambda i: (cast(x.load(i), wide), const(1, wide)), dtypes=(x.dtype, stored))
     return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log(s.load(i)), x.dtype)

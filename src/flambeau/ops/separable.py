@@ -34,6 +34,8 @@ def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) ->
     return lambda o: computed(t(o), 0, None if top is None else top - 1)
 
 
+LONG = 32  # elements of a sum that is worth a reduction: lanes of their own, joined at the end
+
 Span = Callable[[Index], tuple[Index, Index, int | None]]
 
 
@@ -41,7 +43,7 @@ Span = Callable[[Index], tuple[Index, Index, int | None]]
 class Column:
     """For every element of a dimension, which elements of another add up to it, and with what weights.
 
-    first(i), count and weights(k, i): the sum over k < count of weights(k, i) * x[first(i) + k]. Or, where the sizes
+    first(i), count and weights[i, k]: the sum over k < count of weights[i, k] * x[first(i) + k]. Or, where the sizes
     are not known: the sum over j in span(i) of weight(j, i) * x[j].
     """
 
@@ -66,7 +68,11 @@ def column(size: Index, source: Index, span: Span, weight: Callable[[Index, Inde
     # What takes more than a multiplication to find is found once, in a table.
     simple = not any(isinstance(a, Dyn) or (isinstance(a, Op) and a.kind in ("div", "mod")) for a in low.atoms())
     first = low_of if simple else position_table(size, source, lambda i: index_value(low_of(i)))
-    weights = build.pointwise((as_index(most), size), lambda i: weight(low_of(i[1]) + i[0], i[1]))
+    if most > LONG:  # along a row, as its elements are
+        weights = build.pointwise((size, as_index(most)), lambda i: weight(low_of(i[0]) + i[1], i[0]))
+    else:
+        table_ = build.pointwise((as_index(most), size), lambda i: weight(low_of(i[1]) + i[0], i[1]))
+        weights = table_.view((size, most), lambda i: (i[1], i[0]))
     return Column(size, span, weight, dtype, most, first, weights)
 
 
@@ -78,22 +84,25 @@ def gather_along(x: Value, dim: int, c: Column) -> Value:
         # A zero weight is no contact: what is infinite beyond reach stays out.
         return where(there & ne(w, 0), value * w, 0)
 
+    def term(i: Place, k: Index) -> Expr:
+        assert c.weights is not None
+        j = c.first(i[dim]) + k
+        return share(i, j, c.weights.load((i[dim], k)), within(j, source))
+
     def by_table(i: Place) -> Expr:
-        assert c.count is not None and c.weights is not None
-        weights = c.weights
-
-        def step(k: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
-            j = c.first(i[dim]) + k[0]
-            return (carry[0] + share(i, j, weights.load((k[0], i[dim])), within(j, source)),)
-
-        return fold_over([(0, c.count)], (const(0, c.dtype),), step)[0]
+        assert c.count is not None
+        return fold_over([(0, c.count)], (const(0, c.dtype),), lambda k, carry: (carry[0] + term(i, k[0]),))[0]
 
     def by_range(i: Place) -> Expr:
         low, high, _ = c.span(i[dim])
         return fold_over([(low, high)], (const(0, c.dtype),), lambda j, carry: (
             carry[0] + share(i, j[0], c.weight(j[0], i[dim]), within(j[0], source)),))[0]
 
-    return build.pointwise((*x.shape[:dim], c.size, *x.shape[dim + 1:]), by_range if c.count is None else by_table)
+    shape = (*x.shape[:dim], c.size, *x.shape[dim + 1:])
+    if c.count is not None and c.count > LONG:
+        return build.reduce((*shape, as_index(c.count)), [x.rank], build.simple_combine("sum", c.dtype),
+                            lambda i: term(i[:-1], i[-1]))[0]
+    return build.pointwise(shape, by_range if c.count is None else by_table)
 
 
 def gather_all(x: Value, columns: dict[int, Column]) -> Value:

@@ -14,7 +14,7 @@ import torch
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, index_children, masked, rewrite, walk
-from flambeau.ir.index import ONE, Index, Sym, as_index
+from flambeau.ir.index import ONE, Index, Op, Sym, as_index
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 
 CHEAP = 4  # operations that are worth computing twice
@@ -31,6 +31,7 @@ class Body:
     reads: int
     size: int
     depth: int
+    divisions: int  # in its indices: loops with them do not vectorise
 
 
 def prune(graph: Graph) -> None:
@@ -85,7 +86,7 @@ def inline(graph: Graph, notes: list[str]) -> None:
         if isinstance(n, Pointwise):
             everything = list(walk(n.body))
             bodies[n.names[0]] = Body(n, n.body, cost_of([n.body]), sum(e.op == "load" for e in everything),
-                                      len(everything), depth_of(everything))
+                                      len(everything), depth_of(everything), divisions_in(everything))
         nodes.append(n)
     graph.nodes = nodes
     prune(graph)
@@ -149,9 +150,14 @@ def depth_of(everything: list[Expr]) -> int:
     return max(depth.values(), default=0)
 
 
+def divisions_in(everything: list[Expr]) -> int:
+    return sum(isinstance(a, Op) and a.kind in ("div", "mod") for e in everything for i in e.own_indices()
+               for a in i.atoms())
+
+
 def _decide(b: Body, uses: int, hard: str | None, repeated: bool, places: int) -> str | None:
     """None to inline, else the reason to keep the value."""
-    if b.reads == 0 and b.cost <= 2 * CHEAP:
+    if b.reads == 0 and b.cost <= 2 * CHEAP and not (repeated and b.divisions):
         return None  # a constant or a function of the index
     if hard is not None:
         return hard

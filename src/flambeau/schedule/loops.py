@@ -432,7 +432,8 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str]) -> ScanKer
     if not row and vector not in d.outer:
         vector = d.outer[-1] if vector is last else None
         row = vector is None
-    simple, dear = len(n.combine.result) == 1, cost_of(n.combine.result) > 16
+    needed = n.combine.needed([e for name, e in zip(n.names, n.finish, strict=True) if name in stored])
+    simple, dear = len(n.combine.chained(needed)) == 1, cost_of(n.combine.result) > 16
     if row and d.outer and _at_least(d.outer[-1], 8) and (simple or dear):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,

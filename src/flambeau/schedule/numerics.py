@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import Expr, rewrite
+from flambeau.ir.dtypes import DType, is_float
+from flambeau.ir.expr import Expr, const, rewrite, unary, where
 from flambeau.ir.nodes import Graph
 
 from .inline import map_exprs
@@ -22,8 +24,37 @@ def widen(e: Expr) -> Expr:
     return e
 
 
+def narrow(e: Expr) -> Expr:
+    """A choice among values of half precision is one of them: made as they are stored, it needs no rounding, which is
+    most of the work of a rectifier."""
+    if e.op == "cast" and e.dtype in _SMALL and e.args[0].op in ("where", "min", "max"):
+        chosen = stored(e.args[0], e.dtype)
+        return e if chosen is None else chosen
+    return e
+
+
+def stored(e: Expr, dtype: DType) -> Expr | None:
+    """A float32 value as one of `dtype`, if it is a choice among numbers and values that were widened from it."""
+    if e.op == "const":
+        return None if math.isnan(e.attr) else const(e.attr, dtype)
+    if e.op == "cast":
+        return e.args[0] if e.args[0].dtype is dtype else None
+    if e.op not in ("where", "min", "max"):
+        return None
+    *_, a, b = e.args
+    x, y = stored(a, dtype), stored(b, dtype)
+    if x is None or y is None:
+        return None
+    if e.op == "where":
+        return where(e.args[0], x, y)
+    first, second = (a < b, b < a) if e.op == "min" else (a > b, b > a)
+    if a.op == "const":  # a NaN is neither less nor greater, so it stays
+        return where(first, x, y)
+    return where(second if b.op == "const" else second | unary("isnan", b), y, x)
+
+
 def apply(graph: Graph, numerics: str) -> None:
     """fast: no rounding between fused operators. eager: every operator rounds where eager rounds."""
-    if numerics == "fast":
+    for rule in (widen, narrow) if numerics == "fast" else (narrow,):
         memo: dict[Expr, Expr] = {}
-        graph.nodes = [map_exprs(n, lambda e: rewrite(e, widen, None, memo)) for n in graph.nodes]
+        graph.nodes = [map_exprs(n, lambda e, f=rule, m=memo: rewrite(e, f, None, m)) for n in graph.nodes]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -69,15 +69,21 @@ class CudaTarget(Target):
         """Compute capability times ten."""
         return self._arch or _capability(device)
 
-    def current_device(self) -> int:
+    @cached_property
+    def current_device(self) -> Callable[[], int]:
         import torch
 
-        return torch.cuda.current_device()
+        torch.cuda.init()
+        device: Callable[[], int] = torch._C._cuda_getDevice
+        return device
 
-    def current_stream(self, device: int) -> int:
+    @cached_property
+    def current_stream(self) -> Callable[[int], int]:
+        """The address of a device's current stream."""
         import torch
 
-        return torch._C._cuda_getCurrentRawStream(device)
+        stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        return stream
 
     # ---- kernels ---------------------------------------------------------------------------------------
 
@@ -137,7 +143,7 @@ class CudaTarget(Target):
         import torch
 
         # A graph that is being captured will run again, whenever it likes: nobody else may use its memory.
-        if torch.cuda.is_current_stream_capturing():
+        if torch._C._cuda_isCurrentStreamCapturing():
             return None
         device = self.current_device()
         return device, self.current_stream(device)
@@ -183,9 +189,11 @@ class CudaTarget(Target):
                 try:
                     module = self._extension.result()
                     module.open(self._driver, self.current_device, self.current_stream, self.workspace)
-                except (ImportError, OSError) as error:
-                    raise CompileError(f"the launcher of CUDA kernels does not work: {error}", target=self.name,
-                                       hint="is the NVIDIA driver installed? `nvidia-smi` tells") from error
+                except (CompileError, ImportError, OSError) as error:
+                    raise CompileError(
+                        f"the launcher of CUDA kernels does not work: {error}", target=self.name,
+                        hint="it needs the NVIDIA driver (`nvidia-smi` finds it), a C++ compiler and Python's headers "
+                        "(Debian, Ubuntu: apt install g++ python3-dev)") from error
                 self._open = module
             return self._open
 
@@ -211,6 +219,7 @@ class CudaKernel:
     def __init__(self, target: CudaTarget, source: BlockSource) -> None:
         self.target = target
         self.source = source
+        self._launch: Launch | None = None
 
     def start(self, device: int, aligned: bool, sizes: int) -> _Codes:
         """Begin to compile a variant."""
@@ -230,9 +239,10 @@ class CudaKernel:
         return parts
 
     def launch(self) -> Launch:
-        made: Launch = self.target.launcher().Launch(
-            self.source.name, shape_function(self.source), self.start, self.make, checks_data(self.source))
-        return made
+        if self._launch is None:
+            self._launch = self.target.launcher().Launch(
+                self.source.name, shape_function(self.source), self.start, self.make, checks_data(self.source))
+        return self._launch
 
 
 class CudaBuild(Build):

@@ -57,15 +57,18 @@ bool check(Result result, const char* what) {
   return false;
 }
 
-// A thread that only ever called Python has no context yet.
+bool primary_context(int device, Handle& context) {
+  int handle = 0;
+  return check(driver.get_device(&handle, device), "cuDeviceGet") &&
+         check(driver.retain_context(&context, handle), "cuDevicePrimaryCtxRetain");
+}
+
+// torch has made the device current for its own calls; a thread that did not make any yet has no context.
 bool enter(int device) {
   Handle context = nullptr;
   if (!check(driver.get_context(&context), "cuCtxGetCurrent")) return false;
   if (context != nullptr) return true;
-  int handle = 0;
-  return check(driver.get_device(&handle, device), "cuDeviceGet") &&
-         check(driver.retain_context(&context, handle), "cuDevicePrimaryCtxRetain") &&
-         check(driver.set_context(context), "cuCtxSetCurrent");
+  return primary_context(device, context) && check(driver.set_context(context), "cuCtxSetCurrent");
 }
 
 PyObject* open_driver(PyObject*, PyObject* args) {
@@ -120,14 +123,18 @@ PyObject* load(PyObject*, PyObject* args) {
   Py_ssize_t length;
   int shared, device;
   if (!PyArg_ParseTuple(args, "y#sii", &code, &length, &name, &shared, &device)) return nullptr;
-  Handle module = nullptr, function = nullptr;
-  if (!enter(device) || !check(driver.load_module(&module, code), "cuModuleLoadData") ||
-      !check(driver.get_function(&function, module, name), "cuModuleGetFunction")) {
+  Handle module = nullptr, function = nullptr, before = nullptr, context = nullptr;
+  // Whoever waits for a build need not be on its device.
+  if (!check(driver.get_context(&before), "cuCtxGetCurrent") || !primary_context(device, context) ||
+      !check(driver.set_context(context), "cuCtxSetCurrent")) {
     return nullptr;
   }
-  if (shared > kUsualShared && !check(driver.set_attribute(function, kMaxDynamicShared, shared), "cuFuncSetAttribute"))
-    return nullptr;
-  return PyLong_FromVoidPtr(function);
+  bool loaded = check(driver.load_module(&module, code), "cuModuleLoadData") &&
+                check(driver.get_function(&function, module, name), "cuModuleGetFunction") &&
+                (shared <= kUsualShared ||
+                 check(driver.set_attribute(function, kMaxDynamicShared, shared), "cuFuncSetAttribute"));
+  if (before != nullptr) driver.set_context(before);
+  return loaded ? PyLong_FromVoidPtr(function) : nullptr;
 }
 
 // ---------------------------------------------------------------------------------------------------- Launch

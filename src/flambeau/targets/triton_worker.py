@@ -67,7 +67,7 @@ def main() -> None:
     os.dup2(2, 1)
     # Triton's own cache would hold every kernel a second time, in all of its stages.
     with tempfile.TemporaryDirectory(prefix="flambeau-triton-") as folder:
-        os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1"}
+        os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1", "TRITON_DISABLE_LINE_INFO": "1"}
         import tritonlib  # noqa: F401  # before a request has to wait for it
 
         serve(sys.stdin, answers)

@@ -25,7 +25,11 @@ ndtri, ndtr = libdevice.normcdfinv, libdevice.normcdf
 i0, i1 = libdevice.cyl_bessel_i0, libdevice.cyl_bessel_i1
 modified_bessel_i0, modified_bessel_i1 = i0, i1
 bessel_j0, bessel_j1, bessel_y0, bessel_y1 = libdevice.j0, libdevice.j1, libdevice.y0, libdevice.y1
-fma = tl.fma
+
+
+@triton.jit
+def fma(a, b, c):
+    return tl.fma(a, b, c)
 
 
 @triton.jit

@@ -1,0 +1,213 @@
+"""Phases: neighbouring elements that one point of a map computes together, each written out for itself.
+
+Which windows of stride 2 hold a position depends on whether it is even or odd. Written out for both, the question
+falls away, and the two share what they read: in the gradient of a 3x3x3 pooling eight elements need eight windows,
+where each alone would look at eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product as points_of
+
+from flambeau.ir.expr import Expr, index_value, load, rewrite, walk
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index
+from flambeau.ir.program import Item, LoopKernel
+
+from .cfamily import UNROLL
+from .triton import power
+
+MOST = 8  # elements of one point
+LARGEST = 4  # values of one variable that are written out
+LINE = 32  # elements of a row in a compact tile: one access of a warp
+CHECKED = frozenset(("check", "require"))
+
+Limits = dict[Sym, Expr]  # phase variable -> what holds where its element exists
+
+
+@dataclass(frozen=True)
+class Phases:
+    kernel: LoopKernel  # without the variables that were written out; each element has names of its own
+    buffers: dict[str, str]  # name of an element's value -> buffer it is stored in
+    holds: dict[str, Expr]  # what must hold for its store
+    joined: tuple[tuple[str, ...], ...]  # elements next to each other in memory
+
+
+def written_out(k: LoopKernel) -> Phases | None:
+    """The kernel with its phases written out, if it has any."""
+    exprs = exprs_of(k)
+    if k.inner or k.tile is not None or any(e.op == "fold" and e.attr.steps > UNROLL for e in walk(*exprs)):
+        return None
+    limits: Limits = {}
+    for v, n in dict.fromkeys(divided(k)):
+        split, low, limit = halved(k, v, n)
+        if low in phase_variables(split) and (limit is None or not any(e.op in CHECKED for e in walk(*exprs))):
+            k = split
+            limits |= {} if limit is None else {low: limit}
+    chosen = phase_variables(k)
+    return unrolled(k, chosen, limits) if chosen else None
+
+
+def exprs_of(k: LoopKernel) -> list[Expr]:
+    return [e for items in k.stages for i in items for e in i.exprs]
+
+
+def divided(k: LoopKernel) -> Iterator[tuple[Sym, int]]:
+    """Variables that some index divides by a small number."""
+    for e in walk(*exprs_of(k)):
+        for a in (a for i in e.own_indices() for a in i.atoms()):
+            if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const and 1 < a.b.const <= LARGEST:
+                v = (a.a - a.a.const).atom()
+                if isinstance(v, Sym) and v in k.outer and v.extent is not None and v.extent.is_const \
+                        and v.extent.const > a.b.const:
+                    yield v, a.b.const
+
+
+def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]:
+    """v as n * high + low; what holds inside where n does not divide its size."""
+    assert v.extent is not None
+    size = v.extent.const
+    high, low = Sym(f"{v.name}o", -(-size // n)), Sym(f"{v.name}i", n)
+    both = as_index(high) * n + low
+    at = k.outer.index(v)
+    memo: dict[Expr, Expr] = {}
+    stages = tuple(tuple(Item(i.names, i.level, tuple(rewrite(e, lambda x: x, {v: both}, memo) for e in i.exprs),
+                              i.combine) for i in items) for items in k.stages)
+    new = replace(k, outer=(*k.outer[:at], high, low, *k.outer[at + 1:]), stages=stages,
+                  stores=tuple((name, a.subs({v: both})) for name, a in k.stores),
+                  vector=high if k.vector is v else k.vector)
+    return new, low, None if size % n == 0 else index_value(both) < size
+
+
+def phase_variables(k: LoopKernel) -> list[Sym]:
+    """Small variables that most reads do not follow: what is read is the same, or much the same, for all values."""
+    outer = frozenset(k.outer)
+    reads = [(a, times) for a, times in weighted_reads(exprs_of(k)) if not outer.isdisjoint(a.symbols())]
+    chosen: list[Sym] = []
+    count = 1
+    for v in reversed(k.outer):
+        if v.extent is None or not v.extent.is_const or not 1 < v.extent.const <= LARGEST \
+                or count * v.extent.const > MOST:
+            continue
+        steps = [(a.coefficient(v), times) for a, times in reads]
+        shared = sum(times for c, times in steps if c is None or c is ZERO)
+        if shared and shared >= 4 * sum(times for c, times in steps if c is not None and c is not ZERO):
+            chosen.append(v)
+            count *= v.extent.const
+    return chosen if len(chosen) < len(k.outer) else []
+
+
+def weighted_reads(exprs: Iterable[Expr]) -> list[tuple[Index, int]]:
+    """Addresses read, and how often by one element."""
+    times: dict[Expr, int] = {}
+    for e in walk(*exprs):
+        if e.op == "load":
+            times.setdefault(e, 1)
+        elif e.op == "fold":
+            for x in walk(*e.args[len(e.attr.carries):]):
+                if x.op == "load":
+                    times[x] = int(e.attr.steps)
+    return [(e.attr[1][0], n) for e, n in times.items()]
+
+
+def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
+    vars = [v for v in k.outer if v in chosen]
+    addresses = dict(k.stores)
+    versions: dict[Expr, list[frozenset[Sym]]] = {}
+    items: list[Item] = []
+    stores: list[tuple[str, Index]] = []
+    buffers: dict[str, str] = {}
+    holds: dict[str, Expr] = {}
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for values in points_of(*(range(v.extent.const) for v in vars if v.extent is not None)):
+        point = {v: as_index(n) for v, n in zip(vars, values, strict=True)}
+        # The first of the elements is there wherever the point is.
+        bound = frozenset(v for v in limits if values[vars.index(v)])
+        memo: dict[Expr, Expr] = {}
+
+        def of(name: str, values: tuple[int, ...] = values) -> str:
+            return f"{name}@{'.'.join(map(str, values))}"
+
+        def put(e: Expr, bound: frozenset[Sym] = bound, point: dict[Sym, Index] = point) -> Expr:
+            if e.op == "local":
+                return Expr("local", e.dtype, (), of(e.attr))
+            if e.op != "load" or not limits:
+                return e
+            # What an element reads is read only if that element is there, or another that reads the same.
+            known = versions.setdefault(e, [])
+            need = next((s for s in known if s <= bound), None)
+            if need is None:
+                known.append(need := bound)
+            for v in sorted(need, key=lambda v: v.name):
+                limit = rewrite(limits[v], lambda x: x, point)
+                e = load(e.attr[0], e.attr[1], e.dtype, e.args[0] & limit if e.args else limit)
+            return e
+
+        for i in (i for part in k.stages for i in part):
+            items.append(Item(tuple(map(of, i.names)), i.level,
+                              tuple(rewrite(rewrite(e, lambda x: x, point), put, None, memo) for e in i.exprs),
+                              i.combine))
+            for name in (n for n in i.names if n in addresses):
+                address = addresses[name].subs(point)
+                stores.append((of(name), address))
+                buffers[of(name)] = name
+                for v in bound:
+                    limit = rewrite(limits[v], lambda x: x, point)
+                    holds[of(name)] = holds[of(name)] & limit if of(name) in holds else limit
+                beside = next((v for v in vars if v not in limits and addresses[name].coefficient(v) is ONE
+                               and v.extent is not None and v.extent.const in (2, 4)), None)
+                key = (name, *(n for v, n in zip(vars, values, strict=True) if v is not beside))
+                groups.setdefault(key, []).append(of(name))
+    left = tuple(v for v in k.outer if v not in chosen)
+    new = replace(k, outer=left, stages=(tuple(items),), stores=tuple(stores),
+                  vector=k.vector if k.vector in left else left[-1])
+    return Phases(new, buffers, holds, tuple(tuple(g) for g in groups.values()))
+
+
+# ---- the tile of a window --------------------------------------------------------------------------------
+
+
+def overlapping(exprs: Iterable[Expr], vars: Sequence[Sym]) -> list[Sym]:
+    """Variables along which a point and the next read the same elements, as the windows of a pooling do."""
+    read: dict[str, set[Index]] = {}
+    for e in walk(*exprs):
+        if e.op == "load":
+            read.setdefault(e.attr[0], set()).add(e.attr[1][0])
+    middle = {v: as_index(v.extent.const // 2) for v in vars if v.extent is not None and v.extent.is_const}
+    out = []
+    for v in middle:
+        beside = {**middle, v: middle[v] + 1}
+        for addresses in read.values():
+            here, there = ({a.subs(at) for a in addresses} for at in (middle, beside))
+            if len(addresses) > 2 and here != there and here & there:
+                out.append(v)
+                break
+    return out
+
+
+def compact(vars: Sequence[Sym], near: Sequence[Sym], room: int) -> dict[Sym, int]:
+    """A tile that is long in no direction: what neighbours share is read once by the programs that hold both."""
+    last = vars[-1]
+    most = {v: power(v.extent.const) for v in vars if v.extent is not None and v.extent.is_const}
+    out = {last: min(LINE, room, most.get(last, LINE))}
+    room //= out[last]
+    growing = [v for v in reversed(near) if v is not last]
+    while room > 1 and growing:
+        v = growing.pop(0)
+        if out.get(v, 1) < most[v]:
+            out[v] = out.get(v, 1) * 2
+            room //= 2
+            growing.append(v)
+    if room > 1 and out[last] < most.get(last, room):
+        out[last] *= min(room, most.get(last, room) // out[last])
+    return {v: out[v] for v in vars if out.get(v, 1) > 1}
+
+
+def is_scattered(exprs: Iterable[Expr], line: Sym) -> bool:
+    """Whether most of many reads are not runs of neighbours that start at an even place: lanes that hold several
+    elements would then read each by itself, with gaps between lanes."""
+    reads = {e.attr[1][0] for e in walk(*exprs) if e.op == "load"}
+    plain = [a for a in reads if not any(isinstance(x, Dyn) for x in a.atoms())]
+    odd = sum(a.coefficient(line) is not ZERO and (a.coefficient(line) is not ONE or a.const % 4 != 0) for a in plain)
+    return len(reads) > 4 and 2 * odd > len(reads)
