@@ -21,8 +21,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def takes_short_way(out: Tensor) -> bool:
-    assert out.grad_fn is not None
-    return str(out.grad_fn._forward_cls.__module__) == lean.__name__
+    return getattr(getattr(out.grad_fn, "_forward_cls", None), "__module__", None) == lean.__name__
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ class Dialect:
     quotient = "/"  # of integers that are not negative
     function = "fl::{}"  # how a named operation is called
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
+    narrow = ""  # a variable of a 32-bit index
     long = "int64_t"
     simd = "#pragma omp simd"
     reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
@@ -146,13 +147,13 @@ class Writer:
 
     # ---- indices -------------------------------------------------------------------------------------
 
-    def index(self, i: Index) -> str:
-        """C text of an index; values it depends on are emitted first."""
+    def index(self, i: Index, atom: str = "{}") -> str:
+        """C text of an index, with its variables written so; values it depends on are emitted first."""
         if i.is_const:
             return str(i.const) if i.const >= 0 else f"({i.const})"
         parts: list[str] = []
         for mono, coef in i.terms:
-            factors = [self._atom(a)[1] for a in mono]
+            factors = [atom.format(self._atom(a)[1]) for a in mono]
             if coef != 1:
                 factors.insert(0, str(coef) if coef > 0 else f"({coef})")
             parts.append("*".join(factors))
@@ -207,11 +208,11 @@ class Writer:
             return self._fold(e)
         depth = 0
         args: list[str] = []
-        for a in e.args:
+        for a in () if self._is_narrow(e) else e.args:
             d, t = self.emit(a)
             depth = max(depth, d)
             args.append(t)
-        for i in e.own_indices():
+        for i in (e.args[0] if self._is_narrow(e) else e).own_indices():
             depth = max(depth, self.index_depth(i))
         if e.op in ("check", "require"):
             return depth, self._reported(e, args, self.scopes[depth])
@@ -247,6 +248,8 @@ class Writer:
             buffer, (address,) = e.attr
             read = self.read(buffer, self.index(address), e.dtype)
             return f"{args[0]} ? {read} : {self.zero(e.dtype)}" if args else read
+        if self._is_narrow(e):
+            return self.index(e.args[0].attr, d.narrow)
         if e.op == "cast":
             return d.cast(args[0], e.args[0].dtype, e.dtype)
         if e.op == "where":
@@ -263,6 +266,13 @@ class Writer:
             return self._narrowed(f"{d.prefix[e.op]}{args[0]}", e.dtype)
         self.functions.add(e.op)
         return f"{d.function.format(e.op)}({', '.join(args)})"
+
+    def _is_narrow(self, e: Expr) -> bool:
+        """An index cut to 32 bits: its parts can be cut before they are added up, where integers wrap around."""
+        if e.op != "cast" or e.dtype is not torch.int32 or e.args[0].op != "index" or not self.d.narrow:
+            return False
+        i: Index = e.args[0].attr
+        return all(abs(c) < 2**31 for c in (i.const, *(c for _, c in i.terms)))
 
     def _narrowed(self, text: str, dtype: DType) -> str:
         """C computes small integers as int; the result is cut back to its width."""

@@ -32,6 +32,8 @@ class Cpp(Dialect):
     }
     # By bits: g++ makes branches of such conditions, and a loop with many of them stays scalar.
     choice = "fl::choose({}, {}, {})"
+    # Half as wide as a 64-bit sum; and where that sum is cut to 32 bits, g++ 12 gives up on the vectors.
+    narrow = "(int32_t){}"
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:

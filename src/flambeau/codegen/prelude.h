@@ -15,6 +15,7 @@ double fmod(double, double) noexcept;
 float fmodf(float, float) noexcept;
 int omp_get_thread_num() noexcept;
 int omp_get_num_threads() noexcept;
+int omp_get_max_threads() noexcept;
 }
 
 namespace fl {
@@ -357,9 +358,11 @@ FL_INLINE double uniform53(uint32_t high, uint32_t low) {
 #ifdef _OPENMP
 FL_INLINE int64_t thread() { return ::omp_get_thread_num(); }
 FL_INLINE int64_t threads() { return ::omp_get_num_threads(); }
+FL_INLINE int64_t most_threads() { return ::omp_get_max_threads(); }  // that the next parallel part can have
 #else
 FL_INLINE int64_t thread() { return 0; }
 FL_INLINE int64_t threads() { return 1; }
+FL_INLINE int64_t most_threads() { return 1; }
 #endif
 
 }  // namespace fl

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import cast, rewrite
-from flambeau.ir.index import ONE, Sym
+from flambeau.ir.expr import Expr, cast, rewrite
+from flambeau.ir.index import ONE, Sym, product
 from flambeau.ir.program import ScanKernel
 
 from .cfamily import Dialect, Scope
@@ -14,6 +15,9 @@ from .nest import NestWriter
 
 BLOCK = 256  # columns that are scanned side by side
 ABREAST = 8  # contiguous rows that are: more would be more streams than a cache likes
+PARTS = 64  # of a long row
+DEAR = 16  # operations of a combine
+FEW, LONG = 16, 1 << 15  # rows, and elements of a row, that make it worth cutting
 
 
 class ScanWriter(NestWriter):
@@ -22,8 +26,8 @@ class ScanWriter(NestWriter):
         self.k = kernel
         self.address = dict(kernel.stores)
         self.cost = cost_of([*kernel.exprs, *kernel.combine.result])
-        self.needed = kernel.combine.needed([e for n, e in zip(kernel.names, kernel.finish, strict=True)
-                                             if n in self.address])
+        self.stored = {name: e for name, e in zip(kernel.names, kernel.finish, strict=True) if name in self.address}
+        self.needed = kernel.combine.needed([*self.stored.values()])
 
     def render(self) -> list[str]:
         if self.k.vector is None:
@@ -32,72 +36,159 @@ class ScanWriter(NestWriter):
             self.columns(self.k.vector)
         return self.scopes[0].lines
 
-    def axis_loop(self) -> AbstractContextManager[Scope]:
+    def axis_loop(self, lo: str = "0", hi: str = "") -> AbstractContextManager[Scope]:
+        """The axis from its lo-th element up to its hi-th, in the order of the scan."""
         a = self.k.axis
+        n = self.extent(a)
         if not self.k.reverse:
-            return self.loop(a, "0", self.extent(a))
+            return self.loop(a, lo, hi or n)
         name = self.sym(a)
-        return self.scope(f"for ({self.d.long} {name} = {self.extent(a)} - 1; {name} >= 0; --{name}) {{", (a,))
+        header = f"for ({self.d.long} {name} = {n} - 1 - {lo}; {name} >= {n} - {hi or n}; --{name}) {{"
+        return self.scope(header, (a,))
 
-    def step(self, slots: dict[int, str]) -> None:
-        k = self.k
-        values = [self.value(e) for e in k.exprs]
+    # ---- states ----------------------------------------------------------------------------------------
+
+    def declare(self, components: Sequence[int], count: int = 0) -> dict[int, str]:
+        """A variable for each of the components, or an array of them, that holds the identity."""
+        out = {}
+        for j in components:
+            ident = self.k.combine.identity[j]
+            kind, start = self.d.types[ident.dtype], self.d.constant(ident.attr, ident.dtype)
+            name = out[j] = self.fresh("s")
+            self.line(f"alignas(64) {kind} {name}[{count}];" if count else f"{kind} {name} = {start};")
+            if count:
+                self.line(f"for (int l = 0; l < {count}; ++l) {name}[l] = {start};")
+        return out
+
+    def running(self, slots: dict[int, str]) -> dict[Expr, Expr]:
+        return {self.k.combine.left[j]: self.raw(slot, self.k.combine.left[j].dtype) for j, slot in slots.items()}
+
+    def finished(self, name: str, running: dict[Expr, Expr]) -> str:
+        """What is stored of the running values: it may be narrower."""
+        return self.value(cast(rewrite(self.stored[name], lambda x: running.get(x, x)), self.dtypes[name]))
+
+    def advance(self, slots: dict[int, str], values: Sequence[str]) -> None:
         left = [slots.get(j, value) for j, value in enumerate(values)]  # what nobody needs has no slot, and no reader
-        new = self.combined(k.combine, left, values, slots)
-        for slot, text in zip(slots.values(), new, strict=True):
+        for slot, text in zip(slots.values(), self.combined(self.k.combine, left, values, slots), strict=True):
             self.line(f"{slot} = {text};")
-        running = {k.combine.left[j]: self.raw(slot, k.combine.left[j].dtype) for j, slot in slots.items()}
-        for name, e in zip(k.names, k.finish, strict=True):
-            if name in self.address:
-                kept = cast(rewrite(e, lambda x: running.get(x, x)), self.dtypes[name])  # may be narrower
-                self.store(name, self.address[name], self.value(kept))
+
+    def step(self, slots: dict[int, str], store: bool = True) -> None:
+        self.advance(slots, [self.value(e) for e in self.k.exprs])
+        if store:
+            running = self.running(slots)
+            for name in self.stored:
+                self.store(name, self.address[name], self.finished(name, running))
+
+    # ---- rows ------------------------------------------------------------------------------------------
 
     def rows(self) -> None:
         k = self.k
+        points, length = product(v.extent for v in k.outer if v.extent is not None), k.axis.extent
+        assert length is not None
+        dear = cost_of(k.combine.result) > DEAR  # to find out first what a part comes to would take too long
+        if points.is_const and points.const < FEW and not (length.is_const and length.const < LONG) and not dear:
+            with self.nest(k.outer):
+                if self.taken() is None:
+                    self.long_row()
+                    return
+                # Nothing is rounded, so one thread may take the row as it is: the outcome is the same.
+                with self.scope("if (fl::most_threads() == 1) {"):
+                    self.stretch(self.declare(self.needed))
+                with self.scope("else {"):
+                    self.long_row()
+            return
         pragma = self.parallel((*k.outer, k.axis), self.cost, len(k.outer)) if k.outer else ""
         with self.nest(k.outer, pragma):
-            slots = {}
-            for j in self.needed:
-                ident = k.combine.identity[j]
-                slots[j] = self.fresh("s")
-                self.line(f"{self.d.types[ident.dtype]} {slots[j]} = {self.d.constant(ident.attr, ident.dtype)};")
-            taken = self.taken()
-            if taken is None:
-                with self.axis_loop():
-                    self.step(slots)
-            else:
-                self.choose(slots, taken)
+            self.stretch(self.declare(self.needed))
+
+    def stretch(self, slots: dict[int, str], lo: str = "0", hi: str = "", store: bool = True) -> None:
+        """A part of a row, element by element."""
+        taken = self.taken()
+        if taken is not None:
+            self.choose(slots, taken, lo, hi, [*self.stored] if store else [])
+            return
+        with self.axis_loop(lo, hi):
+            self.step(slots, store)
 
     def taken(self) -> Expr | None:
         """When all that runs is the new value or the old one by the same condition: that condition."""
         c = self.k.combine
-        conditions = {c.result[j].args[0] if c.result[j].op == "where" and c.result[j].args[1:] == (c.right[j], c.left[j])
-                      else None for j in self.needed}
+        conditions = {e.args[0] if e.op == "where" and e.args[1:] == (c.right[j], c.left[j]) else None
+                      for j in self.needed for e in (c.result[j],)}
         return conditions.pop() if len(conditions) == 1 else None
 
-    def choose(self, slots: dict[int, str], taken: Expr) -> None:
+    def choose(self, slots: dict[int, str], taken: Expr, lo: str, hi: str, stored: Sequence[str]) -> None:
         """A running extremum seldom changes. A branch foresees that: no step waits for the one before, and what is
         stored is worked out when it changes."""
-        k = self.k
-        stored = {name: e for name, e in zip(k.names, k.finish, strict=True) if name in self.address}
-        kept = {name: self.fresh("k") for name in stored}
-
-        def finish(running: dict[Expr, Expr], declare: bool) -> None:
-            for name, e in stored.items():
-                text = self.value(cast(rewrite(e, lambda x: running.get(x, x)), self.dtypes[name]))
-                self.line(f"{f'{self.d.types[self.dtypes[name]]} ' if declare else ''}{kept[name]} = {text};")
-
-        finish(dict(zip(k.combine.left, k.combine.identity, strict=True)), True)
-        with self.axis_loop():
-            values = {right: self.raw(self.value(e), e.dtype) for right, e in zip(k.combine.right, k.exprs, strict=True)}
-            values |= {k.combine.left[j]: self.raw(slot, k.combine.left[j].dtype) for j, slot in slots.items()}
-            condition = self.value(rewrite(taken, lambda x: values.get(x, x)))
+        c = self.k.combine
+        kept = {}
+        running = self.running(slots)
+        for name in stored:
+            text = self.finished(name, running)
+            kept[name] = self.fresh("k")
+            self.line(f"{self.d.types[self.dtypes[name]]} {kept[name]} = {text};")
+        with self.axis_loop(lo, hi):
+            new = {right: self.raw(self.value(e), e.dtype) for right, e in zip(c.right, self.k.exprs, strict=True)}
+            both = {**new, **self.running(slots)}
+            condition = self.value(rewrite(taken, lambda x: both.get(x, x)))
             with self.scope(f"if (__builtin_expect({condition}, 0)) {{"):
                 for j, slot in slots.items():
-                    self.line(f"{slot} = {self.value(values[k.combine.right[j]])};")
-                finish({k.combine.left[j]: self.raw(slot, k.combine.left[j].dtype) for j, slot in slots.items()}, False)
+                    self.line(f"{slot} = {self.value(new[c.right[j]])};")
+                running = self.running(slots)
+                for name in stored:
+                    self.line(f"{kept[name]} = {self.finished(name, running)};")
             for name in stored:
                 self.store(name, self.address[name], kept[name])
+
+    def long_row(self) -> None:
+        """Few rows, and long: each is cut into parts. What every part comes to is found first; then each part is
+        scanned from what lies before it. Parts go side by side, because one alone waits for each of its steps."""
+        every = self.k.combine.needed([*self.stored.values()], stretches=True)
+        size = self.fresh("z")
+        # Not a power of two of bytes apart, or all parts would want the same lines of the cache.
+        self.line(f"const {self.d.long} {size} = {self.extent(self.k.axis)} / {PARTS + 1} / 16 * 16;")
+        states = self.declare(every, PARTS)
+        self.parts(states, size, every, store=False)
+        carry = self.declare(every)
+        with self.scope(f"for (int c = 0; c < {PARTS}; ++c) {{"):
+            own = [f"{states[j]}[c]" if j in states else "0" for j in range(len(self.k.combine.left))]
+            new = self.combined(self.k.combine, [carry.get(j, "0") for j in range(len(own))], own, every)
+            for j, text in zip(every, new, strict=True):
+                self.line(f"{states[j]}[c] = {carry[j]};")
+                self.line(f"{carry[j]} = {text};")
+        self.parts(states, size, self.needed, store=True)
+        self.stretch({j: carry[j] for j in self.needed}, f"{PARTS} * {size}", self.extent(self.k.axis))
+
+    def parts(self, states: dict[int, str], size: str, components: Sequence[int], store: bool) -> None:
+        k = self.k
+        abreast = ABREAST if self.taken() is None else 1
+        b, n = self.fresh("b"), self.extent(k.axis)
+        head = f"for ({self.d.long} {b} = 0; {b} < {PARTS}; {b} += {abreast}) {{"
+        with self.scope(head, pragma=self.parallel((*k.outer, k.axis), self.cost, 1)):
+            if abreast == 1:
+                slots = {}
+                for j in components:
+                    slots[j] = self.fresh("s")
+                    self.line(f"{self.d.types[k.combine.left[j].dtype]} {slots[j]} = {states[j]}[{b}];")
+                lo, hi = f"{b} * {size}", f"({b} + 1) * {size}"
+                self.stretch(slots, lo, hi, store)
+                ends = {j: f"{states[j]}[{b}] = {slot};" for j, slot in slots.items()}
+            else:
+                arrays = self.declare(components, abreast)
+                each = f"for (int l = 0; l < {abreast}; ++l)"
+                for j, array in arrays.items():
+                    self.line(f"{each} {array}[l] = {states[j]}[{b} + l];")
+                with self.scope(f"for ({self.d.long} w = 0; w < {size}; ++w) {{"), \
+                        self.scope(f"{each} {{", (k.axis,), pragma=f"{self.d.simd} CHECKS"):
+                    at = f"({b} + l) * {size} + w"
+                    self.line(f"const {self.d.long} {self.sym(k.axis)} = {f'{n} - 1 - ({at})' if k.reverse else at};")
+                    self.step({j: f"{array}[l]" for j, array in arrays.items()}, store)
+                ends = {j: f"{each} {states[j]}[{b} + l] = {array}[l];" for j, array in arrays.items()}
+            if not store:
+                for line in ends.values():
+                    self.line(line)
+
+    # ---- columns ---------------------------------------------------------------------------------------
 
     def columns(self, v: Sym) -> None:
         k = self.k
@@ -117,12 +208,6 @@ class ScanWriter(NestWriter):
             end = f"{b} + {width}" if known else self.fresh("e")
             if not known:
                 self.line(f"const {self.d.long} {end} = fl::imin({b} + {width}, {self.extent(v)});")
-            arrays = {}
-            for j in self.needed:
-                ident = k.combine.identity[j]
-                arrays[j] = self.fresh("s")
-                self.line(f"alignas(64) {self.d.types[ident.dtype]} {arrays[j]}[{width}];")
-                self.line(f"for (int l = 0; l < {width}; ++l) {arrays[j]}[l] = "
-                          f"{self.d.constant(ident.attr, ident.dtype)};")
+            arrays = self.declare(self.needed, width)
             with self.axis_loop(), self.loop(v, b, end, pragma=f"{self.d.simd} CHECKS"):
                 self.step({j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()})

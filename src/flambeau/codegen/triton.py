@@ -60,8 +60,19 @@ class Triton(Dialect):
 
 TRITON = Triton()
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
+MISSING = frozenset((
+    "digamma", "polygamma", "zeta", "i0e", "i1e", "log_ndtr", "igamma", "igammac", "airy_ai", "modified_bessel_k0",
+    "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0",
+    "chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
+    "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
+    "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l",
+    "legendre_polynomial_p"))
+# Joins that memory itself does. Of floats it has no minimum that keeps NaN.
+SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
+                                           torch.int64)]
+                     + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
 CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
-                            serial_scans=False, shared_words=True, masked_reads=True)
+                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS, masked_reads=True)
 POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
            .replace("int", "i") for d, t in Triton.types.items()}
 

@@ -14,8 +14,9 @@ from flambeau.errors import UnsupportedError
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
+from flambeau.ir.expr import walk
 from flambeau.ir.index import ONE, Index, Sym
-from flambeau.ir.nodes import Buffer, Contract, Extern, Graph, Scan, Scatter, Value, contiguous_strides
+from flambeau.ir.nodes import Buffer, Contract, Extern, Graph, Node, Scan, Scatter, Value, contiguous_strides
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.schedule.plan import strided
@@ -206,10 +207,21 @@ class _Lowering:
         if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
-            if out is not NotImplemented:
+            if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
         return self.extern(n, args, kwargs)
+
+    def computable(self, nodes: Sequence[Node]) -> bool:
+        """Whether the machine has all that the nodes ask for."""
+        caps = self.g.capabilities
+        for node in nodes:
+            if caps.missing and any(e.op in caps.missing for e in walk(*node.exprs())):
+                return False
+            if isinstance(node, Scatter) and node.mode != "set" and caps.scatters is not None \
+                    and (node.mode, node.value.dtype) not in caps.scatters:
+                return False
+        return True
 
     def readable(self, args: Any) -> Any:
         """Numbers that Python computes at the run, and scalars on the CPU, as values that a kernel can read."""

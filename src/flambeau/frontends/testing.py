@@ -61,14 +61,14 @@ class Switch:
 
 
 def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | None = None, grad: bool = True,
-                 numerics: str = "fast") -> Report:
+                 numerics: str = "fast", device: str = "cpu") -> Report:
     """Every sample input (or the first `limit`) of the op_db entry `name` (as in OPS) in `dtype`."""
     op = OPS[name]
     report = Report(name, dtype)
-    wants_grad = grad and op.supports_autograd and dtype in op.supported_backward_dtypes("cpu") \
+    wants_grad = grad and op.supports_autograd and dtype in op.supported_backward_dtypes(device) \
         and dtype.is_floating_point
     torch.manual_seed(1234)
-    samples = list(op.sample_inputs("cpu", dtype, requires_grad=wants_grad))[:limit]
+    samples = list(op.sample_inputs(device, dtype, requires_grad=wants_grad))[:limit]
     cases = [c for s in samples if (c := _Case.make(op, s, wants_grad, report)) is not None]
     switches = [s for c in cases for s in c.switches]
     for s in switches:
@@ -156,7 +156,7 @@ class _Case:
         for t in self.leaves:
             x = t.detach().clone(memory_format=torch.preserve_format)
             if x.stride() != t.stride():
-                x = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) if t.numel() and min(
+                x = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) if t.numel() and min(
                     t.stride(), default=1) > 0 else t.detach()
             if dtype is not None and x.is_floating_point():
                 x = x.to(dtype)
@@ -167,7 +167,7 @@ class _Case:
         diff = [o for o in outs if o.requires_grad]
         if self.wants_grad and diff:
             g = torch.Generator().manual_seed(3)
-            seeds = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.dtype) for o in diff]
+            seeds = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in diff]
             grads = list(torch.autograd.grad(diff, [a for a in args if a.requires_grad], seeds, allow_unused=True))
         return [o.detach() for o in outs], grads
 
@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--dtype", action="append")
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--exact", action="store_true", help="names are whole, not parts")
     a = parser.parse_args()
     dtypes = [getattr(torch, d) for d in a.dtype or ["float32"]]
@@ -250,10 +251,10 @@ def main() -> None:
         if a.names and not any((n == name) if a.exact else (n in name) for n in a.names):
             continue
         for dtype in dtypes:
-            if dtype not in op.supported_dtypes("cpu"):
+            if dtype not in op.supported_dtypes(a.device):
                 continue
             t = time.perf_counter()
-            r = check_opinfo(name, dtype, limit=a.limit)
+            r = check_opinfo(name, dtype, limit=a.limit, device=a.device)
             print(f"{'ok  ' if r.ok else 'FAIL'} {name} {str(dtype)[6:]} samples={r.samples} grads={r.gradients} "
                   f"externs={r.externs or '-'} skipped={len(r.skipped)} {time.perf_counter() - t:.1f}s", flush=True)
             for f in r.failures[:3]:

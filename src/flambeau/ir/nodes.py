@@ -104,15 +104,19 @@ class Combine:
     def dtypes(self) -> tuple[DType, ...]:
         return tuple(c.dtype for c in self.left)
 
-    def needed(self, finish: Sequence[Expr]) -> list[int]:
-        """The components whose running values these expressions ask for, themselves or through each other."""
-        found: set[Expr] = set()
+    def needed(self, finish: Sequence[Expr], stretches: bool = False) -> list[int]:
+        """The components whose running values these expressions (over `left`) ask for, themselves or through each
+        other: element by element, or where whole stretches are combined as well."""
+        places = {e: k for k, e in enumerate(self.left)}
+        if stretches:
+            places |= {e: k for k, e in enumerate(self.right)}
+        found: set[int] = set()
         todo = [*finish]
         while todo:
-            new = [e for e in walk(todo.pop()) if e in self.left and e not in found]
-            found.update(new)
-            todo += [self.result[self.left.index(e)] for e in new]
-        return [k for k, e in enumerate(self.left) if e in found]
+            new = {places[e] for e in walk(todo.pop()) if e in places} - found
+            found |= new
+            todo += [self.result[k] for k in new]
+        return sorted(found)
 
     def chained(self, components: Sequence[int]) -> list[int]:
         """Those of the components for which each step waits for the one before."""

@@ -12,7 +12,7 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product
-from flambeau.ir.nodes import Value
+from flambeau.ir.nodes import Combine, Value
 from flambeau.ir.scalar import (
     cast,
     check,
@@ -28,7 +28,7 @@ from flambeau.ir.scalar import (
 )
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, unflat, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import LONG, Column, column, gather_all, narrow
+from flambeau.ops.separable import along_shares, narrow, share_of
 
 aten = torch.ops.aten
 
@@ -245,13 +245,6 @@ def avg_pool1d(x: Value, kernel_size: Any, stride: Any = (), padding: Any = 0, c
 # ---- adaptive: window o of m covers [o*n/m, (o+1)*n/m), ends rounded outwards -------------------------
 
 
-def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
-    """The part of n cells that cell o of m overlaps.
-
-    Which windows hold position x is the same question with the roles changed: share_of(x, m, n)."""
-    return (o * n) // m, ceildiv((o + 1) * n, m)
-
-
 def shares(o: Place, n: Sequence[Index], m: Sequence[Index]
            ) -> tuple[Bounds, Callable[[Place], Place], list[Index]]:
     """Loop bounds, the place of a loop index, and the window lengths; equal windows get constant bounds."""
@@ -263,26 +256,19 @@ def shares(o: Place, n: Sequence[Index], m: Sequence[Index]
             [end - start for start, end in spans])
 
 
-def longest_share(size: Index, source: Index) -> int | None:
-    """Of all elements of `size`, in elements of `source`; None where the sizes are not known."""
-    if not (size.is_const and source.is_const):
-        return None
-    spans = (share_of(as_index(k), source, size) for k in range(int(size)))
-    return max((int(end) - int(start) for start, end in spans), default=0)
+def pool_all(parts: Sequence[Value], sizes: Sequence[Index], combine: Combine,
+             step: Callable[[Sequence[Expr], Sequence[Expr]], Sequence[Expr]] | None = None) -> Sequence[Value]:
+    """The parts combined over the shares of their last dimensions, one after the other.
 
-
-def summed(size: Index, source: Index, dtype: DType) -> Column:
-    """Element i of `size` is the sum of its share of `source`."""
-
-    most = longest_share(size, source)
-
-    def span(i: Index) -> tuple[Index, Index, int | None]:
-        return (*share_of(i, source, size), most)
-
-    def held(j: Index, i: Index) -> Expr:
-        return cast(index_value(j) < index_value(share_of(i, source, size)[1]), dtype)
-
-    return column(size, source, span, held, dtype)
+    The very last is the one that is not read in order: it comes where the data is least. step: see along_shares; it
+    holds for the first that is pooled."""
+    dims = list(enumerate(sizes, parts[0].rank - len(sizes)))
+    grows = any(n.is_const and size.is_const and int(n) < int(size)
+                for n, size in zip(parts[0].shape[-len(sizes):], sizes, strict=True))
+    for dim, size in reversed(dims) if grows else dims:
+        if size is not parts[0].shape[dim]:
+            parts, step = along_shares(parts, dim, size, combine, step), None
+    return parts
 
 
 def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -297,22 +283,27 @@ def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
 
     def forward(x: Value, output_size: Sequence[IndexLike]) -> Value:
         n, m = x.shape[-rank:], [as_index(s) for s in output_size]
-        total = gather_all(x, {dim: summed(size, source, opmath(x.dtype)) for dim, (size, source) in enumerate(
-            zip(m, n, strict=True), x.rank - rank) if size is not source})
+        total, = pool_all([x], m, build.simple_combine("sum", opmath(x.dtype)))
         return build.pointwise(total.shape, lambda i: divided(total, i, n, m), x.dtype)
 
     def backward(grad: Value, x: Value) -> Value:
         n, m = x.shape[-rank:], grad.shape[-rank:]
         g = build.pointwise(grad.shape, lambda i: divided(grad, i, n, m), opmath(grad.dtype))
-        out = gather_all(g, {dim: summed(size, source, g.dtype) for dim, (size, source) in enumerate(
-            zip(n, m, strict=True), x.rank - rank) if size is not source})
+        out, = pool_all([g], n, build.simple_combine("sum", g.dtype))
         return to_dtype(out, x.dtype)
 
     return forward, backward
 
 
-def earlier(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, Expr]:
-    """Of two values with their positions the greater, the first of equal ones, the last NaN."""
+def next_in_order(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
+    """Of two values with their positions, b after a: the greater, the first of equal ones, the last NaN."""
+    (v, at), (w, there) = a, b
+    take = (w > v) | isnan(w) if is_float(v.dtype) else w > v
+    return where(take, w, v), where(take, there, at)
+
+
+def next_anywhere(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
+    """The same where their positions say which is the first."""
     (v, at), (w, there) = a, b
     take = (w > v) | (eq(w, v) & (there < at))
     if is_float(v.dtype):
@@ -320,48 +311,14 @@ def earlier(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, Expr]:
     return where(take, w, v), where(take, there, at)
 
 
-def greatest_along(best: tuple[Value, Value], dim: int, size: Index) -> tuple[Value, ...]:
-    """The greatest of each share of one dimension."""
-    x, at = best
-    source = x.shape[dim]
-    most = longest_share(size, source)
-    shape = (*x.shape[:dim], size, *x.shape[dim + 1:])
-    least, beyond = const(lowest(x.dtype), x.dtype), const(highest(at.dtype), at.dtype)
-
-    def read(i: Place, j: Index) -> tuple[Expr, Expr]:
-        where_ = (*i[:dim], j, *i[dim + 1:])
-        return x.load(where_), at.load(where_)
-
-    def body(i: Place) -> tuple[Expr, ...]:
-        start, end = share_of(i[dim], source, size)
-        # The last element once more changes nothing, and shares of different lengths get loops of one.
-        bounds = (start, end) if most is None else (0, most)
-        return fold_over([bounds], (least, beyond), lambda w, carry: earlier(
-            carry, read(i, w[0] if most is None else minimum(start + w[0], end - 1))))
-
-    def term(i: Place) -> tuple[Expr, Expr]:
-        start, end = share_of(i[dim], source, size)
-        inside = index_value(start + i[-1]) < index_value(end)
-        value, there = read(i[:-1], minimum(start + i[-1], end - 1))
-        return where(inside, value, least), where(inside, there, beyond)
-
-    if most is not None and most > LONG:
-        combine = build.make_combine("greatest", (x.dtype, at.dtype), (lowest(x.dtype), highest(at.dtype)), earlier)
-        return build.reduce((*shape, as_index(most)), [x.rank], combine, term)
-    return together(shape, body, (x.dtype, at.dtype))
-
-
 def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """One dimension after the other, the last one at the end: it is not read in order, and then there is less."""
-
     def forward(x: Value, output_size: Sequence[IndexLike]) -> tuple[Value, ...]:
-        n, m = x.shape[-rank:], [as_index(s) for s in output_size]
-        best = (to_dtype(x, opmath(x.dtype)),
-                build.pointwise(x.shape, lambda i: index_value(flat(i[-rank:], n), narrow(product(n)))))
-        for dim, (size, source) in enumerate(zip(m, n, strict=True), x.rank - rank):
-            if size is not source:
-                best = greatest_along(best, dim, size)
-        return to_dtype(best[0], x.dtype), to_dtype(best[1], torch.int64)
+        n, dtype = x.shape[-rank:], opmath(x.dtype)
+        position = narrow(product(n))
+        at = build.pointwise(x.shape, lambda i: index_value(flat(i[-rank:], n), position))
+        combine = build.make_combine("greatest", (dtype, position), (lowest(dtype), highest(position)), next_anywhere)
+        best, where_ = pool_all([x, at], [as_index(s) for s in output_size], combine, next_in_order)
+        return to_dtype(best, x.dtype), to_dtype(where_, torch.int64)
 
     def backward(grad: Value, x: Value, indices: Value) -> Value:
         n, m = x.shape[-rank:], grad.shape[-rank:]

@@ -1,19 +1,19 @@
-"""Sums along one dimension with weights from a table: resizing, its gradient, and averages over windows."""
+"""One dimension at a time: sums with weights from a table (resizing and its gradient), shares of a dimension."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr
-from flambeau.ir.index import Dyn, Index, Op, as_index
-from flambeau.ir.nodes import Value, as_indices, dim_vars
+from flambeau.ir.expr import Expr, rewrite
+from flambeau.ir.index import Dyn, Index, Op, as_index, ceildiv
+from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars
 from flambeau.ir.scalar import cast, computed, const, fold_over, index_value, ne, where
-from flambeau.ops.plane import Place, nearest, within
+from flambeau.ops.plane import Place, nearest, together, within
 
 
 def table(size: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Expr]:
@@ -32,6 +32,13 @@ def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) ->
     top = source.bounds()[1]
     t = table(size, lambda o: cast(body(o), narrow(source)))
     return lambda o: computed(t(o), 0, None if top is None else top - 1)
+
+
+def tabled(size: Index, source: Index, fn: Callable[[Index], Index]) -> Callable[[Index], Index]:
+    """A position for each element of a dimension: what takes more than a multiplication is found once, in a table."""
+    here, = as_indices(dim_vars((size,)))
+    simple = not any(isinstance(a, Dyn) or (isinstance(a, Op) and a.kind in ("div", "mod")) for a in fn(here).atoms())
+    return fn if simple else position_table(size, source, lambda i: index_value(fn(i)))
 
 
 LONG = 32  # elements of a sum that is worth a reduction: lanes of their own, joined at the end
@@ -58,16 +65,14 @@ class Column:
 
 def column(size: Index, source: Index, span: Span, weight: Callable[[Index, Index], Expr], dtype: DType) -> Column:
     here, = as_indices(dim_vars((size,)))
-    low, _, most = span(here)
+    _, _, most = span(here)
 
     def low_of(i: Index) -> Index:
         return span(i)[0]
 
     if most is None:
         return Column(size, span, weight, dtype, None, low_of, None)
-    # What takes more than a multiplication to find is found once, in a table.
-    simple = not any(isinstance(a, Dyn) or (isinstance(a, Op) and a.kind in ("div", "mod")) for a in low.atoms())
-    first = low_of if simple else position_table(size, source, lambda i: index_value(low_of(i)))
+    first = tabled(size, source, low_of)
     if most > LONG:  # along a row, as its elements are
         weights = build.pointwise((size, as_index(most)), lambda i: weight(low_of(i[0]) + i[1], i[0]))
     else:
@@ -112,3 +117,65 @@ def gather_all(x: Value, columns: dict[int, Column]) -> Value:
     for dim in sorted(columns, reverse=grows):
         x = gather_along(x, dim, columns[dim])
     return x
+
+
+# ---- shares: element o of m has the part of n elements that it overlaps -------------------------------------
+
+Several = Sequence[Expr]
+
+
+def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
+    """The part of n cells that cell o of m overlaps, ends rounded outwards.
+
+    Which cells of m hold cell x of n is the same question with the roles changed: share_of(x, m, n)."""
+    return (o * n) // m, ceildiv((o + 1) * n, m)
+
+
+def along_shares(parts: Sequence[Value], dim: int, size: Index, combine: Combine,
+                 step: Callable[[Several, Several], Several] | None = None) -> tuple[Value, ...]:
+    """The parts combined over each share of one dimension, which becomes `size` long.
+
+    step: a quicker form of the combine, for what comes in order."""
+    source, dtypes = parts[0].shape[dim], combine.dtypes
+    shape = (*parts[0].shape[:dim], size, *parts[0].shape[dim + 1:])
+    step = step or joined(combine)
+
+    def read(i: Place, j: Index) -> tuple[Expr, ...]:
+        return tuple(cast(p.load((*i[:dim], j, *i[dim + 1:])), d) for p, d in zip(parts, dtypes, strict=True))
+
+    if not (size.is_const and source.is_const):
+        return together(shape, lambda i: fold_over([share_of(i[dim], source, size)], combine.identity, lambda j, c: step(
+            c, read(i, j[0]))), dtypes)
+    spans = [share_of(as_index(o), source, size) for o in range(int(size))]
+    lengths = [int(end) - int(start) for start, end in spans]
+    least, most = min(lengths, default=1), max(lengths, default=1)
+    start = tabled(size, source, lambda o: share_of(o, source, size)[0])
+    length = table(size, lambda o: cast(index_value(share_of(o, source, size)[1] - share_of(o, source, size)[0]),
+                                        torch.int32))
+
+    # All shares have the first `least` elements; what some have beyond is added at the end.
+    def rest(i: Place, have: Several) -> Several:
+        for k in range(least, most):
+            more = step(have, read(i, nearest(start(i[dim]) + k, source)))
+            inside = length(i[dim]) > k
+            have = [where(inside, new, old) for new, old in zip(more, have, strict=True)]
+        return have
+
+    if least > LONG:
+        common = build.reduce((*shape, as_index(least)), [len(shape)], combine,
+                              lambda i: read(i[:-1], start(i[dim]) + i[-1]))
+        return together(shape, lambda i: rest(i, [c.load(i) for c in common]), dtypes)
+
+    def body(i: Place) -> Several:
+        return rest(i, fold_over([(1, least)], read(i, start(i[dim])), lambda k, c: step(
+            c, read(i, start(i[dim]) + k[0]))))
+
+    return together(shape, body, dtypes)
+
+
+def joined(c: Combine) -> Callable[[Several, Several], Several]:
+    def step(a: Several, b: Several) -> Several:
+        stand = {**dict(zip(c.left, a, strict=True)), **dict(zip(c.right, b, strict=True))}
+        return [rewrite(e, lambda x: stand.get(x, x)) for e in c.result]
+
+    return step

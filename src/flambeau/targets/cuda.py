@@ -22,7 +22,7 @@ from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Run, Source, Step, Target
-from flambeau.targets.cache import shared_cache
+from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import build_extension, stored_extension
 from flambeau.targets.toolchain import find_toolchain
 from flambeau.targets.triton_compile import Code, Facts, TritonCompiler
@@ -199,18 +199,18 @@ class CudaTarget(Target):
 
     def _prepare_extension(self) -> None:
         with self._lock:
-            if self._extension is not None:
-                return
-            disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-            toolchain = find_toolchain(config.compiler, disk)
-            stored = stored_extension(_EXTENSION, toolchain, disk)
-            if stored is not None:
-                self._extension = Future()
-                self._extension.set_result(stored)
-            else:
+            if self._extension is None:
+                # Settings are read here: an override holds in the caller's thread only.
+                disk = shared_cache(config.cache_dir, config.cache_limit_mb)
                 builder = ThreadPoolExecutor(1, thread_name_prefix="flambeau-launcher")
-                self._extension = builder.submit(build_extension, _EXTENSION, toolchain, disk)
+                self._extension = builder.submit(_extension, config.compiler, disk)
                 builder.shutdown(wait=False)
+
+
+def _extension(compiler: str, disk: DiskCache) -> ModuleType:
+    """The launcher, stored by an earlier process or compiled now."""
+    toolchain = find_toolchain(compiler, disk)
+    return stored_extension(_EXTENSION, toolchain, disk) or build_extension(_EXTENSION, toolchain, disk)
 
 
 class CudaKernel:

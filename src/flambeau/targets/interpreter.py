@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flambeau.codegen.source import BlockSource
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.targets.base import Build, Launch, Plan, Source, Step, Target
@@ -146,3 +148,10 @@ def interpreted_triton() -> None:
             hint="set TRITON_INTERPRET=1 before anything imports triton (torch._inductor and torch.compile do)")
     if str(LIBRARY) not in sys.path:
         sys.path.append(str(LIBRARY))
+    from triton.runtime import interpreter
+
+    def create_splat(self: Any, kind: Any, scalar: Any) -> Any:
+        # As the interpreter's own, but a comparison of floats, whose handle says float, stays a bool.
+        return interpreter.TensorHandle(np.full(kind.shape, scalar.data.reshape(-1)[0]), scalar.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_splat = create_splat
