@@ -245,6 +245,70 @@ def test_scans(reverse: bool) -> None:
             close(ours, e.flip(axis).cumsum(axis).flip(axis) if reverse else e.cumsum(axis))
 
 
+@pytest.mark.parametrize("n", [1 << 15, 100_003])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scans_of_long_rows_go_in_parts(reverse: bool, n: int) -> None:
+    args = [torch.randn(n), torch.randn(3, n), torch.randn(2, n).to(torch.bfloat16)]
+    b, results = each(lambda x: (running(x, len(x.shape) - 1, reverse),), args)
+    assert sum("/ 65 / 16" in t for t in b.texts) == len(args)
+    for x, (ours,) in zip(args, results, strict=True):
+        e = x.double()
+        exact = e.flip(-1).cumsum(-1).flip(-1) if reverse else e.cumsum(-1)
+        torch.testing.assert_close(ours.double(), exact, **({"rtol": 1e-5, "atol": 1e-2} if x.dtype is F32 else
+                                                            {"rtol": 1e-2, "atol": 1}))
+
+
+def affine(a: Value, b: Value, reverse: bool) -> Value:
+    """t[i] = a[i] * t[i - 1] + b[i]: a product that no element asks for by itself, but two stretches do."""
+    combine = build.make_combine("affine", (F64, F64), (1, 0), lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1]))
+    return build.scan(a.shape, 0, combine, lambda i: (cast(a.load(i), F64), cast(b.load(i), F64)), reverse, (F32,),
+                      lambda c: (cast(c[1], F32),))[0]
+
+
+@pytest.mark.parametrize("n", [100, 50_000])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_computes_what_is_asked_for(reverse: bool, n: int) -> None:
+    a, b = torch.rand(n), torch.randn(n)
+    ours, = run(lambda a, b: [affine(a, b, reverse)], a, b)
+    t, exact = 0.0, []
+    for x, y in zip(*(v.tolist()[::-1 if reverse else 1] for v in (a, b)), strict=True):
+        exact.append(t := x * t + y)
+    close(ours, torch.tensor(exact[::-1 if reverse else 1], dtype=F64))
+
+
+# ---- rows by index -------------------------------------------------------------------------------------
+
+
+def rows_at(table: Value, index: Value) -> Value:
+    r = len(index.shape)
+    return build.pointwise((*index.shape, table.shape[1]),
+                           lambda i: table.load((check(index.load(i[:r]), table.shape[0]), i[r])))
+
+
+def test_rows_of_a_large_table_are_asked_for_early() -> None:
+    """Those past the last index too: the last one stands for them. A small table is in the caches anyway."""
+    for rows, width, shape, early in ((20_000, 33, (100, 7), True), (20_000, 33, (3,), True), (100, 33, (500,), False),
+                                      (2_000, 1024, (500,), False)):
+        table, index = torch.randn(rows, width), torch.randint(rows, shape)
+        b = built(lambda t, i: [rows_at(t, i)], table, index)
+        assert ("fl::prefetch" in b.texts[0]) is early
+        assert torch.equal(b(table, index)[0], table[index])
+
+
+def test_an_index_of_columns_is_checked_once() -> None:
+    x, index = torch.randn(64, 300), torch.randint(300, (200,))
+
+    def make(x: Value, index: Value) -> list[Value]:
+        return [build.pointwise((64, 200), lambda i: x.load((i[0], check(index.load((i[1],)), 300))))]
+
+    b = built(make, x, index)
+    assert "if (bad) return bad;" in b.texts[0]
+    assert torch.equal(b(x, index)[0], x[:, index])
+    index[77] = 300
+    with pytest.raises(IndexError):
+        b(x, index)
+
+
 # ---- segments ------------------------------------------------------------------------------------------
 
 
@@ -305,6 +369,25 @@ def test_scatters(mode: str) -> None:
             exact = MODES[mode](x.double(), i, s.double())
         torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-4, equal_nan=True,
                                    msg=lambda m, k=k: f"{cases[k]}: {m}")
+
+
+@pytest.mark.parametrize("mode", ["add", "max", "set"])
+@pytest.mark.parametrize("width", [5, 33, 128])
+def test_scatters_of_elements(mode: str, width: int) -> None:
+    """Each element goes to a row of its own in its column: threads divide the columns."""
+    x, i, s = torch.randn(50, width), torch.randint(50, (8000, width)), torch.randn(8000, width)
+
+    def make(x: Value, i: Value, s: Value) -> list[Value]:
+        return [build.scatter(x.shape, lambda k: x.load(k), s.shape, lambda j: (check(i.load(j), x.shape[0]), j[1]),
+                              lambda j: s.load(j), mode)]
+
+    b = built(make, x, i, s)
+    assert b.forms == {f"scatter {mode} owned"}
+    exact = {"add": lambda: x.double().scatter_add(0, i, s.double()).float(),
+             "max": lambda: x.scatter_reduce(0, i, s, "amax"), "set": lambda: x.scatter(0, i, s)}[mode]()
+    for n in (1, 2, 3):
+        with threads(n):
+            torch.testing.assert_close(b(x, i, s)[0], exact, rtol=1e-5, atol=1e-4)
 
 
 def test_masked_scatter() -> None:

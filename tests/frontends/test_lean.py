@@ -50,7 +50,6 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (lambda x: x.detach() * x, True),
     (lambda x: x.t(), False),  # a view of the input
     (lambda x: x.exp().t(), False),  # a view of memory that nobody else has
-    (lambda x: (x * 2, x), False),
 ])
 def test_plain_graphs_take_it(f: Callable[[Tensor], Any], short: bool) -> None:
     x = leaf(6, 8)
@@ -102,19 +101,19 @@ def test_gradients_on_within_no_grad() -> None:
 
 
 def test_the_usual_call_is_short(general: list[str]) -> None:
-    x = leaf(6, 8)
-    compiled(F.relu)(x).sum().mul(1).backward()  # sum alone would pass on an expanded gradient
-    assert general in ([], ["backward"])
+    x, c = leaf(6, 8), compiled(F.relu)
+    torch.autograd.grad(c(x), x, torch.randn(6, 8))  # may be the one that compiles the backward
     general.clear()
-    torch.autograd.grad(compiled(F.relu)(x), x, torch.randn(6, 8))
+    torch.autograd.grad(c(x), x, torch.randn(6, 8))
     assert general == []
 
 
 def test_a_gradient_in_another_layout(general: list[str]) -> None:
-    x, tangent = leaf(6, 8), torch.randn(8, 6).t()
-    (grad,) = torch.autograd.grad(compiled(F.relu)(x), x, tangent)
-    torch.testing.assert_close(grad, torch.where(x > 0, tangent, 0))
-    assert general == ["backward"]
+    x, tangent, c = leaf(6, 8), torch.randn(8, 6).t(), compiled(F.relu)
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(c(x), x, tangent)
+        torch.testing.assert_close(grad, torch.where(x > 0, tangent, 0))
+    assert general == ["backward"] * 2
 
 
 def test_a_second_derivative_is_refused(general: list[str]) -> None:

@@ -19,6 +19,8 @@ from flambeau.config import config
 from flambeau.frontends import gate, overrides
 from flambeau.frontends.eager_ops import GROUPS, all_forms
 from flambeau.frontends.overrides import Acceleration, Replaced
+from flambeau.targets.cpu import CpuTarget
+from flambeau.targets.cuda import CudaTarget
 
 CPU = "cpu"
 SMALL = (16, 16)
@@ -108,7 +110,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...]
     "softmax": (lambda x: x.softmax(1), image(*LARGE), ("_softmax", "_softmax_backward_data")),
     "log_softmax": (lambda x: x.log_softmax(0), image(*LARGE), ("_log_softmax", "_log_softmax_backward_data")),
     "layer_norm": (
-        lambda x, w, b: F.layer_norm(x, w.shape, w, b), lambda: (torch.randn(LARGE), torch.randn(384), torch.randn(384)),
+        lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+        lambda: (torch.randn(LARGE), torch.randn(384), torch.randn(384)),
         ("native_layer_norm", "native_layer_norm_backward")),
     "var": (lambda x: x.var(1), image(*LARGE), ("var.correction",)),
     "std_mean": (lambda x: torch.std_mean(x, 0), image(*LARGE), ("std_mean.correction",)),
@@ -194,7 +197,7 @@ def test_small_calls_are_the_originals() -> None:
 @pytest.mark.parametrize("call", [
     pytest.param(lambda x: torch.complex(x, x).cumsum(0), id="complex"),
     pytest.param(lambda x: torch.cumsum(x, 0, out=x), id="output is input"),
-    pytest.param(lambda x: torch.cumsum(x[:, 1:], 0, out=x[:, :-1]), id="output overlaps input"),
+    pytest.param(lambda x: torch.cumsum(x[:192], 0, out=x[192:]), id="output shares the input's storage"),
     pytest.param(lambda x: torch.cumsum(x, 0, out=torch.empty(0)), id="output is resized"),
     pytest.param(lambda x: torch.cumsum(x, 0, out=torch.empty(x.shape, dtype=torch.float64)), id="output is cast"),
     pytest.param(lambda x: x[:, ::2].cumsum_(0), id="output has holes"),
@@ -430,7 +433,7 @@ def test_names_that_nobody_knows() -> None:
 def test_without_a_compiler() -> None:
     gate.load_gates.cache_clear()
     try:
-        with config.override(compiler="no-such-compiler"), pytest.raises(flambeau.CompileError, match="no-such-compiler"):
+        with config.override(compiler="no-such"), pytest.raises(flambeau.CompileError, match="no-such"):
             flambeau.accelerate(CPU)
     finally:
         gate.load_gates.cache_clear()
@@ -440,6 +443,8 @@ def test_without_a_compiler() -> None:
 def test_every_operator_of_the_table_has_a_form() -> None:
     operators = {form.operator for form in all_forms()}
     assert operators == set(itertools.chain(*(group.operators for group in GROUPS.values())))
+    for target in (CpuTarget, CudaTarget):
+        assert set(target.wins) <= set(GROUPS)
 
 
 def test_the_example_of_the_page() -> None:

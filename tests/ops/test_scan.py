@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from torch._functorch.aot_autograd import aot_function
 
 from agreement import agree, through
 from flambeau.frontends.decompositions import table
 from flambeau.frontends.pipeline import compile_graph
+from flambeau.frontends.whole import whole_operators
 from flambeau.ir.program import ScanKernel
 
 NAN, INF = math.nan, math.inf
@@ -57,6 +59,32 @@ def test_long_rows_keep_their_digits(dtype: torch.dtype) -> None:
     x = torch.rand(2, 100_000).to(dtype)
     got = through(lambda x: (x.cumsum(1), x.logcumsumexp(1)))(x)
     torch.testing.assert_close(got, (x.double().cumsum(1).to(dtype), x.double().logcumsumexp(1).to(dtype)))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradient_of_a_product_with_zeros(dim: int) -> None:
+    x = torch.randn(6, 7)
+    x[1, 2] = x[3, 1] = x[3, 5] = x[4, 0] = x[5, 6] = 0
+    with whole_operators():
+        agree(lambda x: x.cumprod(dim), x.requires_grad_())
+        agree(lambda x: x.cumprod(dim, dtype=torch.float64), x)
+        agree(lambda x: x.cumprod(0), torch.tensor(2.0, requires_grad=True))
+
+
+def test_gradient_of_a_product_is_one_kernel() -> None:
+    x = (1 + 0.01 * torch.randn(4, 70_000)).requires_grad_()
+    kinds = []
+
+    def compiler(gm: torch.fx.GraphModule, _: object) -> object:
+        run = compile_graph(gm)
+        kinds.append([type(k) for k in run.compiled.program.kernels])
+        return run
+
+    with whole_operators():
+        fn = aot_function(lambda x: x.cumprod(1), fw_compiler=compiler, bw_compiler=compiler, decompositions=table())
+        grad, = torch.autograd.grad(fn(x), x, torch.ones_like(x))
+    assert kinds == [[ScanKernel], [ScanKernel]]
+    torch.testing.assert_close(grad, torch.autograd.grad(x.double().cumprod(1).sum(), x)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_reversed_scan_is_one_kernel() -> None:

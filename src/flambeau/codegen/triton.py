@@ -72,7 +72,8 @@ SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
 CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
-                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS, masked_reads=True)
+                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS, masked_reads=True,
+                            gathers_rows=True)
 POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
            .replace("int", "i") for d, t in Triton.types.items()}
 
@@ -171,6 +172,8 @@ class BlockWriter(Writer):
             return self.load(buffer, address, e.args)
         if e.op == "where":
             return f"tl.where({', '.join(args)})"
+        if e.op == "div" and is_power(e.args[1]):
+            return f"{args[0]} * {self.d.constant(1 / e.args[1].attr, e.dtype)}"
         if e.op == "philox":
             return f"fl.philox({', '.join(args)}, {e.attr})"
         if e.op == "bitcast":
@@ -372,6 +375,11 @@ def count_text(size: Index, block: int, text: Callable[[Index], str]) -> str:
     if size.is_const:
         return str(-(-size.const // block))
     return f"({text(size)})" if block == 1 else f"(({text(size)} + {block - 1}) // {block})"
+
+
+def is_power(e: Expr) -> bool:
+    """Two to the power of something: dividing by it is multiplying by its inverse, to the last bit."""
+    return e.op == "const" and is_float(e.dtype) and abs(math.frexp(e.attr)[0]) == 0.5 and 2**-14 < abs(e.attr) < 2**14
 
 
 def power(n: int) -> int:

@@ -16,7 +16,8 @@ from flambeau.ir.index import Index, Op, Sym, as_index, product
 from flambeau.ir.program import Item, LoopKernel
 
 from .triton import BlockWriter, Draft, is_wide, padded_read, power
-from .triton_phases import Phases, compact, exprs_of, is_scattered, overlapping, written_out
+from .triton_phases import Phases, compact, exprs_of, overlapping, written_out
+from .triton_rows import rows_of
 
 THREADS = 128  # of a program that maps: four warps
 WINDOWS = 256  # of one that gives each point a thread
@@ -51,6 +52,8 @@ def spans(vars: Sequence[Sym], room: int, must: Sequence[Sym] = ()) -> dict[Sym,
 class LoopBlocks(BlockWriter):
     def __init__(self, k: LoopKernel) -> None:
         k, self.guards = shared_lanes(k)
+        self.rows = rows_of(k)
+        k = self.rows.kernel if self.rows else k
         self.phases = written_out(k)
         k = self.phases.kernel if self.phases else k
         exprs = [e for items in k.stages for i in items for e in i.exprs] + list(k.bounds or ())
@@ -59,8 +62,7 @@ class LoopBlocks(BlockWriter):
         super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], points))
         self.k = k = k if k.inner else self.spelled(k)
         self.addresses = dict(k.stores)
-        self.apart = not k.inner and k.tile is None and bool(k.outer) \
-            and (self.phases is not None or is_scattered(exprs_of(k), k.outer[-1]))  # one point for each thread
+        self.apart = self.phases is not None  # one point for each thread
         self.cost = cost_of(exprs)
         self.inner = product(v.extent for v in k.inner if v.extent is not None)
         self.row: int | None = None  # the axis that is reduced
@@ -78,6 +80,8 @@ class LoopBlocks(BlockWriter):
                 self.elements_together(self.phases)
             for items in k.stages if not self.phases else ():
                 self.stage(items, None)
+            if self.rows:
+                return Draft(self, grid, self.rows.warps)
             return Draft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
         length, whole = self.row_length()
         blocks = spans(k.outer, self.rows_abreast(length))
@@ -108,13 +112,15 @@ class LoopBlocks(BlockWriter):
 
     def map_tile(self) -> dict[Sym, int]:
         k = self.k
+        if self.rows:
+            return self.rows.blocks
         if k.tile is not None and k.vector is not None:
             pair = {v: min(SQUARE, power(v.extent.const)) if v.extent is not None and v.extent.is_const else SQUARE
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
         exprs = exprs_of(k)
         room = WINDOWS if self.apart else THREADS * per_thread(exprs)
-        near = overlapping(exprs, k.outer)
+        near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
 
     def row_length(self) -> tuple[int, bool]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import product as points_of
 
 from flambeau.ir.expr import Expr, index_value, load, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index
+from flambeau.ir.index import ONE, ZERO, Index, Op, Sym, as_index
 from flambeau.ir.program import Item, LoopKernel
 
 from .cfamily import UNROLL
 from .triton import power
 
-MOST = 8  # elements of one point
+MOST = 16  # elements of one point
 LARGEST = 4  # values of one variable that are written out
 LINE = 32  # elements of a row in a compact tile: one access of a warp
 CHECKED = frozenset(("check", "require"))
@@ -40,11 +40,13 @@ def written_out(k: LoopKernel) -> Phases | None:
     if k.inner or k.tile is not None or any(e.op == "fold" and e.attr.steps > UNROLL for e in walk(*exprs)):
         return None
     limits: Limits = {}
-    for v, n in dict.fromkeys(divided(k)):
+    for v, n in sorted(set(divided(k)), key=lambda vn: (-k.outer.index(vn[0]), vn[1])):
+        if v not in k.outer:
+            continue
         split, low, limit = halved(k, v, n)
-        if low in phase_variables(split) and (limit is None or not any(e.op in CHECKED for e in walk(*exprs))):
-            k = split
-            limits |= {} if limit is None else {low: limit}
+        more = limits if limit is None else {**limits, low: limit}
+        if {low, *more}.issubset(phase_variables(split)) and not (more and any(e.op in CHECKED for e in walk(*exprs))):
+            k, limits = split, more
     chosen = phase_variables(k)
     return unrolled(k, chosen, limits) if chosen else None
 
@@ -203,11 +205,3 @@ def compact(vars: Sequence[Sym], near: Sequence[Sym], room: int) -> dict[Sym, in
         out[last] *= min(room, most.get(last, room) // out[last])
     return {v: out[v] for v in vars if out.get(v, 1) > 1}
 
-
-def is_scattered(exprs: Iterable[Expr], line: Sym) -> bool:
-    """Whether most of many reads are not runs of neighbours that start at an even place: lanes that hold several
-    elements would then read each by itself, with gaps between lanes."""
-    reads = {e.attr[1][0] for e in walk(*exprs) if e.op == "load"}
-    plain = [a for a in reads if not any(isinstance(x, Dyn) for x in a.atoms())]
-    odd = sum(a.coefficient(line) is not ZERO and (a.coefficient(line) is not ONE or a.const % 4 != 0) for a in plain)
-    return len(reads) > 4 and 2 * odd > len(reads)

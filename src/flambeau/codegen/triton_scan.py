@@ -8,6 +8,7 @@ number from a counter, so that whoever a program waits for is already running.
 
 from __future__ import annotations
 
+from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, cast, rewrite
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.program import ScanKernel
@@ -22,6 +23,7 @@ COLUMNS = 32  # columns side by side where they are what is contiguous
 PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
 STAGES = 4
 PER_THREAD = 64  # elements of 32 bits
+DEAR = 10  # operations of a combine from which on threads hold fewer
 WINDOW = 128  # predecessors that are read at once
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "scaled_sum"))
 
@@ -47,7 +49,7 @@ class ScanBlocks(BlockWriter):
             outer.remove(side)
             outer.append(side)
         most = ROW if rows else PIECE // COLUMNS
-        piece = min(power(self.length.const), most) if self.length.is_const else most
+        piece = min(max(2, power(self.length.const)), most) if self.length.is_const else most
         blocks = spans(outer, max(1, PIECE // piece))
         cut = self.length.const > piece if self.length.is_const else True
         look_back = cut and self.programs(outer, blocks) < PROGRAMS
@@ -60,7 +62,8 @@ class ScanBlocks(BlockWriter):
 
     def warps(self, elements: int) -> int:
         """What a thread scans by itself costs least, as far as its registers hold it."""
-        each = PER_THREAD if all(d.itemsize <= 4 for d in self.k.combine.dtypes) else PER_THREAD // 2
+        c = self.k.combine
+        each = PER_THREAD if all(d.itemsize <= 4 for d in c.dtypes) and cost_of(c.result) <= DEAR else PER_THREAD // 2
         return max(1, min(16, elements // (32 * each)))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:

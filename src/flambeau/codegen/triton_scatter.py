@@ -5,12 +5,19 @@ Points that join the same element do so atomically, in no fixed order.
 
 from __future__ import annotations
 
-from flambeau.ir.expr import Expr
+import math
+from itertools import product as points_of
+
+from flambeau.ir.expr import Expr, loads
+from flambeau.ir.index import ONE, Sym, as_index, product
 from flambeau.ir.program import Item, LoopKernel, ScatterKernel
 
 from .triton import BlockWriter, Draft, is_wide
 from .triton_loops import TILE, LoopBlocks, spans, warps_for
 
+LARGEST, MOST = 4, 16  # values of one variable that is written out, and of all of them together
+TAPPED = 2048  # elements of rows that are added in several places
+APART = 256  # elements of a program that writes them one by one
 ATOMIC = {"add": "tl.atomic_add", "min": "tl.atomic_min", "max": "tl.atomic_max"}
 
 
@@ -18,8 +25,7 @@ def write_scatter(k: ScatterKernel) -> list[Draft]:
     drafts = []
     if k.init is not None:
         drafts.append(LoopBlocks(start_of(k, k.init)).render())
-    s = ScatterBlocks(k, 1)
-    drafts.append(s.map(k.vars, lambda: s.write(k.address, k.value, k.mode, k.mask)))
+    drafts.append(ScatterBlocks(k, 1).render())
     return drafts
 
 
@@ -27,6 +33,14 @@ def start_of(k: ScatterKernel, init: Expr) -> LoopKernel:
     """What the target starts as: a map of its own."""
     return LoopKernel(k.out_vars, (), k.out_vars[-1] if k.out_vars else None, ((Item((k.name,), "full", (init,)),),),
                       ((k.name, k.init_address),), frozenset(), k.params, k.sizes)
+
+
+def taps_of(k: ScatterKernel) -> list[Sym]:
+    """Variables of a few values that one thing read is scattered over: they are written out."""
+    reads = loads(k.value) if k.mode != "set" else []
+    few = [v for v in k.vars if v not in k.free and v.extent is not None and v.extent.is_const
+           and v.extent.const <= LARGEST and any(v not in e.symbols() for e in reads)]
+    return few if product(v.extent for v in few if v.extent is not None).const <= MOST else []
 
 
 class ScatterBlocks(BlockWriter):
@@ -37,20 +51,28 @@ class ScatterBlocks(BlockWriter):
                          or is_wide((), (), k.out_vars) or not vars and False, part)
         self.k = k
 
-    def map(self, vars, body) -> Draft:
-        blocks = spans(vars, TILE)
+    def render(self) -> Draft:
+        k = self.k
+        taps = taps_of(k)
+        vars = [v for v in k.vars if v not in taps]
+        # Writes that go anywhere are made one by one: with a thread for each, no block changes its layout for them.
+        anywhere = bool(vars) and k.address.coefficient(vars[-1]) is not ONE
+        blocks = spans(vars, APART if anywhere else TAPPED if taps else TILE)
         self.blocks = list(blocks.values())
         grid = self.open_tile(vars, blocks)
-        body()
-        elements = 1
-        for b in self.blocks:
-            elements *= b
-        return Draft(self, grid, warps_for(elements))
+        for values in points_of(*(range(v.extent.const) for v in taps if v.extent is not None)):
+            point = {v: as_index(n) for v, n in zip(taps, values, strict=True)}
+            mask = None if k.mask is None else k.mask.subs(point)
+            self.write(k.address.subs(point), k.value.subs(point), k.mode, mask)
+        elements = math.prod(self.blocks)
+        return Draft(self, grid, max(1, elements // (32 if anywhere else 512)) if anywhere or taps
+                     else warps_for(elements))
 
     def write(self, address, value: Expr, mode: str, mask: Expr | None) -> None:
         full = frozenset(range(len(self.blocks)))
         text = self.value(value)
-        place = f"{self.short[self.k.name]} + {self.index(address)}"
+        step = address.const if not address.is_const else 0  # what the access itself can add
+        place = f"{self.short[self.k.name]} + {self.index(address - step)}{f' + {step}' if step else ''}"
         if self.index_axes(address) != full:
             place = self.spread(f"({place})", full)
         holds = self.inside(full, *([] if mask is None else [self.value(mask)]))

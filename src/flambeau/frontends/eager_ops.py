@@ -41,45 +41,46 @@ _PLANES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_u
 
 GROUPS: dict[str, Group] = {
     "cumulative": Group(
-        "one element after another along the dimension; across rows every step is a new cache line",
+        "each line on its own, one element after another: across rows every element is a new cache line",
         ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")),
     "max pooling": Group(
-        "one window at a time; gradients by way of atomics or on one thread for each plane",
+        "windows one by one, without vectors in the usual layout",
         _both("max_pool2d_with_indices", "max_pool3d_with_indices")),
     "average pooling": Group(
-        "every window adds up on its own, and gradients are spread into memory that was cleared before",
-        _both("avg_pool2d", "avg_pool3d")),
+        "windows one by one, without vectors in the usual layout", _both("avg_pool2d", "avg_pool3d")),
     "adaptive pooling": Group(
-        "windows with divided bounds, which are computed for each element",
+        "the bounds of every window by division",
         _both("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d")),
-    "unpooling": Group("two passes: zeros, then single writes", ("max_unpool2d", "max_unpool3d")),
-    "resizing": Group("weights and places are computed again for each element", _both(*_PLANES)),
-    "grid sampling": Group("gradients by way of atomics", _both("grid_sampler_2d")),
-    "volume sampling": Group("corners one by one, without vectors; gradients by way of atomics", _both("grid_sampler_3d")),
-    "embedding gradient": Group(
-        "rows one by one into a table that was cleared before", ("embedding_dense_backward",), ("indices",)),
+    "unpooling": Group("zeros first, then single writes", ("max_unpool2d", "max_unpool3d")),
+    "resizing": Group("one output after another, by indices and weights", _both(*_PLANES)),
+    "grid sampling": Group("gradients by atomic additions where threads are many", _both("grid_sampler_2d")),
+    "volume sampling": Group(
+        "eight corners in scalar code; gradients by atomic additions where threads are many", _both("grid_sampler_3d")),
+    "embedding gradient": Group("row after row", ("embedding_dense_backward",), ("indices",)),
     "embedding bags": Group(
-        "maxima one element at a time", ("_embedding_bag", "_embedding_bag_forward_only"), ("indices",)),
+        "maxima element by element", ("_embedding_bag", "_embedding_bag_forward_only"), ("indices",)),
     "embedding bag gradients": Group(
-        "sorted, counted and spread in several passes",
+        "indices are sorted and counted in passes of their own",
         ("_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), ("indices",)),
     "writes by row": Group(
-        "row by row, or sorted first", ("index_add", "_index_put_impl"), ("source", "values")),
-    "writes by element": Group("element by element", ("scatter_add", "scatter_reduce"), ("index",)),
-    "reads by element": Group("addresses are computed anew for every element", ("gather",), ("index",)),
+        "rows one after another, or atomic additions", ("index_add", "_index_put_impl"), ("source", "values")),
+    "writes by element": Group(
+        "elements one after another, or atomic additions", ("scatter_add", "scatter_reduce"), ("index",)),
+    "reads by element": Group("an address for each element", ("gather",), ("index",)),
     "softmax": Group(
-        "several passes over rows that do not fit a block; across rows without vectors",
+        "rows in several passes, columns in strided reads",
         ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")),
-    "layer norm": Group("statistics and result in two passes", _both("native_layer_norm")),
-    "dropout": Group("mask, cast and product are passes of their own", _both("native_dropout")),
+    "layer norm": Group("statistics and result in passes of their own", _both("native_layer_norm")),
+    "dropout": Group("mask and product take longer than their bytes", _both("native_dropout"), random=True),
     "draws": Group("one number after another from a sequential generator", ("exponential", "bernoulli"), random=True),
     "statistics": Group(
-        "running moments in double precision, one element at a time; arguments of extrema without vectors",
-        ("var", "std", "var_mean", "std_mean", "logsumexp", "max", "min", "argmax", "argmin")),
+        "moments in double precision and places of extrema one by one; logsumexp as five operators",
+        ("var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin")),
+    "extrema": Group("those of a dimension one by one, with their places", ("max", "min")),
     "activations": Group(
-        "exponentials and logarithms by scalar calls, or by slower polynomials",
-        _both("mish", "elu", "silu", "gelu", "softplus")),
-    "light activations": Group("nothing: bound by memory, as ours are", _both("hardswish") + ("relu", "threshold_backward")),
+        "slower exponentials and logarithms", _both("mish", "elu", "silu", "gelu", "softplus")),
+    "light activations": Group(
+        "nothing: bound by memory, as ours are", (*_both("hardswish"), "relu", "threshold_backward")),
 }
 
 

@@ -15,11 +15,15 @@ import torch
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Value
 from flambeau.ir.program import Call, Copy, Launch, Program
+from flambeau.schedule.memory import nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
 
 from .package import Package, Step, View, is_operator, operator_path
 from .symbols import Host, python_text
+
+
+LARGE = 16 << 20  # bytes from which a target is told of fresh memory
 
 
 def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym, tuple[Any, ...]],
@@ -181,6 +185,9 @@ class Writer:
                 self.variables.add(name)
                 self.line(f"{name} = empty_strided({self.shape(b.shape)}, {self.shape(b.strides)}, "
                           f"{self.const(b.dtype)})")
+                size = nbytes(b)
+                if size is None or size >= LARGE:
+                    self.line(f"fresh({name})")
                 if name in launched:
                     self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
 

@@ -19,6 +19,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <chrono>
@@ -177,8 +178,8 @@ struct Call {
   bool plain = true;  // nothing in it that only the original knows how to treat
   size_t count = 0;
   int64_t words[kWords];
-  std::vector<Tensor> tensors;
-  std::vector<Tensor*> written;
+  c10::SmallVector<Tensor, 8> tensors;
+  c10::SmallVector<Tensor*, 4> written;
 
   Call(c10::DispatchKeySet keys, const torch::jit::Stack& args) : usual(keys) {
     word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // of results, where integers go in
@@ -245,7 +246,7 @@ struct Call {
   bool overlaps() const {
     for (Tensor* w : written) {
       size_t shared = 0;
-      for (const Tensor& t : tensors) shared += t.storage().is_alias_of(w->storage());
+      for (const Tensor& t : tensors) shared += t.storage().data() == w->storage().data();
       if (shared > 1) return true;
     }
     return false;
@@ -267,8 +268,10 @@ struct Call {
 void describe(const Tensor& t, std::vector<int64_t>& out) {
   if (!t.defined()) return;
   out.push_back(int64_t(t.scalar_type()));
-  out.insert(out.end(), t.sizes().begin(), t.sizes().end());
-  out.insert(out.end(), t.strides().begin(), t.strides().end());
+  for (int64_t k = 0; k < t.dim(); ++k) {
+    out.push_back(t.size(k));
+    if (t.size(k) > 1) out.push_back(t.stride(k));  // else it says nothing
+  }
 }
 
 template <class T>
@@ -282,7 +285,7 @@ struct Results<Tensor> {
 
 template <>
 struct Results<Tensor&> {
-  static Tensor& of(std::vector<Tensor>&, const Call& call) { return *call.written.at(0); }
+  static Tensor& of(std::vector<Tensor>&, const Call& call) { return *call.written[0]; }
   static void layout(const Tensor&, std::vector<int64_t>&) {}
 };
 
@@ -290,7 +293,7 @@ template <class... T>
 struct Results<std::tuple<T...>> {
   template <size_t... I>
   static std::tuple<T...> pick(std::vector<Tensor>& made, const Call& call, std::index_sequence<I...>) {
-    if constexpr ((std::is_reference_v<T> || ...)) return std::tuple<T...>(*call.written.at(I)...);
+    if constexpr ((std::is_reference_v<T> || ...)) return std::tuple<T...>(*call.written[I]...);
     else return std::tuple<T...>(std::move(made.at(I))...);
   }
   static std::tuple<T...> of(std::vector<Tensor>& made, const Call& call) {

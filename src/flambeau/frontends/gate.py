@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import logging
+import os
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
@@ -21,6 +25,8 @@ from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.toolchain import Toolchain, find_toolchain
 
 from .eager_ops import all_forms, cpp_names
+
+log = logging.getLogger(__name__)
 
 _NAME = "gate"
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -61,7 +67,12 @@ def load_gates() -> Gates:
     text = source()
     key = hashlib.sha256("\0".join((text, toolchain.identity(), torch.__version__, str(torch.version.git_version),
                                     sys.version, str(sysconfig.get_config_var("SOABI")))).encode()).hexdigest()
-    return stored(disk, key) or build(toolchain, disk, text, key)
+    made = stored(disk, key)
+    if made is None:
+        with alone(disk):
+            made = stored(disk, key) or build(toolchain, disk, text, key)
+    gates: Gates = made
+    return gates
 
 
 def source() -> str:
@@ -80,7 +91,24 @@ def stored(disk: DiskCache, key: str) -> Any:
         return None
 
 
+@contextmanager
+def alone(disk: DiskCache) -> Iterator[None]:
+    """Of the processes of a job, one compiles and the others wait for what it makes."""
+    try:
+        handle = os.open(disk.root / f"{_NAME}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:  # a folder that cannot be written: each for itself
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def build(toolchain: Toolchain, disk: DiskCache, text: str, key: str) -> Any:
+    log.warning("compiling the gates before eager operators for torch %s: once, some twenty seconds", torch.__version__)
     try:
         module, data = toolchain.compile(text, _NAME, disk, load, _python())
     except (CompileError, ImportError, OSError) as error:

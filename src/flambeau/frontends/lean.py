@@ -72,6 +72,8 @@ def restore_marks(_: Any) -> None:
 
 
 _silenced: list[bool] = []  # by us, not by the user
+# A backward that is compiled late ends within code that Dynamo watches, and it must not compile what it calls then.
+skip_code(restore_marks.__code__)
 
 
 # ---- which graphs are plain ------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
     boxed = getattr(full, "boxed_grads_call", False)  # gradients come as one list
     current_transform = torch._C._functorch.peek_interpreter_stack
 
-    class CompiledFunction(full):  # type: ignore[misc]
+    class CompiledFunction(full):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             outs = full.compiled_fw(list(args))
@@ -166,7 +168,7 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *given: Any) -> Any:
-            grads = given[0] if boxed else given
+            grads: Any = given[0] if boxed else given
             compiled = full.compiled_bw
             if (compiled is None or torch.is_grad_enabled() or current_transform() is not None
                     or (m.deterministic is False and torch._C._get_deterministic_algorithms()) or m.bw_donated_idxs):

@@ -318,8 +318,8 @@ def graph_of(form: Form, args: Arguments) -> fx.GraphModule:
         arguments = [(form.op._schema.arguments[k], nodes[k]) for k in form.inputs]
         call = graph.call_function(form.functional, tuple(x for a, x in arguments if not a.kwarg_only),
                                    {a.name: x for a, x in arguments if a.kwarg_only})
-        given, named = (fx.node.map_arg(x, lambda n: n.meta["val"]) for x in (call.args, call.kwargs))
-        val = form.functional(*given, **named)
+        given: Any = fx.node.map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
+        val = form.functional(*given[0], **given[1])
     targets = [nodes[k] for k in form.written]
     for k, t in zip(form.written, val if isinstance(val, (list, tuple)) else [val]):
         check_target(args[k], t)

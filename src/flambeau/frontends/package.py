@@ -85,6 +85,7 @@ class Package:
             **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
                for name, steps in self.plans.items()},
             "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
+            "fresh": target.fresh,
             "PROTO": [0] * self.slots, "KEY": next(_keys),
             "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
         }

@@ -24,6 +24,7 @@ from .nodes import (
     Segment,
     Value,
     as_indices,
+    contiguous_strides,
     dim_vars,
 )
 
@@ -48,16 +49,17 @@ def graph() -> Graph:
     return _current.get()
 
 
-def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None) -> Value:
-    """The value of `shape` whose element i is body(i)."""
+def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None, laid: bool = False) -> Value:
+    """The value of `shape` whose element i is body(i); `laid`: in memory, the last dimension contiguous."""
     from .expr import cast
 
     g = graph()
     vars = dim_vars(tuple(as_index(n) for n in shape))
     e = body(as_indices(vars))
     e = e if dtype is None else cast(e, dtype)
-    buffer = g.add_buffer([as_index(n) for n in shape], e.dtype)
-    return g.add(Pointwise((buffer.name,), vars, e, origin=_origin.get()))[0]
+    sizes = [as_index(n) for n in shape]
+    buffer = g.add_buffer(sizes, e.dtype, strides=contiguous_strides(sizes) if laid else None)
+    return g.add(Pointwise((buffer.name,), vars, e, laid, origin=_origin.get()))[0]
 
 
 def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,

@@ -23,6 +23,8 @@ class Capabilities:
     serial_scans: bool = True
     # Neighbours can share the four words of one draw of random bits.
     shared_words: bool = False
+    # A read of one element from anywhere moves a whole sector: what is read at the same place should lie together.
+    gathers_rows: bool = False
     # A read under a mask costs no more than one without; otherwise one reads elsewhere and drops what it gets.
     masked_reads: bool = False
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for

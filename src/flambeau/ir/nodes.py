@@ -147,11 +147,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Pointwise(Node):
-    """names[0][i] = body(i) for i in vars."""
+    """names[0][i] = body(i) for i in vars. `laid`: in memory, in this order, for the sake of those who read it."""
 
     kind: ClassVar[str] = "pointwise"
     vars: tuple[Sym, ...]
     body: Expr
+    laid: bool = False
 
     def exprs(self) -> tuple[Expr, ...]:
         return (self.body,)
@@ -287,6 +288,7 @@ class Graph:
     mutations: list[tuple[str, Value]] = field(default_factory=list)  # input buffer <- value, at the end
     seeds: list[str] = field(default_factory=list)  # int64 scalars that each run draws anew
     origin: str = ""
+    on_cpu: bool = True  # where its tensors are: ATen's kernels on CPUs save other things for their gradients
     capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it
 
     def __post_init__(self) -> None:

@@ -181,13 +181,20 @@ def _log_sigmoid(x: Expr) -> Expr:
 
 @lower(aten.log_sigmoid_forward)
 def log_sigmoid(x: Value) -> tuple[Value, Value]:
-    return _log_sigmoid(x), pointwise(_exp_of_minus_abs)(x)
+    """Also exp(-|x|) for the gradient, which ATen saves on CPUs only."""
+    saved = pointwise(_exp_of_minus_abs)(x) if build.graph().on_cpu else build.pointwise((0,), lambda i: const(0, x.dtype))
+    return _log_sigmoid(x), saved
 
 
-@lower_pointwise(aten.log_sigmoid_backward, operands=3)
-def log_sigmoid_backward(grad: Expr, x: Expr, buffer: Expr) -> Expr:
-    """grad * sigmoid(-x), from the buffer exp(-|x|)."""
-    return grad * where(x < 0, const(1, x.dtype), buffer) / (1 + buffer)
+@pointwise
+def _log_sigmoid_backward(grad: Expr, x: Expr, small: Expr) -> Expr:
+    return grad * where(x < 0, const(1, x.dtype), small) / (1 + small)
+
+
+@lower(aten.log_sigmoid_backward)
+def log_sigmoid_backward(grad: Value, x: Value, buffer: Value) -> Value:
+    """grad * sigmoid(-x), from exp(-|x|)."""
+    return _log_sigmoid_backward(grad, x, buffer if build.graph().on_cpu else pointwise(_exp_of_minus_abs)(x))
 
 
 @lower_pointwise(aten.logit, operands=1, kind="float")

@@ -182,7 +182,9 @@ def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_f
                   include_last_offset: bool = False, padding_idx: int = -1) -> tuple[Value, ...]:
     """(output, bag of each item, size of each bag, row of each maximum)"""
     bags = Bags(indices, offsets, include_last_offset, padding_idx)
-    wide, whole = opmath(weight.dtype), offsets.dtype
+    on_cpu = build.graph().on_cpu
+    wide, whole = opmath(weight.dtype), offsets.dtype if on_cpu else indices.dtype
+    nothing = build.pointwise((0,), lambda _: const(0, whole))
     domain = (bags.count, bags.items, weight.shape[1])
 
     def item(i: Place) -> Expr:
@@ -197,9 +199,8 @@ def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_f
             lambda i: (item(i), cast(where(bags.counted(i[1]), word(indices, i[1:2]), -1), row)))
         output = build.pointwise(
             values.shape, lambda i: where(rows.load(i) < 0, 0, values.load(i)), weight.dtype)
-        sizes = to_dtype(bags.sizes(), whole)
         best = build.pointwise(rows.shape, lambda i: maximum(rows.load(i), 0), whole)
-        return output, to_dtype(bags.of_items(), whole), sizes, best
+        return output, to_dtype(bags.of_items(), whole), lengthened(to_dtype(bags.sizes(), whole), offsets), best
 
     total, = build.segment(domain, 1, bags.first, bags.end, build.simple_combine("sum", wide),
                            lambda i: where(bags.counted(i[1]), item(i), 0))
@@ -207,15 +208,30 @@ def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_f
         count = bags.sizes()
         output = build.pointwise(total.shape, lambda i: total.load(i) / cast(
             maximum(count.load(i[:1]), 1), wide), weight.dtype)
-        sizes = to_dtype(count, whole)
-        return output, to_dtype(bags.of_items(), whole), sizes, sizes
+        sizes = lengthened(to_dtype(count, whole), offsets)
+        return output, to_dtype(bags.of_items(), whole), sizes, sizes if on_cpu else nothing
 
-    zeros = build.pointwise((bags.count,), lambda _: const(0, whole))
+    zeros = lengthened(build.pointwise((bags.count,), lambda _: const(0, whole)), offsets)
+    if not on_cpu:
+        return to_dtype(total, weight.dtype), to_dtype(bags.of_items(), whole), zeros, nothing
     # ATen has a faster kernel for sums without padding, and that one leaves the bags of the items out.
     fast = (weight.dtype in (torch.float32, torch.float16) and padding_idx < 0 and adjacent(weight, 1)
             and (per_sample_weights is None or adjacent(per_sample_weights, 0)))
-    owners = build.pointwise((0,), lambda _: const(0, whole)) if fast else to_dtype(bags.of_items(), whole)
+    owners = nothing if fast else to_dtype(bags.of_items(), whole)
     return to_dtype(total, weight.dtype), owners, zeros, zeros
+
+
+def lengthened(sizes: Value, offsets: Value, always: bool = False) -> Value:
+    """As long as the offsets, even if those are one more than the bags: everywhere but on CPUs."""
+    if sizes.shape[0] is offsets.shape[0] or build.graph().on_cpu and not always:
+        return sizes
+    inside = sizes.shape[0]
+
+    def padded(i: Place) -> Expr:
+        real = index_value(i[0]) < index_value(inside)
+        return where(real, sizes.load(i, real), 0)
+
+    return build.pointwise(offsets.shape, padded)
 
 
 @lower(aten._embedding_bag_forward_only)
@@ -223,16 +239,7 @@ def embedding_bag_forward_only(weight: Value, indices: Value, offsets: Value, *a
                                ) -> tuple[Value, ...]:
     """As above; the sizes have the length of the offsets, even of one more than there are bags."""
     output, owners, sizes, best = embedding_bag(weight, indices, offsets, *args, **kwargs)
-    if sizes.shape[0] is not offsets.shape[0]:
-        short = sizes
-        inside = short.shape[0]
-
-        def padded(i: Place) -> Expr:
-            real = index_value(i[0]) < index_value(inside)
-            return where(real, short.load(i, real), 0)
-
-        sizes = build.pointwise(offsets.shape, padded)
-    return output, owners, sizes, best
+    return output, owners, lengthened(sizes, offsets, always=True), best
 
 
 def dense_gradient(grad: Value, indices: Value, owners: Value, bag_size: Value, max_indices: Value,

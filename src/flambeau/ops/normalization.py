@@ -179,9 +179,13 @@ def _moved(running: Value, new: Value, momentum: float) -> Value:
     return build.pointwise(running.shape, lambda i: old(i) * (1 - momentum) + fresh(i) * momentum)
 
 
-def _nothing_saved(x: Value) -> tuple[Value, Value]:
-    empty = build.pointwise((0,), lambda i: const(0, x.dtype))
-    return empty, empty
+def _saved_of_running(x: Value, mean: Value, variance: Value, eps: float) -> tuple[Value, Value]:
+    """Nothing on CPUs; elsewhere what was used."""
+    if build.graph().on_cpu:
+        empty = build.pointwise((0,), lambda i: const(0, x.dtype))
+        return empty, empty
+    wide = opmath(x.dtype)
+    return to_dtype(mean, wide), _root_of_running(variance, wide, eps)
 
 
 def _root_of_running(variance: Value, wide: DType, eps: float) -> Value:
@@ -198,7 +202,8 @@ def _by_batch(x: Value, weight: Value | None, bias: Value | None, eps: float
     """y, saved mean and rstd, and the exact mean and variance that move the running statistics."""
     mean, rstd, unbiased = _batch_statistics(x, eps)
     y = _normalize_channels(x, weight, bias, mean, rstd)
-    return y, to_dtype(mean, x.dtype), to_dtype(rstd, x.dtype), mean, unbiased
+    saved = x.dtype if build.graph().on_cpu else mean.dtype
+    return y, to_dtype(mean, saved), to_dtype(rstd, saved), mean, unbiased
 
 
 @lower(aten._native_batch_norm_legit_functional)
@@ -207,7 +212,8 @@ def batch_norm_functional(x: Value, weight: Value | None, bias: Value | None, ru
                           ) -> tuple[Value, ...]:
     if not training:
         y = _by_running(x, weight, bias, running_mean, running_var, eps)
-        return y, *_nothing_saved(x), *(to_dtype(v, opmath(v.dtype)) for v in (running_mean, running_var))
+        return (y, *_saved_of_running(x, running_mean, running_var, eps),
+                *(to_dtype(v, opmath(v.dtype)) for v in (running_mean, running_var)))
     y, save_mean, save_rstd, mean, variance = _by_batch(x, weight, bias, eps)
     return (y, save_mean, save_rstd, _moved(running_mean, mean, momentum),
             _moved(running_var, variance, momentum))
@@ -216,7 +222,8 @@ def batch_norm_functional(x: Value, weight: Value | None, bias: Value | None, ru
 @lower(aten._native_batch_norm_legit_no_training)
 def batch_norm_no_training(x: Value, weight: Value | None, bias: Value | None, running_mean: Value,
                            running_var: Value, momentum: float, eps: float) -> tuple[Value, ...]:
-    return _by_running(x, weight, bias, running_mean, running_var, eps), *_nothing_saved(x)
+    return (_by_running(x, weight, bias, running_mean, running_var, eps),
+            *_saved_of_running(x, running_mean, running_var, eps))
 
 
 @lower(aten._native_batch_norm_legit.no_stats)

@@ -64,7 +64,7 @@ def all_of(conditions: Sequence[Expr]) -> Expr:
     return out
 
 
-def together(shape: Sequence[Index], body: Callable[[Place], tuple[Expr, ...]],
+def together(shape: Sequence[Index], body: Callable[[Place], Sequence[Expr]],
              dtypes: Sequence[DType]) -> tuple[Value, ...]:
     """Several values over one domain from one body, so that a loop they share is written once."""
     parts = body(as_indices(dim_vars(tuple(shape))))

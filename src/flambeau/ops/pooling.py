@@ -12,7 +12,7 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product
-from flambeau.ir.nodes import Combine, Value
+from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import (
     cast,
     check,
@@ -204,7 +204,8 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
             def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
                 p = tuple(a.place(k, j) for a, k, j in zip(axes, o, w, strict=True))
                 inside = all_of([within(k, a.size) for a, k in zip(axes, p, strict=True)])
-                return (carry[0] + padded(lambda i, m: cast(x.load(i, m), dtype), lead, p, x.shape[-rank:], inside),)
+                near = tuple(nearest(k, a.size) for a, k in zip(axes, p, strict=True))
+                return (carry[0] + where(inside, cast(x.load((*lead, *near)), dtype), 0),)
 
             total, = fold_over([(0, a.kernel) for a in axes], (const(0, dtype),), step)
             # Integers are divided towards zero, as in C.
@@ -256,19 +257,17 @@ def shares(o: Place, n: Sequence[Index], m: Sequence[Index]
             [end - start for start, end in spans])
 
 
-def pool_all(parts: Sequence[Value], sizes: Sequence[Index], combine: Combine,
-             step: Callable[[Sequence[Expr], Sequence[Expr]], Sequence[Expr]] | None = None) -> Sequence[Value]:
-    """The parts combined over the shares of their last dimensions, one after the other.
+def sum_all(x: Value, sizes: Sequence[Index]) -> Value:
+    """Sums over the shares of the last dimensions, one after the other.
 
-    The very last is the one that is not read in order: it comes where the data is least. step: see along_shares; it
-    holds for the first that is pooled."""
-    dims = list(enumerate(sizes, parts[0].rank - len(sizes)))
-    grows = any(n.is_const and size.is_const and int(n) < int(size)
-                for n, size in zip(parts[0].shape[-len(sizes):], sizes, strict=True))
+    The very last is the one that is not read in order: it comes where the data is least."""
+    dims = list(enumerate(sizes, x.rank - len(sizes)))
+    grows = any(x.shape[dim].is_const and size.is_const and int(x.shape[dim]) < int(size) for dim, size in dims)
+    combine = build.simple_combine("sum", opmath(x.dtype))
     for dim, size in reversed(dims) if grows else dims:
-        if size is not parts[0].shape[dim]:
-            parts, step = along_shares(parts, dim, size, combine, step), None
-    return parts
+        if size is not x.shape[dim]:
+            x, = along_shares(x.shape, dim, size, lambda i, x=x: [x.load(i)], combine)  # type: ignore[misc]
+    return x
 
 
 def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -283,42 +282,56 @@ def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
 
     def forward(x: Value, output_size: Sequence[IndexLike]) -> Value:
         n, m = x.shape[-rank:], [as_index(s) for s in output_size]
-        total, = pool_all([x], m, build.simple_combine("sum", opmath(x.dtype)))
+        total = sum_all(x, m)
         return build.pointwise(total.shape, lambda i: divided(total, i, n, m), x.dtype)
 
     def backward(grad: Value, x: Value) -> Value:
         n, m = x.shape[-rank:], grad.shape[-rank:]
         g = build.pointwise(grad.shape, lambda i: divided(grad, i, n, m), opmath(grad.dtype))
-        out, = pool_all([g], n, build.simple_combine("sum", g.dtype))
-        return to_dtype(out, x.dtype)
+        return to_dtype(sum_all(g, n), x.dtype)
 
     return forward, backward
 
 
-def next_in_order(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
-    """Of two values with their positions, b after a: the greater, the first of equal ones, the last NaN."""
+def greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
+    """Of two values with their marked positions the greater, the first of equal ones, the last NaN: to a NaN every
+    number compares as to an equal one, and its mark goes before them all."""
     (v, at), (w, there) = a, b
-    take = (w > v) | isnan(w) if is_float(v.dtype) else w > v
+    take = (w > v) | (~(w < v) & (there < at))
     return where(take, w, v), where(take, there, at)
 
 
-def next_anywhere(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
-    """The same where their positions say which is the first."""
-    (v, at), (w, there) = a, b
-    take = (w > v) | (eq(w, v) & (there < at))
-    if is_float(v.dtype):
-        take = take | (isnan(w) & (~isnan(v) | (there > at)))
-    return where(take, w, v), where(take, there, at)
+def marked(value: Expr, at: Expr) -> Expr:
+    """The position, or for a NaN a negative number, the less the later it comes."""
+    return where(isnan(value), -1 - at, at) if is_float(value.dtype) else at
+
+
+def unmarked(at: Expr) -> Expr:
+    return where(at < 0, -1 - at, at)
 
 
 def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def forward(x: Value, output_size: Sequence[IndexLike]) -> tuple[Value, ...]:
+        """One dimension after the other; the position so far is that in the dimensions that are done."""
         n, dtype = x.shape[-rank:], opmath(x.dtype)
         position = narrow(product(n))
-        at = build.pointwise(x.shape, lambda i: index_value(flat(i[-rank:], n), position))
-        combine = build.make_combine("greatest", (dtype, position), (lowest(dtype), highest(position)), next_anywhere)
-        best, where_ = pool_all([x, at], [as_index(s) for s in output_size], combine, next_in_order)
-        return to_dtype(best, x.dtype), to_dtype(where_, torch.int64)
+        combine = build.make_combine("greatest", (dtype, position), (lowest(dtype), highest(position)), greater)
+        best: Value = x
+        place: Callable[[Place], Expr] = lambda i: const(0, position)  # noqa: E731
+        for dim, (size, source) in enumerate(zip(map(as_index, output_size), n, strict=True), x.rank - rank):
+
+            def at(i: Place, before: Callable[[Place], Expr] = place, dim: int = dim) -> Expr:
+                return before(i) * index_value(x.shape[dim], position) + index_value(i[dim], position)
+
+            def read(i: Place, best: Value = best, at: Callable[[Place], Expr] = at) -> tuple[Expr, Expr]:
+                value = cast(best.load(i), dtype)
+                return value, marked(value, at(i))
+
+            place = at
+            if size is not source:
+                best, marks = along_shares(best.shape, dim, size, read, combine)
+                place = lambda i, marks=marks: unmarked(marks.load(i))  # noqa: E731
+        return to_dtype(best, x.dtype), build.pointwise(best.shape, place, torch.int64)
 
     def backward(grad: Value, x: Value, indices: Value) -> Value:
         n, m = x.shape[-rank:], grad.shape[-rank:]

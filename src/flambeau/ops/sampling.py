@@ -7,8 +7,10 @@ border in the one may lie beside it in the other, so a lowering follows its oper
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Index, IndexLike, as_index
-from flambeau.ir.nodes import Combine, Value
+from flambeau.ir.index import Index, IndexLike, as_index, product
+from flambeau.ir.nodes import Combine, Value, dim_vars
 from flambeau.ir.scalar import (
     abs_,
     cast,
@@ -25,6 +27,7 @@ from flambeau.ir.scalar import (
     const,
     eq,
     floor,
+    fma,
     fmod,
     index_value,
     minimum,
@@ -40,6 +43,8 @@ aten = torch.ops.aten
 
 BILINEAR, NEAREST, BICUBIC = range(3)
 ZEROS, BORDER, REFLECTION = range(3)
+ROW = 16  # channels from which on they are read as rows
+FEW = 4  # fewer points than one for so many positions: laying out the image costs more than it brings
 
 
 @dataclass(frozen=True)
@@ -181,9 +186,38 @@ class Taps:
     position: Callable[[Index], Expr]  # of neighbour k; outside of [0, size) it reads nothing
     weights: Sequence[Expr]
     slopes: Sequence[Expr]
+    first: Index | None = None  # where taps follow one another, so do their addresses
 
     def __len__(self) -> int:
         return len(self.weights)
+
+
+def reads_rows(image: Value, grid: Value) -> bool:
+    """Whether all channels of a position shall be read together, as one row: where there are enough of them, and
+    enough positions are read to make up for laying out the image so."""
+    if not build.graph().capabilities.gathers_rows:
+        return False
+    channels, area, points = image.shape[1], product(image.shape[2:]), product(grid.shape[1:-1])
+    few = area.is_const and points.is_const and points.const * FEW < area.const
+    return not (channels.is_const and channels.const < ROW) and (not few or has_channels_last(image))
+
+
+def has_channels_last(image: Value) -> bool:
+    strides = build.graph().buffers[image.buffer].strides
+    if strides is None:
+        return False
+    channel = dim_vars(image.shape)[1]
+    address = sum((i * s for i, s in zip(image.index, strides, strict=True)), as_index(0))
+    return address.coefficient(channel) is as_index(1)
+
+
+def channels_last(image: Value) -> Value:
+    """The same image in memory with its channels contiguous."""
+    if has_channels_last(image):
+        return image
+    n, c, *sizes = image.shape
+    rows = build.pointwise((n, *sizes, c), lambda i: image.load((i[0], i[-1], *i[1:-1])), laid=True)
+    return rows.view(image.shape, lambda i: (i[0], *i[2:], i[1]))
 
 
 class Sampler:
@@ -191,19 +225,24 @@ class Sampler:
 
     def __init__(self, image: Value, grid: Value, mode: int, padding: int, align: bool, kind: type[Axis],
                  backward: bool = False) -> None:
-        self.image, self.grid, self.mode, self.kind, self.backward = image, grid, mode, kind, backward
+        self.grid, self.mode, self.kind, self.backward = grid, mode, kind, backward
+        self.rows = reads_rows(image, grid)
+        self.image = channels_last(image) if self.rows else image
         self.axes = [kind(n, padding, align) for n in image.shape[2:]]
         self.rank = len(self.axes)
         self.out = grid.shape[1:-1]
         self.dtype = opmath(image.dtype)
-        # All channels of an image read at the same places: those are found once, where that is not too much memory.
         self.places = [self.once(lambda i, a=a: self.axes[a].kept(self.first(a, i)))  # type: ignore[misc]
                        for a in range(self.rank) if mode != BICUBIC]
         self.parts = [self.once(lambda i, a=a: self.place(a, i) - self.first(a, i))  # type: ignore[misc]
                       for a in range(self.rank) if mode == BILINEAR]
 
-    def once(self, body: Callable[[Place], Expr]) -> Value:
-        return build.pointwise((self.grid.shape[0], *self.out), body)
+    def once(self, body: Callable[[Place], Expr]) -> Callable[[Place], Expr]:
+        """All channels of an image read at the same places: those are found once and kept in memory, unless
+        channels lie together and one program finds the places of all of them."""
+        if build.graph().capabilities.gathers_rows:
+            return body
+        return build.pointwise((self.grid.shape[0], *self.out), body).load
 
     def coordinate(self, a: int, i: Place) -> Expr:
         """The position in dimension a, before padding; the grid holds x first, the image has it last."""
@@ -227,27 +266,34 @@ class Sampler:
             base = floor(x)
             return Taps(axis, lambda k: axis.place(base + index_value(k, x.dtype) - 1), cubic_weights(x - base),
                         [-s for s in cubic_slopes(x - base)])
-        at, one = self.places[a].load(i), const(1, self.dtype)
+        at, one = self.places[a](i), const(1, self.dtype)
+        first = computed(at, 0, axis.top) if self.rows else None
         if self.mode == NEAREST:
-            return Taps(axis, lambda k: at, [one], [const(0, self.dtype)])
-        t = self.parts[a].load(i)
-        return Taps(axis, lambda k: at + index_value(k, at.dtype), [1 - t, t], [-one, one])
+            return Taps(axis, lambda k: at, [one], [const(0, self.dtype)], first)
+        t = self.parts[a](i)
+        return Taps(axis, lambda k: at + index_value(k, at.dtype), [1 - t, t], [-one, one], first)
 
     def spot(self, along: Sequence[Taps], k: Sequence[IndexLike]) -> tuple[list[Index], Expr]:
         """The place of tap k in the image, and whether it is inside."""
         at = [t.position(as_index(j)) for t, j in zip(along, k, strict=True)]
         inside = all_of([t.axis.inside(x) for t, x in zip(along, at, strict=True)])
-        return [computed(t.axis.whole(x), 0, t.axis.top) for t, x in zip(along, at, strict=True)], inside
+        return [computed(t.axis.whole(x), 0, t.axis.top) if t.first is None else t.first + j
+                for t, x, j in zip(along, at, k, strict=True)], inside
 
     def read(self, n: Index, c: Index, along: Sequence[Taps], k: Sequence[int]) -> tuple[Expr, Expr]:
         """The image at tap k, zero outside, and whether it is inside."""
         at, inside = self.spot(along, k)
         return where(inside, cast(self.image.load((n, c, *at), inside), self.dtype), 0), inside
 
-    def term(self, value: Expr, inside: Expr, *factors: Expr) -> Expr:
+    def plus(self, total: Expr, value: Expr, inside: Expr, *factors: Expr) -> Expr:
+        """The total and the value of a tap times its factors."""
+        if self.rows:  # the factors once for all channels
+            weight = reduce(operator.mul, factors)
+            weight = weight if self.kind.outside_counts else where(inside, weight, 0)
+            return value * weight if total.op == "const" else fma(value, weight, total)
         for f in factors:
             value = value * f
-        return value if self.kind.outside_counts else where(inside, value, 0)
+        return total + (value if self.kind.outside_counts else where(inside, value, 0))
 
 
 def forward(kind: type[Axis]) -> Callable[..., Any]:
@@ -272,7 +318,7 @@ def forward(kind: type[Axis]) -> Callable[..., Any]:
                 weight = const(1, s.dtype)
                 for t, j in zip(reversed(along), reversed(k), strict=True):
                     weight = t.weights[j] * weight
-                total = total + s.term(*s.read(n, c, along, k), weight)
+                total = s.plus(total, *s.read(n, c, along, k), weight)
             return total
 
         return build.pointwise((*image.shape[:2], *s.out), body, image.dtype)
@@ -296,6 +342,8 @@ def image_gradient(s: Sampler, grad: Value) -> Value:
     """Every output adds its gradient, times the weight of each tap, where the tap read."""
     rank = s.rank
     reach = {BILINEAR: 2, NEAREST: 1, BICUBIC: 4}[s.mode]
+    if s.rows:
+        return row_gradient(s, grad, reach)
     source = (*grad.shape, *(as_index(reach),) * rank)
 
     def parts(j: Place) -> tuple[list[Taps], Place]:
@@ -315,6 +363,26 @@ def image_gradient(s: Sampler, grad: Value) -> Value:
                          lambda j: s.spot(*parts(j))[1])
 
 
+def row_gradient(s: Sampler, grad: Value, reach: int) -> Value:
+    """The same with the channels of a tap next to each other, which are then brought to their places."""
+    n, c, *sizes = s.image.shape
+    taps = (as_index(reach),) * s.rank
+
+    def parts(j: Place) -> tuple[list[Taps], Place]:
+        return s.taps(j[0], j[1 + s.rank:-1]), j[1:1 + s.rank]
+
+    def value(j: Place) -> Expr:
+        weight = const(1, s.dtype)
+        for t, k in zip(*parts(j), strict=True):
+            weight = weight * pick(t.weights, k)
+        return cast(grad.load((j[0], j[-1], *j[1 + s.rank:-1])), s.dtype) * weight
+
+    zero = const(0, s.dtype)
+    rows = build.scatter((n, *sizes, c), lambda _: zero, (n, *taps, *s.out, c),
+                         lambda j: (j[0], *s.spot(*parts(j))[0], j[-1]), value, "add", lambda j: s.spot(*parts(j))[1])
+    return build.pointwise(s.image.shape, lambda i: rows.load((i[0], *i[2:], i[1])), s.image.dtype)
+
+
 def grid_gradient(s: Sampler, grad: Value) -> Value:
     """d loss / d coordinate: over the channels, the slope of the interpolated image times the gradient."""
     if s.mode == NEAREST:
@@ -330,7 +398,7 @@ def grid_gradient(s: Sampler, grad: Value) -> Value:
             for a in range(s.rank):
                 factors = [t.slopes[j] if b == a else t.weights[j]
                            for b, (t, j) in enumerate(zip(along, k, strict=True))]
-                totals[a] = totals[a] + s.term(value, inside, *factors)
+                totals[a] = s.plus(totals[a], value, inside, *factors)
         return tuple(t * g for t in totals)
 
     channels = s.image.shape[1]

@@ -13,7 +13,7 @@ from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Value
-from flambeau.ir.scalar import abs_, eq, exp2, floor, fma, is_finite, isnan, log, maximum
+from flambeau.ir.scalar import abs_, eq, exp2, floor, fma, isnan, log, maximum
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
@@ -138,50 +138,38 @@ def _log_sum(dtype: DType) -> Combine:
 
 
 # Where a scan is a tree, every element takes part in several joins, so a join must be cheap: (s, e) stands for s * 4^e,
-# a number with an exponent without end, and joining two takes no function. 4 and not 2, because x * log2(4) / 2 is in
-# range for every x.
+# a number with an exponent without end, and joining two takes no function. 4 and not 2, because x / log(4) is in range
+# for every x. Infinities are exponents like others.
 _LOG4 = 2 * math.log(2)
-_EXPONENT = {torch.float32: (torch.int32, 23, 126), torch.float64: (torch.int64, 52, 1022)}  # bits below, least
-
-
-def _split_constant(value: float, dtype: DType) -> tuple[float, float]:
-    """A constant as the sum of two of the dtype."""
-    high = torch.tensor(value, dtype=torch.float64).to(dtype).item()
-    return high, value - high
+_EXPONENT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}  # where it stands, its bias
 
 
 def _scaled_exp(x: Expr) -> tuple[Expr, Expr]:
-    high, low = _split_constant(1 / _LOG4, x.dtype)
-    finite = is_finite(x)
-    whole = where(finite, floor(x * high), 0)
-    # Exact but for its last place; beyond 2^22 the whole has no places left for it.
-    rest = where(abs_(whole) < 2.0**22, fma(x, const(high, x.dtype), -whole) + x * low, 0)
-    return where(finite, exp2(rest * 2), where(x < 0, 0, x)), where(eq(x, -math.inf), _NOTHING, whole)
-
-
-_NOTHING = -1e38  # the exponent of zero: below all others
+    high = torch.tensor(1 / _LOG4, dtype=torch.float64).to(x.dtype).item()
+    whole = floor(x * high)
+    # Exact but for its last place; from some size on the whole has no places left for it.
+    rest = fma(x, const(1 / _LOG4 - high, x.dtype), fma(x, const(high, x.dtype), -whole))
+    return exp2(where(abs_(whole) < 2.0**22, rest * 2, where(isnan(x), x, 0))), whole
 
 
 @cache
 def _scaled_sum(dtype: DType) -> Combine:
-    integer, bits, least = _EXPONENT[dtype]
+    integer, place, bias = _EXPONENT[dtype]
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         (asum, ae), (bsum, be) = a, b
-        apart = maximum(-abs_(ae - be), -least // 2)
-        # 4^apart by its bits: adding 1.5 * 2^bits leaves the integer in the lowest places.
-        places = Expr("bitcast", integer, (apart * 2 + 1.5 * 2.0**bits,))
-        scale = Expr("bitcast", dtype, (binary("shl", places, bits) + (2 ** (11 if bits == 52 else 8) // 2 - 1 << bits),))
+        apart = binary("fmax", -abs_(ae - be), -(bias // 2))  # also of equal infinities, whose difference is NaN
+        # 4^apart by its bits: what is added leaves the integer in the lowest places.
+        bits = Expr("bitcast", integer, (fma(apart, const(2, dtype), const(1.5 * 2.0**place, dtype)),))
+        scale = Expr("bitcast", dtype, (binary("shl", bits, place) + (bias << place),))
         first = ae >= be
-        return where(first, asum + bsum * scale, asum * scale + bsum), where(first, ae, be)
+        return where(first, fma(bsum, scale, asum), fma(asum, scale, bsum)), where(first, ae, be)
 
-    return make_combine("scaled_sum", (dtype, dtype), (0, _NOTHING), fn)
+    return make_combine("scaled_sum", (dtype, dtype), (0, -math.inf), fn)
 
 
 def _scaled_log(s: Expr, e: Expr) -> Expr:
-    high, low = _split_constant(_LOG4, s.dtype)
-    small = log(s)
-    return where(is_finite(small), fma(e, const(high, e.dtype), small + e * low), small)
+    return fma(e, const(_LOG4, e.dtype), log(s))
 
 
 @lower(aten.logcumsumexp)

@@ -131,21 +131,23 @@ def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
     return (o * n) // m, ceildiv((o + 1) * n, m)
 
 
-def along_shares(parts: Sequence[Value], dim: int, size: Index, combine: Combine,
-                 step: Callable[[Several, Several], Several] | None = None) -> tuple[Value, ...]:
-    """The parts combined over each share of one dimension, which becomes `size` long.
+def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[Place], Several], combine: Combine
+                 ) -> tuple[Value, ...]:
+    """What `read` gives, over `shape`, combined over each share of one dimension, which becomes `size` long."""
+    source, dtypes = shape[dim], combine.dtypes
+    shape = (*shape[:dim], size, *shape[dim + 1:])
 
-    step: a quicker form of the combine, for what comes in order."""
-    source, dtypes = parts[0].shape[dim], combine.dtypes
-    shape = (*parts[0].shape[:dim], size, *parts[0].shape[dim + 1:])
-    step = step or joined(combine)
+    def element(i: Place, j: Index) -> Several:
+        return [cast(e, d) for e, d in zip(read((*i[:dim], j, *i[dim + 1:])), dtypes, strict=True)]
 
-    def read(i: Place, j: Index) -> tuple[Expr, ...]:
-        return tuple(cast(p.load((*i[:dim], j, *i[dim + 1:])), d) for p, d in zip(parts, dtypes, strict=True))
+    def step(a: Several, b: Several) -> Several:
+        stand = dict(zip((*combine.left, *combine.right), (*a, *b), strict=True))
+        memo: dict[Expr, Expr] = {}
+        return [rewrite(e, lambda x: stand.get(x, x), None, memo) for e in combine.result]
 
     if not (size.is_const and source.is_const):
-        return together(shape, lambda i: fold_over([share_of(i[dim], source, size)], combine.identity, lambda j, c: step(
-            c, read(i, j[0]))), dtypes)
+        return together(shape, lambda i: fold_over([share_of(i[dim], source, size)], combine.identity,
+                                                   lambda j, c: step(c, element(i, j[0]))), dtypes)
     spans = [share_of(as_index(o), source, size) for o in range(int(size))]
     lengths = [int(end) - int(start) for start, end in spans]
     least, most = min(lengths, default=1), max(lengths, default=1)
@@ -156,26 +158,18 @@ def along_shares(parts: Sequence[Value], dim: int, size: Index, combine: Combine
     # All shares have the first `least` elements; what some have beyond is added at the end.
     def rest(i: Place, have: Several) -> Several:
         for k in range(least, most):
-            more = step(have, read(i, nearest(start(i[dim]) + k, source)))
+            more = step(have, element(i, nearest(start(i[dim]) + k, source)))
             inside = length(i[dim]) > k
             have = [where(inside, new, old) for new, old in zip(more, have, strict=True)]
         return have
 
     if least > LONG:
         common = build.reduce((*shape, as_index(least)), [len(shape)], combine,
-                              lambda i: read(i[:-1], start(i[dim]) + i[-1]))
+                              lambda i: tuple(element(i[:-1], start(i[dim]) + i[-1])))
         return together(shape, lambda i: rest(i, [c.load(i) for c in common]), dtypes)
 
     def body(i: Place) -> Several:
-        return rest(i, fold_over([(1, least)], read(i, start(i[dim])), lambda k, c: step(
-            c, read(i, start(i[dim]) + k[0]))))
+        return rest(i, fold_over([(1, least)], element(i, start(i[dim])),
+                                 lambda k, c: step(c, element(i, start(i[dim]) + k[0]))))
 
     return together(shape, body, dtypes)
-
-
-def joined(c: Combine) -> Callable[[Several, Several], Several]:
-    def step(a: Several, b: Several) -> Several:
-        stand = {**dict(zip(c.left, a, strict=True)), **dict(zip(c.right, b, strict=True))}
-        return [rewrite(e, lambda x: stand.get(x, x)) for e in c.result]
-
-    return step

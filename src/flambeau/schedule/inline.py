@@ -62,6 +62,8 @@ def materialised(graph: Graph) -> dict[str, str]:
         if isinstance(n, Extern):
             for v in n.values():
                 out.setdefault(v.buffer, f"argument of {n.target}")
+        elif isinstance(n, Pointwise) and n.laid:
+            out.setdefault(n.names[0], "read at the same places in this order")
     for o in graph.outputs:
         if isinstance(o, Value):
             out.setdefault(o.buffer, "output")
@@ -157,7 +159,9 @@ def divisions_in(everything: list[Expr]) -> int:
 
 def _decide(b: Body, uses: int, hard: str | None, repeated: bool, places: int) -> str | None:
     """None to inline, else the reason to keep the value."""
-    if b.reads == 0 and b.cost <= 2 * CHEAP and not (repeated and b.divisions):
+    if b.reads == 0 and b.divisions and repeated:
+        return "a table, with divisions"
+    if b.reads == 0 and b.cost <= 2 * CHEAP:
         return None  # a constant or a function of the index
     if hard is not None:
         return hard

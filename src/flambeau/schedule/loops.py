@@ -486,7 +486,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     if owner is not None:
         d.stores[out + "''"] = owner
     d.outer = []
-    for alike, run in groupby(vars, lambda v: v in free):
+    for alike, run in groupby(vars, frozenset(free).__contains__):
         merged = merge(list(run), d)
         d.outer += merged
         free = free | set(merged) if alike else free

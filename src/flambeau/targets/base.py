@@ -73,8 +73,8 @@ class Target(ABC):
     """One kind of machine."""
 
     name: ClassVar[str]
-    # For each group of operators (frontends/eager_ops.py) in which its kernels beat those that torch has for the same
-    # device: from how many elements on they do, measured.
+    # For each group of eager operators (frontends/eager_ops.py) in which its kernels beat those that torch has for the
+    # same device: from how many elements on they do.
     wins: ClassVar[Mapping[str, int]] = {}
 
     @abstractmethod
@@ -106,6 +106,9 @@ class Target(ABC):
         import torch
 
         return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    def fresh(self, memory: torch.Tensor) -> None:  # noqa: B027 - most have nothing to say
+        """Memory that nothing has touched yet, and that may be large: how the system should provide it."""
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to start
         """Kernels will be built soon: whatever takes time to start may start now, in the background."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +43,7 @@ _HEADERS = Path(flambeau.codegen.__file__).parent
 # be mostly headers, larger ones would leave cores idle.
 _UNIT_CHARACTERS = 1_500
 _ALIGNMENT = 64  # one cache line, and the widest vector register
+_LARGE = 32 << 20  # bytes; the C library keeps smaller blocks when they are freed, with their pages
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,11 @@ class CpuTarget(Target):
     # A call of ours costs two microseconds more; where torch's kernels are good, that takes the longer to earn.
     wins: ClassVar[Mapping[str, int]] = {
         **dict.fromkeys(("draws", "volume sampling"), 1 << 12),
-        **dict.fromkeys(("cumulative", "max pooling", "average pooling", "adaptive pooling", "resizing", "writes by row",
-                         "writes by element", "reads by element", "statistics"), 1 << 13),
-        **dict.fromkeys(("softmax", "layer norm", "activations"), 1 << 15),
+        **dict.fromkeys(("cumulative", "max pooling", "average pooling", "adaptive pooling", "resizing", "statistics",
+                         "writes by row", "writes by element", "reads by element"), 1 << 13),
+        **dict.fromkeys(("softmax", "layer norm", "activations", "extrema"), 1 << 15),
         # of indices, each of which is a row
-        **dict.fromkeys(("embedding gradient", "embedding bags", "embedding bag gradients"), 1 << 8),
+        **dict.fromkeys(("embedding gradient", "embedding bags", "embedding bag gradients"), 1 << 10),
     }
 
     def __init__(self) -> None:
@@ -125,12 +127,22 @@ class CpuTarget(Target):
         import torch
 
         memory = torch.empty(nbytes, dtype=torch.uint8)
-        if memory.data_ptr() % _ALIGNMENT == 0:
-            return memory
-        # torch's own allocator aligns; one that replaced it may not.
-        memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
-        off = -memory.data_ptr() % _ALIGNMENT
-        return memory[off : off + nbytes]
+        if memory.data_ptr() % _ALIGNMENT:
+            # torch's own allocator aligns; one that replaced it may not.
+            memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+            off = -memory.data_ptr() % _ALIGNMENT
+            memory = memory[off : off + nbytes]
+        self.fresh(memory)
+        return memory
+
+    def fresh(self, memory: torch.Tensor) -> None:
+        """In large pages: to be given 4 KB at a time takes longer than most kernels that write there."""
+        nbytes = memory.untyped_storage().nbytes()
+        if nbytes < _LARGE or _madvise is None:
+            return
+        start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        # It is advice: a system that does not take it provides small pages, as always.
+        _madvise(start, nbytes - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
 
     def allocator(self, device: torch.device) -> Allocator:
         import torch
@@ -302,3 +314,15 @@ def _headers_digest() -> str:
     # All of them: a header may include another.
     contents = [path.name.encode() + b"\0" + path.read_bytes() for path in sorted(_HEADERS.glob("*.h"))]
     return hashlib.sha256(b"\0".join(contents)).hexdigest()
+
+
+def _advice() -> Callable[[int, int, int], int] | None:
+    """The C library's madvise, where there is one that knows of large pages."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function: Callable[[int, int, int], int] = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]  # type: ignore[attr-defined]
+    return function
+
+
+_madvise = _advice()

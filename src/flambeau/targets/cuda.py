@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flambeau.codegen.source import BlockSource
 from flambeau.config import config
@@ -44,6 +44,15 @@ class CudaTarget(Target):
     """`arch` and `driver` are those of the machine, unless a test says otherwise."""
 
     name = "cuda"
+    # To start a kernel of ours takes the host some microseconds more than to start torch's: sizes from which on the
+    # kernels themselves take longer than that.
+    wins: ClassVar[Mapping[str, int]] = {
+        **dict.fromkeys(("cumulative", "max pooling", "average pooling", "adaptive pooling", "unpooling", "resizing",
+                         "grid sampling", "volume sampling", "writes by row", "writes by element"), 1 << 18),
+        **dict.fromkeys(("softmax", "layer norm", "dropout", "draws", "statistics", "extrema"), 1 << 20),
+        # of indices, each of which is a row
+        **dict.fromkeys(("embedding gradient", "embedding bags", "embedding bag gradients"), 1 << 12),
+    }
 
     def __init__(self, arch: int | None = None, driver: str = _DRIVER) -> None:
         self._arch = arch

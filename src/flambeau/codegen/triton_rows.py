@@ -1,0 +1,64 @@
+"""Rows that lie anywhere: maps that read all channels of a position together, as grid sampling does.
+
+A tile has points and channels. What depends on the point alone, its places and weights, is found once for the several
+pieces of a row that a thread reads. What was read with channels next to each other is written with points next to
+each other: the tile is transposed on its way out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from flambeau.ir.expr import loads
+from flambeau.ir.index import ONE, Dyn, Sym
+from flambeau.ir.program import LoopKernel
+
+from .triton import power
+from .triton_phases import exprs_of, halved
+
+PIECE = 32  # channels that eight threads read at once, 16 bytes each: a line of memory
+CHANNELS = 64  # of one program. Others come later: what all programs read at a time shall stay in the cache
+POINTS = 32  # next to each other
+LINES = 1  # of points: where places are smooth, neighbours in a second direction share what they read
+THREAD = 16  # elements of one thread
+
+
+@dataclass(frozen=True)
+class Rows:
+    kernel: LoopKernel
+    blocks: dict[Sym, int]  # the tile, by variable
+
+    @property
+    def warps(self) -> int:
+        return max(1, min(16, math.prod(self.blocks.values()) // (32 * THREAD)))
+
+
+def rows_of(k: LoopKernel) -> Rows | None:
+    """The kernel that gathers rows, if it reads contiguous rows whose place is computed and writes across them."""
+    c = k.vector
+    if k.inner or c is None or c.extent is None or any(a.coefficient(c) is ONE for _, a in k.stores):
+        return None
+    computed = [a for e in loads(*exprs_of(k)) for a in e.attr[1] if any(isinstance(x, Dyn) for x in a.atoms())]
+    if not any(a.coefficient(c) is ONE for a in computed):
+        return None
+    images = [v for v in k.outer if v is not c and any(v in mono for a in computed for mono, _ in a.terms)]
+    points = [v for v in k.outer if v is not c and v not in images]
+    # Channels before the points of an image: programs side by side read the same ones.
+    if c.extent.is_const and c.extent.const > PIECE and c.extent.const % PIECE == 0:
+        k, low, _ = halved(k, c, PIECE)
+        high = k.outer[k.outer.index(low) - 1]
+        k = replace(k, outer=(*images, high, *points, low), vector=low)
+        blocks = {high: block(high, CHANNELS // PIECE), low: PIECE}
+    else:
+        k = replace(k, outer=(*images, c, *points))
+        blocks = {c: block(c, CHANNELS)}
+    room = POINTS * LINES
+    for v in reversed(points):
+        blocks[v] = block(v, POINTS if v is points[-1] else room)
+        room //= blocks[v]
+    return Rows(k, {v: blocks[v] for v in k.outer if blocks.get(v, 1) > 1})
+
+
+def block(v: Sym, most: int) -> int:
+    return min(most, power(v.extent.const)) if v.extent is not None and v.extent.is_const else most
