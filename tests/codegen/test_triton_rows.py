@@ -39,6 +39,14 @@ def test_sampling_and_its_gradients(channels: int, sizes: tuple[int, ...]) -> No
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_sizes_that_vary() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(sampled, backend="flambeau", options={"target": "interpreter"}, dynamic=True)
+    for n in (4, 7):
+        image, grid = torch.randn(2, 20, n, n + 1), 2.6 * torch.rand(2, n, 5, 2) - 1.3
+        torch.testing.assert_close(compiled(image, grid), sampled(image, grid), rtol=1e-4, atol=1e-4)
+
+
 def texts(image: torch.Tensor, points: int = 5) -> list[str]:
     grid = torch.rand(2, points, 6, 2)
     graph = make_fx(lambda x, g: [sampled(x, g)], decomposition_table=table(), tracing_mode="fake")(image, grid)

@@ -305,6 +305,10 @@ def test_kernels_are_built_in_the_background_at_the_second_call() -> None:
         assert (usage("cumsum").ours, usage("cumsum").kernels - before) == (0, 1)
         x.cumsum(0)
         assert usage("cumsum").ours == 1
+        x.cumsum(1)
+    with accelerated("cumsum"):  # what was seen once without being built is built for who waits
+        x.cumsum(1)
+        assert usage("cumsum").ours == 1
 
 
 @pytest.mark.parametrize("slow", ["ours", "torch's"])

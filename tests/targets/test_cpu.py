@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
@@ -479,3 +480,18 @@ def test_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = CpuTarget()
     register_target("warp", lambda: mine)
     assert get_target("warp") is mine and "warp" in base.target_names()
+
+
+def test_large_memory_comes_in_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(cpu, "_madvise", lambda start, nbytes, advice: asked.append((start, nbytes)) or 0)
+    target = get_target("cpu")
+    target.fresh(torch.empty(1 << 20))
+    assert not asked
+    memory = torch.empty(10 << 20)
+    target.fresh(memory)
+    (start, nbytes), = asked
+    assert start % mmap.PAGESIZE == 0 and nbytes > 0.99 * memory.nbytes
+    assert memory.data_ptr() <= start and start + nbytes <= memory.data_ptr() + memory.nbytes
+    run = torch.compile(lambda x: x + 1, backend="flambeau")
+    assert torch.equal(run(torch.zeros(10 << 20)), torch.ones(10 << 20)) and len(asked) == 2

@@ -19,6 +19,7 @@ from flambeau.ir.program import Item, LoopKernel
 
 from .cfamily import Dialect, Scope
 from .cuts import COPIED, SHORTEST, affordable, pieces, written
+from .sharing import ROOM, best_shared, shared_values, with_offsets
 from .windows import WindowWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
@@ -138,11 +139,11 @@ class LoopWriter(WindowWriter):
 
     def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], pragma: str) -> None:
         """The points of v side by side; their windows, where those stay loops, in step."""
-        with self.in_step([e.subs(self.narrowed) for i in items for e in i.exprs], v, lo, hi, pragma) as (lo, hi):
-            with self.loop(v, lo, hi, pragma=pragma) as s:
-                s.known.update(self.windows)
-                for i in items:
-                    self.map_item(i)
+        exprs = [e.subs(self.narrowed) for i in items for e in i.exprs]
+        with self.in_step(exprs, v, lo, hi, pragma) as (first, end), self.loop(v, first, end, pragma=pragma) as s:
+            s.known.update(self.windows)
+            for i in items:
+                self.map_item(i)
 
     def finish(self, item: Item, texts: Sequence[str]) -> None:
         """A reduction's results become outer values (and memory, if anybody else wants them)."""
@@ -169,6 +170,10 @@ class LoopWriter(WindowWriter):
                     self.map_item(i)
             return
         others = tuple(x for x in k.outer if x is not v)
+        shared = best_shared([e for i in items for e in i.exprs], others, v)
+        if shared is not None:
+            self.rows_that_share(others, shared, v, items)
+            return
         amount = self.work(others, 1)
         assert v.extent is not None
         long = not v.extent.is_const or v.extent.const >= 8192
@@ -185,6 +190,32 @@ class LoopWriter(WindowWriter):
                         self.vectors(others, v, items)
                 return
         self.vectors(others, v, items)
+
+    def rows_that_share(self, others: tuple[Sym, ...], c: Sym, v: Sym, items: Sequence[Item]) -> None:
+        """For a block of points first what is the same for all c, then each c."""
+        assert v.extent is not None
+        items = [Item(i.names, i.level, tuple(with_offsets(e, c, v) for e in i.exprs), i.combine) for i in items]
+        values = shared_values([e for i in items for e in i.exprs], c, v)
+        width = max(64, min(512, ROOM // sum(e.dtype.itemsize for e in values) // 64 * 64))
+        block = Sym(f"{v.name}s", v.extent)
+        start, end = self.sym(block), self.fresh("e")
+        outer = tuple(x for x in others if x is not c)
+        simd = f"{self.d.simd} CHECKS"
+        pragma = self.parallel(self.k.outer, self.cost, len(outer) + 1)
+        with self.nest(outer, pragma, (block, self.extent(v), str(width))):
+            self.line(f"const {self.d.long} {end} = fl::imin({start} + {width}, {self.extent(v)});")
+            known = {}
+            for e in values:
+                array = self.fresh("h")
+                self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{width}];")
+                known[e] = f"{array}[{self.sym(v)} - {start}]"
+            with self.loop(v, start, end, pragma=simd):
+                for e, place in known.items():
+                    self.line(f"{place} = {self.value(e)};")
+            with self.loop(c, "0", self.extent(c)), self.loop(v, start, end, pragma=simd) as s:
+                s.known.update(known)
+                for i in items:
+                    self.map_item(i)
 
     def settled(self, items: list[Item], v: Sym) -> list[Item]:
         """An index that is the same in every row is checked once, before them all."""

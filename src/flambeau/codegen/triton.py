@@ -72,8 +72,8 @@ SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
 CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
-                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS, masked_reads=True,
-                            gathers_rows=True)
+                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
+                            masked_reads=True, gathers_rows=True)
 POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
            .replace("int", "i") for d, t in Triton.types.items()}
 

@@ -9,7 +9,7 @@ import math
 from itertools import product as points_of
 
 from flambeau.ir.expr import Expr, loads
-from flambeau.ir.index import ONE, Sym, as_index, product
+from flambeau.ir.index import ONE, Index, Sym, as_index, product
 from flambeau.ir.program import Item, LoopKernel, ScatterKernel
 
 from .triton import BlockWriter, Draft, is_wide
@@ -68,7 +68,7 @@ class ScatterBlocks(BlockWriter):
         return Draft(self, grid, max(1, elements // (32 if anywhere else 512)) if anywhere or taps
                      else warps_for(elements))
 
-    def write(self, address, value: Expr, mode: str, mask: Expr | None) -> None:
+    def write(self, address: Index, value: Expr, mode: str, mask: Expr | None) -> None:
         full = frozenset(range(len(self.blocks)))
         text = self.value(value)
         step = address.const if not address.is_const else 0  # what the access itself can add
@@ -76,7 +76,8 @@ class ScatterBlocks(BlockWriter):
         if self.index_axes(address) != full:
             place = self.spread(f"({place})", full)
         holds = self.inside(full, *([] if mask is None else [self.value(mask)]))
+        where = f", {holds}" if holds else ""
         if mode == "set":
-            self.line(f"tl.store({place}, {text}{f', {holds}' if holds else ''})")
+            self.line(f"tl.store({place}, {text}{where})")
         else:
-            self.line(f'{ATOMIC[mode]}({place}, {self.spread(text, full)}{f", {holds}" if holds else ""}, sem="relaxed")')
+            self.line(f'{ATOMIC[mode]}({place}, {self.spread(text, full)}{where}, sem="relaxed")')

@@ -22,7 +22,6 @@ from flambeau.targets.base import Source
 from .package import Package, Step, View, is_operator, operator_path
 from .symbols import Host, python_text
 
-
 LARGE = 16 << 20  # bytes from which a target is told of fresh memory
 
 

@@ -78,6 +78,7 @@ struct Entry {
   std::vector<int64_t> key;
   std::atomic<int> turn{kOriginal};
   std::atomic<int> seen{0};
+  std::atomic<bool> asked{false};
   PyObject* run = nullptr;  // takes the list of the call's tensors, returns that of the results
   Trial trial;
 };
@@ -476,7 +477,8 @@ Entry* decide(State& s, const Call& call, const torch::jit::Stack& args) {
   size_t slot = 0;
   Entry* e = entry(s, call, slot);
   if (e == nullptr) return nullptr;
-  if (e->seen.load(std::memory_order_relaxed) < s.patience && !is_capturing(s) && ++e->seen == s.patience)
+  if (!e->asked.load(std::memory_order_relaxed) && !is_capturing(s) && ++e->seen >= s.patience &&
+      !e->asked.exchange(true))
     ask(s, slot, args);
   return e->turn.load(std::memory_order_acquire) == kOriginal ? nullptr : e;
 }

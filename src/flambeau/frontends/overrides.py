@@ -108,11 +108,15 @@ class Acceleration:
         self.device = device
         self._gates: list[_Gate] = []
         with _LOCK:
-            for form, elements in forms.items():
-                gate = _GATES.get((device, form)) or _Gate(native, device, key, form)
-                _GATES[device, form] = gate
-                self._gates.append(gate)
-                gate.hold(self, elements, settings)
+            try:
+                for form, elements in forms.items():
+                    gate = _GATES.get((device, form)) or _Gate(native, device, key, form)
+                    _GATES[device, form] = gate
+                    gate.hold(self, elements, settings)
+                    self._gates.append(gate)
+            except BaseException:
+                self.undo()
+                raise
 
     def undo(self) -> None:
         """Torch's own kernels again. Once is enough."""
@@ -165,16 +169,17 @@ class _Gate:
     def hold(self, holder: Acceleration, elements: int, settings: _Settings) -> None:
         if not self.holders:
             self.before = self.native.usage(self.number)[:2]
+        self.open(elements, settings)
         self.holders[holder] = elements, settings
-        self.open()
 
     def release(self, holder: Acceleration) -> None:
         del self.holders[holder]
-        self.open() if self.holders else self.native.close(self.number)
+        if self.holders:  # the last of them decides
+            self.open(*list(self.holders.values())[-1])
+        else:
+            self.native.close(self.number)
 
-    def open(self) -> None:
-        """As its last holder wants it."""
-        elements, settings = list(self.holders.values())[-1]
+    def open(self, elements: int, settings: _Settings) -> None:
         # Who draws random numbers must not change between calls of one program, least of all by the clock.
         random = GROUPS[self.form.group].random
         now, tune = settings.wait or random, settings.tune and not random

@@ -498,6 +498,8 @@ def floordiv(e: Index, d: Index) -> Index:
             out_lo = lo // dlo if lo < 0 else (0 if dhi is None else lo // dhi)
         if hi is not None:
             out_hi = hi // dlo if hi >= 0 else -1
+    if out_lo is not None and out_lo == out_hi:
+        return q + out_lo
     return q + from_atom(Op("div", r, d, out_lo, out_hi))
 
 
@@ -532,12 +534,11 @@ def mod(e: Index, d: Index) -> Index:
 
 
 def minimum(a: IndexLike, b: IndexLike) -> Index:
-    a, b = as_index(a), as_index(b)
+    a, b = sorted((as_index(a), as_index(b)), key=repr)  # equal values in one order, whatever order they came in
     if is_nonneg(b - a):
         return a
     if is_nonneg(a - b):
         return b
-    a, b = sorted((a, b), key=repr)
     (alo, ahi), (blo, bhi) = a.bounds(), b.bounds()
     lo = None if alo is None or blo is None else min(alo, blo)
     his = [h for h in (ahi, bhi) if h is not None]
@@ -545,12 +546,11 @@ def minimum(a: IndexLike, b: IndexLike) -> Index:
 
 
 def maximum(a: IndexLike, b: IndexLike) -> Index:
-    a, b = as_index(a), as_index(b)
+    a, b = sorted((as_index(a), as_index(b)), key=repr)
     if is_nonneg(a - b):
         return a
     if is_nonneg(b - a):
         return b
-    a, b = sorted((a, b), key=repr)
     (alo, ahi), (blo, bhi) = a.bounds(), b.bounds()
     los = [x for x in (alo, blo) if x is not None]
     hi = None if ahi is None or bhi is None else max(ahi, bhi)

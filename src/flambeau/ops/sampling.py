@@ -238,9 +238,9 @@ class Sampler:
                       for a in range(self.rank) if mode == BILINEAR]
 
     def once(self, body: Callable[[Place], Expr]) -> Callable[[Place], Expr]:
-        """All channels of an image read at the same places: those are found once and kept in memory, unless
-        channels lie together and one program finds the places of all of them."""
-        if build.graph().capabilities.gathers_rows:
+        """All channels of an image read at the same places. A kernel finds the places of all of them itself; where one
+        scatters and another reduces, they are found once and kept in memory, unless channels lie together."""
+        if not self.backward or build.graph().capabilities.gathers_rows:
             return body
         return build.pointwise((self.grid.shape[0], *self.out), body).load
 
