@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -313,8 +315,6 @@ def test_kernels_are_built_in_the_background_at_the_second_call() -> None:
 
 @pytest.mark.parametrize("slow", ["ours", "torch's"])
 def test_the_faster_one_stays(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
     real = overrides.build
 
     def build(*args: Any) -> Any:
@@ -391,7 +391,8 @@ def test_nested_accelerations() -> None:
         assert {row.operator.split(".")[1].rstrip("_") for row in flambeau.accelerated()} == {"cumsum"}
 
 
-def test_compiled_and_scripted_code_goes_on_working() -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_and_traced_code_goes_on_working() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return F.mish(x.cumsum(0)).softmax(1)
 
@@ -452,8 +453,6 @@ def test_every_operator_of_the_table_has_a_form() -> None:
 
 
 def test_the_example_of_the_page() -> None:
-    import re
-
     page = Path(__file__).parents[2] / "docs" / "accelerate.md"
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(block, str(page), "exec"), {})

@@ -194,7 +194,8 @@ class LoopWriter(WindowWriter):
     def rows_that_share(self, others: tuple[Sym, ...], c: Sym, v: Sym, items: Sequence[Item]) -> None:
         """For a block of points first what is the same for all c, then each c."""
         assert v.extent is not None
-        items = [Item(i.names, i.level, tuple(with_offsets(e, c, v) for e in i.exprs), i.combine) for i in items]
+        made = iter(with_offsets([e for i in items for e in i.exprs], c, v))
+        items = [Item(i.names, i.level, tuple(next(made) for _ in i.exprs), i.combine) for i in items]
         values = shared_values([e for i in items for e in i.exprs], c, v)
         width = max(64, min(512, ROOM // sum(e.dtype.itemsize for e in values) // 64 * 64))
         block = Sym(f"{v.name}s", v.extent)

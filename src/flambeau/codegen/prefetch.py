@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from flambeau.ir.expr import Expr, rewrite
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, minimum
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, from_atom, minimum
 
 AHEAD = 4096  # bytes of rows that are on their way at a time
 NEAREST, FARTHEST = 4, 24  # steps
 LONGEST = 2048  # bytes of a row: of a longer one the processor has its lines fetched by itself
+LINE = 64  # bytes that come at once
 SMALL = 1 << 20  # bytes of a table that the caches hold anyway
 
 
@@ -29,8 +30,16 @@ class Coming:
 def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
     """Of an access in a loop over `step` around one over `along`: the row some steps from now, or None where to ask
     for it brings nothing."""
-    if address.coefficient(along) is not ONE or along.extent is None or not along.extent.is_const:
+    if along.extent is None or not along.extent.is_const:
         return None
+    slope = address.coefficient(along)
+    return _row(address, itemsize, step, along) if slope is ONE else \
+        _stretch(address, itemsize, step, along) if slope is None else None
+
+
+def _row(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
+    """A row that lies where data say."""
+    assert along.extent is not None
     length = along.extent.const * itemsize
     if length > LONGEST or not any(_is_far(mono, coef * itemsize, step) for mono, coef in address.terms):
         return None
@@ -39,6 +48,23 @@ def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | Non
     later = {step: minimum(as_index(step) + steps, step.extent - 1), along: ZERO}
     start = rewrite(Expr("index", torch.int64, (), address), _trusting, later)
     return Coming(start.attr, length) if start.op == "index" else None
+
+
+def _stretch(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
+    """Elements that lie where data say, but for each step within a stretch of its own: all of that stretch."""
+    assert along.extent is not None
+    jumps = [(a, coef) for mono, coef in address.terms for a in mono[:1]
+             if len(mono) == 1 and isinstance(a, Dyn) and along in a.symbols()]
+    if len(jumps) != 1 or jumps[0][0].hi is None:
+        return None
+    (place, stride), = jumps
+    start = address - from_atom(place) * stride
+    move, length = start.coefficient(step), (place.hi * abs(stride) + 1) * itemsize
+    # There must be few lines to a read, or most of them would be in vain.
+    if move is None or move is ZERO or along in start.symbols() or 2 * (length // LINE) > along.extent.const:
+        return None
+    steps = max(1, min(FARTHEST, AHEAD // 2 // length))
+    return Coming(start.subs({step: as_index(step) + steps}), length)
 
 
 def _is_far(mono: tuple[object, ...], stride: int, step: Sym) -> bool:

@@ -7,12 +7,13 @@ the innermost, and the work is done before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 
 from flambeau.ir.cost import FREE, SIMPLE
-from flambeau.ir.expr import Expr, cast, const, index_children, rewrite, walk
+from flambeau.ir.dtypes import is_bool
+from flambeau.ir.expr import Expr, cast, const, index_children, loads, rewrite, walk, where
 from flambeau.ir.index import Dyn, Index, Sym, from_atom
 
 WORTH = 16  # operations at a point
@@ -46,46 +47,71 @@ def _shared(exprs: Sequence[Expr], c: Sym, v: Sym) -> Iterator[Expr]:
 
 
 def shared_values(exprs: Sequence[Expr], c: Sym, v: Sym) -> list[Expr]:
-    """The largest of them that take more than a read; without a last conversion, which is often to something wider."""
+    """The largest of them that take more than a read."""
     same = dict.fromkeys(_shared(exprs, c, v))
     used = dict.fromkeys(exprs)
     for e in walk(*exprs):
         if e not in same:
             used.update(dict.fromkeys((*e.args, *index_children(e))))
-    out = dict.fromkeys(e.args[0] if e.op == "cast" else e for e in used if e in same)
-    return [e for e in out if any(_weight(x) for x in walk(e))]
+    kept = dict.fromkeys(x for e in used if e in same for x in _kept(e))
+    return [e for e in kept if e in same and any(_weight(x) for x in walk(e))]
 
 
-def with_offsets(e: Expr, c: Sym, v: Sym) -> Expr:
-    """Addresses whose computed parts do not depend on c: those parts become one number each, of 32 bits if they fit, as
-    processors gather best."""
+def _kept(e: Expr) -> Iterator[Expr]:
+    """A number as it is before its last conversion, which is often to something wider; of a condition what it asks
+    about: compilers know no vectors of bools in memory."""
+    if e.op == "cast" or is_bool(e.dtype):
+        for a in e.args:
+            yield from _kept(a)
+    else:
+        yield e
+
+
+def with_offsets(exprs: Sequence[Expr], c: Sym, v: Sym) -> list[Expr]:
+    """Reads at computed places that are the same for all c: each place becomes one number, of 32 bits as processors
+    gather best, and negative where nothing is read."""
+    same = dict.fromkeys(_shared(exprs, c, v))
+    places = {e: p for e in loads(*exprs) if (p := _offset(e, same)) is not None}
+    masks = {e.args[0]: p[1] >= 0 for e, p in places.items() if e.args}
 
     def fn(x: Expr) -> Expr:
-        if x.op != "load":
-            return x
-        address: Index = x.attr[1][0]
-        total = None
-        rest = address
-        for mono, coef in address.terms:
-            part = Index(((mono, coef),), 0)
-            if len(mono) == 1 and isinstance(mono[0], Dyn) and c not in part.symbols() and v in part.symbols():
-                total, rest = part if total is None else total + part, rest - part
-        if total is None or not _fits(total):
-            return x
-        offset = const(0, torch.int32)
-        for (atom,), coef in total.terms:
-            assert isinstance(atom, Dyn)
-            offset = offset + cast(_narrow(atom.expr), torch.int32) * coef
-        lo, hi = total.bounds()
-        return Expr("load", x.dtype, x.args, (x.attr[0], (rest + from_atom(Dyn(cast(offset, torch.int64), lo, hi)),)))
+        if x in masks:
+            return masks[x]
+        if x.op == "where" and x.args[2].op == "const" and x.args[2].attr == 0 and _reads_under(x.args[1], x.args[0]):
+            return x.args[1]  # what is not read is zero
+        return x
 
-    return rewrite(e, fn)
+    memo: dict[Expr, Expr] = {}
+    for e, (rest, offset) in places.items():
+        top = rest.bounds()[1]
+        address = rest + from_atom(Dyn(cast(offset, torch.int64), 0, top))
+        memo[e] = Expr("load", e.dtype, (masks[e.args[0]],) if e.args else (), (e.attr[0], (address,)))
+    return [rewrite(e, fn, None, memo) for e in exprs]
 
 
-def _fits(i: Index) -> bool:
-    lo, hi = i.bounds()
-    return lo is not None and hi is not None and lo >= -2**31 and hi < 2**31
+def _offset(e: Expr, same: Container[Expr]) -> tuple[Index, Expr] | None:
+    """The address of a read without its computed parts, and those parts as one number."""
+    computed = Index((), 0)
+    offset = const(0, torch.int32)
+    for mono, coef in e.attr[1][0].terms:
+        if len(mono) == 1 and isinstance(mono[0], Dyn) and mono[0].expr in same:
+            computed = computed + Index(((mono, coef),), 0)
+            offset = offset + cast(_narrow(mono[0].expr), torch.int32) * coef
+    lo, hi = computed.bounds()
+    if computed.is_const or lo is None or hi is None or lo < 0 or hi >= 2**31:
+        return None
+    if e.args:
+        if e.args[0] not in same:
+            return None
+        offset = where(e.args[0], offset, -1)
+    return e.attr[1][0] - computed, offset
 
 
 def _narrow(e: Expr) -> Expr:
     return e.args[0] if e.op == "cast" and e.args[0].dtype is torch.int32 else e
+
+
+def _reads_under(e: Expr, mask: Expr) -> bool:
+    while e.op == "cast":
+        e, = e.args
+    return e.op == "load" and e.args == (mask,)

@@ -302,7 +302,8 @@ class BlockWriter(Writer):
             results = [w.value(e) for e in c.result]
             body = [*w.scopes[0].lines, f"return {', '.join(results)}"]
             self.functions |= w.functions
-            self.helpers += ["@triton.jit", f"def {name}({', '.join((*left, *right))}):", *("    " + x for x in body), ""]
+            head = f"def {name}({', '.join((*left, *right))}):"
+            self.helpers += ["@triton.jit", head, *("    " + x for x in body), ""]
         return self._combines[c]
 
     def combined(self, c: Combine, left: Sequence[str], right: Sequence[str]) -> list[str]:

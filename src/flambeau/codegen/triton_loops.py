@@ -272,10 +272,8 @@ class LoopBlocks(BlockWriter):
             last = n == len(self.k.inner) - 1
             self.line(f"{self.sym(v)} = {rest if last else f'{rest} % {size}'}")
             if not last:
-                rest = self.fresh("q")
-                before = flat if n == 0 else previous
+                rest, before = self.fresh("q"), rest
                 self.line(f"{rest} = {before} // {size}")
-                previous = rest
 
     def open_row(self, first: str, end: Index | None) -> None:
         assert self.row is not None

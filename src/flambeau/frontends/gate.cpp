@@ -34,7 +34,7 @@
 
 // OPERATOR HEADERS
 
-// Of libtorch_python; its own headers would more than double the time to compile this file.
+// Of libtorch_python, whose own headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 namespace torch {
 PyObject* getTHPDtype(at::ScalarType type);
@@ -470,6 +470,14 @@ class Turns {
   std::chrono::steady_clock::time_point from_;
 };
 
+// Within a call that one gate has looked at, others do not look: an original that calls operators calls originals.
+struct Inside {
+  static thread_local bool now;
+  Inside() { now = true; }
+  ~Inside() { now = false; }
+};
+thread_local bool Inside::now = false;
+
 // The entry of a call that is not, or not only, the original's.
 Entry* decide(State& s, const Call& call, const torch::jit::Stack& args) {
   if (!call.plain || call.overlaps() || at::globalContext().deterministicAlgorithms() || at::in_parallel_region())
@@ -507,6 +515,8 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
   }
 
   C10_NOINLINE Ret large(c10::DispatchKeySet keys, Args&... args) {
+    if (Inside::now) return original(keys, args...);
+    Inside inside;
     torch::jit::Stack stack = c10::impl::boxArgs<Args...>(args...);
     Call call(s.usual, stack);
     (call.note(args), ...);
@@ -516,16 +526,10 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
     Turns turns(s, *e, call);
     std::vector<int64_t> layout;
     if (!turns.ours()) {
-      if constexpr (std::is_reference_v<Ret>) {
-        Ret result = original(keys, args...);
-        turns.done(layout);
-        return result;
-      } else {
-        Ret result = original(keys, args...);
-        Results<Ret>::layout(result, layout);
-        turns.done(layout);
-        return result;
-      }
+      Ret result = original(keys, args...);
+      Results<Ret>::layout(result, layout);
+      turns.done(layout);
+      return result;
     }
     std::vector<Tensor> made;
     Failure failure;

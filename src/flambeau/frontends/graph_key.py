@@ -71,7 +71,8 @@ def source_digest() -> str:
 def machine(target: Target) -> str:
     """What the scheduler knows of the target. Sets have another order in every process."""
     facts = vars(target.capabilities()).items()
-    return target.identity() + repr([(name, sorted(map(str, x)) if isinstance(x, frozenset) else x) for name, x in facts])
+    plain = [(name, sorted(map(str, x)) if isinstance(x, frozenset) else x) for name, x in facts]
+    return target.identity() + repr(plain)
 
 
 def state() -> tuple[Any, ...]:

@@ -156,8 +156,9 @@ class _Case:
         for t in self.leaves:
             x = t.detach().clone(memory_format=torch.preserve_format)
             if x.stride() != t.stride():
-                x = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) if t.numel() and min(
-                    t.stride(), default=1) > 0 else t.detach()
+                dense = t.numel() and min(t.stride(), default=1) > 0
+                x = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) if dense \
+                    else t.detach()
             if dtype is not None and x.is_floating_point():
                 x = x.to(dtype)
             args.append(x.requires_grad_(t.requires_grad and self.wants_grad))

@@ -182,8 +182,9 @@ def _log_sigmoid(x: Expr) -> Expr:
 @lower(aten.log_sigmoid_forward)
 def log_sigmoid(x: Value) -> tuple[Value, Value]:
     """Also exp(-|x|) for the gradient, which ATen saves on CPUs only."""
-    saved = pointwise(_exp_of_minus_abs)(x) if build.graph().on_cpu else build.pointwise((0,), lambda i: const(0, x.dtype))
-    return _log_sigmoid(x), saved
+    if build.graph().on_cpu:
+        return _log_sigmoid(x), pointwise(_exp_of_minus_abs)(x)
+    return _log_sigmoid(x), build.pointwise((0,), lambda i: const(0, x.dtype))
 
 
 @pointwise

@@ -232,8 +232,9 @@ class Sampler:
         self.rank = len(self.axes)
         self.out = grid.shape[1:-1]
         self.dtype = opmath(image.dtype)
-        self.places = [self.once(lambda i, a=a: self.axes[a].kept(self.first(a, i)))  # type: ignore[misc]
-                       for a in range(self.rank) if mode != BICUBIC]
+        kept = backward or self.rows
+        self.places = [self.once(lambda i, a=a: (  # type: ignore[misc]
+            self.axes[a].kept(self.first(a, i)) if kept else self.first(a, i))) for a in range(self.rank) if mode != BICUBIC]
         self.parts = [self.once(lambda i, a=a: self.place(a, i) - self.first(a, i))  # type: ignore[misc]
                       for a in range(self.rank) if mode == BILINEAR]
 
