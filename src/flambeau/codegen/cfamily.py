@@ -332,7 +332,8 @@ class Writer:
         with self.loop(var, self.index(lo), self.index(hi)):
             self._fold_loops(f, updates, names, k + 1)
 
-    def _unroll(self, f: Fold, inits: Sequence[Expr], updates: Sequence[Expr]) -> tuple[Expr, ...]:
+    @staticmethod
+    def _unroll(f: Fold, inits: Sequence[Expr], updates: Sequence[Expr]) -> tuple[Expr, ...]:
         points: list[dict[Sym, Index]] = [{}]
         for var, lo, hi in f.loops:
             points = [{**p, var: as_index(k)} for p in points for k in range(lo.const, hi.const)]

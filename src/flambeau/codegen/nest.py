@@ -40,13 +40,9 @@ class NestWriter(Writer):
     def prefetch(self, exprs: Sequence[Expr], step: Sym, along: Sym) -> None:
         """Ask for the rows (along a variable) that these will read some steps from now."""
         for name, address in dict.fromkeys((e.attr[0], e.attr[1][0]) for e in loads(*exprs)):
-            self.prefetch_row(name, address, step, along)
-
-    def prefetch_row(self, name: str, address: Index, step: Sym, along: Sym, write: bool = False) -> None:
-        row = coming(address, self.dtypes[name].itemsize, step, along)
-        if row is not None:
-            place = f"&{self.short[name]}[{self.index(row.address)}]"
-            self.line(f"fl::prefetch<{row.length}, {int(write)}>({place});")
+            row = coming(address, self.dtypes[name].itemsize, step, along)
+            if row is not None:
+                self.line(f"fl::prefetch<{row.length}>(&{self.short[name]}[{self.index(row.address)}]);")
 
     def extent(self, v: Sym) -> str:
         assert v.extent is not None

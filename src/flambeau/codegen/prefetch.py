@@ -59,6 +59,7 @@ def _stretch(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | N
         return None
     (place, stride), = jumps
     start = address - from_atom(place) * stride
+    assert place.hi is not None
     move, length = start.coefficient(step), (place.hi * abs(stride) + 1) * itemsize
     # There must be few lines to a read, or most of them would be in vain.
     if move is None or move is ZERO or along in start.symbols() or 2 * (length // LINE) > along.extent.const:

@@ -128,9 +128,9 @@ FL_INLINE int64_t checked(int64_t at, int64_t size, int64_t& bad) {
   return at;
 }
 
-// Ask for a row of so many bytes that will be read, or written, soon. The address need not exist.
-template <int bytes, int write, class T> FL_INLINE void prefetch(const T* row) {
-  for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)row + at, write, 3);
+// Ask for a row of so many bytes that will be read soon. The address need not exist.
+template <int bytes, class T> FL_INLINE void prefetch(const T* row) {
+  for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)row + at);
 }
 
 // torch.minimum and torch.maximum: NaN if either is NaN. The first choice is one machine instruction, which

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from flambeau.ir.cost import cost_of
+from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import Expr, cast, rewrite
 from flambeau.ir.index import ONE, Sym, product
 from flambeau.ir.program import ScanKernel
@@ -88,10 +89,10 @@ class ScanWriter(NestWriter):
         dear = cost_of(k.combine.result) > DEAR  # to find out first what a part comes to would take too long
         if points.is_const and points.const < FEW and not (length.is_const and length.const < LONG) and not dear:
             with self.nest(k.outer):
-                if self.taken() is None:
+                if not self.exact():
                     self.long_row()
                     return
-                # Nothing is rounded, so one thread may take the row as it is: the outcome is the same.
+                # One thread may take the row as it is: the outcome is the same.
                 with self.scope("if (fl::most_threads() == 1) {"):
                     self.stretch(self.declare(self.needed))
                 with self.scope("else {"):
@@ -116,6 +117,10 @@ class ScanWriter(NestWriter):
         conditions = {e.args[0] if e.op == "where" and e.args[1:] == (c.right[j], c.left[j]) else None
                       for j in self.needed for e in (c.result[j],)}
         return conditions.pop() if len(conditions) == 1 else None
+
+    def exact(self) -> bool:
+        """Whether nothing is rounded, and no step waits long for the one before."""
+        return self.taken() is not None or not any(is_float(self.k.combine.left[j].dtype) for j in self.needed)
 
     def choose(self, slots: dict[int, str], taken: Expr, lo: str, hi: str, stored: Sequence[str]) -> None:
         """A running extremum seldom changes. A branch foresees that: no step waits for the one before, and what is
@@ -161,7 +166,7 @@ class ScanWriter(NestWriter):
 
     def parts(self, states: dict[int, str], size: str, components: Sequence[int], store: bool) -> None:
         k = self.k
-        abreast = ABREAST if self.taken() is None else 1
+        abreast = 1 if self.exact() else ABREAST
         b, n = self.fresh("b"), self.extent(k.axis)
         head = f"for ({self.d.long} {b} = 0; {b} < {PARTS}; {b} += {abreast}) {{"
         with self.scope(head, pragma=self.parallel((*k.outer, k.axis), self.cost, 1)):

@@ -16,7 +16,7 @@ from flambeau.ir.index import Index, Op, Sym, as_index, product
 from flambeau.ir.program import Item, LoopKernel
 
 from .triton import BlockWriter, Draft, is_wide, padded_read, power
-from .triton_phases import Phases, compact, exprs_of, overlapping, written_out
+from .triton_phases import Phases, compact, exprs_of, overlapping, spelled, written_out
 from .triton_rows import rows_of
 
 THREADS = 128  # of a program that maps: four warps
@@ -54,13 +54,14 @@ class LoopBlocks(BlockWriter):
         k, self.guards = shared_lanes(k)
         self.rows = rows_of(k)
         k = self.rows.kernel if self.rows else k
+        k = k if k.inner else spelled(k)
         self.phases = written_out(k)
         k = self.phases.kernel if self.phases else k
         exprs = [e for items in k.stages for i in items for e in i.exprs] + list(k.bounds or ())
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
         super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], points))
-        self.k = k = k if k.inner else self.spelled(k)
+        self.k = k
         self.addresses = dict(k.stores)
         self.apart = self.phases is not None  # one point for each thread
         self.cost = cost_of(exprs)
@@ -191,23 +192,6 @@ class LoopBlocks(BlockWriter):
             if name in self.addresses:
                 self.put(name, self.value(cast(Expr("local", e.dtype, (), name), self.dtypes[name])),
                          self.outer_axes())
-
-    def spelled(self, k: LoopKernel) -> LoopKernel:
-        """Windows of constant size step by step, so that it shows what is read."""
-        done: dict[object, tuple[Expr, ...]] = {}
-        memo: dict[Expr, Expr] = {}
-
-        def put(e: Expr) -> Expr:
-            if e.op != "fold" or e.attr.steps > self.unroll:
-                return e
-            n = len(e.attr.carries)
-            key = (e.args, e.attr.loops)
-            if key not in done:
-                done[key] = self._unroll(e.attr, e.args[:n], e.args[n:])
-            return done[key][e.attr.which]
-
-        return replace(k, stages=tuple(tuple(Item(i.names, i.level, tuple(rewrite(e, put, None, memo) for e in i.exprs),
-                                                  i.combine) for i in items) for items in k.stages))
 
     def elements_together(self, p: Phases) -> None:
         """All that is read, then what is computed from it; stores last, since reads do not pass them."""

@@ -15,10 +15,11 @@ from flambeau.ir.expr import Expr, index_value, load, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Index, Op, Sym, as_index
 from flambeau.ir.program import Item, LoopKernel
 
-from .cfamily import UNROLL
+from .cfamily import UNROLL, Writer
 from .triton import power
 
 MOST = 16  # elements of one point
+ABREAST = 1  # windows next to each other that one point computes, where no division asks for phases
 LARGEST = 4  # values of one variable that are written out
 LINE = 32  # elements of a row in a compact tile: one access of a warp
 CHECKED = frozenset(("check", "require"))
@@ -37,18 +38,56 @@ class Phases:
 def written_out(k: LoopKernel) -> Phases | None:
     """The kernel with its phases written out, if it has any."""
     exprs = exprs_of(k)
-    if k.inner or k.tile is not None or any(e.op == "fold" and e.attr.steps > UNROLL for e in walk(*exprs)):
+    if k.inner or k.tile is not None or any(e.op == "fold" for e in walk(*exprs)):
         return None
     limits: Limits = {}
+    chosen: list[Sym] = []
+    checked = any(e.op in CHECKED for e in walk(*exprs))
     for v, n in sorted(set(divided(k)), key=lambda vn: (-k.outer.index(vn[0]), vn[1])):
         if v not in k.outer:
             continue
         split, low, limit = halved(k, v, n)
         more = limits if limit is None else {**limits, low: limit}
-        if {low, *more}.issubset(phase_variables(split)) and not (more and any(e.op in CHECKED for e in walk(*exprs))):
+        if {low, *more}.issubset(phase_variables(split)) and not (more and checked):
             k, limits = split, more
     chosen = phase_variables(k)
+    if not chosen and ABREAST > 1 and not checked:
+        k, chosen, limits = abreast(k)
     return unrolled(k, chosen, limits) if chosen else None
+
+
+def abreast(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
+    """Windows one above the other share most of what they read, and have more of it on its way at once."""
+    lows: list[Sym] = []
+    limits: Limits = {}
+    near = [v for v in overlapping(exprs_of(k), k.outer) if v is not k.outer[-1]]
+    for v in near[-1:] * 2 if len(near) == 1 else near[:-3:-1]:
+        if 2 ** len(lows) == ABREAST:
+            break
+        v = next((u for u in k.outer if u.name == v.name or u.name == f"{v.name}o"), v)
+        if v.extent is not None and v.extent.const > 2:
+            k, low, limit = halved(k, v, 2)
+            lows.append(low)
+            limits |= {} if limit is None else {low: limit}
+    return k, lows, limits
+
+
+def spelled(k: LoopKernel) -> LoopKernel:
+    """Windows of constant size step by step, so that it shows what is read."""
+    done: dict[object, tuple[Expr, ...]] = {}
+    memo: dict[Expr, Expr] = {}
+
+    def put(e: Expr) -> Expr:
+        if e.op != "fold" or e.attr.steps > UNROLL:
+            return e
+        n = len(e.attr.carries)
+        key = (e.args, e.attr.loops)
+        if key not in done:
+            done[key] = Writer._unroll(e.attr, e.args[:n], e.args[n:])
+        return done[key][e.attr.which]
+
+    return replace(k, stages=tuple(tuple(Item(i.names, i.level, tuple(rewrite(e, put, None, memo) for e in i.exprs),
+                                              i.combine) for i in items) for items in k.stages))
 
 
 def exprs_of(k: LoopKernel) -> list[Expr]:
@@ -85,32 +124,20 @@ def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]
 def phase_variables(k: LoopKernel) -> list[Sym]:
     """Small variables that most reads do not follow: what is read is the same, or much the same, for all values."""
     outer = frozenset(k.outer)
-    reads = [(a, times) for a, times in weighted_reads(exprs_of(k)) if not outer.isdisjoint(a.symbols())]
+    reads = {e.attr[1][0] for e in walk(*exprs_of(k)) if e.op == "load"}
+    followed = [a for a in reads if not outer.isdisjoint(a.symbols())]
     chosen: list[Sym] = []
     count = 1
     for v in reversed(k.outer):
         if v.extent is None or not v.extent.is_const or not 1 < v.extent.const <= LARGEST \
                 or count * v.extent.const > MOST:
             continue
-        steps = [(a.coefficient(v), times) for a, times in reads]
-        shared = sum(times for c, times in steps if c is None or c is ZERO)
-        if shared and shared >= 4 * sum(times for c, times in steps if c is not None and c is not ZERO):
+        steps = [a.coefficient(v) for a in followed]
+        shared = sum(c is None or c is ZERO for c in steps)
+        if shared and shared >= 4 * (len(steps) - shared):
             chosen.append(v)
             count *= v.extent.const
     return chosen if len(chosen) < len(k.outer) else []
-
-
-def weighted_reads(exprs: Iterable[Expr]) -> list[tuple[Index, int]]:
-    """Addresses read, and how often by one element."""
-    times: dict[Expr, int] = {}
-    for e in walk(*exprs):
-        if e.op == "load":
-            times.setdefault(e, 1)
-        elif e.op == "fold":
-            for x in walk(*e.args[len(e.attr.carries):]):
-                if x.op == "load":
-                    times[x] = int(e.attr.steps)
-    return [(e.attr[1][0], n) for e, n in times.items()]
 
 
 def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:

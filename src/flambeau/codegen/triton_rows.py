@@ -18,10 +18,10 @@ from .triton import power
 from .triton_phases import exprs_of, halved
 
 PIECE = 32  # channels that eight threads read at once, 16 bytes each: a line of memory
-CHANNELS = 64  # of one program. Others come later: what all programs read at a time shall stay in the cache
+CHANNELS = 32  # of one program. Others come later: what all programs read at a time shall stay in the cache
 POINTS = 32  # next to each other
 LINES = 1  # of points: where places are smooth, neighbours in a second direction share what they read
-THREAD = 16  # elements of one thread
+THREAD = 8  # elements of one thread
 
 
 @dataclass(frozen=True)

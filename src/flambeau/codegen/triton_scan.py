@@ -23,7 +23,7 @@ COLUMNS = 32  # columns side by side where they are what is contiguous
 PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
 STAGES = 4
 PER_THREAD = 64  # elements of 32 bits
-DEAR = 10  # operations of a combine from which on threads hold fewer
+DEAR = 10  # operations of a combine above which it, and not memory, takes the time
 WINDOW = 128  # predecessors that are read at once
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "scaled_sum"))
 
@@ -52,7 +52,8 @@ class ScanBlocks(BlockWriter):
         piece = min(max(2, power(self.length.const)), most) if self.length.is_const else most
         blocks = spans(outer, max(1, PIECE // piece))
         cut = self.length.const > piece if self.length.is_const else True
-        look_back = cut and self.programs(outer, blocks) < PROGRAMS
+        self.dear = cost_of(k.combine.result) > DEAR
+        look_back = cut and self.programs(outer, blocks) < PROGRAMS * (8 if self.dear else 1)
         if look_back and rows:
             piece = min(piece, ALONE)
             blocks = spans(outer, 1)
@@ -60,10 +61,11 @@ class ScanBlocks(BlockWriter):
         self.row = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
 
-    def warps(self, elements: int) -> int:
-        """What a thread scans by itself costs least, as far as its registers hold it."""
-        c = self.k.combine
-        each = PER_THREAD if all(d.itemsize <= 4 for d in c.dtypes) and cost_of(c.result) <= DEAR else PER_THREAD // 2
+    def warps(self, elements: int, alone: bool) -> int:
+        """What a thread scans by itself costs least, as far as its registers hold it; with the state of others to
+        look at they hold less."""
+        small = all(d.itemsize <= 4 for d in self.k.combine.dtypes)
+        each = PER_THREAD if small and (alone or not self.dear) else PER_THREAD // 2
         return max(1, min(16, elements // (32 * each)))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
@@ -164,7 +166,7 @@ class ScanBlocks(BlockWriter):
         elements = size
         for b in blocks.values():
             elements *= b
-        return Draft(self, grid, self.warps(elements))
+        return Draft(self, grid, self.warps(elements, True))
 
     def place(self, step: str, count: str) -> str:
         return f"({count} - 1 - {step})" if self.k.reverse else step
@@ -200,7 +202,7 @@ class ScanBlocks(BlockWriter):
         self.put(self.combined(k.combine, before, scanned))
         strips = " * ".join(count_text(n, b, host_text) for n, b in sizes) or "1"
         total = f"{strips} * {count_text(self.length, size, host_text)}"
-        return Draft(self, total, self.warps(size * lanes), f"32 + {total} * {8 * lanes * state.count}")
+        return Draft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
 
     def side(self) -> str:
         """The position of each row of the tile among the tile's rows."""
