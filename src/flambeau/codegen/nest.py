@@ -22,6 +22,7 @@ class NestWriter(Writer):
         super().__init__(dialect)
         self.short = {p.name: f"p{k}" for k, p in enumerate(kernel.params)}
         self.dtypes = {p.name: p.dtype for p in kernel.params}
+        self.sizes = kernel.sizes
         self.ranges: dict[Sym, tuple[str, str, Sym]] = {}  # parts of a variable's range: first, end, its name there
 
     @contextmanager
@@ -39,8 +40,9 @@ class NestWriter(Writer):
 
     def prefetch(self, exprs: Sequence[Expr], step: Sym, along: Sym) -> None:
         """Ask for the rows (along a variable) that these will read some steps from now."""
+        known = {along, *self.sizes}.union(*(s.vars for s in self.scopes))  # not so the places in a window
         for name, address in dict.fromkeys((e.attr[0], e.attr[1][0]) for e in loads(*exprs)):
-            row = coming(address, self.dtypes[name].itemsize, step, along)
+            row = None if address.symbols() - known else coming(address, self.dtypes[name].itemsize, step, along)
             if row is not None:
                 self.line(f"fl::prefetch<{row.length}>(&{self.short[name]}[{self.index(row.address)}]);")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product as points_of
 
 from flambeau.ir.expr import Expr, index_value, load, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Index, Op, Sym, as_index
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index
 from flambeau.ir.program import Item, LoopKernel
 
 from .cfamily import UNROLL, Writer
@@ -41,7 +41,6 @@ def written_out(k: LoopKernel) -> Phases | None:
     if k.inner or k.tile is not None or any(e.op == "fold" for e in walk(*exprs)):
         return None
     limits: Limits = {}
-    chosen: list[Sym] = []
     checked = any(e.op in CHECKED for e in walk(*exprs))
     for v, n in sorted(set(divided(k)), key=lambda vn: (-k.outer.index(vn[0]), vn[1])):
         if v not in k.outer:
@@ -61,12 +60,9 @@ def abreast(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
     lows: list[Sym] = []
     limits: Limits = {}
     near = [v for v in overlapping(exprs_of(k), k.outer) if v is not k.outer[-1]]
-    for v in near[-1:] * 2 if len(near) == 1 else near[:-3:-1]:
-        if 2 ** len(lows) == ABREAST:
-            break
-        v = next((u for u in k.outer if u.name == v.name or u.name == f"{v.name}o"), v)
-        if v.extent is not None and v.extent.const > 2:
-            k, low, limit = halved(k, v, 2)
+    for v, n in [(v, ABREAST) for v in near] if len(near) == 1 else [(v, 2) for v in near[::-1][:ABREAST // 2]]:
+        if v.extent is not None and v.extent.const > n:
+            k, low, limit = halved(k, v, n)
             lows.append(low)
             limits |= {} if limit is None else {low: limit}
     return k, lows, limits
@@ -132,12 +128,19 @@ def phase_variables(k: LoopKernel) -> list[Sym]:
         if v.extent is None or not v.extent.is_const or not 1 < v.extent.const <= LARGEST \
                 or count * v.extent.const > MOST:
             continue
-        steps = [a.coefficient(v) for a in followed]
-        shared = sum(c is None or c is ZERO for c in steps)
-        if shared and shared >= 4 * (len(steps) - shared):
+        shared = sum(not follows(a, v) for a in followed)
+        if shared and shared >= 4 * (len(followed) - shared):
             chosen.append(v)
             count *= v.extent.const
     return chosen if len(chosen) < len(k.outer) else []
+
+
+def follows(address: Index, v: Sym) -> bool:
+    """Whether an address moves with v at every step, or in a way that only the data decides."""
+    c = address.coefficient(v)
+    if c is not None:
+        return c is not ZERO
+    return any(isinstance(a, Dyn) and v in a.symbols() for a in address.atoms())
 
 
 def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
@@ -230,5 +233,9 @@ def compact(vars: Sequence[Sym], near: Sequence[Sym], room: int) -> dict[Sym, in
             growing.append(v)
     if room > 1 and out[last] < most.get(last, room):
         out[last] *= min(room, most.get(last, room) // out[last])
+    for v in reversed(vars):
+        if room > 1 and v not in out:
+            out[v] = min(room, most.get(v, room))
+            room //= out[v]
     return {v: out[v] for v in vars if out.get(v, 1) > 1}
 

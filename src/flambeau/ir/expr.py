@@ -354,7 +354,7 @@ def binary(op: str, a: Scalar, b: Scalar) -> Expr:
 
 def _decide_by_range(op: str, a: Expr, b: Expr) -> Expr | None:
     """Comparisons of index values that their ranges decide: padding masks fall away in the interior."""
-    if OPS[op][1] != "bool" or a.dtype is not torch.int64:
+    if OPS[op][1] != "bool" or a.dtype not in (torch.int64, torch.int32):
         return None
     ia, ib = _as_plain_index(a), _as_plain_index(b)
     if ia is None or ib is None:
@@ -379,6 +379,9 @@ def _decide_by_range(op: str, a: Expr, b: Expr) -> Expr | None:
 def _as_plain_index(x: Expr) -> Index | None:
     if x.op == "index":
         return x.attr  # type: ignore[no-any-return]
+    if x.op == "cast" and x.dtype is torch.int32 and x.args[0].op == "index":
+        lo, hi = x.args[0].attr.bounds()
+        return x.args[0].attr if lo is not None and hi is not None and -2**31 <= lo and hi < 2**31 else None
     return as_index(x.attr) if x.op == "const" else None
 
 

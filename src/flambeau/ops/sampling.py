@@ -89,11 +89,19 @@ class Axis:
         """Both borders are one point: there is nothing to mirror."""
         return self.align and self.size is as_index(1)
 
-    def place(self, x: Expr) -> Expr:
-        """An unnormalised position as the padding mode moves it."""
+    def moved(self, x: Expr) -> Expr:
+        """An unnormalised position as the padding mode moves it, before it is clipped."""
         if self.padding == REFLECTION:
-            x = const(0, x.dtype) if self.is_point else self.reflect(x)[0]
+            return const(0, x.dtype) if self.is_point else self.reflect(x)[0]
+        return x
+
+    def place(self, x: Expr) -> Expr:
+        x = self.moved(x)
         return x if self.padding == ZEROS else self.clip(x)
+
+    def has_next(self, moved: Expr) -> Expr:
+        """Whether there is a position after the one that this becomes when it is clipped."""
+        return ~(moved >= self.number(self.size - 1, moved)) & (index_value(self.size) > 1)
 
     def place_with_slope(self, x: Expr) -> tuple[Expr, Expr]:
         """The position and d position / d coordinate; on and beyond the border it does not move."""
@@ -141,6 +149,9 @@ class PlainAxis(Axis):
         last = self.number(self.size - 1, x)
         return where(x < last, where(x > 0, x, 0), last)
 
+    def has_next(self, moved: Expr) -> Expr:
+        return (moved < self.number(self.size - 1, moved)) & (index_value(self.size) > 1)
+
     def reflect(self, x: Expr) -> tuple[Expr, Expr]:
         low = 0.0 if self.align else -0.5
         span = self.number(self.size - 1 if self.align else self.size, x)
@@ -183,10 +194,15 @@ class Taps:
     """What one output reads along one dimension: positions, their weights, d weight / d position."""
 
     axis: Axis
-    position: Callable[[Index], Expr]  # of neighbour k; outside of [0, size) it reads nothing
+    position: Callable[[Index], Expr]  # of neighbour k
     weights: Sequence[Expr]
     slopes: Sequence[Expr]
     first: Index | None = None  # where taps follow one another, so do their addresses
+    known: Sequence[Expr] | None = None  # whether neighbour k is inside, if that follows from how it was placed
+
+    def inside(self, k: IndexLike) -> Expr:
+        """Whether neighbour k reads anything."""
+        return self.axis.inside(self.position(as_index(k))) if self.known is None else self.known[int(as_index(k))]
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -234,7 +250,8 @@ class Sampler:
         self.dtype = opmath(image.dtype)
         kept = backward or self.rows
         self.places = [self.once(lambda i, a=a: (  # type: ignore[misc]
-            self.axes[a].kept(self.first(a, i)) if kept else self.first(a, i))) for a in range(self.rank) if mode != BICUBIC]
+            self.axes[a].kept(self.first(a, i)) if kept else self.first(a, i)))
+            for a in range(self.rank) if mode != BICUBIC]
         self.parts = [self.once(lambda i, a=a: self.place(a, i) - self.first(a, i))  # type: ignore[misc]
                       for a in range(self.rank) if mode == BILINEAR]
 
@@ -262,22 +279,25 @@ class Sampler:
 
     def along(self, a: int, i: Place) -> Taps:
         axis = self.axes[a]
+        always = const(True, torch.bool)
+        placed = not self.backward and axis.padding != ZEROS
         if self.mode == BICUBIC:
             x = self.coordinate(a, i)
             base = floor(x)
             return Taps(axis, lambda k: axis.place(base + index_value(k, x.dtype) - 1), cubic_weights(x - base),
-                        [-s for s in cubic_slopes(x - base)])
+                        [-s for s in cubic_slopes(x - base)], known=[always] * 4 if placed else None)
         at, one = self.places[a](i), const(1, self.dtype)
         first = computed(at, 0, axis.top) if self.rows else None
         if self.mode == NEAREST:
-            return Taps(axis, lambda k: at, [one], [const(0, self.dtype)], first)
+            return Taps(axis, lambda k: at, [one], [const(0, self.dtype)], first, [always] if placed else None)
         t = self.parts[a](i)
-        return Taps(axis, lambda k: at + index_value(k, at.dtype), [1 - t, t], [-one, one], first)
+        known = [always, axis.has_next(axis.moved(self.coordinate(a, i)))] if placed else None
+        return Taps(axis, lambda k: at + index_value(k, at.dtype), [1 - t, t], [-one, one], first, known)
 
     def spot(self, along: Sequence[Taps], k: Sequence[IndexLike]) -> tuple[list[Index], Expr]:
         """The place of tap k in the image, and whether it is inside."""
         at = [t.position(as_index(j)) for t, j in zip(along, k, strict=True)]
-        inside = all_of([t.axis.inside(x) for t, x in zip(along, at, strict=True)])
+        inside = all_of([t.inside(j) for t, j in zip(along, k, strict=True)])
         return [computed(t.axis.whole(x), 0, t.axis.top) if t.first is None else t.first + j
                 for t, x, j in zip(along, at, k, strict=True)], inside
 

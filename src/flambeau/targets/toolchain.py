@@ -48,7 +48,7 @@ def _options() -> dict[str, _Option]:
         "native": _Option(flags=("-march=native",)),
         # A select whose outcome decides the next comparison becomes two paths with a comparison each, and a loop with
         # paths of its own stays scalar (the positions of maxima: 6x slower).
-        "paths": _Option(flags=("-fno-thread-jumps", "-fno-tree-pre")),
+        "paths": _Option(flags=("-fno-thread-jumps",)),
         # Jamming two outer steps into one vector loop turns contiguous reads into gathers (embedding bags: 4x slower).
         "jam": _Option(flags=("-fno-loop-unroll-and-jam",)),
         "openmp": _Option(
