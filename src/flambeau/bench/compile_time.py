@@ -41,7 +41,7 @@ class CompileRow:
     errors: dict[str, str] = field(default_factory=dict)
 
 
-def child(name: str, size: str, backend: str) -> dict[str, float]:
+def child(name: str, size: str, backend: str, device: str) -> dict[str, float]:
     """Runs in the fresh process: import, first step, steady steps."""
     start = time.perf_counter()
     for module in ("torch", "torch._dynamo", *IMPORTS.get(backend.partition(":")[0], ())):
@@ -49,27 +49,28 @@ def child(name: str, size: str, backend: str) -> dict[str, float]:
     import torch
     import torch.nn.functional as F
 
-    from flambeau.bench.harness import training_step
+    from flambeau.bench.harness import clock_of, training_step
     from flambeau.bench.models import SUITE, Built
 
     imported = time.perf_counter()
     if name == TRIVIAL:
-        built = Built(torch.nn.Linear(8, 8), lambda: (torch.ones(8, 8), torch.zeros(8, 8)), F.mse_loss)
+        built = Built(torch.nn.Linear(8, 8, device=device),
+                      lambda: (torch.ones(8, 8, device=device), torch.zeros(8, 8, device=device)), F.mse_loss)
     else:
-        built = SUITE[name].build(size)
-    step = training_step(built, built.make_inputs(), backend)
+        built = SUITE[name].build(size, device=device)
+    step, clock = training_step(built, built.make_inputs(), backend), clock_of(device)
     times = []
     for _ in range(6):
-        begin = time.perf_counter()
+        begin = clock()
         step()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     steady = statistics.median(times[1:])
     return {"compile": times[0] - steady, "first": times[0], "steady": steady, "imports": imported - start}
 
 
-def in_process(name: str, size: str, backend: str, caches: Path, limit: float) -> dict[str, float]:
+def in_process(name: str, size: str, backend: str, device: str, caches: Path, limit: float) -> dict[str, float]:
     env = os.environ | {variable: str(caches / folder) for variable, folder in CACHES.items()}
-    command = [sys.executable, "-m", "flambeau.bench.compile_time", name, size, backend]
+    command = [sys.executable, "-m", "flambeau.bench.compile_time", name, size, backend, device]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit)
     if done.returncode:
         raise RuntimeError(f"exit {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2]}")
@@ -77,7 +78,7 @@ def in_process(name: str, size: str, backend: str, caches: Path, limit: float) -
 
 
 def measure_compile(name: str, size: str, backends: Sequence[str], primed: Path,
-                    limit: float = 600.0) -> CompileRow:
+                    limit: float = 600.0, device: str = "cpu") -> CompileRow:
     """Seconds per state for one model; `primed` is a folder that keeps the trivial function's caches."""
     row = CompileRow(name)
     for backend in backends:
@@ -85,12 +86,12 @@ def measure_compile(name: str, size: str, backends: Sequence[str], primed: Path,
         with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder:
             own, copy = Path(folder) / "own", Path(folder) / "primed"
             try:
-                seconds["cold"] = in_process(name, size, backend, own, limit)["compile"]
-                seconds["warm"] = in_process(name, size, backend, own, limit)["compile"]
+                seconds["cold"] = in_process(name, size, backend, device, own, limit)["compile"]
+                seconds["warm"] = in_process(name, size, backend, device, own, limit)["compile"]
                 if not (primed / backend).exists():
-                    in_process(TRIVIAL, size, backend, primed / backend, limit)
+                    in_process(TRIVIAL, size, backend, device, primed / backend, limit)
                 shutil.copytree(primed / backend, copy)
-                seconds["primed"] = in_process(name, size, backend, copy, limit)["compile"]
+                seconds["primed"] = in_process(name, size, backend, device, copy, limit)["compile"]
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 row.errors[backend] = str(error)[:200]
     return row
@@ -119,4 +120,4 @@ def compile_table(title: str, rows: Sequence[CompileRow], backends: Sequence[str
 
 
 if __name__ == "__main__":
-    print(json.dumps(child(*sys.argv[1:4])))
+    print(json.dumps(child(*sys.argv[1:5])))

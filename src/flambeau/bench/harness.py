@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -205,16 +206,28 @@ def message(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
+def clock_of(device: str) -> Callable[[], float]:
+    """The time when all that the device was given is done."""
+    if device == "cpu":
+        return time.perf_counter
+
+    def synchronised() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return synchronised
+
+
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,
-                  accuracy: bool = True) -> Row:
+                  accuracy: bool = True, device: str = "cpu") -> Row:
     """Steady step times of one model, and how far each backend's results are from eager's."""
-    built = SUITE[name].build(size)
+    built = SUITE[name].build(size, device=device)
     inputs, row = built.make_inputs(), Row(name, mode, mode)
     if accuracy:
         compare(row, built, mode, [b for b in backends if b != "eager"])
     torch._dynamo.reset()
     steps = {b: STEPS[mode](copied(built), inputs, b) for b in backends if b not in row.errors}
-    return timed(row, steps, limit)
+    return timed(row, steps, limit, clock_of(device))
 
 
 def compare(row: Row, built: Built, mode: str, backends: Sequence[str]) -> None:
@@ -238,7 +251,8 @@ def compare(row: Row, built: Built, mode: str, backends: Sequence[str]) -> None:
             row.errors[backend] = message(error)
 
 
-def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float) -> Row:
+def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float,
+          clock: Callable[[], float] = time.perf_counter) -> Row:
     """Fills in the row's times; a backend that fails in its first call is noted and left out."""
     working = {}
     for backend, step in steps.items():
@@ -247,7 +261,7 @@ def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float) -> Row:
             working[backend] = step
         except Exception as error:  # as in compare
             row.errors[backend] = message(error)
-    for backend, times in alternate(working, limit).items():
+    for backend, times in alternate(working, limit, clock=clock).items():
         row.seconds[backend], row.best[backend] = statistics.median(times), min(times)
         row.spread[backend] = spread(times)
     return row
@@ -256,20 +270,22 @@ def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float) -> Row:
 # ---- reports ---------------------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """What the numbers were measured on."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
                  platform.processor())
+    gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda,
+                                      "triton": version("triton")}
     return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
             "isa": torch.backends.cpu.get_cpu_capability(), "system": platform.system(),
             "torch": torch.__version__, "python": platform.python_version(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            "date": datetime.now(UTC).isoformat(timespec="seconds"), **gpu}
 
 
-def write_json(path: Path, kind: str, rows: Sequence[Any], summary: dict[str, Any]) -> None:
-    report = {"kind": kind, "machine": machine(), "rows": [asdict(row) for row in rows], "summary": summary}
+def write_json(path: Path, kind: str, rows: Sequence[Any], summary: dict[str, Any], device: str = "cpu") -> None:
+    report = {"kind": kind, "machine": machine(device), "rows": [asdict(row) for row in rows], "summary": summary}
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 

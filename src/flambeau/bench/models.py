@@ -1,10 +1,11 @@
-"""The model suite: small networks of every kind, with random weights, in two sizes.
+"""The model suite: small networks of every kind, with random weights, in three sizes.
 
     built = SUITE["gpt"].build("tiny")
     *args, target = built.make_inputs(batch=2)
     built.loss(built.module(*args), target).backward()
 
-"small" is for measuring (a training step of tens of milliseconds on two cores), "tiny" is for tests.
+"small" is for measuring (a training step of tens of milliseconds on two cores), "large" for measuring on a GPU,
+"tiny" for tests. Weights and inputs are drawn on the CPU and moved, so that they are the same on every device.
 Only `mlp` holds dropout; `without_dropout` turns it off so that results can be compared.
 """
 
@@ -36,7 +37,7 @@ class Model:
     loss: Callable[[Tensor, Tensor], Tensor]
     sizes: dict[str, dict[str, int]]
 
-    def build(self, size: str = "small", seed: int = 0) -> Built:
+    def build(self, size: str = "small", seed: int = 0, device: str = "cpu") -> Built:
         """The model with fresh weights; `make_inputs(batch, seed)` draws for any batch size."""
         config = dict(self.sizes[size])
         default_batch = config.pop("batch")
@@ -44,11 +45,11 @@ class Model:
         def make_inputs(batch: int = default_batch, seed: int = 1) -> Inputs:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return self.draw(config, batch)
+                return tuple(t.to(device) for t in self.draw(config, batch))
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return Built(self.create(**config), make_inputs, self.loss)
+            return Built(self.create(**config).to(device), make_inputs, self.loss)
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
@@ -357,27 +358,35 @@ def draw_series(config: dict[str, int], batch: int) -> Inputs:
 
 SUITE: dict[str, Model] = {model.name: model for model in (
     Model("gpt", GPT, draw_tokens, token_loss, {
+        "large": {"batch": 16, "vocab": 16384, "time": 512, "dim": 768, "heads": 12, "depth": 8},
         "small": {"batch": 4, "vocab": 4096, "time": 128, "dim": 256, "heads": 8, "depth": 4},
         "tiny": {"batch": 2, "vocab": 64, "time": 16, "dim": 32, "heads": 2, "depth": 2}}),
     Model("llama", Llama, draw_tokens, token_loss, {
+        "large": {"batch": 16, "vocab": 16384, "time": 512, "dim": 768, "heads": 12, "kv_heads": 4, "depth": 8},
         "small": {"batch": 4, "vocab": 4096, "time": 128, "dim": 256, "heads": 8, "kv_heads": 2, "depth": 4},
         "tiny": {"batch": 2, "vocab": 64, "time": 16, "dim": 32, "heads": 4, "kv_heads": 2, "depth": 2}}),
     Model("resnet", ResNet, draw_images, class_loss, {
+        "large": {"batch": 64, "image": 224, "width": 64, "blocks": 2, "classes": 1000},
         "small": {"batch": 8, "image": 96, "width": 32, "blocks": 2, "classes": 100},
         "tiny": {"batch": 2, "image": 64, "width": 8, "blocks": 1, "classes": 10}}),
     Model("vit", ViT, draw_images, class_loss, {
+        "large": {"batch": 64, "image": 224, "patch": 16, "dim": 384, "heads": 6, "depth": 8, "classes": 1000},
         "small": {"batch": 8, "image": 64, "patch": 8, "dim": 192, "heads": 6, "depth": 4, "classes": 100},
         "tiny": {"batch": 2, "image": 16, "patch": 4, "dim": 32, "heads": 2, "depth": 2, "classes": 10}}),
     Model("unet3d", UNet3D, draw_volumes, class_loss, {
+        "large": {"batch": 2, "side": 64, "width": 32, "levels": 4, "classes": 4},
         "small": {"batch": 1, "side": 24, "width": 16, "levels": 3, "classes": 4},
         "tiny": {"batch": 2, "side": 8, "width": 4, "levels": 2, "classes": 3}}),
     Model("dlrm", DLRM, draw_clicks, F.binary_cross_entropy_with_logits, {
+        "large": {"batch": 16384, "tables": 16, "rows": 100000, "bag": 16, "dense": 13, "dim": 64},
         "small": {"batch": 2048, "tables": 8, "rows": 10000, "bag": 16, "dense": 13, "dim": 32},
         "tiny": {"batch": 4, "tables": 3, "rows": 50, "bag": 3, "dense": 5, "dim": 8}}),
     Model("mlp", MLP, draw_vectors, class_loss, {
+        "large": {"batch": 16384, "dim": 1024, "classes": 1000},
         "small": {"batch": 1024, "dim": 256, "classes": 100},
         "tiny": {"batch": 4, "dim": 16, "classes": 10}}),
     Model("scans", Scans, draw_series, F.mse_loss, {
+        "large": {"batch": 32, "time": 1024, "dim": 1024},
         "small": {"batch": 8, "time": 256, "dim": 256},
         "tiny": {"batch": 2, "time": 8, "dim": 8}}),
 )}

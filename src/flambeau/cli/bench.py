@@ -9,25 +9,43 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-MODEL_SECONDS, OP_SECONDS = 3.0, 1.0
+MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS = 3.0, 1.0, 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=sorted(KINDS), help="models: steps; ops: operators; compile: compile times"
+        "what",
+        choices=sorted(KINDS),
+        help="models: steps; ops: operators; compile: compile times; "
+        "floors: operators beside the memory limit, which is also what ops on cuda are",
     )
     parser.add_argument("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
+    parser.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
     parser.add_argument(
         "--backends",
-        default="eager,inductor,flambeau",
         metavar="LIST",
-        help="separated by commas; options follow a colon: flambeau:numerics=fast",
+        help="separated by commas, eager,inductor,flambeau by default (floors: and flaggems, "
+        "where it is installed); options follow a colon: flambeau:numerics=fast",
     )
-    parser.add_argument("--size", choices=("small", "tiny"), default="small", help="of the models")
+    parser.add_argument(
+        "--size", choices=("small", "large", "tiny"), help="of the models; large for steps on cuda, else small"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the measurements and the machine here"
     )
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="time for the rounds of one case")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help="time for the rounds of one case; floors: the most that one backend may take for a case",
+    )
+    floor_options = parser.add_argument_group("floors")
+    floor_options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    sizes = floor_options.add_mutually_exclusive_group()
+    for name, text in (("odd", "sizes that no block divides"), ("tiny", "sizes for tests, also on the CPU")):
+        sizes.add_argument(
+            f"--{name}", dest="sizes", action="store_const", const=name, default="full", help=text
+        )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--train",
@@ -49,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, and returns 1 if a backend failed somewhere."""
     console = Console()
-    rows, table, summary = KINDS[args.what](args, args.backends.split(","), console)
+    what = "floors" if args.what == "ops" and (args.target, args.sizes) != ("cpu", "full") else args.what
+    backends = args.backends or ("eager,inductor,flaggems,flambeau" if what == "floors" else "eager,inductor,flambeau")
+    rows, table, summary = KINDS[what](args, backends.split(","), console)
     if not rows:
         console.print(f"No case matches --only {args.only!r}.")
         return 1
@@ -60,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from flambeau.bench.harness import write_json
 
-        write_json(args.json, args.what, rows, summary)
+        write_json(args.json, what, rows, summary, args.target)
     return 1 if failures else 0
 
 
@@ -68,13 +88,16 @@ def models(args: argparse.Namespace, backends: Sequence[str], console: Console) 
     from flambeau.bench import harness
 
     cases = [(name, mode) for mode in args.modes for name in matching(args.only)]
+    size = args.size or ("large" if args.target == "cuda" else "small")
     rows = [
-        harness.measure_model(name, args.size, mode, backends, args.limit or MODEL_SECONDS)
+        harness.measure_model(
+            name, size, mode, backends, args.limit or MODEL_SECONDS, device=args.target
+        )
         for name, mode in harness.progress(cases, "models", console)
     ]
     return (
         rows,
-        harness.time_table(f"Models, {args.size}", rows, backends),
+        harness.time_table(f"Models, {size}, {args.target}", rows, backends),
         harness.summarise(rows, backends),
     )
 
@@ -92,16 +115,41 @@ def ops(args: argparse.Namespace, backends: Sequence[str], console: Console) -> 
     return rows, harness.time_table("Operators", rows, backends), harness.summarise(rows, backends)
 
 
+def floors(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
+    from flambeau.bench import floor_cases, harness
+    from flambeau.bench import floors as bench
+
+    wanted = [{"train": floor_cases.GRADIENT, "infer": floor_cases.FORWARD}[mode] for mode in args.modes]
+    draw = bench.drawer(args.sizes, args.dtype, args.target)
+    found = bench.available(backends)
+    bandwidth = bench.copy_bandwidth(draw.device)
+    console.print(f"device copy: {bandwidth / 1e12:.3f} TB/s")
+    rows: list[bench.FloorRow] = []
+    cases = floor_cases.chosen(args.only, wanted)
+    for row in bench.measure(cases, draw, found, bandwidth, args.limit or FLOOR_SECONDS):
+        rows.append(row)
+        console.print(bench.line(row, found), markup=False, highlight=False, soft_wrap=True)
+        for backend, text in row.wrong.items():
+            console.print(f"  {backend} is wrong: {text}", markup=False)
+        summary = bench.summarise(rows, found, bandwidth) | {"dtype": args.dtype, "sizes": args.sizes}
+        if args.json:  # after every case, as a run on a borrowed machine may end at any time
+            harness.write_json(args.json, "floors", rows, summary, args.target)
+    title = f"Times the floor, {args.dtype}, {args.sizes} sizes, {bandwidth / 1e12:.2f} TB/s"
+    return rows, bench.floor_table(title, rows, found, bandwidth), summary if rows else {}
+
+
 def compile_times(
     args: argparse.Namespace, backends: Sequence[str], console: Console
 ) -> tuple[Any, Table, Any]:
     from flambeau.bench import compile_time, harness
 
     compilers = [backend for backend in backends if backend != "eager"]
+    size = args.size or "small"
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as primed:
-        rows = [compile_time.measure_compile(name, args.size, compilers, Path(primed))
+        rows = [compile_time.measure_compile(name, size, compilers, Path(primed), device=args.target)
                 for name in harness.progress(matching(args.only), "compile times", console)]
-    return (rows, compile_time.compile_table(f"Compile seconds, training, {args.size}", rows, compilers),
+    title = f"Compile seconds, training, {size}, {args.target}"
+    return (rows, compile_time.compile_table(title, rows, compilers),
             compile_time.total_seconds(rows, compilers))
 
 
@@ -111,4 +159,4 @@ def matching(only: str | None) -> list[str]:
     return [name for name in SUITE if not only or only in name]
 
 
-KINDS = {"models": models, "ops": ops, "compile": compile_times}
+KINDS = {"models": models, "ops": ops, "floors": floors, "compile": compile_times}

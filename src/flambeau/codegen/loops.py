@@ -19,7 +19,7 @@ from flambeau.ir.program import Item, LoopKernel
 
 from .cfamily import Dialect, Scope
 from .cuts import COPIED, SHORTEST, affordable, pieces, written
-from .sharing import ROOM, best_shared, shared_values, with_offsets
+from .sharing import ROOM, WORTH, best_shared, gain, shared_values, with_offsets
 from .windows import WindowWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
@@ -35,6 +35,11 @@ STACK = 1 << 20  # bytes that the states of a block of columns may take in all i
 SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
 
 
+def offset_items(items: Sequence[Item], rows: Sequence[Sym], v: Sym) -> list[Item]:
+    made = iter(with_offsets([e for i in items for e in i.exprs], rows, v))
+    return [Item(i.names, i.level, tuple(next(made) for _ in i.exprs), i.combine) for i in items]
+
+
 class LoopWriter(WindowWriter):
     def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
         super().__init__(dialect, kernel)
@@ -47,6 +52,7 @@ class LoopWriter(WindowWriter):
         self.dtype_of = {n: (i.combine.dtypes[j] if i.combine else i.exprs[0].dtype)
                          for s in kernel.stages for i in s for j, n in enumerate(i.names)}
         self.origin: str | None = None  # first column of the current block
+        self.shared_by_rows: dict[Expr, str] = {}  # what is the same for all rows of a block of columns
         self.narrowed: dict[Sym, Index] = {}  # variables that are known to stay in a part of their range, for now
 
     def render(self) -> list[str]:
@@ -194,29 +200,32 @@ class LoopWriter(WindowWriter):
     def rows_that_share(self, others: tuple[Sym, ...], c: Sym, v: Sym, items: Sequence[Item]) -> None:
         """For a block of points first what is the same for all c, then each c."""
         assert v.extent is not None
-        made = iter(with_offsets([e for i in items for e in i.exprs], c, v))
-        items = [Item(i.names, i.level, tuple(next(made) for _ in i.exprs), i.combine) for i in items]
-        values = shared_values([e for i in items for e in i.exprs], c, v)
+        items = offset_items(items, (c,), v)
+        values = shared_values([e for i in items for e in i.exprs], (c,), v)
         width = max(64, min(512, ROOM // sum(e.dtype.itemsize for e in values) // 64 * 64))
         block = Sym(f"{v.name}s", v.extent)
         start, end = self.sym(block), self.fresh("e")
         outer = tuple(x for x in others if x is not c)
-        simd = f"{self.d.simd} CHECKS"
         pragma = self.parallel(self.k.outer, self.cost, len(outer) + 1)
         with self.nest(outer, pragma, (block, self.extent(v), str(width))):
             self.line(f"const {self.d.long} {end} = fl::imin({start} + {width}, {self.extent(v)});")
-            known = {}
-            for e in values:
-                array = self.fresh("h")
-                self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{width}];")
-                known[e] = f"{array}[{self.sym(v)} - {start}]"
-            with self.loop(v, start, end, pragma=simd):
-                for e, place in known.items():
-                    self.line(f"{place} = {self.value(e)};")
-            with self.loop(c, "0", self.extent(c)), self.loop(v, start, end, pragma=simd) as s:
+            known = self.side_by_side(values, v, start, end, width)
+            with self.loop(c, "0", self.extent(c)), self.loop(v, start, end, pragma=f"{self.d.simd} CHECKS") as s:
                 s.known.update(known)
                 for i in items:
                     self.map_item(i)
+
+    def side_by_side(self, values: Sequence[Expr], v: Sym, start: str, end: str, width: int) -> dict[Expr, str]:
+        """Values at the points of a block, each in an array of its own: how to read them there."""
+        known = {}
+        for e in values:
+            array = self.fresh("h")
+            self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{width}];")
+            known[e] = f"{array}[{self.sym(v)} - {start}]"
+        with self.loop(v, start, end, pragma=f"{self.d.simd} CHECKS"):
+            for e, place in known.items():
+                self.line(f"{place} = {self.value(e)};")
+        return known
 
     def settled(self, items: list[Item], v: Sym) -> list[Item]:
         """An index that is the same in every row is checked once, before them all."""
@@ -578,7 +587,8 @@ class LoopWriter(WindowWriter):
 
     def column_walk(self, stage: Sequence[Item], arrays: dict[str, str]) -> None:
         assert self.k.vector is not None
-        with self.column_loop():
+        with self.column_loop() as s:
+            s.known.update(self.shared_by_rows)
             self.lane_body(stage, arrays, f"{self.sym(self.k.vector)} - {self.origin}")
 
     def column_finish(self, reductions: Sequence[Item]) -> None:
@@ -602,6 +612,12 @@ class LoopWriter(WindowWriter):
         reductions = [i for i in stage if i.combine is not None]
         arrays = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         self.set_identity(reductions, arrays)
+        exprs = [e for i in stage for e in i.exprs]
+        if k.bounds is None and gain(exprs, k.inner, k.vector) >= WORTH:
+            stage = offset_items(stage, k.inner, k.vector)
+            values = shared_values([e for i in stage for e in i.exprs], k.inner, k.vector)
+            self.shared_by_rows = self.side_by_side(values, k.vector, self.origin, self.end, self.width)
+            reductions = [i for i in stage if i.combine is not None]
         first = k.inner[0].extent
         if k.bounds is None and reductions and first is not None and not (first.is_const and first.const < 2 * CASCADE):
             self.cascade(stage, reductions, arrays)
@@ -613,6 +629,7 @@ class LoopWriter(WindowWriter):
                     assert k.vector is not None
                     self.prefetch([e for i in stage for e in i.exprs], k.inner[0], k.vector)
                 self.column_walk(stage, arrays)
+        self.shared_by_rows = {}
         self.column_finish(reductions)
 
     def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:

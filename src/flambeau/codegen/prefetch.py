@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from flambeau.ir.expr import Expr, rewrite
+from flambeau.ir.cost import cost_of
+from flambeau.ir.expr import Expr, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, from_atom, minimum
 
 AHEAD = 4096  # bytes of rows that are on their way at a time
 NEAREST, FARTHEST = 4, 24  # steps
 LONGEST = 2048  # bytes of a row: of a longer one the processor has its lines fetched by itself
 LINE = 64  # bytes that come at once
+DEAR = 12  # operations to find a place
 SMALL = 1 << 20  # bytes of a table that the caches hold anyway
 
 
@@ -31,6 +33,10 @@ def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | Non
     """Of an access in a loop over `step` around one over `along`: the row some steps from now, or None where to ask
     for it brings nothing."""
     if along.extent is None or not along.extent.is_const:
+        return None
+    finding = [a.expr for a in address.atoms() if isinstance(a, Dyn)]
+    # To look ahead must be cheap, and possible: what the kernel itself computes is not there yet.
+    if cost_of(finding) > DEAR or any(e.op in ("local", "carry", "raw", "fold") for e in walk(*finding)):
         return None
     slope = address.coefficient(along)
     return _row(address, itemsize, step, along) if slope is ONE else \

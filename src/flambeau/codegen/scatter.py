@@ -11,15 +11,19 @@ from collections.abc import Sequence
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import opmath
-from flambeau.ir.expr import Expr, cast
-from flambeau.ir.index import Dyn, Sym, product
+from flambeau.ir.expr import Expr, cast, index_value, loads, where
+from flambeau.ir.index import Dyn, Index, Sym, as_index, product
 from flambeau.ir.program import ScatterKernel
 
 from .cfamily import Dialect
 from .nest import NestWriter
+from .sharing import ROOM, number
 
 ENOUGH = 16  # independent parts that keep threads busy
 BLOCK = 4096  # elements of the start that one thread fills at a time
+DEAR = 12  # operations from which on they are done in vectors, before any write
+TAPS = 64  # elements that a point writes, at most, if they are
+LEAST = 64  # points of a block
 LINE = 64  # bytes of a cache line: two threads should not write to the same one
 
 JOIN = {"add": "add", "mul": "mul", "min": "min", "max": "max"}
@@ -85,6 +89,9 @@ class ScatterWriter(NestWriter):
             self.write()
             return
         v, rest = vars[0], vars[1:]
+        if not hi and self.is_dear(v, rest):
+            self.prepared(v, rest)
+            return
         if rest:
             with self.loop(v, "0", self.extent(v)):
                 self.deep(rest, lo, hi)
@@ -93,6 +100,56 @@ class ScatterWriter(NestWriter):
         simd = f"{self.d.simd} CHECKS" if v in self.k.free and not self.moves_with(v) else ""
         with self.loop(v, lo, hi or self.extent(v), pragma=simd):
             self.write()
+
+    def is_dear(self, v: Sym, taps: Sequence[Sym]) -> bool:
+        """Whether to find places and values takes longer than to write, for a few elements at each point of v."""
+        k = self.k
+        count = product(t.extent for t in taps if t.extent is not None)
+        known = number(self.offset(v, taps)) is not None and all(e.attr[0] != k.name for e in loads(k.value))
+        few = count.is_const and count.const <= TAPS and not (v.extent is not None and v.extent.is_const
+                                                              and v.extent.const < LEAST)
+        return known and few and k.free.isdisjoint((v, *taps)) and cost_of(self.exprs()) >= DEAR
+
+    def exprs(self) -> list[Expr]:
+        k = self.k
+        return [k.value, index_value(k.address), *(() if k.mask is None else (k.mask,))]
+
+    def offset(self, v: Sym, taps: Sequence[Sym]) -> Index:
+        """The part of the address that changes with the point and its taps."""
+        parts = {v, *taps}
+        return Index(tuple((m, c) for m, c in self.k.address.terms if any(a.symbols() & parts for a in m)), 0)
+
+    def prepared(self, v: Sym, taps: Sequence[Sym]) -> None:
+        """The places and values of a block of points side by side, in vectors; then the writes, one after the other."""
+        k = self.k
+        offset = self.offset(v, taps)
+        points: list[dict[Sym, Index]] = [{}]
+        for t in taps:
+            assert t.extent is not None
+            points = [{**p, t: as_index(j)} for p in points for j in range(t.extent.const)]
+        width = max(LEAST, min(256, ROOM // len(points) // (4 + k.value.dtype.itemsize) // 64 * 64))
+        assert v.extent is not None
+        block = Sym(f"{v.name}s", v.extent)
+        start, end, place, value = self.sym(block), *(self.fresh(x) for x in ("e", "at", "val"))
+        name, here = self.sym(v), f"[{self.sym(v)} - {start}]"
+        last = self.extent(v)
+        with self.scope(f"for ({self.d.long} {start} = 0; {start} < {last}; {start} += {width}) {{", (block,)):
+            self.line(f"const {self.d.long} {end} = fl::imin({start} + {width}, {last});")
+            self.line(f"alignas(64) int32_t {place}[{len(points)}][{width}];")
+            self.line(f"alignas(64) {self.d.types[k.value.dtype]} {value}[{len(points)}][{width}];")
+            with self.loop(v, start, end, pragma=f"{self.d.simd} CHECKS"):
+                for j, p in enumerate(points):
+                    at = number(offset.subs(p))
+                    assert at is not None
+                    at = at if k.mask is None else where(k.mask.subs(p), at, -1)
+                    self.line(f"{place}[{j}]{here} = {self.value(at)};")
+                    self.line(f"{value}[{j}]{here} = {self.value(k.value.subs(p))};")
+            tap = self.fresh("tap")
+            with self.scope(f"for ({self.d.long} {name} = {start}; {name} < {end}; ++{name}) "
+                            f"for (int {tap} = 0; {tap} < {len(points)}; ++{tap}) {{", (v,)):
+                at_ = f"{place}[{tap}]{here}"
+                self.join(f"{self.index(k.address - offset)} + {at_}", f"{value}[{tap}]{here}",
+                          None if k.mask is None else f"{at_} >= 0")
 
     def divided(self, bound: Sequence[Sym], v: Sym) -> None:
         """Every thread takes a range of the columns, in whole cache lines."""
@@ -132,10 +189,18 @@ class ScatterWriter(NestWriter):
         k = self.k
         mask = None if k.mask is None else self.value(k.mask)
         text = self.value(k.value)
-        place = f"{self.short[k.name]}[{self.index(k.address)}]"
+        self.join(self.index(k.address), text, mask)
+
+    def join(self, address: str, text: str, mask: str | None) -> None:
+        if mask is not None:
+            with self.scope(f"if ({mask}) {{"):
+                self.join(address, text, None)
+            return
+        k = self.k
+        place = f"{self.short[k.name]}[{address}]"
         if k.mode != "set":
             dtype = k.value.dtype
             wide = opmath(dtype)  # small floats join in float32 and round at each write, as ATen's do
             old, new = (cast(self.raw(t, dtype), wide) for t in (place, text))
             text = self.value(cast(Expr(JOIN[k.mode], wide, (old, new)), dtype))
-        self.line(f"{f'if ({mask}) ' if mask else ''}{place} = {text};")
+        self.line(f"{place} = {text};")

@@ -13,7 +13,7 @@ import torch
 
 from flambeau.ir.cost import FREE, SIMPLE
 from flambeau.ir.dtypes import is_bool
-from flambeau.ir.expr import Expr, cast, const, index_children, loads, rewrite, walk, where
+from flambeau.ir.expr import Expr, cast, const, index_children, index_value, loads, rewrite, walk, where
 from flambeau.ir.index import Dyn, Index, Sym, from_atom
 
 WORTH = 16  # operations at a point
@@ -23,9 +23,14 @@ NEVER = frozenset(("fold", "carry", "local", "check", "require", "raw"))
 
 def best_shared(exprs: Sequence[Expr], others: Sequence[Sym], v: Sym) -> Sym | None:
     """The outer variable on which most of the work at the points of v does not depend, if it is worth while."""
-    gains = {c: sum(_weight(e) for e in _shared(exprs, c, v)) for c in others if _repeats(c)}
+    gains = {c: gain(exprs, (c,), v) for c in others if _repeats(c)}
     best = max(gains, key=lambda c: gains[c], default=None)
     return best if best is not None and gains[best] >= WORTH else None
+
+
+def gain(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> int:
+    """Operations at the points of v that are the same for all rows."""
+    return sum(_weight(e) for e in _shared(exprs, rows, v))
 
 
 def _repeats(c: Sym) -> bool:
@@ -36,19 +41,19 @@ def _weight(e: Expr) -> int:
     return 0 if e.op in FREE else 1 if e.op in SIMPLE else 6
 
 
-def _shared(exprs: Sequence[Expr], c: Sym, v: Sym) -> Iterator[Expr]:
-    """Whatever is the same for all c: it depends on loop variables alone, and nothing in it is the loop's own."""
-    bound = {w for e in walk(*exprs) if e.op == "fold" for w, _, _ in e.attr.loops}
+def _shared(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> Iterator[Expr]:
+    """Whatever is the same for all rows: it depends on loop variables alone, and nothing in it is the loop's own."""
+    own = {*rows, *(w for e in walk(*exprs) if e.op == "fold" for w, _, _ in e.attr.loops)}
     closed: dict[Expr, bool] = {}
     for e in walk(*exprs):  # operands come before their users
         closed[e] = e.op not in NEVER and all(closed[a] for a in (*e.args, *index_children(e)))
-        if closed[e] and v in e.symbols() and c not in e.symbols() and bound.isdisjoint(e.symbols()):
+        if closed[e] and v in e.symbols() and own.isdisjoint(e.symbols()):
             yield e
 
 
-def shared_values(exprs: Sequence[Expr], c: Sym, v: Sym) -> list[Expr]:
+def shared_values(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> list[Expr]:
     """The largest of them that take more than a read."""
-    same = dict.fromkeys(_shared(exprs, c, v))
+    same = dict.fromkeys(_shared(exprs, rows, v))
     used = dict.fromkeys(exprs)
     for e in walk(*exprs):
         if e not in same:
@@ -67,10 +72,10 @@ def _kept(e: Expr) -> Iterator[Expr]:
         yield e
 
 
-def with_offsets(exprs: Sequence[Expr], c: Sym, v: Sym) -> list[Expr]:
-    """Reads at computed places that are the same for all c: each place becomes one number, of 32 bits as processors
+def with_offsets(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> list[Expr]:
+    """Reads at computed places that are the same for all rows: each place becomes one number, of 32 bits as processors
     gather best, and negative where nothing is read."""
-    same = dict.fromkeys(_shared(exprs, c, v))
+    same = dict.fromkeys(_shared(exprs, rows, v))
     places = {e: p for e in loads(*exprs) if (p := _offset(e, same)) is not None}
     masks = {e.args[0]: p[1] >= 0 for e, p in places.items() if e.args}
 
@@ -92,23 +97,26 @@ def with_offsets(exprs: Sequence[Expr], c: Sym, v: Sym) -> list[Expr]:
 def _offset(e: Expr, same: Container[Expr]) -> tuple[Index, Expr] | None:
     """The address of a read without its computed parts, and those parts as one number."""
     computed = Index((), 0)
-    offset = const(0, torch.int32)
     for mono, coef in e.attr[1][0].terms:
         if len(mono) == 1 and isinstance(mono[0], Dyn) and mono[0].expr in same:
             computed = computed + Index(((mono, coef),), 0)
-            offset = offset + cast(_narrow(mono[0].expr), torch.int32) * coef
-    lo, hi = computed.bounds()
-    if computed.is_const or lo is None or hi is None or lo < 0 or hi >= 2**31:
+    offset = None if computed.is_const else number(computed)
+    if offset is None or (e.args and e.args[0] not in same):
         return None
-    if e.args:
-        if e.args[0] not in same:
-            return None
-        offset = where(e.args[0], offset, -1)
-    return e.attr[1][0] - computed, offset
+    return e.attr[1][0] - computed, where(e.args[0], offset, -1) if e.args else offset
 
 
-def _narrow(e: Expr) -> Expr:
-    return e.args[0] if e.op == "cast" and e.args[0].dtype is torch.int32 else e
+def number(i: Index) -> Expr | None:
+    """An index that is never negative as a number of 32 bits; None if it may not fit."""
+    lo, hi = i.bounds()
+    if lo is None or hi is None or lo < 0 or hi >= 2**31 or any(len(m) > 1 for m, _ in i.terms):
+        return None
+    total = const(i.const, torch.int32)
+    for (atom,), coef in i.terms:
+        e = atom.expr if isinstance(atom, Dyn) else index_value(from_atom(atom))
+        e = e.args[0] if e.op == "cast" and e.args[0].dtype is torch.int32 else e
+        total = total + cast(e, torch.int32) * coef
+    return total
 
 
 def _reads_under(e: Expr, mask: Expr) -> bool:

@@ -80,7 +80,8 @@ def spelled(k: LoopKernel) -> LoopKernel:
         key = (e.args, e.attr.loops)
         if key not in done:
             done[key] = Writer._unroll(e.attr, e.args[:n], e.args[n:])
-        return done[key][e.attr.which]
+        which: int = e.attr.which
+        return done[key][which]
 
     return replace(k, stages=tuple(tuple(Item(i.names, i.level, tuple(rewrite(e, put, None, memo) for e in i.exprs),
                                               i.combine) for i in items) for items in k.stages))

@@ -59,7 +59,7 @@ class WindowWriter(NestWriter):
             array = self.fresh("f")
             self.line(f"alignas(64) {self.d.types[c.dtype]} {array}[{LANES}];")
             states.append(f"{array}[{self.sym(v)} - {start}]")
-        self.step(v, start, end, pragma, dict.fromkeys(()), states, e.args[:count])
+        self.step(v, start, end, pragma, {}, states, e.args[:count])
         self.walk_window(f.loops, v, start, end, pragma, dict(zip(f.carries, states, strict=True)), e.args[count:])
         for k, (c, text) in enumerate(zip(f.carries, states, strict=True)):
             self.windows[Expr("fold", c.dtype, e.args, Fold(f.loops, f.carries, k))] = text

@@ -330,7 +330,9 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
             place = at
             if size is not source:
                 best, marks = along_shares(best.shape, dim, size, read, combine)
-                place = lambda i, marks=marks: unmarked(marks.load(i))  # noqa: E731
+
+                def place(i: Place, marks: Value = marks) -> Expr:
+                    return unmarked(marks.load(i))
         return to_dtype(best, x.dtype), build.pointwise(best.shape, place, torch.int64)
 
     def backward(grad: Value, x: Value, indices: Value) -> Value:

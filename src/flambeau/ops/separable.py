@@ -169,7 +169,9 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
         return together(shape, lambda i: rest(i, [c.load(i) for c in common]), dtypes)
 
     def body(i: Place) -> Several:
-        return rest(i, fold_over([(1, least)], element(i, start(i[dim])),
-                                 lambda k, c: step(c, element(i, start(i[dim]) + k[0]))))
+        have = element(i, start(i[dim]))
+        if least > 1:
+            have = fold_over([(1, least)], have, lambda k, c: step(c, element(i, start(i[dim]) + k[0])))
+        return rest(i, have)
 
     return together(shape, body, dtypes)

@@ -1,0 +1,293 @@
+"""How far operators are from the memory limit: ours beside eager, Inductor and FlagGems, in one run.
+
+The floor of a case is the time that its bytes take at the bandwidth of a device copy, measured first. On a GPU times
+come from CUDA events, with the second-level cache flushed before every call. Results are compared with eager's, both
+against float64, except those of random operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from flambeau.bench.floor_cases import SIZES, Case, Draw, Tensors
+from flambeau.bench.harness import compiled, geometric_mean, message
+
+FLAGGEMS = "flaggems"
+PEERS = ("eager", "inductor", FLAGGEMS)
+BACKENDS = (*PEERS, "flambeau")
+REFERENCE = 4.3e12  # bytes per second of an H200's device copy, to compare runs with one another
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
+# Written before each call: several times the second-level cache, and long enough for the host to run ahead, so that
+# the events are around the kernels and not around the host's work.
+FLUSH_BYTES = 1 << 29
+WARMUP, ROUNDS, SECONDS = 3, (5, 100), 0.3
+# Against float64, relative to the largest value. Where eager itself is further off, four times its error is allowed.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+EAGER_ERRORS = 4.0
+
+
+@dataclass
+class FloorRow:
+    """One case. `wrong` says what is off with a backend's results; `errors` holds backends that have no time."""
+
+    name: str
+    group: str
+    mode: str
+    bytes: int = 0
+    floor: float = 0.0  # seconds
+    seconds: dict[str, float] = field(default_factory=dict)
+    accuracy: dict[str, float] = field(default_factory=dict)  # largest error by the largest value
+    wrong: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def ratio(self, backend: str) -> float | None:
+        return self.seconds[backend] / self.floor if backend in self.seconds else None
+
+    def over_best_peer(self, backend: str) -> float | None:
+        """Its time over that of the fastest peer in the same run."""
+        peers = [self.seconds[peer] for peer in PEERS if peer in self.seconds]
+        return self.seconds[backend] / min(peers) if backend in self.seconds and peers else None
+
+
+# ---- time ------------------------------------------------------------------------------------------------------
+
+
+def rounds_for(seconds: float) -> int:
+    least, most = ROUNDS
+    return max(least, min(most, int(SECONDS / max(seconds, 1e-9))))
+
+
+def cuda_times(call: Callable[[], Any]) -> list[float]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    def seconds(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+    first = seconds([once() for _ in range(WARMUP)])
+    return seconds([once() for _ in range(rounds_for(min(first)))])
+
+
+def cpu_times(call: Callable[[], Any]) -> list[float]:
+    def once() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    first = [once() for _ in range(WARMUP)]
+    return [once() for _ in range(rounds_for(min(first)))]
+
+
+TIMES = {"cuda": cuda_times, "cpu": cpu_times}
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written."""
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / statistics.median(TIMES[device.type](lambda: target.copy_(source)))
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """TimeoutError where the block takes longer. Only the main thread has signals; others run without a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ---- backends ----------------------------------------------------------------------------------------------------
+
+
+def available(backends: Sequence[str]) -> list[str]:
+    """Without FlagGems where it is not installed."""
+    return [b for b in backends if b != FLAGGEMS or importlib.util.find_spec("flag_gems") is not None]
+
+
+@contextlib.contextmanager
+def backend_of(backend: str, case: Case) -> Iterator[Callable[..., Any] | None]:
+    """The operator by a backend, or None where the backend would only pass the call on to eager."""
+    if backend != FLAGGEMS:
+        yield compiled(case.run, backend)
+        return
+    gems = importlib.import_module("flag_gems")
+    with gems.use_gems():
+        yield case.run if case.operator in gems.all_registered_keys() else None
+
+
+# ---- results -----------------------------------------------------------------------------------------------------
+
+
+def flat(result: Any) -> Tensors:
+    return (result,) if isinstance(result, Tensor) else tuple(t for t in result if isinstance(t, Tensor))
+
+
+def computed(run: Callable[..., Any], case: Case, inputs: Tensors) -> Tensors:
+    """Results on inputs that stay as they are."""
+    return flat(run(*(inputs[0].clone(), *inputs[1:]) if case.in_place else inputs))
+
+
+def widened(inputs: Tensors) -> Tensors:
+    return tuple(t.double() if t.is_floating_point() else t for t in inputs)
+
+
+def error(got: Tensors, exact: Tensors) -> float:
+    """The largest error of the results, relative to the largest value of each; a NaN stays a NaN."""
+    worst = torch.zeros((), dtype=torch.float64)
+    for value, wanted in zip(got, exact):
+        if value.is_floating_point():
+            # Where both hold the same infinity, or NaN, nothing is wrong.
+            same = (value.double() == wanted) | (value.isnan() & wanted.isnan())
+            off = torch.where(same, 0.0, (value.double() - wanted).abs()).max()
+            scale = wanted.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(torch.finfo(value.dtype).tiny)
+            worst = torch.maximum(worst, (off / scale).cpu())
+    return worst.item()
+
+
+def fault(got: Tensors, eager: Tensors, found: float | None, of_eager: float) -> str | None:
+    """What is wrong with results whose error is `found` (None: random ones), if something is."""
+    for a, b in zip(got, eager):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{a.dtype}{list(a.shape)} where eager gives {b.dtype}{list(b.shape)}"
+        if found is not None and not a.is_floating_point() and not torch.equal(a, b):
+            return f"{(a != b).double().mean().item():.1e} of the indices differ from eager's"
+    if len(got) != len(eager):
+        return f"{len(got)} results where eager gives {len(eager)}"
+    if found is not None and not found <= max(EAGER_ERRORS * of_eager, TOLERANCES[eager[0].dtype]):
+        return f"off by {found:.1e} of the largest value, eager by {of_eager:.1e}"
+    return None
+
+
+# ---- one case ----------------------------------------------------------------------------------------------------
+
+
+def measure_case(case: Case, draw: Draw, backends: Sequence[str], bandwidth: float, limit: float = 120.0) -> FloorRow:
+    """Times and checks one case; a backend has `limit` seconds for it, compilation included."""
+    row = FloorRow(case.name, case.group, case.direction)
+    try:
+        with deadline(limit):
+            torch.manual_seed(0)
+            inputs = case.make(draw)
+            eager = computed(case.run, case, inputs)
+            exact = () if case.random else computed(case.run, case, widened(inputs))
+            of_eager = error(eager, exact)
+        row.bytes = case.moved(inputs, eager)
+        row.floor = row.bytes / bandwidth
+        for backend in backends:
+            try:
+                with deadline(limit), backend_of(backend, case) as run:
+                    if run is not None:
+                        measure_backend(row, backend, run, case, inputs, eager, exact, of_eager)
+            except Exception as failure:  # a failing backend is a result to report, not the end of the run
+                row.errors[backend] = message(failure)
+    except Exception as failure:  # as above: without inputs or a reference there is nothing to time
+        row.errors["eager"] = message(failure)
+    return row
+
+
+def measure_backend(row: FloorRow, backend: str, run: Callable[..., Any], case: Case, inputs: Tensors, eager: Tensors,
+                    exact: Tensors, of_eager: float) -> None:
+    got = computed(run, case, inputs)
+    found = None if case.random else error(got, exact)
+    if found is not None:
+        row.accuracy[backend] = found
+    if (wrong := fault(got, eager, found, of_eager)) is not None:
+        row.wrong[backend] = wrong
+    del got
+    own = (inputs[0].clone(), *inputs[1:]) if case.in_place else inputs
+    row.seconds[backend] = statistics.median(TIMES[inputs[0].device.type](lambda: run(*own)))
+
+
+def measure(cases: Sequence[Case], draw: Draw, backends: Sequence[str], bandwidth: float,
+            limit: float) -> Iterator[FloorRow]:
+    for case in cases:
+        yield measure_case(case, draw, backends, bandwidth, limit)
+        torch._dynamo.reset()
+        gc.collect()
+        if draw.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def drawer(size: str, dtype: str, target: str) -> Draw:
+    return Draw(SIZES[size], getattr(torch, dtype), torch.device(target))
+
+
+# ---- reports -----------------------------------------------------------------------------------------------------
+
+
+def summarise(rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: float) -> dict[str, Any]:
+    """Geometric means of the ratios to the floor, over the cases that a backend has; some without grid sampling."""
+    def mean(backend: str, kept: Callable[[FloorRow], bool]) -> float | None:
+        ratios = [r for row in rows if kept(row) and (r := row.ratio(backend)) is not None]
+        return geometric_mean(ratios) if ratios else None
+
+    return {"bandwidth": bandwidth,
+            "mean": {b: mean(b, lambda row: True) for b in backends},
+            "mean without sampling": {b: mean(b, lambda row: row.group != "sampling") for b in backends}}
+
+
+def floor_table(title: str, rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: float) -> Table:
+    """Ratios to the floor ("!": results are off), ours over the fastest peer, and ours at the reference bandwidth."""
+    ours = [b for b in backends if b.startswith("flambeau")]
+    table = Table("case", "floor ms", *backends, *(f"{b} over\nbest peer" for b in ours),
+                  *(f"{b}\nat {REFERENCE / 1e12} TB/s" for b in ours), title=title)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(f"{row.name} {row.mode}", f"{row.floor * 1e3:.3f}",
+                      *(mark(row, b) + times(row.ratio(b)) for b in backends),
+                      *(times(row.over_best_peer(b)) for b in ours),
+                      *(times(None if (r := row.ratio(b)) is None else r * REFERENCE / bandwidth) for b in ours))
+    table.add_section()
+    summary = summarise(rows, backends, bandwidth)
+    for label in ("mean", "mean without sampling"):
+        table.add_row(label, "", *(times(summary[label][b]) for b in backends), *("" for _ in 2 * ours), style="bold")
+    return table
+
+
+def mark(row: FloorRow, backend: str) -> str:
+    return "failed" if backend in row.errors else "!" if backend in row.wrong else ""
+
+
+def times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def line(row: FloorRow, backends: Sequence[str]) -> str:
+    """A row while the others are still to come."""
+    parts = [f"{b} {mark(row, b)}{times(row.ratio(b))}" for b in backends if b in row.seconds or b in row.errors]
+    return f"{row.name} {row.mode}: floor {row.floor * 1e3:.3f} ms; {', '.join(parts)}"
