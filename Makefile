@@ -88,7 +88,7 @@ docs: setup
 	@echo "==> docs/settings.md"
 	@$(BIN)/python -m flambeau.report.settings > docs/settings.md
 	@echo "==> docs/performance.md"
-	@$(BIN)/python -m flambeau.report.performance results > docs/performance.md
+	@$(BIN)/python -m flambeau.report.performance results docs
 
 clean:
 	@echo "==> removing build products and caches"

@@ -231,8 +231,10 @@ def looked_up(inputs: Tensors, outputs: Tensors) -> int:
 def bag_gradient_inputs(mode: int) -> Make:
     def drawn(draw: Draw) -> Tensors:
         table, indices, offsets, weights = bags(draw)
-        extra = (False, weights) if mode == SUM else ()
-        result, bag_of, lengths, chosen = aten._embedding_bag(table, indices, offsets, False, mode, *extra)
+        count, length = draw.sizes.bags
+        result, _, lengths, chosen = aten._embedding_bag(table, indices, offsets, False, mode)
+        # Not every device returns which bag an index is in, and the gradient asks for it.
+        bag_of = torch.arange(count, device=draw.device).repeat_interleave(length)
         return draw.normal(*result.shape), indices, bag_of, lengths, chosen, weights, table
     return drawn
 

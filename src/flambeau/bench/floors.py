@@ -42,7 +42,7 @@ EAGER_ERRORS = 4.0
 
 @dataclass
 class FloorRow:
-    """One case. `wrong` says what is off with a backend's results; `errors` holds backends that have no time."""
+    """One case. `errors` says what is wrong with a backend: its results, or, where it has no time, all of it."""
 
     name: str
     group: str
@@ -51,7 +51,6 @@ class FloorRow:
     floor: float = 0.0  # seconds
     seconds: dict[str, float] = field(default_factory=dict)
     accuracy: dict[str, float] = field(default_factory=dict)  # largest error by the largest value
-    wrong: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
     def ratio(self, backend: str) -> float | None:
@@ -225,7 +224,7 @@ def measure_backend(row: FloorRow, backend: str, run: Callable[..., Any], case: 
     if found is not None:
         row.accuracy[backend] = found
     if (wrong := fault(got, eager, found, of_eager)) is not None:
-        row.wrong[backend] = wrong
+        row.errors[backend] = f"wrong results: {wrong}"
     del got
     own = (inputs[0].clone(), *inputs[1:]) if case.in_place else inputs
     row.seconds[backend] = statistics.median(TIMES[inputs[0].device.type](lambda: run(*own)))
@@ -280,7 +279,7 @@ def floor_table(title: str, rows: Sequence[FloorRow], backends: Sequence[str], b
 
 
 def mark(row: FloorRow, backend: str) -> str:
-    return "failed" if backend in row.errors else "!" if backend in row.wrong else ""
+    return "" if backend not in row.errors else "!" if backend in row.seconds else "failed"
 
 
 def times(ratio: float | None) -> str:

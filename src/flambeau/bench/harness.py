@@ -202,6 +202,7 @@ def copied(built: Built, dtype: torch.dtype | None = None) -> Built:
 
 
 def message(error: Exception) -> str:
+    error = getattr(error, "inner_exception", error)  # what a backend raised, without Dynamo's words around it
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 

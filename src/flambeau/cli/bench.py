@@ -1,6 +1,7 @@
 """`flambeau bench`: ours beside eager and Inductor, in one run."""
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flambeau.errors import UnsupportedError
+
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS = 3.0, 1.0, 120.0
+PLAIN_WIDTH = 140  # columns of a table that no terminal bounds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, and returns 1 if a backend failed somewhere."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    if args.target == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UnsupportedError("torch finds no CUDA device here", hint="flambeau doctor, or --target cpu")
     what = "floors" if args.what == "ops" and (args.target, args.sizes) != ("cpu", "full") else args.what
     backends = args.backends or ("eager,inductor,flaggems,flambeau" if what == "floors" else "eager,inductor,flambeau")
     rows, table, summary = KINDS[what](args, backends.split(","), console)
@@ -125,17 +134,16 @@ def floors(args: argparse.Namespace, backends: Sequence[str], console: Console) 
     bandwidth = bench.copy_bandwidth(draw.device)
     console.print(f"device copy: {bandwidth / 1e12:.3f} TB/s")
     rows: list[bench.FloorRow] = []
+    variant = {"dtype": args.dtype, "sizes": args.sizes}
     cases = floor_cases.chosen(args.only, wanted)
     for row in bench.measure(cases, draw, found, bandwidth, args.limit or FLOOR_SECONDS):
         rows.append(row)
         console.print(bench.line(row, found), markup=False, highlight=False, soft_wrap=True)
-        for backend, text in row.wrong.items():
-            console.print(f"  {backend} is wrong: {text}", markup=False)
-        summary = bench.summarise(rows, found, bandwidth) | {"dtype": args.dtype, "sizes": args.sizes}
+        summary = variant | bench.summarise(rows, found, bandwidth)
         if args.json:  # after every case, as a run on a borrowed machine may end at any time
             harness.write_json(args.json, "floors", rows, summary, args.target)
     title = f"Times the floor, {args.dtype}, {args.sizes} sizes, {bandwidth / 1e12:.2f} TB/s"
-    return rows, bench.floor_table(title, rows, found, bandwidth), summary if rows else {}
+    return rows, bench.floor_table(title, rows, found, bandwidth), variant | bench.summarise(rows, found, bandwidth)
 
 
 def compile_times(

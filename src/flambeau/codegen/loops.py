@@ -612,8 +612,8 @@ class LoopWriter(WindowWriter):
         reductions = [i for i in stage if i.combine is not None]
         arrays = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         self.set_identity(reductions, arrays)
-        exprs = [e for i in stage for e in i.exprs]
-        if k.bounds is None and gain(exprs, k.inner, k.vector) >= WORTH:
+        assert k.vector is not None and self.origin is not None
+        if k.bounds is None and gain([e for i in stage for e in i.exprs], k.inner, k.vector) >= WORTH:
             stage = offset_items(stage, k.inner, k.vector)
             values = shared_values([e for i in stage for e in i.exprs], k.inner, k.vector)
             self.shared_by_rows = self.side_by_side(values, k.vector, self.origin, self.end, self.width)
@@ -626,7 +626,6 @@ class LoopWriter(WindowWriter):
         else:
             with self.loop(k.inner[0], self.value(k.bounds[0]), self.value(k.bounds[1])):
                 if self.origin == "0":  # a block is a whole row
-                    assert k.vector is not None
                     self.prefetch([e for i in stage for e in i.exprs], k.inner[0], k.vector)
                 self.column_walk(stage, arrays)
         self.shared_by_rows = {}

@@ -46,7 +46,7 @@ def resize_along(x: Value, dim: int, c: Column) -> Value:
             j: Index = c.first(i[dim]) + k[0]
             there = within(j, size)
             value = cast(x.load((*i[:dim], j, *i[dim + 1:]), there), torch.int32)
-            return (carry[0] + where(there, value * whole.load((k[0], i[dim])), 0),)
+            return (carry[0] + where(there, value * whole.load((i[dim], k[0])), 0),)
 
         total, = fold_over([(0, count)], (power(n - 1),), step)
         return clamp(binary("shr", total, n), 0, 255)

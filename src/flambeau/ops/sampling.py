@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from flambeau.ir.scalar import (
     fma,
     fmod,
     index_value,
+    isnan,
     minimum,
     ne,
     round,
@@ -202,7 +203,7 @@ class Taps:
 
     def inside(self, k: IndexLike) -> Expr:
         """Whether neighbour k reads anything."""
-        return self.axis.inside(self.position(as_index(k))) if self.known is None else self.known[int(as_index(k))]
+        return self.axis.inside(self.position(as_index(k))) if self.known is None else pick(self.known, as_index(k))
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -248,17 +249,15 @@ class Sampler:
         self.rank = len(self.axes)
         self.out = grid.shape[1:-1]
         self.dtype = opmath(image.dtype)
-        kept = backward or self.rows
-        self.places = [self.once(lambda i, a=a: (  # type: ignore[misc]
-            self.axes[a].kept(self.first(a, i)) if kept else self.first(a, i)))
-            for a in range(self.rank) if mode != BICUBIC]
+        self.places = [self.once(partial(self.position, a)) for a in range(self.rank) if mode != BICUBIC]
         self.parts = [self.once(lambda i, a=a: self.place(a, i) - self.first(a, i))  # type: ignore[misc]
                       for a in range(self.rank) if mode == BILINEAR]
 
     def once(self, body: Callable[[Place], Expr]) -> Callable[[Place], Expr]:
         """All channels of an image read at the same places. A kernel finds the places of all of them itself; where one
         scatters and another reduces, they are found once and kept in memory, unless channels lie together."""
-        if not self.backward or build.graph().capabilities.gathers_rows:
+        twice = self.backward and self.mode == BILINEAR
+        if not twice or build.graph().capabilities.gathers_rows:
             return body
         return build.pointwise((self.grid.shape[0], *self.out), body).load
 
@@ -274,13 +273,22 @@ class Sampler:
         """The first position that is read."""
         return floor(self.place(a, i)) if self.mode == BILINEAR else round(self.place(a, i))
 
+    def position(self, a: int, i: Place) -> Expr:
+        """The same as what is kept of it."""
+        x, axis = self.first(a, i), self.axes[a]
+        if not self.rows and not (self.backward and self.mode == BILINEAR):
+            return x
+        if self.backward and axis.padding != ZEROS:  # it was brought inside, unless it is not a number
+            return where(isnan(self.coordinate(a, i)), -2, axis.whole(x))
+        return axis.kept(x)
+
     def taps(self, n: Index, o: Place) -> list[Taps]:
         return [self.along(a, (n, *o)) for a in range(self.rank)]
 
     def along(self, a: int, i: Place) -> Taps:
         axis = self.axes[a]
         always = const(True, torch.bool)
-        placed = not self.backward and axis.padding != ZEROS
+        placed = axis.padding != ZEROS and (not self.backward or self.mode == BICUBIC)
         if self.mode == BICUBIC:
             x = self.coordinate(a, i)
             base = floor(x)

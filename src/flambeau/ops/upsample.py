@@ -7,6 +7,7 @@ matrix: each input position gathers from the outputs that touch it, so that noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -164,7 +165,21 @@ class Axis:
         # A given factor that is too small for the sizes lets the last input take all that lies beyond it.
         high = where(eq(index_value(y), index_value(self.n - 1)), m,
                      clamp(first(self.after) + self.slack, 0, m))
-        return computed(clamp(first(-self.before) - self.slack, 0, m), 0, top), computed(high, 0, top), None
+        low = clamp(first(-self.before) - self.slack, 0, m)
+        return computed(low, 0, top), computed(high, 0, top), self._most_by_float(factor)
+
+    def _most_by_float(self, factor: float) -> int | None:
+        """The most outputs that any input reaches, by the same arithmetic."""
+        if not (self.n.is_const and self.m.is_const):
+            return None
+        n, m = int(self.n), int(self.m)
+
+        def first(past: int, y: int) -> int:
+            return math.ceil((y * 2 + past + self.back) * (factor / 2) - self.shift / 2)
+
+        lows = [min(max(first(-self.before, y) - self.slack, 0), m) for y in range(n)]
+        highs = [min(max(first(self.after, y) + self.slack, 0), m) for y in range(n - 1)]
+        return max(high - low for low, high in zip(lows, (*highs, m), strict=True))
 
 
 class Nearest(Axis):

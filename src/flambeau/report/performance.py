@@ -1,6 +1,6 @@
-"""docs/performance.md, written from the results files that `flambeau bench ... --json` left in results/.
+"""docs/performance.md and its chart, written from the files that `flambeau bench ... --json` left in results/.
 
-python -m flambeau.report.performance results > docs/performance.md
+    python -m flambeau.report.performance results docs
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flambeau.report.chart import Series, ratio_chart
+
+PAGE, CHART = "performance.md", "performance-cuda.svg"
 HEAD = """# Performance
 
 Every figure below was measured beside its peers in one run, the backends taking turns, and is a median. Ratios are
 our time over the peer's: below 1 we are faster. This page is written by `make docs` from the files in `results/`;
 `flambeau bench models --json FILE` (also `ops`, `compile`) makes such a file on your machine.
 """
+FLOORS = """Times as multiples of the floor: the time that the bytes of a case take at the bandwidth of a device copy,
+each input read once and each output written once. Medians by CUDA events, the second-level cache flushed before each
+call; the fastest of a row is bold. FlagGems has a figure where it has the operator and was installed."""
+SERIES = (Series("eager", "eager", "#8c959f", "circle"), Series("inductor", "Inductor", "#0969da", "square"),
+          Series("flaggems", "FlagGems", "#1a7f37", "diamond"), Series("flambeau", "Flambeau", "#f08c2e", "bar"))
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
@@ -35,7 +43,8 @@ def over(times: dict[str, float], peer: str) -> float | None:
 
 
 def machine_line(m: dict[str, Any]) -> str:
-    return (f"{m['cpu']}, {m['cores']} cores, {m['threads']} threads, {m['isa']}; torch {m['torch']}, "
+    gpu = f"{m['gpu']}, CUDA {m['cuda']}, Triton {m['triton']}; " if "gpu" in m else ""
+    return (f"{gpu}{m['cpu']}, {m['cores']} cores, {m['threads']} threads, {m['isa']}; torch {m['torch']}, "
             f"Python {m['python']}; {m['date'][:10]}.")
 
 
@@ -75,21 +84,75 @@ def compile_seconds(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def ratios(row: dict[str, Any]) -> dict[str, float]:
+    """Each backend's time over the floor; those with wrong results are left out, as are those without a time."""
+    return {b: s / row["floor"] for b, s in row["seconds"].items() if b not in row["errors"]}
+
+
+def floors(report: dict[str, Any]) -> str:
+    """Multiples of the floor, then their means over the cases that a backend has."""
+    summary, keys = report["summary"], [s.key for s in SERIES]
+    lines = [f"{summary['dtype']}, {summary['sizes']} sizes; device copy {summary['bandwidth'] / 1e12:.2f} TB/s.", ""]
+    if has_chart(report):
+        lines += [f"![Times over the memory floor]({CHART})", ""]
+    head = ["case", "floor ms", *(s.label for s in SERIES)]
+    lines += [FLOORS, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in report["rows"]:
+        found = ratios(row)
+        best = min(found.values(), default=None)
+        cells = [f"**{found[k]:.2f}**" if k in found and found[k] == best else cell(found.get(k)) for k in keys]
+        lines.append(f"| {case_name(row)} | {row['floor'] * 1e3:.3f} | {' | '.join(cells)} |")
+    for label, kept in (("all", report["rows"]),
+                        ("without grid_sampler", [r for r in report["rows"] if r["group"] != "sampling"])):
+        means = [cell(geometric_mean(found[k] for r in kept if k in (found := ratios(r)))) for k in keys]
+        lines.append(f"| **geometric mean, {label}** | | {' | '.join(means)} |")
+    return "\n".join(lines)
+
+
+def case_name(row: dict[str, Any]) -> str:
+    return row["name"] if row["mode"] == "forward" else f"{row['name']}, {row['mode']}"
+
+
+def has_chart(report: dict[str, Any]) -> bool:
+    """Of the variants of the table one has a chart."""
+    return (report["kind"] == "floors" and "gpu" in report["machine"] and report["summary"]["dtype"] == "float32"
+            and report["summary"]["sizes"] == "full" and any(map(ratios, report["rows"])))
+
+
+def chart(reports: Iterable[dict[str, Any]]) -> str | None:
+    for report in filter(has_chart, reports):
+        lines = [(case_name(row), found) for row in report["rows"] if (found := ratios(row))]
+        return ratio_chart(f"Time over the memory floor, {report['machine']['gpu']}", lines, SERIES)
+    return None
+
+
 SECTIONS = {
     "models": ("Steps of the model suite", steps),
     "compile": ("Compile time, first training step", compile_seconds),
     "ops": ("Operators", steps),
+    "floors": ("Operators beside the memory limit", floors),
 }
 
 
-def page(folder: Path) -> str:
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(f.read_text()) for f in sorted(folder.glob("*.json"))]
+
+
+def page(reports: list[dict[str, Any]]) -> str:
     out = [HEAD]
-    reports = [json.loads(f.read_text()) for f in sorted(folder.glob("*.json"))]
     for kind, (title, table) in SECTIONS.items():
         for report in (r for r in reports if r["kind"] == kind):
-            out.append(f"## {title}\n\n{machine_line(report['machine'])}\n\n{table(report)}\n")
+            where = " (CUDA)" if "gpu" in report["machine"] else ""
+            out.append(f"## {title}{where}\n\n{machine_line(report['machine'])}\n\n{table(report)}\n")
     return "\n".join(out)
 
 
+def write(results: Path, docs: Path) -> None:
+    reports = read(results)
+    (docs / PAGE).write_text(page(reports))
+    if (picture := chart(reports)) is not None:
+        (docs / CHART).write_text(picture)
+
+
 if __name__ == "__main__":
-    print(page(Path(sys.argv[1])), end="")
+    write(Path(sys.argv[1]), Path(sys.argv[2]))
