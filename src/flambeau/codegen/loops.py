@@ -202,6 +202,9 @@ class LoopWriter(WindowWriter):
         assert v.extent is not None
         items = offset_items(items, (c,), v)
         values = shared_values([e for i in items for e in i.exprs], (c,), v)
+        if not values:  # what seemed shared was an offset
+            self.vectors(others, v, items)
+            return
         width = max(64, min(512, ROOM // sum(e.dtype.itemsize for e in values) // 64 * 64))
         block = Sym(f"{v.name}s", v.extent)
         start, end = self.sym(block), self.fresh("e")

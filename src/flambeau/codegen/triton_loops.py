@@ -20,7 +20,7 @@ from .triton_phases import Phases, compact, exprs_of, overlapping, spelled, writ
 from .triton_rows import rows_of
 
 THREADS = 128  # of a program that maps: four warps
-WINDOWS = 256  # of one that gives each point a thread
+WINDOWS = 128  # of one that gives each point a thread
 TILE = 1024  # its elements, at most: two 16-byte accesses for each thread
 SQUARE = 64  # side of the tile of a transposition
 ROW = 16384  # elements of a row that is held whole

@@ -19,7 +19,7 @@ from .cfamily import UNROLL, Writer
 from .triton import power
 
 MOST = 16  # elements of one point
-ABREAST = 1  # windows next to each other that one point computes, where no division asks for phases
+ABREAST = 4  # windows next to each other that one point computes, where no division asks for phases
 LARGEST = 4  # values of one variable that are written out
 LINE = 32  # elements of a row in a compact tile: one access of a warp
 CHECKED = frozenset(("check", "require"))

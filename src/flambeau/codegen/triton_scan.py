@@ -283,7 +283,9 @@ class State:
             for part in range(parts):
                 half = bits if parts == 1 else f"({bits} >> {32 * part}).to(tl.uint32)"
                 word = f"{half}.to(tl.uint64) | (tl.full((), {flag}, tl.uint64) << 32)"
-                self.w.line(f"tl.store({self.place('step', n)}, {word})")
+                # One word alone goes at once past everything that is still on its way.
+                self.w.line(f"tl.store({self.place('step', n)}, {word})" if self.lanes > 1 else
+                            f"tl.atomic_xchg({self.place('step', n)}, {word}, sem=\"relaxed\")")
                 n += 1
 
     def place(self, piece: str, n: int) -> str:

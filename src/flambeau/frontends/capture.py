@@ -152,6 +152,8 @@ class _Lowering:
         outs: list[Any] = []
         owners: dict[str, fx.Node] = {}  # buffer -> the result whose memory it is
         for r in results:
+            if isinstance(r, fx.Node) and r.target is aten.copy_.default:
+                r = r.args[0]  # what copy_ returns is the input it wrote to
             v = self.env[r] if isinstance(r, fx.Node) else r
             if isinstance(v, Value) and isinstance(r, fx.Node):
                 v = self.with_layout(v, r, owners)

@@ -21,7 +21,7 @@ from flambeau.ir.dtypes import SUPPORTED, DType, highest, is_float, opmath
 from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, contiguous_strides
-from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, philox, sqrt, tan
+from flambeau.ir.scalar import ceil, cos, eq, exp, log, log2, maximum, philox, sqrt, tan
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, pointwise, scalar_at
 
 aten = torch.ops.aten
@@ -65,6 +65,8 @@ class Stream:
         """In (0, 1], with every bit there is near zero, which a logarithm makes the tail of."""
         if dtype is torch.float64:
             return self.uniform(dtype) + 2.0**-53
+        if self._shared:  # one conversion of all bits, which rounds the largest numbers to one
+            return cast(cast(self.word(0), torch.uint32), torch.float32) * 2.0**-32 + 2.0**-33
         high, low = _small(self.word(0), 16, torch.float32), self.word(0) & 0xFFFF
         return high * 2.0**-16 + _small(low + 1, 0, torch.float32) * 2.0**-32
 
@@ -75,7 +77,9 @@ class Stream:
 
     def exponential(self, dtype: DType) -> Expr:
         """Never zero: numbers rounded to one have a logarithm of about the last place below one."""
-        return maximum(-log(self.open_uniform(dtype)), torch.finfo(opmath(dtype)).eps / 2)
+        u = self.open_uniform(dtype)
+        number = log2(u) * -math.log(2) if self._shared else -log(u)  # where draws are shared, log2 is an instruction
+        return maximum(number, torch.finfo(opmath(dtype)).eps / 2)
 
     def below(self, count: Any) -> Expr:
         """An integer in [0, count), as a uint64; count is a number up to 2^64 or an Index.

@@ -152,7 +152,7 @@ def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
     old value any more: the kernel itself may read it, at the very place it writes and not in a later stage."""
     b, target = graph.buffers[v.buffer], graph.buffers[name]
     returned = {x.buffer for x in values_in(p.outputs)}
-    if not v.is_whole(b) or b.strides != target.strides or {name, v.buffer} & returned:
+    if not v.is_whole(b) or b.strides != target.strides or v.buffer in returned:
         return False
     makers = [k for k, s in enumerate(p.steps) if isinstance(s, Launch) and v.buffer in s.args
               and any(x.name == v.buffer and x.written for x in p.kernels[s.kernel].params)]
