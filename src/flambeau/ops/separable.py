@@ -10,7 +10,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, rewrite
-from flambeau.ir.index import Dyn, Index, Op, as_index, ceildiv
+from flambeau.ir.index import Dyn, Index, Op, as_index, ceildiv, minimum
 from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars
 from flambeau.ir.scalar import cast, computed, const, fold_over, index_value, ne, where
 from flambeau.ops.plane import Place, nearest, together, within
@@ -68,7 +68,7 @@ def column(size: Index, source: Index, span: Span, weight: Callable[[Index, Inde
     _, _, most = span(here)
 
     def low_of(i: Index) -> Index:
-        return span(i)[0]
+        return minimum(span(i)[0], source - 1)  # of an empty span it may be the end
 
     if most is None:
         return Column(size, span, weight, dtype, None, low_of, None)

@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float, opmath
@@ -147,10 +149,30 @@ class Axis:
             return (maximum(first(-self.before, at) - self.slack, 0),
                     minimum(first(self.after, at) + self.slack, self.m))
 
-        most = None
-        if self.n.is_const and self.m.is_const:
-            most = max(int(high) - int(low) for low, high in map(ends, range(int(self.n))))
-        return (*ends(y), most)
+        return (*ends(y), self.most)
+
+    @property
+    def most(self) -> int | None:
+        """The most outputs that may touch one input, where the sizes are known."""
+        if not (self.n.is_const and self.m.is_const):
+            return None
+        return max((high - low for low, high in self.spans(self.slack)), default=0)
+
+    def spans(self, slack: int) -> list[tuple[int, int]]:
+        """The outputs [low, high) for each input, by the arithmetic of `reach`."""
+        n, m, ratio = int(self.n), int(self.m), self.ratio
+
+        def first(past: int, y: int) -> int:
+            at = y * 2 + past + self.back
+            if ratio is None:
+                assert self.factor is not None
+                return math.ceil(at * (self.factor / 2) - self.shift / 2)
+            num, den = map(int, ratio)
+            return -((num * self.shift - at * den) // (num * 2))
+
+        lows = [min(max(first(-self.before, y) - slack, 0), m) for y in range(n)]
+        highs = [min(max(first(self.after, y) + slack, 0), m) for y in range(n)]
+        return list(zip(lows, highs if ratio is not None else (*highs[:-1], m), strict=True))
 
     def _reach_by_float(self, y: Index) -> tuple[Index, Index, int | None]:
         assert self.factor is not None
@@ -166,20 +188,7 @@ class Axis:
         high = where(eq(index_value(y), index_value(self.n - 1)), m,
                      clamp(first(self.after) + self.slack, 0, m))
         low = clamp(first(-self.before) - self.slack, 0, m)
-        return computed(low, 0, top), computed(high, 0, top), self._most_by_float(factor)
-
-    def _most_by_float(self, factor: float) -> int | None:
-        """The most outputs that any input reaches, by the same arithmetic."""
-        if not (self.n.is_const and self.m.is_const):
-            return None
-        n, m = int(self.n), int(self.m)
-
-        def first(past: int, y: int) -> int:
-            return math.ceil((y * 2 + past + self.back) * (factor / 2) - self.shift / 2)
-
-        lows = [min(max(first(-self.before, y) - self.slack, 0), m) for y in range(n)]
-        highs = [min(max(first(self.after, y) + self.slack, 0), m) for y in range(n - 1)]
-        return max(high - low for low, high in zip(lows, (*highs, m), strict=True))
+        return computed(low, 0, top), computed(high, 0, top), self.most
 
 
 class Nearest(Axis):
@@ -195,7 +204,7 @@ class Nearest(Axis):
 
     @property
     def slack(self) -> int:
-        return 0 if self.exact else 1
+        return 0 if self.exact or rounds_well(self) else 1
 
     def safe(self, k: int) -> bool:
         """Whether o * (1/k) cannot fall below a whole number when rounded: 1/k is exact."""
@@ -203,6 +212,10 @@ class Nearest(Axis):
 
     def position(self, o: Index) -> Expr:
         return index_value(o, self.dtype) * self.scale
+
+    def positions(self, o: Tensor, scale: float) -> Tensor:
+        """The same for all outputs."""
+        return o * scale
 
     def source(self, o: Index) -> Expr:
         """floor(o * scale)"""
@@ -229,6 +242,21 @@ class NearestExact(Nearest):
 
     def position(self, o: Index) -> Expr:
         return larger(self.scale * (index_value(o, self.dtype) + 0.5) - 0.5, 0) + 0.5
+
+    def positions(self, o: Tensor, scale: float) -> Tensor:
+        return (scale * (o + 0.5) - 0.5).clamp(min=0) + 0.5
+
+
+@cache
+def rounds_well(axis: Nearest) -> bool:
+    """Whether each output's source, as it is rounded, is the input that is said to reach it."""
+    scale = axis.scale
+    if scale.op != "const" or not (axis.n.is_const and axis.m.is_const):
+        return False
+    at = axis.positions(torch.arange(int(axis.m), dtype=axis.dtype), scale.attr)
+    sources = at.float().floor().clamp(max=int(axis.n) - 1).long().tolist()
+    spans = axis.spans(0)
+    return all(spans[y][0] <= o < spans[y][1] for o, y in enumerate(sources))
 
 
 class Linear(Axis):
