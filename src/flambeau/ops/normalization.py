@@ -70,7 +70,8 @@ def layer_norm(x: Value, normalized_shape: Sequence[Index], weight: Value | None
         return _affine((at(i) - mean.load(row)) * rstd.load(row), i, weight, bias)
 
     y = build.pointwise(x.shape, body, x.dtype)
-    return y, *(build.unsqueeze(to_dtype(v, x.dtype), inner) for v in (mean, rstd))
+    saved = x.dtype if build.graph().on_cpu else wide
+    return y, *(build.unsqueeze(to_dtype(v, saved), inner) for v in (mean, rstd))
 
 
 @lower(aten.native_layer_norm_backward)
