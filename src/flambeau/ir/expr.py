@@ -381,7 +381,7 @@ def _as_plain_index(x: Expr) -> Index | None:
         return x.attr  # type: ignore[no-any-return]
     if x.op == "cast" and x.dtype is torch.int32 and x.args[0].op == "index":
         lo, hi = x.args[0].attr.bounds()
-        return x.args[0].attr if lo is not None and hi is not None and -2**31 <= lo and hi < 2**31 else None
+        return x.args[0].attr if lo is not None and hi is not None and lo >= -2**31 and hi < 2**31 else None
     return as_index(x.attr) if x.op == "const" else None
 
 
