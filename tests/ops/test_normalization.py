@@ -56,8 +56,9 @@ def test_statistics_that_are_kept() -> None:
 
 
 def test_group_norm() -> None:
+    # Groups of ten at least: two values that happen to be near each other make a gradient of nothing but rounding.
     def fn(x, w, b):
-        return tuple(F.group_norm(x, g, w, b) for g in (1, 2, 6)) + (F.group_norm(x[:, :, 0, 0], 3),)
+        return tuple(F.group_norm(x, g, w, b) for g in (1, 2, 6)) + (F.group_norm(x[:, :, 0], 3),)
 
     agree(fn, leaf(3, 6, 4, 5), leaf(6), leaf(6))
     agree(lambda x: F.group_norm(x, 1), torch.empty(0, 2))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flambeau.ir import build
-from flambeau.ir.expr import const, walk
+from flambeau.ir.expr import const, index_value, walk
 from flambeau.ir.nodes import Graph, Pointwise, Value
 from flambeau.ir.scalar import exp, sin
 from flambeau.schedule.inline import DEEPEST, LARGEST, depth_of, inline
@@ -166,3 +166,12 @@ def test_nothing_but_results_is_stored() -> None:
 
     p = program(f, torch.randn(8, 16), torch.randn(16), torch.randn(16))
     assert len(written(p)) == 1 and p.arena_bytes == 0
+
+
+def test_a_table_with_divisions_is_kept_where_it_is_read_again_and_again() -> None:
+    def make(x: Value) -> list[Value]:
+        table = build.pointwise((16,), lambda i: index_value((i[0] * 3) // 16, F32))
+        return [build.pointwise(x.shape, lambda i: x.load(i) * table.load((i[1],)))]
+
+    g, notes = graph(make)
+    assert len(g.nodes) == 2 and any("table" in n for n in notes)

@@ -36,7 +36,6 @@ class ScatterWriter(NestWriter):
         self.cost = cost_of([kernel.value])
 
     def render(self) -> list[str]:
-        self.start()
         k = self.k
         free = [v for v in k.vars if v in k.free]
         bound = [v for v in k.vars if v not in k.free]
@@ -45,10 +44,19 @@ class ScatterWriter(NestWriter):
         outer = [v for v in free if v not in rows]
         parts = product(v.extent for v in outer if v.extent is not None)
         whole = bool(rows) and not self.moves_with(rows[0])
+        many = outer and (not rows or not parts.is_const or parts.const >= ENOUGH)
+        part = self.part_of(outer) if many else None
+        if part is not None:  # what was just filled is still in the cache when it is written to
+            pragma = self.parallel(k.vars, self.cost, len(outer)) or self.parallel(k.out_vars, 1, len(outer))
+            with self.nest(outer, pragma):
+                self.start_of(outer, part)
+                self.deep([*bound, *rows])
+            return self.scopes[0].lines
+        self.start()
         if not self.parallel(k.vars, self.cost, 1):
             with self.scope("{"):
                 self.deep(k.vars)
-        elif outer and (not rows or not parts.is_const or parts.const >= ENOUGH):
+        elif many:
             with self.nest(outer, self.parallel(k.vars, self.cost, len(outer))):
                 self.deep([*bound, *rows])
         elif whole and k.owner is not None:
@@ -59,6 +67,28 @@ class ScatterWriter(NestWriter):
             with self.scope("{"):
                 self.deep(bound)
         return self.scopes[0].lines
+
+    def part_of(self, outer: Sequence[Sym]) -> Index | None:
+        """How many elements in a row each point of the outer variables has for itself, if the target is just those."""
+        k = self.k
+        if k.init is None or len(k.out_vars) != 1 or k.init_address is not as_index(k.out_vars[0]):
+            return None
+        steps = {v: k.address.coefficient(v) for v in outer}
+        total = k.out_vars[0].extent
+        for v in outer:
+            step = steps[v]
+            if step is None or v.extent is None or total is None or step * v.extent is not total:
+                return None
+            total = step
+        return total
+
+    def start_of(self, outer: Sequence[Sym], part: Index) -> None:
+        k = self.k
+        assert k.init is not None
+        j = Sym(f"{k.out_vars[0].name}j", part)
+        at = sum((c * v for v in outer if (c := k.address.coefficient(v)) is not None), as_index(j))
+        with self.loop(j, "0", self.extent(j), pragma=f"{self.d.simd} CHECKS"):
+            self.store(k.name, at, self.value(k.init.subs({k.out_vars[0]: at})))
 
     def moves_with(self, v: Sym) -> bool:
         """Whether each of v's elements goes to a place of its own."""

@@ -28,7 +28,7 @@ from flambeau.ir.scalar import (
 )
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, unflat, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import along_shares, narrow, share_of
+from flambeau.ops.separable import along_shares, are_long, narrow, share_of, tabled
 
 aten = torch.ops.aten
 
@@ -217,6 +217,7 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                  count_include_pad: bool, divisor_override: int | None = None) -> Value:
         axes = geometry(x, rank, kernel_size, stride, padding, 1, ceil_mode)
         dtype = opmath(x.dtype)
+        firsts = [tabled(a.size, a.out, lambda x, a=a: a.candidate(x, as_index(0))) for a in axes]  # type: ignore[misc]
         # Every window divides its gradient once, not once for each of its positions.
         shares_ = build.pointwise(grad.shape, lambda i: cast(grad.load(i), dtype) / divisor(
             axes, split(i, rank)[1], count_include_pad, divisor_override, dtype))
@@ -225,7 +226,7 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
             lead, here = split(i, rank)
 
             def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
-                o = tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True))
+                o = tuple(first(k) + j for first, k, j in zip(firsts, here, w, strict=True))
                 mine = all_of([within(k, a.out) & a.holds(k, h)
                                for a, k, h in zip(axes, o, here, strict=True)])
                 return (carry[0] + padded(shares_.load, lead, o, grad.shape[-rank:], mine),)
@@ -293,9 +294,16 @@ def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
     return forward, backward
 
 
+def next_greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
+    """Of a value and a later one, with their positions, the greater, the first of equal ones, the last NaN."""
+    (v, at), (w, there) = a, b
+    take = (w > v) | isnan(w) if is_float(v.dtype) else w > v
+    return where(take, w, v), where(take, there, at)
+
+
 def greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
-    """Of two values with their marked positions the greater, the first of equal ones, the last NaN: to a NaN every
-    number compares as to an equal one, and its mark goes before them all."""
+    """The same of any two values with their marked positions: to a NaN every number compares as to an equal one, and
+    its mark goes before them all."""
     (v, at), (w, there) = a, b
     take = (w > v) | (~(w < v) & (there < at))
     return where(take, w, v), where(take, there, at)
@@ -315,21 +323,27 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
         """One dimension after the other; the position so far is that in the dimensions that are done."""
         n, dtype = x.shape[-rank:], opmath(x.dtype)
         position = narrow(product(n))
-        combine = build.make_combine("greatest", (dtype, position), (lowest(dtype), highest(position)), greater)
         best: Value = x
         place: Callable[[Place], Expr] = lambda i: const(0, position)  # noqa: E731
+        ordered = True  # positions so far are those of one dimension: they grow along it
         for dim, (size, source) in enumerate(zip(map(as_index, output_size), n, strict=True), x.rank - rank):
 
             def at(i: Place, before: Callable[[Place], Expr] = place, dim: int = dim) -> Expr:
                 return before(i) * index_value(x.shape[dim], position) + index_value(i[dim], position)
 
-            def read(i: Place, best: Value = best, at: Callable[[Place], Expr] = at) -> tuple[Expr, Expr]:
-                value = cast(best.load(i), dtype)
-                return value, marked(value, at(i))
-
             place = at
             if size is not source:
+                quick = ordered and not are_long(source, size)
+                combine = build.make_combine("greatest", (dtype, position), (lowest(dtype), highest(position)),
+                                             next_greater if quick else greater)
+
+                def read(i: Place, best: Value = best, at: Callable[[Place], Expr] = at, quick: bool = quick
+                         ) -> tuple[Expr, Expr]:
+                    value = cast(best.load(i), dtype)
+                    return value, at(i) if quick else marked(value, at(i))
+
                 best, marks = along_shares(best.shape, dim, size, read, combine)
+                ordered = False
 
                 def place(i: Place, marks: Value = marks) -> Expr:
                     return unmarked(marks.load(i))

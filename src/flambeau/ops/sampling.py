@@ -256,8 +256,7 @@ class Sampler:
     def once(self, body: Callable[[Place], Expr]) -> Callable[[Place], Expr]:
         """All channels of an image read at the same places. A kernel finds the places of all of them itself; where one
         scatters and another reduces, they are found once and kept in memory, unless channels lie together."""
-        twice = self.backward and self.mode == BILINEAR
-        if not twice or build.graph().capabilities.gathers_rows:
+        if not self.backward or build.graph().capabilities.gathers_rows:
             return body
         return build.pointwise((self.grid.shape[0], *self.out), body).load
 
@@ -276,7 +275,7 @@ class Sampler:
     def position(self, a: int, i: Place) -> Expr:
         """The same as what is kept of it."""
         x, axis = self.first(a, i), self.axes[a]
-        if not self.rows and not (self.backward and self.mode == BILINEAR):
+        if not (self.rows or self.backward):
             return x
         if self.backward and axis.padding != ZEROS:  # it was brought inside, unless it is not a number
             return where(isnan(self.coordinate(a, i)), -2, axis.whole(x))

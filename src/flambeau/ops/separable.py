@@ -10,7 +10,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, rewrite
-from flambeau.ir.index import Dyn, Index, Op, as_index, ceildiv, minimum
+from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, minimum
 from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars
 from flambeau.ir.scalar import cast, computed, const, fold_over, index_value, ne, where
 from flambeau.ops.plane import Place, nearest, together, within
@@ -37,8 +37,17 @@ def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) ->
 def tabled(size: Index, source: Index, fn: Callable[[Index], Index]) -> Callable[[Index], Index]:
     """A position for each element of a dimension: what takes more than a multiplication is found once, in a table."""
     here, = as_indices(dim_vars((size,)))
-    simple = not any(isinstance(a, Dyn) or (isinstance(a, Op) and a.kind in ("div", "mod")) for a in fn(here).atoms())
-    return fn if simple else position_table(size, source, lambda i: index_value(fn(i)))
+    if all(isinstance(a, Sym) or (isinstance(a, Op) and splits(a, size)) for a in fn(here).atoms()):
+        return fn
+    t = table(size, lambda o: cast(index_value(fn(o)), narrow(source)))
+    return lambda o: computed(t(o), *fn(here).bounds())
+
+
+def splits(a: Op, size: Index) -> bool:
+    """A smaller or larger one, or a division that falls away when the dimension is cut into parts of equal length."""
+    if a.kind in ("min", "max"):
+        return True
+    return a.b.is_const and size.is_const and int(size) % int(a.b) == 0 and isinstance((a.a - a.a.const).atom(), Sym)
 
 
 LONG = 32  # elements of a sum that is worth a reduction: lanes of their own, joined at the end
@@ -131,6 +140,18 @@ def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
     return (o * n) // m, ceildiv((o + 1) * n, m)
 
 
+def share_lengths(source: Index, size: Index) -> tuple[int, int]:
+    """The least and the most elements that a share has; the sizes are known."""
+    spans = [share_of(as_index(o), source, size) for o in range(int(size))]
+    lengths = [int(end) - int(start) for start, end in spans]
+    return min(lengths, default=1), max(lengths, default=1)
+
+
+def are_long(source: Index, size: Index) -> bool:
+    """Whether shares are reduced in lanes, and not from their first element to the last."""
+    return source.is_const and size.is_const and share_lengths(source, size)[0] > LONG
+
+
 def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[Place], Several], combine: Combine
                  ) -> tuple[Value, ...]:
     """What `read` gives, over `shape`, combined over each share of one dimension, which becomes `size` long."""
@@ -148,9 +169,7 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
     if not (size.is_const and source.is_const):
         return together(shape, lambda i: fold_over([share_of(i[dim], source, size)], combine.identity,
                                                    lambda j, c: step(c, element(i, j[0]))), dtypes)
-    spans = [share_of(as_index(o), source, size) for o in range(int(size))]
-    lengths = [int(end) - int(start) for start, end in spans]
-    least, most = min(lengths, default=1), max(lengths, default=1)
+    least, most = share_lengths(source, size)
     start = tabled(size, source, lambda o: share_of(o, source, size)[0])
     length = table(size, lambda o: cast(index_value(share_of(o, source, size)[1] - share_of(o, source, size)[0]),
                                         torch.int32))
@@ -163,7 +182,7 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
             have = [where(inside, new, old) for new, old in zip(more, have, strict=True)]
         return have
 
-    if least > LONG:
+    if are_long(source, size):
         common = build.reduce((*shape, as_index(least)), [len(shape)], combine,
                               lambda i: tuple(element(i[:-1], start(i[dim]) + i[-1])))
         return together(shape, lambda i: rest(i, [c.load(i) for c in common]), dtypes)
