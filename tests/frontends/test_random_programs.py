@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from flambeau.frontends.decompositions import table
+from flambeau.frontends.partition import partition
 from flambeau.frontends.pipeline import compile_graph
 
 pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
@@ -198,7 +198,7 @@ def check(seed: int, length: int, dynamic: bool = False) -> None:
     fn, inputs = g.program(length)
     compiler = lambda gm, _: compile_graph(gm)  # noqa: E731
     run = aot_function(fn, fw_compiler=compiler, bw_compiler=compiler, decompositions=table(), dynamic=dynamic,
-                       partition_fn=min_cut_rematerialization_partition)
+                       partition_fn=partition)
     ours, eager = evaluate(run, inputs), evaluate(fn, inputs)
     for k, (a, b) in enumerate(zip(ours, eager, strict=True)):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, equal_nan=True,

@@ -12,16 +12,30 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.fx as fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import min_cut_rematerialization_partition, must_recompute
+from torch.utils.checkpoint import CheckpointPolicy
 
+EQUAL = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
 # Two such calls are not one, though they look alike: they draw numbers, or name a size that only data decides.
 APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     merge_equal(joint.graph)
+    keep_compared(joint.graph)
     with torch._functorch.config.patch(cse=False):
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def keep_compared(graph: fx.Graph) -> None:
+    """A maximum's gradient goes to the values that equal it: computed once more, they might not."""
+    for n in graph.nodes:
+        if n.target in EQUAL:
+            for x in n.all_input_nodes:
+                while x.op == "call_function" and getattr(x.target, "is_view", False):
+                    x = x.all_input_nodes[0]
+                if x.op == "call_function" and not must_recompute(x):
+                    x.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def merge_equal(graph: fx.Graph) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, index_children, masked, rewrite, walk
+from flambeau.ir.cost import SIMPLE, cost_of
+from flambeau.ir.dtypes import is_float
+from flambeau.ir.expr import OPS, Expr, index_children, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, as_index
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 
@@ -21,6 +22,7 @@ CHEAP = 4  # operations that are worth computing twice
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
 DEEPEST = 120  # operations that wait for one another: expressions are walked by recursion
 MOST_READS = 24
+EXACT = frozenset(("div", "sqrt", "floor", "ceil", "trunc", "round", "fmod", "copysign", "fmin", "fmax", "bitcast"))
 
 
 @dataclass
@@ -69,7 +71,28 @@ def materialised(graph: Graph) -> dict[str, str]:
             out.setdefault(o.buffer, "output")
     for name, v in graph.mutations:
         out.setdefault(v.buffer, f"new value of {name}")
+    for name in compared(graph):
+        out.setdefault(name, "compared: another kernel might compute it with other last bits")
     return out
+
+
+def compared(graph: Graph) -> set[str]:
+    """Values that are tested for equality, and come from functions that are not rounded exactly: a vector's lanes and
+    what is left over after them may be computed by different code."""
+    rough: set[str] = set()
+    out: set[str] = set()
+    for n in graph.nodes:
+        everything = list(walk(*n.exprs()))
+        if isinstance(n, Pointwise) and any(is_rough(e) or e.op == "load" and e.attr[0] in rough for e in everything):
+            rough.add(n.names[0])
+        tested = [a for e in everything if e.op in ("eq", "ne") for a in e.args]
+        reads = [a.args[0] if a.op == "cast" else a for a in tested]
+        out |= {a.attr[0] for a in reads if a.op == "load" and a.attr[0] in rough}
+    return out
+
+
+def is_rough(e: Expr) -> bool:
+    return e.op in OPS and e.op not in SIMPLE and e.op not in EXACT and is_float(e.dtype)
 
 
 def inline(graph: Graph, notes: list[str]) -> None:

@@ -7,12 +7,13 @@ import math
 import torch
 
 from flambeau.ir.dtypes import DType, is_float
-from flambeau.ir.expr import Expr, const, rewrite, unary, where
+from flambeau.ir.expr import Expr, cast, const, rewrite, unary, walk, where
 from flambeau.ir.nodes import Graph
 
 from .inline import map_exprs
 
 _SMALL = (torch.float16, torch.bfloat16)
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def widen(e: Expr) -> Expr:
@@ -22,6 +23,16 @@ def widen(e: Expr) -> Expr:
         if is_float(inner.dtype) and inner.dtype is torch.float32:
             return inner
     return e
+
+
+def keep_compared(roots: list[Expr], memo: dict[Expr, Expr]) -> None:
+    """What is compared with another value stays as eager rounded it: a maximum must equal the value it came from."""
+    everything = list(walk(*roots))
+    compared = {a for e in everything if e.op in _COMPARISONS and all(a.op != "const" for a in e.args) for a in e.args}
+    for e in everything:  # operands before users
+        if e in compared and widen(e) is not e:
+            half = e.args[0]
+            memo[e] = cast(cast(rewrite(half.args[0], widen, None, memo), half.dtype), e.dtype)
 
 
 def narrow(e: Expr) -> Expr:
@@ -57,4 +68,6 @@ def apply(graph: Graph, numerics: str) -> None:
     """fast: no rounding between fused operators. eager: every operator rounds where eager rounds."""
     for rule in (widen, narrow) if numerics == "fast" else (narrow,):
         memo: dict[Expr, Expr] = {}
+        if rule is widen:
+            keep_compared([e for n in graph.nodes for e in n.exprs()], memo)
         graph.nodes = [map_exprs(n, lambda e, f=rule, m=memo: rewrite(e, f, None, m)) for n in graph.nodes]

@@ -189,8 +189,6 @@ struct Launch {
   Kernel* kernel;
 };
 
-PyTypeObject* launch_type = nullptr;
-
 // One launch of a call, with its arguments and what was found out about them.
 struct Work {
   Launch* launch;
@@ -437,26 +435,6 @@ PyType_Spec launch_spec = {"flambeau.CudaLaunch", sizeof(Launch), 0,
 
 // ------------------------------------------------------------------------------------------------------ Plan
 
-struct Step {
-  Launch* launch;  // owned
-  Range range;
-};
-
-struct Steps {
-  std::vector<Step> steps;
-  Arguments arguments;
-
-  ~Steps() {
-    for (const Step& step : steps) Py_DECREF(reinterpret_cast<PyObject*>(step.launch));
-  }
-};
-
-struct Plan {
-  PyObject_HEAD
-  vectorcallfunc call;
-  Steps* steps;
-};
-
 PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   Words pointers, sizes;
   if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
@@ -468,7 +446,8 @@ PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
     const Step& step = plan.steps[i];
     int64_t *first_p = p.data() + step.range.first_pointer, *first_n = n.data() + step.range.first_size;
     plan.arguments.pick(step.range, pointers, sizes, first_p, first_n);
-    works[i] = {step.launch, first_p, step.range.pointer_count, first_n, step.range.size_count, {}, nullptr, nullptr, 0};
+    works[i] = {reinterpret_cast<Launch*>(step.launch), first_p, step.range.pointer_count, first_n,
+                step.range.size_count, {}, nullptr, nullptr, 0};
   }
   Py_ssize_t at = 0;
   int fault = 0;
@@ -476,50 +455,6 @@ PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
   if (fault == 0) Py_RETURN_NONE;
   return Py_BuildValue("(ni)", at, fault);
 }
-
-PyObject* plan_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject* given;
-  if (!PyArg_ParseTuple(args, "O", &given)) return nullptr;
-  Owned items(PySequence_Tuple(given));
-  if (!items) return nullptr;
-  auto steps = std::make_unique<Steps>();
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.get()); ++i) {
-    PyObject *item = PyTuple_GET_ITEM(items.get(), i), *launch, *pointers, *sizes;
-    if (!PyTuple_Check(item)) return PyErr_SetString(PyExc_TypeError, "a step is a tuple"), nullptr;
-    if (!PyArg_ParseTuple(item, "O!OO", launch_type, &launch, &pointers, &sizes)) return nullptr;
-    Range range;
-    if (!steps->arguments.add(pointers, sizes, range)) return nullptr;
-    steps->steps.push_back({reinterpret_cast<Launch*>(Py_NewRef(launch)), range});
-  }
-  Plan* self = PyObject_New(Plan, type);
-  if (self == nullptr) return nullptr;
-  self->call = plan_call;
-  self->steps = steps.release();
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void plan_free(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<Plan*>(self)->steps;
-  PyObject_Free(self);
-  Py_DECREF(type);
-}
-
-PyMemberDef plan_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Plan, call), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyType_Slot plan_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(plan_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(plan_free)},
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, plan_members},
-    {0, nullptr},
-};
-
-PyType_Spec plan_spec = {"flambeau.CudaPlan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-                         plan_slots};
 
 PyMethodDef functions[] = {
     {"open", open_driver, METH_VARARGS, "open(path of the driver, current_device, current_stream, workspace)"},
@@ -532,12 +467,4 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "cuda_launcher", nullptr, -1, funct
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_cuda_launcher() {
-  launch_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&launch_spec));
-  PyObject* plan_type = PyType_FromSpec(&plan_spec);
-  PyObject* made = PyModule_Create(&module);
-  if (launch_type == nullptr || plan_type == nullptr || made == nullptr) return nullptr;
-  if (PyModule_AddObjectRef(made, "Launch", reinterpret_cast<PyObject*>(launch_type)) < 0) return nullptr;
-  if (PyModule_AddObjectRef(made, "Plan", plan_type) < 0) return nullptr;
-  return made;
-}
+PyMODINIT_FUNC PyInit_cuda_launcher() { return make_module(module, launch_spec); }

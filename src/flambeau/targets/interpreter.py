@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,8 @@ from flambeau.codegen.source import BlockSource
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.targets.base import Build, Launch, Plan, Source, Step, Target
 from flambeau.targets.cuda import shape_function
+from flambeau.targets.launch import PythonPlan
+from flambeau.targets.search import OpenPlan, is_open, offered
 from flambeau.targets.triton_compile import LIBRARY, signature
 from flambeau.targets.triton_worker import module_of
 
@@ -45,17 +48,39 @@ class InterpreterTarget(Target):
 
         return render(kernel, name)
 
+    def variants(self, kernel: Kernel, source: Source) -> Source:
+        from flambeau.codegen.triton_variants import variants
+
+        assert isinstance(source, BlockSource)
+        return variants(kernel, source)
+
     def build(self, sources: Sequence[Source]) -> InterpreterBuild:
         interpreted_triton()
         return InterpreterBuild(sources)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
-        return InterpreterPlan(steps)
+        return OpenPlan(self, steps) if is_open(steps) else PythonPlan(steps)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    # ---- the search for block shapes, for its tests ------------------------------------------------------
+
+    def chip(self) -> str:
+        return self.name
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        import torch
+
+        shared = (ctypes.c_uint8 * nbytes).from_address(address)
+        return torch.frombuffer(shared, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
 
 
 class InterpreterBuild(Build):
@@ -72,7 +97,7 @@ class InterpreterBuild(Build):
         for source in self._sources:
             assert isinstance(source, BlockSource)
             try:
-                out[source.name] = InterpreterLaunch(source)
+                out[source.name] = offered(source, InterpreterLaunch(source))
             except SyntaxError as error:
                 out[source.name] = CompileError(f"the kernel {source.name} does not parse: {error}",
                                                 target=InterpreterTarget.name)
@@ -103,18 +128,6 @@ class InterpreterLaunch:
 
     def __repr__(self) -> str:
         return f"<Launch {self.name}>"
-
-
-class InterpreterPlan:
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps = [(launch, tuple(pointers), tuple(sizes)) for launch, pointers, sizes in steps]
-
-    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None:
-        for at, (launch, where, which) in enumerate(self._steps):
-            addresses = [pointers[slot] + offset for slot, offset in where]
-            if code := launch(addresses, [sizes[slot] for slot in which]):
-                return at, code
-        return None
 
 
 def argument(value: int, kind: str) -> Any:

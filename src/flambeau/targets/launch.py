@@ -121,8 +121,8 @@ class _CtypesLaunch:
         return f"<Launch {self.name}>"
 
 
-class _CtypesPlan:
-    """The same as `Plan` of the extension."""
+class PythonPlan:
+    """The same as `Plan` of the extension, for any launches."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = [(launch, tuple(pointers), tuple(sizes)) for launch, pointers, sizes in steps]
@@ -138,4 +138,4 @@ class _CtypesPlan:
         return None
 
 
-CTYPES = Launcher(_CtypesLaunch, _CtypesPlan)
+CTYPES = Launcher(_CtypesLaunch, PythonPlan)

@@ -18,8 +18,6 @@ struct Launch {
   PyObject* name;
 };
 
-PyTypeObject* launch_type = nullptr;
-
 PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   Words pointers, sizes;
   if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
@@ -76,37 +74,20 @@ PyType_Spec launch_spec = {"flambeau.Launch", sizeof(Launch), 0,
 
 // ------------------------------------------------------------------------------------------------------ Plan
 
-struct Step {
-  Kernel kernel;
-  Range range;
-};
-
-struct Steps {
-  std::vector<Step> steps;
-  Arguments arguments;
-  size_t most_pointers = 0, most_sizes = 0;  // of any one step
-};
-
-struct Plan {
-  PyObject_HEAD
-  vectorcallfunc call;
-  Steps* steps;
-};
-
 PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   Words pointers, sizes;
   if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
   const Steps& plan = *reinterpret_cast<Plan*>(self)->steps;
   if (!plan.arguments.enough(pointers, sizes)) return nullptr;
-  std::vector<int64_t> p(plan.most_pointers);
-  std::vector<int64_t> n(plan.most_sizes);
+  std::vector<int64_t> p(plan.arguments.pointers.size()), n(plan.arguments.sizes.size());
   int64_t code = 0;
   size_t at = 0;
   Py_BEGIN_ALLOW_THREADS
   for (; at < plan.steps.size(); ++at) {
     const Step& step = plan.steps[at];
-    plan.arguments.pick(step.range, pointers, sizes, p.data(), n.data());
-    code = step.kernel(reinterpret_cast<void**>(p.data()), n.data());
+    int64_t *first_p = p.data() + step.range.first_pointer, *first_n = n.data() + step.range.first_size;
+    plan.arguments.pick(step.range, pointers, sizes, first_p, first_n);
+    code = reinterpret_cast<Launch*>(step.launch)->kernel(reinterpret_cast<void**>(first_p), first_n);
     if (code != 0) break;
   }
   Py_END_ALLOW_THREADS
@@ -114,68 +95,9 @@ PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
   return Py_BuildValue("(nL)", static_cast<Py_ssize_t>(at), static_cast<long long>(code));
 }
 
-bool add_step(Steps& plan, PyObject* item) {
-  PyObject *launch, *pointers, *sizes;
-  if (!PyTuple_Check(item)) return PyErr_SetString(PyExc_TypeError, "a step is a tuple"), false;
-  if (!PyArg_ParseTuple(item, "O!OO", launch_type, &launch, &pointers, &sizes)) return false;
-  Step step = {reinterpret_cast<Launch*>(launch)->kernel, {}};
-  if (!plan.arguments.add(pointers, sizes, step.range)) return false;
-  plan.most_pointers = std::max(plan.most_pointers, step.range.pointer_count);
-  plan.most_sizes = std::max(plan.most_sizes, step.range.size_count);
-  plan.steps.push_back(step);
-  return true;
-}
-
-PyObject* plan_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject* given;
-  if (!PyArg_ParseTuple(args, "O", &given)) return nullptr;
-  Owned items(PySequence_Tuple(given));
-  if (!items) return nullptr;
-  auto steps = std::make_unique<Steps>();
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.get()); ++i) {
-    if (!add_step(*steps, PyTuple_GET_ITEM(items.get(), i))) return nullptr;
-  }
-  Plan* self = PyObject_New(Plan, type);
-  if (self == nullptr) return nullptr;
-  self->call = plan_call;
-  self->steps = steps.release();
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void plan_free(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<Plan*>(self)->steps;
-  PyObject_Free(self);
-  Py_DECREF(type);
-}
-
-PyMemberDef plan_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Plan, call), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyType_Slot plan_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(plan_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(plan_free)},
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, plan_members},
-    {0, nullptr},
-};
-
-PyType_Spec plan_spec = {"flambeau.Plan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-                         plan_slots};
-
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", nullptr, -1, nullptr, nullptr, nullptr, nullptr,
                       nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_launcher() {
-  launch_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&launch_spec));
-  PyObject* plan_type = PyType_FromSpec(&plan_spec);
-  PyObject* made = PyModule_Create(&module);
-  if (launch_type == nullptr || plan_type == nullptr || made == nullptr) return nullptr;
-  if (PyModule_AddObjectRef(made, "Launch", reinterpret_cast<PyObject*>(launch_type)) < 0) return nullptr;
-  if (PyModule_AddObjectRef(made, "Plan", plan_type) < 0) return nullptr;
-  return made;
-}
+PyMODINIT_FUNC PyInit_launcher() { return make_module(module, launch_spec); }

@@ -1,4 +1,4 @@
-// What all launchers share: integers out of Python's lists, and the arguments of a plan's steps.
+// What all launchers share: integers out of Python's lists, and plans of several launches.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -123,5 +123,86 @@ struct Arguments {
     return false;
   }
 };
+
+// ----------------------------------------------------------------------------------------------------- Plan
+
+PyTypeObject* launch_type = nullptr;  // each launcher's own
+
+struct Step {
+  PyObject* launch;  // owned
+  Range range;
+};
+
+struct Steps {
+  std::vector<Step> steps;
+  Arguments arguments;
+
+  ~Steps() {
+    for (const Step& step : steps) Py_DECREF(step.launch);
+  }
+};
+
+struct Plan {
+  PyObject_HEAD
+  vectorcallfunc call;
+  Steps* steps;
+};
+
+PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names);  // each launcher's own
+
+PyObject* plan_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* given;
+  if (!PyArg_ParseTuple(args, "O", &given)) return nullptr;
+  Owned items(PySequence_Tuple(given));
+  if (!items) return nullptr;
+  auto steps = std::make_unique<Steps>();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.get()); ++i) {
+    PyObject *item = PyTuple_GET_ITEM(items.get(), i), *launch, *pointers, *sizes;
+    if (!PyTuple_Check(item)) return PyErr_SetString(PyExc_TypeError, "a step is a tuple"), nullptr;
+    if (!PyArg_ParseTuple(item, "O!OO", launch_type, &launch, &pointers, &sizes)) return nullptr;
+    Range range;
+    if (!steps->arguments.add(pointers, sizes, range)) return nullptr;
+    steps->steps.push_back({Py_NewRef(launch), range});
+  }
+  Plan* self = PyObject_New(Plan, type);
+  if (self == nullptr) return nullptr;
+  self->call = plan_call;
+  self->steps = steps.release();
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void plan_free(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Plan*>(self)->steps;
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyMemberDef plan_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Plan, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot plan_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(plan_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(plan_free)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, plan_members},
+    {0, nullptr},
+};
+
+PyType_Spec plan_spec = {"flambeau.Plan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+                         plan_slots};
+
+// The module, with the launcher's Launch and the Plan over it.
+PyObject* make_module(PyModuleDef& module, PyType_Spec& launch_spec) {
+  launch_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&launch_spec));
+  PyObject* plan_type = PyType_FromSpec(&plan_spec);
+  PyObject* made = PyModule_Create(&module);
+  if (launch_type == nullptr || plan_type == nullptr || made == nullptr) return nullptr;
+  if (PyModule_AddObjectRef(made, "Launch", reinterpret_cast<PyObject*>(launch_type)) < 0) return nullptr;
+  if (PyModule_AddObjectRef(made, "Plan", plan_type) < 0) return nullptr;
+  return made;
+}
 
 }  // namespace

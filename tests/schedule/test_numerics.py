@@ -1,0 +1,45 @@
+"""Where a fused kernel may keep more precision than eager, and where it must not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_maximum_equals_the_value_it_came_from(dtype: torch.dtype) -> None:
+    """Its gradient goes to the elements that equal it: both sides of that comparison are rounded."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(x, 1, [1]).amax(0)
+
+    x = torch.randn(64, 33).to(dtype).requires_grad_()
+    (ours,) = torch.autograd.grad(torch.compile(f, backend="flambeau")(x), x)
+    rows = ours.float().abs().amax(1)
+    assert torch.isfinite(ours).all() and (rows > 0).any()
+    totals = x.detach().double().abs().sum(1)
+    assert (totals[rows > 0] >= totals.max() * (1 - 2 * torch.finfo(dtype).eps)).all()
+
+
+@pytest.mark.parametrize("compare", ["eq", "le"])
+def test_values_are_compared_as_eager_rounds_them(compare: str) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return getattr(torch, compare)(x * 1.01, y * 1.02)
+
+    x = torch.randn(4096).bfloat16()
+    y = (x.float() / 1.01).bfloat16()
+    assert torch.equal(torch.compile(f, backend="flambeau")(x, y), f(x, y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_maximum_of_a_rough_function_has_a_gradient(dtype: torch.dtype) -> None:
+    """Lanes of a vector and what is left over may come from different code: what is compared is computed once."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.amax((1, 2)).sin()
+        return y.amax(0).square() + (y.amax(0, keepdim=True) + y).var(0)
+
+    x = torch.randn(3, 8, 4, 7, dtype=dtype, requires_grad=True)
+    (ours,) = torch.autograd.grad(torch.compile(f, backend="flambeau")(x).sum(), x)
+    (eager,) = torch.autograd.grad(f(x).sum(), x)
+    torch.testing.assert_close(ours, eager)
