@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flambeau.codegen.cpp import render
 from flambeau.frontends.executor import write
 from flambeau.ir import build
 from flambeau.ir.index import IndexLike, Sym, as_index
@@ -48,19 +47,19 @@ def graph_of(make: Make, *args: torch.Tensor, dynamic: bool = False) -> Graph:
     return g
 
 
-def built(make: Make, *args: torch.Tensor, dynamic: bool = False) -> Built:
+def built(make: Make, *args: torch.Tensor, dynamic: bool = False, on: str = "cpu") -> Built:
     """The program that computes make(values), ready to run."""
-    target = get_target("cpu")
+    target = get_target(on)
     g = graph_of(make, *args, dynamic=dynamic)
     sources = {s: ("size", f"in{s.name[1:].split('_')[0]}", int(s.name.split("_")[1])) for s in g.symbols}
     program = schedule(g, target.capabilities(), "fast", True)
-    kernels = [render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+    kernels = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
     package = write(program, target.name, kernels, sources, list(range(len(args))), len(args))
     return Built(program, [k.text for k in kernels], package.load())
 
 
-def run(make: Make, *args: torch.Tensor) -> list[torch.Tensor]:
-    return built(make, *args)(*args)
+def run(make: Make, *args: torch.Tensor, on: str = "cpu") -> list[torch.Tensor]:
+    return built(make, *args, on=on)(*args)
 
 
 def form(k: Kernel, text: str) -> str:

@@ -72,7 +72,8 @@ def close_sum(ours: Tensor, x: Tensor, dims: int | tuple[int, ...]) -> None:
     assert ((ours.double() - exact).abs() <= 5e-7 * size).all(), f"{list(x.shape)} over {dims}"
 
 
-def each(make: Callable[[Value], Sequence[Value]], args: Sequence[Tensor]) -> tuple[Built, list[list[Tensor]]]:
+def each(make: Callable[[Value], Sequence[Value]], args: Sequence[Tensor], on: str = "cpu"
+         ) -> tuple[Built, list[list[Tensor]]]:
     """make for every argument, all in one program."""
     counts: list[int] = []
 
@@ -84,7 +85,7 @@ def each(make: Callable[[Value], Sequence[Value]], args: Sequence[Tensor]) -> tu
             out += made
         return out
 
-    b = built(every, *args)
+    b = built(every, *args, on=on)
     results = b(*args)
     split, at = [], 0
     for n in counts:

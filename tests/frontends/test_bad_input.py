@@ -371,3 +371,14 @@ def test_a_bad_setting_says_what_it_may_be(tmp_path: Path) -> None:
 def test_error_classes_are_public() -> None:
     for name in ("Error", "CompileError", "CacheError", "OptionError", "UnsupportedError"):
         assert issubclass(getattr(flambeau, name), flambeau.Error)
+
+
+def test_a_shape_that_torch_guessed_is_not_believed() -> None:
+    """Without a rule for shapes torch runs an operator on zeros; the graph runs as eager would then."""
+    with torch.library._scoped_library("aten", "FRAGMENT") as library:
+        library.define("flambeau_positive(Tensor x) -> Tensor")
+        library.impl("flambeau_positive", lambda x: x[x > 0], "CPU")
+        op = torch.ops.aten.flambeau_positive.default
+        x = torch.tensor([1.0, -2.0, 3.0, 4.0])
+        with config.override(verify=False), pytest.warns(RuntimeWarning, match="no rule for the shape"):
+            assert torch.compile(lambda x: op(x).sum() * 2, backend="flambeau")(x) == 16

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -154,18 +155,23 @@ def test_workers_start_in_advance(fresh: Path, monkeypatch: pytest.MonkeyPatch) 
 # ---- from graphs of tensors that are not there -----------------------------------------------------------
 
 
-def kernels(f: Any, *shapes: tuple[int, ...]) -> list[BlockSource]:
+def kernels(f: Any, *shapes: tuple[int, ...], deterministic: bool = False) -> list[BlockSource]:
     """The kernels of a function of float32 tensors on a GPU, as the pipeline would write them."""
     target = CudaTarget(arch=ARCH)
+    caps = replace(target.capabilities(), deterministic=deterministic)
     with FakeTensorMode():
         inputs = [torch.empty(s, device="cuda") for s in shapes]
         gm = make_fx(lambda *args: [f(*args)], decomposition_table=table())(*inputs)
     device = graph_device(gm)
     assert device == torch.device("cuda", 0)
     with unset_fake_temporarily():
-        captured = capture(gm, target.capabilities(), device=device)
-    program = schedule(captured.graph, target.capabilities(), "fast", True)
+        captured = capture(gm, caps, device=device)
+    program = schedule(captured.graph, caps, "fast", True)
     return [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+
+
+def indices(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.int64, device="cuda")
 
 
 FUNCTIONS = {
@@ -173,15 +179,27 @@ FUNCTIONS = {
     "softmax": (lambda x: x.softmax(-1), (33, 65)),
     "column": (lambda x: x.sum(0), (33, 65)),
     "scan": (lambda x: x.cumsum(1), (33, 65)),
-    "scatter": (lambda x, y: x.index_add(0, torch.ones(8, dtype=torch.int64, device="cuda"), y), (33, 16), (8, 16)),
+    "scatter": (lambda x, y: x.index_add(0, indices(8), y), (33, 16), (8, 16)),
     "dropout": (lambda x: torch.nn.functional.dropout(x, 0.5), (33, 65)),
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_kernels_of_every_kind_compile(compiler: TritonCompiler, name: str) -> None:
-    f, *shapes = FUNCTIONS[name]
-    found = kernels(f, *shapes)
+ORDERED = {
+    "sum by row": (lambda x, y: x.index_add(0, indices(2000), y), (33, 16), (2000, 16)),
+    "sum by element": (lambda x, y: x.scatter_add(1, indices(9, 8), y), (9, 16), (9, 8)),
+    "last by row": (lambda x, y: x.index_copy(0, indices(8), y), (33, 16), (8, 16)),
+    "scan of one row": (lambda x: x.logcumsumexp(0), (100_000,)),
+    "sum of one row": (lambda x: x.cumsum(0), (100_003,)),
+    "scan of few columns": (lambda x: x.cumsum(0), (5000, 40)),
+    "sampling": (lambda g, x, at: torch.ops.aten.grid_sampler_2d_backward(g, x, at, 0, 0, False, (True, False))[0],
+                 (2, 64, 9, 9), (2, 64, 9, 9), (2, 9, 9, 2)),
+}
+
+
+@pytest.mark.parametrize(("name", "deterministic"), [*((n, False) for n in FUNCTIONS), *((n, True) for n in ORDERED)])
+def test_kernels_of_every_kind_compile(compiler: TritonCompiler, name: str, deterministic: bool) -> None:
+    f, *shapes = (ORDERED if deterministic else FUNCTIONS)[name]
+    found = kernels(f, *shapes, deterministic=deterministic)
     assert found
     futures = [compiler.compile(k, part, Facts(), ARCH) for k in found for part in k.parts]
     for future in futures:

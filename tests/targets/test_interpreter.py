@@ -191,3 +191,33 @@ def test_inputs_are_updated_in_place() -> None:
     x, seen, other = torch.randn(5, 3), torch.zeros(3), torch.zeros(3)
     torch.testing.assert_close(compiled(f)(x, seen), f(x, other))
     torch.testing.assert_close(seen, other)
+
+
+def test_scans_of_varying_length_that_look_back() -> None:
+    """The workspace of a single long row is an expression over the sizes of the run."""
+    fn = compiled(lambda x: x.cumsum(0), dynamic=True)
+    for n in (20_000, 9_000):
+        x = torch.randint(-9, 9, (n,)).float()  # whole numbers: every order of the sum gives the same
+        assert torch.equal(fn(x), x.cumsum(0))
+
+
+@pytest.mark.parametrize("channels", [17, 32, 37, 67])
+def test_sampling_of_rows_that_are_padded(channels: int) -> None:
+    """Channels next to each other, in rows that begin where wide accesses may: what pads them shows nowhere."""
+    x = torch.randn(2, channels, 5, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    grid = (torch.rand(2, 3, 11, 2, generator=torch.Generator().manual_seed(1)) * 2.4 - 1.2).requires_grad_()
+    f = lambda x, grid: F.grid_sample(x, grid, align_corners=False)  # noqa: E731
+    seed = torch.randn(2, channels, 3, 11, generator=torch.Generator().manual_seed(2))
+    ours, eager = compiled(f)(x, grid), f(x, grid)
+    torch.testing.assert_close(ours, eager)
+    torch.testing.assert_close(torch.autograd.grad(ours, (x, grid), seed), torch.autograd.grad(eager, (x, grid), seed),
+                               rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1024, 3000, 1029])
+def test_maps_of_any_length(n: int) -> None:
+    """Whole tiles without masks, the last one with them."""
+    x = torch.randn(n)
+    torch.testing.assert_close(compiled(lambda x: (x * 2).sigmoid() + x)(x), (x * 2).sigmoid() + x)
+    y = compiled(lambda x: F.dropout(x, 0.5))(torch.ones(n))
+    assert set(y.unique().tolist()) == {0.0, 2.0} and abs(y.mean().item() - 1) < 0.2

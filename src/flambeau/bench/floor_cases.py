@@ -36,23 +36,34 @@ SIZES = {
                   (1 << 20, 128)),
     "odd": Sizes((8191, 4099), 8191 * 4099, (7, 65, 31, 63, 65), (63, 65, 223, 225), (999_983, 127), (262_143, 7),
                  (999_983, 127)),
+    "small": Sizes((181, 251), 50_000, (1, 4, 8, 24, 32), (1, 8, 56, 56), (1000, 64), (128, 4), (500, 96)),
     "tiny": Sizes((37, 29), 1001, (1, 2, 5, 6, 7), (1, 2, 11, 13), (50, 16), (12, 8), (40, 16)),
 }
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Random inputs of one size, dtype and device."""
+    """Random inputs of one size, dtype and device; `strided`: not in the order of their dimensions."""
 
     sizes: Sizes
     dtype: torch.dtype
     device: torch.device
+    strided: bool = False
+    clock: str = "cuda"  # how calls are timed
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device).to(self.dtype)
+        return self.laid(torch.randn(shape, device=self.device).to(self.dtype))
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        return (torch.rand(shape, device=self.device) * (high - low) + low).to(self.dtype)
+        return self.laid((torch.rand(shape, device=self.device) * (high - low) + low).to(self.dtype))
+
+    def laid(self, x: Tensor) -> Tensor:
+        """Transposed, channels last, or every other element of something longer."""
+        if not self.strided:
+            return x
+        if x.dim() == 1:
+            return torch.stack((x, x), 1)[:, 0]
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
     def index(self, below: int, count: int) -> Tensor:
         return torch.randint(below, (count,), device=self.device)

@@ -1,7 +1,8 @@
 """How far operators are from the memory limit: ours beside eager, Inductor and FlagGems, in one run.
 
 The floor of a case is the time that its bytes take at the bandwidth of a device copy, measured first. On a GPU times
-come from CUDA events, with the second-level cache flushed before every call. Results are compared with eager's, both
+come from CUDA events, with the second-level cache flushed before every call; those of small calls are of many in a row,
+with what the host does for each. Results are compared with eager's, both
 against float64, except those of random operators.
 """
 
@@ -24,17 +25,18 @@ from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floor_cases import SIZES, Case, Draw, Tensors
-from flambeau.bench.harness import compiled, geometric_mean, message
+from flambeau.bench.harness import ACCELERATE, OURS, SETTLED, compiled, geometric_mean, message, running
 
 FLAGGEMS = "flaggems"
 PEERS = ("eager", "inductor", FLAGGEMS)
-BACKENDS = (*PEERS, "flambeau")
+BACKENDS = (*PEERS, *OURS)
 REFERENCE = 4.3e12  # bytes per second of an H200's device copy, to compare runs with one another
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 # Written before each call: several times the second-level cache, and long enough for the host to run ahead, so that
 # the events are around the kernels and not around the host's work.
 FLUSH_BYTES = 1 << 29
 WARMUP, ROUNDS, SECONDS = 3, (5, 100), 0.3
+IN_A_ROW = 100
 # Against float64, relative to the largest value. Where eager itself is further off, four times its error is allowed.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 EAGER_ERRORS = 4.0
@@ -99,7 +101,21 @@ def cpu_times(call: Callable[[], Any]) -> list[float]:
     return [once() for _ in range(rounds_for(min(first)))]
 
 
-TIMES = {"cuda": cuda_times, "cpu": cpu_times}
+def row_times(call: Callable[[], Any]) -> list[float]:
+    """Of calls that follow one another without waiting."""
+    def once() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / IN_A_ROW
+
+    once()
+    return [once() for _ in range(ROUNDS[0])]
+
+
+TIMES = {"cuda": cuda_times, "cpu": cpu_times, "small": row_times}
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -137,10 +153,11 @@ def available(backends: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def backend_of(backend: str, case: Case) -> Iterator[Callable[..., Any] | None]:
+def backend_of(backend: str, case: Case, device: str) -> Iterator[Callable[..., Any] | None]:
     """The operator by a backend, or None where the backend would only pass the call on to eager."""
     if backend != FLAGGEMS:
-        yield compiled(case.run, backend)
+        with running(backend, device):
+            yield compiled(case.run, backend)
         return
     gems = importlib.import_module("flag_gems")
     with gems.use_gems():
@@ -207,9 +224,9 @@ def measure_case(case: Case, draw: Draw, backends: Sequence[str], bandwidth: flo
         row.floor = row.bytes / bandwidth
         for backend in backends:
             try:
-                with deadline(limit), backend_of(backend, case) as run:
+                with deadline(limit), backend_of(backend, case, draw.device.type) as run:
                     if run is not None:
-                        measure_backend(row, backend, run, case, inputs, eager, exact, of_eager)
+                        measure_backend(row, backend, run, case, inputs, eager, exact, of_eager, draw.clock)
             except Exception as failure:  # a failing backend is a result to report, not the end of the run
                 row.errors[backend] = message(failure)
     except Exception as failure:  # as above: without inputs or a reference there is nothing to time
@@ -218,7 +235,7 @@ def measure_case(case: Case, draw: Draw, backends: Sequence[str], bandwidth: flo
 
 
 def measure_backend(row: FloorRow, backend: str, run: Callable[..., Any], case: Case, inputs: Tensors, eager: Tensors,
-                    exact: Tensors, of_eager: float) -> None:
+                    exact: Tensors, of_eager: float, clock: str) -> None:
     got = computed(run, case, inputs)
     found = None if case.random else error(got, exact)
     if found is not None:
@@ -227,7 +244,9 @@ def measure_backend(row: FloorRow, backend: str, run: Callable[..., Any], case: 
         row.errors[backend] = f"wrong results: {wrong}"
     del got
     own = (inputs[0].clone(), *inputs[1:]) if case.in_place else inputs
-    row.seconds[backend] = statistics.median(TIMES[inputs[0].device.type](lambda: run(*own)))
+    for _ in range(SETTLED if backend == ACCELERATE else 0):
+        run(*own)
+    row.seconds[backend] = statistics.median(TIMES[clock](lambda: run(*own)))
 
 
 def measure(cases: Sequence[Case], draw: Draw, backends: Sequence[str], bandwidth: float,
@@ -240,8 +259,9 @@ def measure(cases: Sequence[Case], draw: Draw, backends: Sequence[str], bandwidt
             torch.cuda.empty_cache()
 
 
-def drawer(size: str, dtype: str, target: str) -> Draw:
-    return Draw(SIZES[size], getattr(torch, dtype), torch.device(target))
+def drawer(size: str, dtype: str, target: str, strided: bool = False) -> Draw:
+    clock = "small" if (size, target) == ("small", "cuda") else target
+    return Draw(SIZES[size], getattr(torch, dtype), torch.device(target), strided, clock)
 
 
 # ---- reports -----------------------------------------------------------------------------------------------------
@@ -260,7 +280,7 @@ def summarise(rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: floa
 
 def floor_table(title: str, rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: float) -> Table:
     """Ratios to the floor ("!": results are off), ours over the fastest peer, and ours at the reference bandwidth."""
-    ours = [b for b in backends if b.startswith("flambeau")]
+    ours = [b for b in backends if b.startswith(OURS)]
     table = Table("case", "floor ms", *backends, *(f"{b} over\nbest peer" for b in ours),
                   *(f"{b}\nat {REFERENCE / 1e12} TB/s" for b in ours), title=title)
     table.columns[0].no_wrap = True

@@ -13,6 +13,7 @@ from rich.table import Table
 from flambeau.errors import UnsupportedError
 
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS = 3.0, 1.0, 120.0
+DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "ops": "eager,inductor,flambeau,accelerate"}
 PLAIN_WIDTH = 140  # columns of a table that no terminal bounds
 
 
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backends",
         metavar="LIST",
         help="separated by commas, eager,inductor,flambeau by default (floors: and flaggems, "
-        "where it is installed); options follow a colon: flambeau:numerics=fast",
+        "where it is installed); options follow a colon: flambeau:numerics=fast; "
+        "accelerate: eager calls on our kernels",
     )
     parser.add_argument(
         "--size", choices=("small", "large", "tiny"), help="of the models; large for steps on cuda, else small"
@@ -46,10 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     floor_options = parser.add_argument_group("floors")
     floor_options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     sizes = floor_options.add_mutually_exclusive_group()
-    for name, text in (("odd", "sizes that no block divides"), ("tiny", "sizes for tests, also on the CPU")):
+    for name, text in (
+        ("odd", "sizes that no block divides"),
+        ("small", "less than 64K elements, timed with the host's work"),
+        ("tiny", "sizes for tests, also on the CPU"),
+    ):
         sizes.add_argument(
             f"--{name}", dest="sizes", action="store_const", const=name, default="full", help=text
         )
+    floor_options.add_argument("--strided", action="store_true", help="inputs transposed or channels last")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--train",
@@ -77,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         if not torch.cuda.is_available():
             raise UnsupportedError("torch finds no CUDA device here", hint="flambeau doctor, or --target cpu")
     what = "floors" if args.what == "ops" and (args.target, args.sizes) != ("cpu", "full") else args.what
-    backends = args.backends or ("eager,inductor,flaggems,flambeau" if what == "floors" else "eager,inductor,flambeau")
+    backends = args.backends or DEFAULTS.get(what, "eager,inductor,flambeau")
     rows, table, summary = KINDS[what](args, backends.split(","), console)
     if not rows:
         console.print(f"No case matches --only {args.only!r}.")
@@ -129,12 +136,12 @@ def floors(args: argparse.Namespace, backends: Sequence[str], console: Console) 
     from flambeau.bench import floors as bench
 
     wanted = [{"train": floor_cases.GRADIENT, "infer": floor_cases.FORWARD}[mode] for mode in args.modes]
-    draw = bench.drawer(args.sizes, args.dtype, args.target)
+    draw = bench.drawer(args.sizes, args.dtype, args.target, args.strided)
     found = bench.available(backends)
     bandwidth = bench.copy_bandwidth(draw.device)
     console.print(f"device copy: {bandwidth / 1e12:.3f} TB/s")
     rows: list[bench.FloorRow] = []
-    variant = {"dtype": args.dtype, "sizes": args.sizes}
+    variant = {"dtype": args.dtype, "sizes": args.sizes, "strided": args.strided}
     cases = floor_cases.chosen(args.only, wanted)
     for row in bench.measure(cases, draw, found, bandwidth, args.limit or FLOOR_SECONDS):
         rows.append(row)

@@ -36,6 +36,11 @@ class Dialect:
     long = "int64_t"
     simd = "#pragma omp simd"
     reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
+    faults = " reduction(|:bad)"  # the clause of a loop that reports
+
+    def named(self, op: str, dtype: DType) -> str:
+        """The function for an operation on values of this dtype."""
+        return self.function.format(op)
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:
         raise NotImplementedError
@@ -62,6 +67,7 @@ class Writer:
 
     def __init__(self, dialect: Dialect) -> None:
         self.d = dialect
+        self.fl = dialect.function.format("")  # before the names of the library's functions
         self.scopes: list[Scope] = [Scope("")]
         self.names: dict[Sym, str] = {}
         self.count = 0
@@ -95,7 +101,7 @@ class Writer:
         if s.checks and reporting:
             parent.lines.append(reporting)
         elif pragma:
-            parent.lines.append(pragma.replace(" CHECKS", " reduction(|:bad)" if s.checks else ""))
+            parent.lines.append(pragma.replace(" CHECKS", self.d.faults if s.checks else ""))
         parent.lines.append(header)
         parent.lines.extend("  " + x for x in s.lines)
         if footer:
@@ -265,7 +271,7 @@ class Writer:
         if e.op in d.prefix:
             return self._narrowed(f"{d.prefix[e.op]}{args[0]}", e.dtype)
         self.functions.add(e.op)
-        return f"{d.function.format(e.op)}({', '.join(args)})"
+        return f"{d.named(e.op, e.args[0].dtype)}({', '.join(args)})"
 
     def _is_narrow(self, e: Expr) -> bool:
         """An index cut to 32 bits: its parts can be cut before they are added up, where integers wrap around."""

@@ -127,15 +127,15 @@ class LoopWriter(WindowWriter):
         whole = lo == "0" and hi == self.extent(v)
         for a, b in long:
             with self.inside(v, a, b):
-                self.map_loop(v, str(a) if whole else f"fl::imax({lo}, {a})",
-                              str(b) if whole else f"fl::imin({hi}, {b})", items, f"{self.d.simd} CHECKS")
+                self.map_loop(v, str(a) if whole else f"{self.fl}imax({lo}, {a})",
+                              str(b) if whole else f"{self.fl}imin({hi}, {b})", items, f"{self.d.simd} CHECKS")
         if len(long) == len(parts):
             return
         # What is left are short ends and gaps: one plain loop steps over the long parts.
         name = self.sym(v)
         next_ = name
         for a, b in long:
-            next_ = f"fl::past({next_}, {a}, {b})"
+            next_ = f"{self.fl}past({next_}, {a}, {b})"
         header = f"for ({self.d.long} {name} = {lo}; ({name} = {next_}) < {hi}; ++{name}) {{"
         before, self.unroll = self.unroll, self.unroll if written(exprs) <= COPIED else 0
         with self.scope(header, (v,)):
@@ -211,7 +211,7 @@ class LoopWriter(WindowWriter):
         outer = tuple(x for x in others if x is not c)
         pragma = self.parallel(self.k.outer, self.cost, len(outer) + 1)
         with self.nest(outer, pragma, (block, self.extent(v), str(width))):
-            self.line(f"const {self.d.long} {end} = fl::imin({start} + {width}, {self.extent(v)});")
+            self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {width}, {self.extent(v)});")
             known = self.side_by_side(values, v, start, end, width)
             with self.loop(c, "0", self.extent(c)), self.loop(v, start, end, pragma=f"{self.d.simd} CHECKS") as s:
                 s.known.update(known)
@@ -266,7 +266,7 @@ class LoopWriter(WindowWriter):
             return
         with self.nest(others, pragma, (part, self.extent(v), str(step))):
             end = self.fresh("e")
-            self.line(f"const {self.d.long} {end} = fl::imin({self.sym(part)} + {step}, {self.extent(v)});")
+            self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(part)} + {step}, {self.extent(v)});")
             self.vector_loop(v, self.sym(part), end, items)
 
     def tiled(self, items: Sequence[Item]) -> None:
@@ -275,16 +275,12 @@ class LoopWriter(WindowWriter):
         assert v is not None and t is not None and v.extent is not None and t.extent is not None
         others = tuple(x for x in self.k.outer if x is not v and x is not t)
         tb, vb = Sym(f"{t.name}b", t.extent), Sym(f"{v.name}b", v.extent)
-        heads = [f"for ({self.d.long} {self.sym(x)} = 0; {self.sym(x)} < {self.extent(x)}; ++{self.sym(x)})"
-                 for x in others]
-        heads += [f"for ({self.d.long} {self.sym(b)} = 0; {self.sym(b)} < {self.extent(x)}; {self.sym(b)} += {TILE})"
-                  for b, x in ((tb, t), (vb, v))]
-        pragma = self.parallel(self.k.outer, self.cost, len(heads))
-        with self.scope(" ".join(heads) + " {", {*others, tb, vb}, pragma=pragma):
+        pragma = self.parallel(self.k.outer, self.cost, len(others) + 2)
+        with self.nest(others, pragma, (tb, self.extent(t), str(TILE)), (vb, self.extent(v), str(TILE))):
             ends = {}
             for b, x in ((tb, t), (vb, v)):
                 ends[x] = self.fresh("e")
-                self.line(f"const {self.d.long} {ends[x]} = fl::imin({self.sym(b)} + {TILE}, {self.extent(x)});")
+                self.line(f"const {self.d.long} {ends[x]} = {self.fl}imin({self.sym(b)} + {TILE}, {self.extent(x)});")
             with self.loop(t, self.sym(tb), ends[t]), \
                     self.loop(v, self.sym(vb), ends[v], pragma=f"{self.d.simd} CHECKS"):
                 for i in items:
@@ -445,7 +441,7 @@ class LoopWriter(WindowWriter):
         start, last = self.fresh("z"), self.fresh("e")
         with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {STRETCH}) {{",
                         (Sym(start, v.extent),)):
-            self.line(f"const {self.d.long} {last} = fl::imin({start} + {STRETCH}, {hi});")
+            self.line(f"const {self.d.long} {last} = {self.fl}imin({start} + {STRETCH}, {hi});")
             arrays = self.declare(reductions, lanes)
             self.row_walk(stage, arrays, lanes, start, last, None)
             self.join_lanes(reductions, arrays, lanes)
@@ -471,22 +467,10 @@ class LoopWriter(WindowWriter):
             return str(-(-total.const // size)), str(size)
         size_name = self.fresh("z")
         even = f"({self.index(total)} + {CHUNKS - 1}) / {CHUNKS}"
-        self.line(f"const {self.d.long} {size_name} = fl::imax({least}, {even});")
+        self.line(f"const {self.d.long} {size_name} = {self.fl}imax({least}, {even});")
         count = self.fresh("m")
         self.line(f"const {self.d.long} {count} = ({self.index(total)} + {size_name} - 1) / {size_name};")
         return count, size_name
-
-    def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
-        """Variables from their joint position."""
-        rest = flat
-        for k, v in enumerate(reversed(vars)):
-            last = k == len(vars) - 1
-            n = self.extent(v)
-            self.line(f"const {self.d.long} {self.sym(v)} = {rest if last else f'{rest} % {n}'};")
-            if not last:
-                nxt = self.fresh("q")
-                self.line(f"const {self.d.long} {nxt} = {rest} / {n};")
-                rest = nxt
 
     def shared(self, count: str) -> str:
         amount = self.work((*self.k.outer, *self.k.inner), self.cost)
@@ -506,7 +490,7 @@ class LoopWriter(WindowWriter):
         with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (marker,),
                         pragma=self.shared(count)):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
-                      f"{hi} = fl::imin({lo} + {size}, {self.index(split)});")
+                      f"{hi} = {self.fl}imin({lo} + {size}, {self.index(split)});")
             lanes = self.lanes(reductions, v.extent) if reductions else 1
             if single and reductions:
                 arrays = self.declare(reductions, 1)
@@ -560,12 +544,12 @@ class LoopWriter(WindowWriter):
         block = Sym(f"{v.name}b", v.extent)
         self.origin = "0" if single else self.sym(block)
         pragma = "" if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
-        with self.nest(others, pragma, None if single else (block, self.extent(v), str(width))):
+        with self.nest(others, pragma, *(() if single else ((block, self.extent(v), str(width)),))):
             # A bound that the compiler knows keeps the states in registers.
             known = v.extent.is_const and v.extent.const % width == 0
             self.end = f"{self.origin} + {width}" if known else self.fresh("e")
             if not known:
-                self.line(f"const {self.d.long} {self.end} = fl::imin({self.origin} + {width}, {self.extent(v)});")
+                self.line(f"const {self.d.long} {self.end} = {self.fl}imin({self.origin} + {width}, {self.extent(v)});")
             for name, level in self.level_of.items():
                 if level == "outer":
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
@@ -646,7 +630,7 @@ class LoopWriter(WindowWriter):
                 self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {parts[n]}[{self.width}];")
             self.set_identity(reductions, parts)
             last = self.fresh("e")
-            self.line(f"const {self.d.long} {last} = fl::imin({name} + {CASCADE}, {self.extent(v)});")
+            self.line(f"const {self.d.long} {last} = {self.fl}imin({name} + {CASCADE}, {self.extent(v)});")
             with self.loop(v, name, last):
                 self.deep(self.k.inner[1:], lambda: self.column_walk(stage, parts))
             self.join_columns(reductions, states, parts)
@@ -671,7 +655,7 @@ class LoopWriter(WindowWriter):
         with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (Sym(chunk, CHUNKS),),
                         pragma=self.shared(count)):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
-                      f"{hi} = fl::imin({lo} + {size}, {self.index(total)});")
+                      f"{hi} = {self.fl}imin({lo} + {size}, {self.index(total)});")
             arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}
             self.set_identity(reductions, arrays)
             flat = self.fresh("fl")

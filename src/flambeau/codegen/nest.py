@@ -74,6 +74,18 @@ class NestWriter(Writer):
         for slot, text in zip(slots, self.combined(c, slots, values), strict=True):
             self.line(f"{slot} = {text};")
 
+    def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
+        """Variables from their joint position."""
+        rest = flat
+        for k, v in enumerate(reversed(vars)):
+            last = k == len(vars) - 1
+            n = self.extent(v)
+            self.line(f"const {self.d.long} {self.sym(v)} = {rest if last else f'{rest} % {n}'};")
+            if not last:
+                nxt = self.fresh("q")
+                self.line(f"const {self.d.long} {nxt} = {rest} / {n};")
+                rest = nxt
+
     def work(self, vars: Sequence[Sym], cost: int) -> int | None:
         """Element operations of a loop nest, None if unknown before the run."""
         total = product(v.extent for v in vars if v.extent is not None)
@@ -91,16 +103,15 @@ class NestWriter(Writer):
         return f"#pragma omp parallel for schedule(static){clause} CHECKS"
 
     @contextmanager
-    def nest(self, vars: Sequence[Sym], pragma: str = "", block: tuple[Sym, str, str] | None = None) -> Iterator[Scope]:
-        """Loops over vars as one scope (so that they can be collapsed); `block` adds a strided loop inside."""
+    def nest(self, vars: Sequence[Sym], pragma: str = "", *blocks: tuple[Sym, str, str]) -> Iterator[Scope]:
+        """Loops over vars as one scope (so that they can be collapsed); each of `blocks` adds a strided loop inside."""
         heads = []
         bound = set(vars)
         for v in vars:
             lo, hi, narrow = self.ranges.get(v, ("0", self.extent(v), v))
             bound.add(narrow)
             heads.append(f"for ({self.d.long} {self.sym(v)} = {lo}; {self.sym(v)} < {hi}; ++{self.sym(v)})")
-        if block is not None:
-            v, limit, step = block
+        for v, limit, step in blocks:
             bound.add(v)
             name = self.sym(v)
             heads.append(f"for ({self.d.long} {name} = 0; {name} < {limit}; {name} += {step})")

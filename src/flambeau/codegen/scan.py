@@ -212,7 +212,7 @@ class ScanWriter(NestWriter):
             known = v.extent.is_const and v.extent.const % width == 0
             end = f"{b} + {width}" if known else self.fresh("e")
             if not known:
-                self.line(f"const {self.d.long} {end} = fl::imin({b} + {width}, {self.extent(v)});")
+                self.line(f"const {self.d.long} {end} = {self.fl}imin({b} + {width}, {self.extent(v)});")
             arrays = self.declare(self.needed, width)
             with self.axis_loop(), self.loop(v, b, end, pragma=f"{self.d.simd} CHECKS"):
                 self.step({j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()})

@@ -105,12 +105,12 @@ class ScatterWriter(NestWriter):
         *outer, last = k.out_vars
         pragma = self.parallel(k.out_vars, cost_of([k.init]), len(outer) or 1)
         begin, end = "0", self.extent(last)
-        block = None
+        block: list[tuple[Sym, str, str]] = []
         if pragma and not outer:
             part = Sym(f"{last.name}b", last.extent)
-            block = (part, end, str(BLOCK))
-            begin, end = self.sym(part), f"fl::imin({self.sym(part)} + {BLOCK}, {end})"
-        with self.nest(outer, pragma, block), self.loop(last, begin, end, pragma=f"{self.d.simd} CHECKS"):
+            block = [(part, end, str(BLOCK))]
+            begin, end = self.sym(part), f"{self.fl}imin({self.sym(part)} + {BLOCK}, {end})"
+        with self.nest(outer, pragma, *block), self.loop(last, begin, end, pragma=f"{self.d.simd} CHECKS"):
             self.store(k.name, k.init_address, self.value(k.init))
 
     def deep(self, vars: Sequence[Sym], lo: str = "0", hi: str = "") -> None:
@@ -164,7 +164,7 @@ class ScatterWriter(NestWriter):
         name, here = self.sym(v), f"[{self.sym(v)} - {start}]"
         last = self.extent(v)
         with self.scope(f"for ({self.d.long} {start} = 0; {start} < {last}; {start} += {width}) {{", (block,)):
-            self.line(f"const {self.d.long} {end} = fl::imin({start} + {width}, {last});")
+            self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {width}, {last});")
             self.line(f"alignas(64) int32_t {place}[{len(points)}][{width}];")
             self.line(f"alignas(64) {self.d.types[k.value.dtype]} {value}[{len(points)}][{width}];")
             with self.loop(v, start, end, pragma=f"{self.d.simd} CHECKS"):
@@ -187,13 +187,13 @@ class ScatterWriter(NestWriter):
         with self.scope("{", pragma="#pragma omp parallel CHECKS"):
             lo, hi = self.share(f"({self.extent(v)} + {line - 1}) / {line}")
             end = self.fresh("e")
-            self.line(f"const {self.d.long} {end} = fl::imin({hi} * {line}, {self.extent(v)});")
+            self.line(f"const {self.d.long} {end} = {self.fl}imin({hi} * {line}, {self.extent(v)});")
             self.deep([*bound, v], f"{lo} * {line}", end)
 
     def share(self, count: str) -> tuple[str, str]:
         """This thread's part of so many things: the first, and the end."""
         me, all_, lo, hi = (self.fresh(x) for x in ("me", "all", "lo", "hi"))
-        self.line(f"const {self.d.long} {me} = fl::thread(), {all_} = fl::threads();")
+        self.line(f"const {self.d.long} {me} = {self.fl}thread(), {all_} = {self.fl}threads();")
         self.line(f"const {self.d.long} {lo} = {count} * {me} / {all_}, {hi} = {count} * ({me} + 1) / {all_};")
         return lo, hi
 

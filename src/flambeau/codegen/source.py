@@ -48,3 +48,38 @@ class BlockSource:
     sizes: tuple[str, ...]  # "i32" or "i64"
     parts: tuple[Part, ...]
     workspace: str = ""  # bytes, a Python expression over the sizes
+    # The same kernel in other block shapes, to choose the fastest from; and then, of each result, which pointer it is
+    # and how many elements from there on, a Python expression over the sizes.
+    alternatives: tuple[BlockSource, ...] = ()
+    results: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Range:
+    """One launch of an OpenCL kernel: the function, how many work-items, how many of them in a group."""
+
+    function: str
+    items: str  # a Python expression over the sizes n0, n1, ... and `units`, the cores of the device
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class RangeSource:
+    """One kernel in OpenCL C: functions that are launched one after the other,
+
+        __kernel void KERNEL_NAME_0(__global float* p0, long o0, ..., long n0, ..., __global int* faults, long at)
+
+    all with the same arguments: for each pointer a buffer and an offset in elements; run-time sizes; a table of faults
+    and the place in it into which those of this kernel are joined. The token KERNEL_NAME stands for a name that the
+    target makes from the content.
+    """
+
+    name: str
+    text: str
+    itemsizes: tuple[int, ...]  # of the pointers' elements
+    written: tuple[bool, ...]  # whether the kernel writes there
+    reach: tuple[int, ...]  # bytes that it can touch from there on; 0: not known before the run
+    sizes: int
+    ranges: tuple[Range, ...]
+    checks: bool = False  # whether it can report anything
+    headers: tuple[str, ...] = ("opencl.h",)

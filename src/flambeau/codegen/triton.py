@@ -17,14 +17,17 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float
 from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
-from flambeau.ir.index import Dyn, Index, Sym, product
+from flambeau.ir.index import ONE, Dyn, Index, Op, Sym, as_index, product
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Kernel, LoopKernel, Param, ScanKernel, ScatterKernel
 
-from .cfamily import UNROLL, Dialect, Scope, Writer
+from .cfamily import Dialect, Scope, Writer
+from .cpp import SPECIAL
 from .source import BlockSource, Part
+from .tuning import HEURISTIC, Tuning
 
 NARROW = 1 << 31  # indices below it are 32 bits wide
+WIDE, WIDEST = 4, 16  # elements of an access of 16 bytes: of the widest dtype that is common, and of the narrowest
 
 
 class Triton(Dialect):
@@ -59,18 +62,14 @@ class Triton(Dialect):
 
 
 TRITON = Triton()
-# What is kept in registers decides most of it: rows of up to `row_elements` are read once.
-MISSING = frozenset((
-    "digamma", "polygamma", "zeta", "i0e", "i1e", "log_ndtr", "igamma", "igammac", "airy_ai", "modified_bessel_k0",
-    "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0",
-    "chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
-    "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
-    "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l",
-    "legendre_polynomial_p"))
+# The special functions that NVIDIA's device library has not.
+MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "ndtr", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1",
+                     "modified_bessel_i0", "modified_bessel_i1"}
 # Joins that memory itself does. Of floats it has no minimum that keeps NaN.
 SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
+# What is kept in registers decides most of it: rows of up to `row_elements` are read once.
 CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
                             serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
                             masked_reads=True, gathers_rows=True)
@@ -90,6 +89,8 @@ class BlockWriter(Writer):
         self.blocks: list[int] = []  # size of each axis of the tile
         self.axes: dict[Sym, int] = {}  # variable -> axis
         self.masks: dict[int, str] = {}  # axis -> what holds inside its range
+        self.gathered: Sym | None = None  # along which rows are read that lie anywhere
+        self.places: dict[Sym, str] = {}  # variable -> which of its blocks this is
         self.local_axes: dict[str, frozenset[int]] = {}
         self.loop_axes: frozenset[int] = frozenset()  # of the carries of the loop being written
         self.helpers: list[str] = []  # text of functions beside the kernel
@@ -198,16 +199,52 @@ class BlockWriter(Writer):
         return depth, name
 
     def load(self, buffer: str, address: Index, mask: Sequence[Expr], other: str = "") -> str:
-        where_ = Expr("index", torch.int64, (), address)
-        axes = self.axes_of(where_)
-        wanted = self.axes_of(where_, *mask)
+        wanted = self.axes_of(Expr("index", torch.int64, (), address), *mask)
+        pointer = self.pointer(buffer, address, wanted)
+        masks, self.masks = self.masks, self.read_masks(address)
+        holds = self.inside(wanted, *(self.value(m) for m in mask))
+        self.masks = masks
+        return f"tl.load({pointer}{f', {holds}' if holds else ''}{f', {other}' if other and holds else ''})"
+
+    def read_masks(self, address: Index) -> dict[int, str]:
+        """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
+        own end is dropped, and lies in the same 16 bytes as what is not."""
+        v = self.gathered
+        if v is None or v.extent is None or self.axes.get(v) not in self.masks or not is_aligned(address, v):
+            return self.masks
+        whole = -(-v.extent.const // WIDE) * WIDE
+        return {**self.masks, self.axes[v]: f"({self.sym(v)} < {whole})"}
+
+    def branched(self, inside: str | None, vars: Iterable[Sym], free: Iterable[int], write: Callable[[], list[str]]
+                 ) -> list[str]:
+        """`write` once for where `inside` holds, without the masks of the axes `free`, and once for elsewhere. Under a
+        mask that ends anywhere, memory is accessed element by element."""
+        if inside is None:
+            return write()
+        masks, names, dropped = self.masks, None, frozenset(free)
+        for header, axes in ((f"if {inside}:", masks.keys() - dropped), ("else:", masks.keys())):
+            self.masks = {k: masks[k] for k in axes}
+            with self.scope(header, vars, footer=""):
+                texts = write()
+                names = names or [self.fresh("b") for _ in texts]
+                for name, text in zip(names, texts, strict=True):
+                    self.line(f"{name} = {text}")
+        return names or []
+
+    def pointer(self, buffer: str, address: Index, axes: frozenset[int]) -> str:
+        """Where an access goes, in the shape of these axes."""
         # Apart from their constants, the addresses of a window's elements are one: the rest fits in the instruction.
         offset = f" + {address.const}" if address.const and not address.is_const else ""
-        pointer = f"{self.short[buffer]} + {self.index(address - address.const if offset else address)}{offset}"
-        if wanted != axes:
-            pointer = self.spread(f"({pointer})", wanted)
-        holds = self.inside(wanted, *(self.value(m) for m in mask))
-        return f"tl.load({pointer}{f', {holds}' if holds else ''}{f', {other}' if other and holds else ''})"
+        text = f"{self.short[buffer]} + {self.index(address - address.const if offset else address)}{offset}"
+        return text if self.index_axes(address) == axes else self.spread(f"({text})", axes)
+
+    def store(self, buffer: str, address: Index, text: str, axes: frozenset[int], *more: str) -> None:
+        """Where all of these axes are in their range, and whatever else must hold."""
+        holds = self.inside(axes, *more)
+        self.line(f"tl.store({self.pointer(buffer, address, axes)}, {text}{f', {holds}' if holds else ''})")
+
+    def full(self) -> frozenset[int]:
+        return frozenset(range(len(self.blocks)))
 
     def _reported(self, e: Expr, args: list[str], s: Scope) -> str:
         s.checks = True
@@ -232,10 +269,7 @@ class BlockWriter(Writer):
 
     def _fold(self, e: Expr) -> tuple[int, str]:
         f: Fold = e.attr
-        steps = 1
-        for _, lo, hi in f.loops:
-            steps *= (hi.const - lo.const) if lo.is_const and hi.is_const else UNROLL + 1
-        if steps <= UNROLL:
+        if f.steps <= self.unroll:
             return super()._fold(e)
         n = len(f.carries)
         inits, updates = e.args[:n], list(e.args[n:])
@@ -312,14 +346,35 @@ class BlockWriter(Writer):
         return names
 
     def reduced(self, c: Combine, values: Sequence[str], axis: int) -> list[str]:
+        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
+        return self.over("tl.reduce", c, values, axis, keep)
+
+    def over(self, function: str, c: Combine, values: Sequence[str], axis: int, options: str = "") -> list[str]:
+        """A reduction or scan of all components together."""
         names = [self.fresh("r") for _ in values]
         what = values[0] if len(values) == 1 else f"({', '.join(values)})"
-        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
-        self.line(f"{', '.join(names)} = tl.reduce({what}, {axis}, {self.combine(c)}{keep})")
+        self.line(f"{', '.join(names)} = {function}({what}, {axis}, {self.combine(c)}{options})")
+        return names
+
+    def operands(self, c: Combine, exprs: Sequence[Expr], row: int | None) -> list[str]:
+        """What is combined, in the full shape; beyond the end of the row it is the identity."""
+        holds = self.inside([] if row is None else [row])
+        names = []
+        for e, identity in zip(exprs, self.identity(c), strict=True):
+            text = self.spread(self.value(e), self.full())
+            names.append(self.fresh("v"))
+            self.line(f"{names[-1]} = {f'tl.where({holds}, {text}, {identity})' if holds else text}")
         return names
 
     def identity(self, c: Combine) -> list[str]:
         return [self.d.constant(e.attr, e.dtype) for e in c.identity]
+
+    def start(self, c: Combine, axes: frozenset[int]) -> list[str]:
+        """Variables that hold the identity, in the shape of these axes."""
+        names = [self.fresh("s") for _ in c.identity]
+        for name, text in zip(names, self.identity(c), strict=True):
+            self.line(f"{name} = {text.replace('()', self.shape(axes), 1) if axes else text}")
+        return names
 
     # ---- the tile --------------------------------------------------------------------------------------
 
@@ -329,7 +384,8 @@ class BlockWriter(Writer):
         A variable with a block is an axis of the tile; the others are numbers, one value for each program.
         """
         grid: list[str] = []
-        self.line(f"pid = {pid}" + (".to(tl.int64)" if self.wide else ""))
+        here = "pid"
+        self.line(f"{here} = {pid}" + (".to(tl.int64)" if self.wide else ""))
         for v in vars:
             if v in blocks:
                 self.axes[v] = len(self.axes)
@@ -339,7 +395,7 @@ class BlockWriter(Writer):
             count = count_text(size, block, self.index)
             name = self.sym(v)
             last = v is vars[0]
-            at = "pid" if last else "0" if count == "1" else f"(pid % {count})"
+            at = self.places[v] = here if last else "0" if count == "1" else f"({here} % {count})"
             if v in blocks:
                 axis = self.axes[v]
                 start = "" if at == "0" else f"{at} * {block} + "
@@ -350,9 +406,16 @@ class BlockWriter(Writer):
             else:
                 self.line(f"{name} = {at}")
             if not last and count != "1":
-                self.line(f"pid = pid // {count}")
+                here, before = self.fresh("pid"), here
+                self.line(f"{here} = {before} // {count}")
             grid.append(count_text(size, block, host_text))
         return " * ".join(reversed(grid)) if grid else "1"
+
+
+def is_aligned(address: Index, v: Sym) -> bool:
+    """Whether neighbours along v are neighbours in memory, and lines of them begin where a wide access may."""
+    rest = address - as_index(v)
+    return address.coefficient(v) is ONE and all(n % WIDE == 0 for n in (rest.const, *(n for _, n in rest.terms)))
 
 
 def padded_read(e: Expr) -> Expr | None:
@@ -363,12 +426,20 @@ def padded_read(e: Expr) -> Expr | None:
     return read if read.op == "load" and read.args == e.args[:1] else None
 
 
+class HostWriter(Writer):
+    """Indices over run-time sizes as the launch computes them, in Python; sizes go by their own names."""
+
+    def _atom(self, a: object) -> tuple[int, str]:
+        if isinstance(a, Op):
+            x, y = self.index(a.a), self.index(a.b)
+            sign = {"div": "//", "mod": "%"}.get(a.kind)
+            return 0, f"({x} {sign} {y})" if sign else f"{a.kind}({x}, {y})"
+        assert isinstance(a, Sym) and a.extent is None, f"{a} is not known before the launch"
+        return super()._atom(a)
+
+
 def host_text(i: Index) -> str:
-    """An index over run-time sizes as the launch computes it; sizes go by their own names."""
-    w = Writer(TRITON)
-    text = w.index(i)
-    assert len(w.scopes[0].lines) == 0, f"{i} is not a polynomial of sizes"
-    return text
+    return HostWriter(TRITON).index(i)
 
 
 def count_text(size: Index, block: int, text: Callable[[Index], str]) -> str:
@@ -395,22 +466,22 @@ def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sy
     return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
 
 
-def render(kernel: Kernel, name: str) -> BlockSource:
-    """The text of one kernel."""
+def render(kernel: Kernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSource:
+    """The text of one kernel, in the block shape that the heuristics say or one beside it."""
     from .triton_loops import write_loops
     from .triton_scan import write_scan
     from .triton_scatter import write_scatter
 
     if isinstance(kernel, LoopKernel):
-        drafts = write_loops(kernel)
+        drafts = write_loops(kernel, tuning)
     elif isinstance(kernel, ScanKernel):
-        drafts = write_scan(kernel)
+        drafts = write_scan(kernel, tuning)
     else:
         assert isinstance(kernel, ScatterKernel)
         drafts = write_scatter(kernel)
     arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
-    workspace = next((d.workspace for d in drafts if d.workspace), "")
-    arguments += ["work"] if workspace else []
+    arguments += ["work"] if any(d.workspace for d in drafts) else []
+    workspace = ""
     lines = ["import triton", "import triton.language as tl", "import tritonlib as fl", "", ""]
     parts = []
     for k, d in enumerate(drafts):
@@ -419,7 +490,8 @@ def render(kernel: Kernel, name: str) -> BlockSource:
                 *("    " + x for x in d.writer.scopes[0].lines), ""]
         lines += text
         names = {d.writer.sym(s): f"n{i}" for i, s in enumerate(kernel.sizes)}
-        parts.append(Part(f"part{k}", renamed(d.grid, names), d.warps))
+        parts.append(Part(f"part{k}", renamed(d.grid, names), tuning.warped(d.warps)))
+        workspace = workspace or renamed(d.workspace, names)
     return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
                        tuple("i64" for _ in kernel.sizes), tuple(parts), workspace)
 

@@ -7,17 +7,18 @@ pieces that are joined lane by lane, and once across lanes at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, cast, rewrite, walk
+from flambeau.ir.expr import Expr, cast, walk
 from flambeau.ir.index import Index, Op, Sym, as_index, product
 from flambeau.ir.program import Item, LoopKernel
 
-from .triton import BlockWriter, Draft, is_wide, padded_read, power
-from .triton_phases import Phases, compact, exprs_of, overlapping, spelled, written_out
+from .triton import WIDEST, BlockWriter, Draft, is_aligned, is_wide, padded_read, power
+from .triton_phases import Phases, compact, exprs_of, halved, overlapping, spelled, written_out
 from .triton_rows import rows_of
+from .tuning import HEURISTIC, Tuning
 
 THREADS = 128  # of a program that maps: four warps
 WINDOWS = 128  # of one that gives each point a thread
@@ -31,17 +32,15 @@ BAGS = 256  # elements of the segments that one program reduces side by side
 STAGES = 4  # pieces of a row on their way at once
 
 
-def write_loops(k: LoopKernel) -> list[Draft]:
-    return [LoopBlocks(k).render()]
+def write_loops(k: LoopKernel, tuning: Tuning) -> list[Draft]:
+    return [LoopBlocks(k, tuning).render()]
 
 
-def spans(vars: Sequence[Sym], room: int, must: Sequence[Sym] = ()) -> dict[Sym, int]:
-    """Axes for the innermost variables until the tile is full; those in `must` take part in any case."""
+def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
+    """Axes for the innermost variables until the tile is full."""
     out: dict[Sym, int] = {}
     for v in reversed(vars):
         assert v.extent is not None
-        if room <= 1 and v not in must:
-            continue
         block = min(room, power(v.extent.const)) if v.extent.is_const else room
         if block > 1:
             out[v] = block
@@ -50,21 +49,22 @@ def spans(vars: Sequence[Sym], room: int, must: Sequence[Sym] = ()) -> dict[Sym,
 
 
 class LoopBlocks(BlockWriter):
-    def __init__(self, k: LoopKernel) -> None:
+    def __init__(self, k: LoopKernel, tuning: Tuning = HEURISTIC) -> None:
+        self.tuning = tuning
         k, self.guards = shared_lanes(k)
         self.rows = rows_of(k)
         k = self.rows.kernel if self.rows else k
         k = k if k.inner else spelled(k)
         self.phases = written_out(k)
         k = self.phases.kernel if self.phases else k
-        exprs = [e for items in k.stages for i in items for e in i.exprs] + list(k.bounds or ())
+        exprs = [*exprs_of(k), *(k.bounds or ())]
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
         super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], points))
         self.k = k
         self.addresses = dict(k.stores)
         self.apart = self.phases is not None  # one point for each thread
-        self.cost = cost_of(exprs)
+        self.gathered = k.vector if self.rows else None
         self.inner = product(v.extent for v in k.inner if v.extent is not None)
         self.row: int | None = None  # the axis that is reduced
 
@@ -75,12 +75,11 @@ class LoopBlocks(BlockWriter):
             grid = self.tile(k.outer, blocks)
             for v, limit in self.guards.items():
                 axis = self.axes[v]
-                self.masks[axis] = self.fresh("m")
-                self.line(f"{self.masks[axis]} = {self.index(limit[0])} < {self.index(limit[1])}")
+                self.masks[axis] = self.value(limit)
             if self.phases:
                 self.elements_together(self.phases)
-            for items in k.stages if not self.phases else ():
-                self.stage(items, None)
+            else:
+                self.branched(self.all_inside(), k.outer, self.full(), self.stages)
             if self.rows:
                 return Draft(self, grid, self.rows.warps)
             return Draft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
@@ -100,10 +99,7 @@ class LoopBlocks(BlockWriter):
     # ---- the tile --------------------------------------------------------------------------------------
 
     def elements(self) -> int:
-        n = 1
-        for b in self.blocks:
-            n *= b
-        return n
+        return math.prod(self.blocks)
 
     def tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], row: int | None = None) -> str:
         self.blocks = [*blocks.values(), *([row] if row else [])]
@@ -120,7 +116,7 @@ class LoopBlocks(BlockWriter):
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
         exprs = exprs_of(k)
-        room = WINDOWS if self.apart else THREADS * per_thread(exprs)
+        room = self.tuning.sized(WINDOWS if self.apart else THREADS * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
 
@@ -134,21 +130,42 @@ class LoopBlocks(BlockWriter):
         most = ROW if contiguous or k.scratch else 64
         if self.inner.is_const and self.inner.const <= most:
             return power(self.inner.const), True
-        if contiguous:
-            return PIECE, False
-        return (min(PIECE // COLUMNS, power(self.inner.const)) if self.inner.is_const else PIECE // COLUMNS), False
+        piece = self.tuning.sized(PIECE if contiguous else PIECE // COLUMNS)
+        return (min(piece, power(self.inner.const)) if self.inner.is_const else piece), False
 
     def rows_abreast(self, length: int) -> int:
         if self.k.bounds is not None:
-            return BAGS
-        if self.k.vector not in self.k.inner:
-            return max(COLUMNS, TILE // length)
-        return max(1, TILE // length)
+            return self.tuning.sized(BAGS)
+        rows = self.tuning.sized(TILE) // length
+        return max(1 if self.k.vector in self.k.inner else COLUMNS, rows)
+
+    def all_inside(self) -> str | None:
+        """What holds where the whole tile is inside, if accesses are wider then: neighbours in memory, aligned rows."""
+        k = self.k
+        if not self.masks or self.rows or k.tile is not None:
+            return None
+        last = k.outer[-1]
+        assert last.extent is not None
+        if last.extent.is_const and last.extent.const % WIDEST == 0 and not self.guards:
+            return None
+        accessed = [a for e in walk(*exprs_of(k)) if e.op == "load" for a in e.attr[1]] + [a for _, a in k.stores]
+        if not any(is_aligned(a, last) for a in accessed):
+            return None
+        ends: dict[Sym, Index] = {}
+        for v, axis in self.axes.items():
+            end = Sym(f"{v.name}e", v.extent)
+            self.line(f"{self.sym(end)} = {self.places[v]} * {self.blocks[axis]} + {self.blocks[axis] - 1}")
+            ends[v] = as_index(end)
+        holds = [self.value(limit.subs(ends)) for limit in self.guards.values()]
+        return " and ".join(holds or [f"{self.index(end)} < {self.index(v.extent)}" for v, end in ends.items()
+                                      if v.extent is not None and self.axes[v] in self.masks])
 
     # ---- stages ----------------------------------------------------------------------------------------
 
-    def full(self) -> frozenset[int]:
-        return frozenset(range(len(self.blocks)))
+    def stages(self) -> list[str]:
+        for items in self.k.stages:
+            self.stage(items, None)
+        return []
 
     def outer_axes(self) -> frozenset[int]:
         return self.full() - {self.row} if self.row is not None else self.full()
@@ -165,12 +182,7 @@ class LoopBlocks(BlockWriter):
                 if name in self.addresses:
                     self.put(name, text, axes)
                 continue
-            values = [self.spread(self.value(e), self.full()) for e in i.exprs]
-            holds = self.inside([self.row] if self.row is not None else [])
-            kept = []
-            for v, identity in zip(values, self.identity(i.combine), strict=True):
-                kept.append(self.fresh("v"))
-                self.line(f"{kept[-1]} = {f'tl.where({holds}, {v}, {identity})' if holds else v}")
+            kept = self.operands(i.combine, i.exprs, self.row)
             if taken is None:
                 assert self.row is not None
                 self.finish(i, kept)
@@ -209,10 +221,7 @@ class LoopBlocks(BlockWriter):
         full = self.full()
         for names in p.joined:
             texts = [self.scopes[-1].locals[n] for n in names]
-            address = self.addresses[names[0]]
-            place = f"{self.short[p.buffers[names[0]]]} + {self.index(address)}"
-            if self.index_axes(address) != full:
-                place = self.spread(f"({place})", full)
+            place = self.pointer(p.buffers[names[0]], self.addresses[names[0]], full)
             holds = self.inside(full, *(self.value(p.holds[n]) for n in names if n in p.holds))
             if len(names) > 1:
                 each = ", ".join([":"] * len(self.blocks) + ["None"])
@@ -230,14 +239,9 @@ class LoopBlocks(BlockWriter):
 
     def put(self, name: str, text: str, axes: frozenset[int]) -> None:
         address = self.addresses[name]
-        have = self.index_axes(address)
-        if self.row is not None and self.row not in have:
+        if self.row is not None and self.row not in self.index_axes(address):
             axes = axes - {self.row}
-        place = f"{self.short[name]} + {self.index(address)}"
-        if have != axes:
-            place = self.spread(f"({place})", axes)
-        holds = self.inside(axes)
-        self.line(f"tl.store({place}, {text}{f', {holds}' if holds else ''})")
+        self.store(name, address, text, axes)
 
     def emit(self, e: Expr) -> tuple[int, str]:
         if e.op == "local" and self.local(e.attr) is None and e.attr in self.addresses:
@@ -289,7 +293,8 @@ class LoopBlocks(BlockWriter):
                 self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
             taken = self.carries(items)
             first = Sym(f"base{n}", self.inner)
-            with self.loop(first, "0", self.index(self.inner), str(length), pragma=f"num_stages={STAGES}") as s:
+            ahead = f"num_stages={self.tuning.staged(STAGES)}"
+            with self.loop(first, "0", self.index(self.inner), str(length), pragma=ahead) as s:
                 s.vars.update(k.inner)
                 self.open_row(self.sym(first), None if exact else self.inner)
                 self.stage(items, taken)
@@ -299,11 +304,7 @@ class LoopBlocks(BlockWriter):
         taken: dict[str, list[str]] = {}
         for i in items:
             if i.combine is not None:
-                taken[i.names[0]] = [self.fresh("s") for _ in i.names]
-                shape = self.shape(self.full() if self.k.bounds is None else self.outer_axes())
-                for slot, e in zip(taken[i.names[0]], i.combine.identity, strict=True):
-                    number = self.d.constant(e.attr, e.dtype).replace("()", shape, 1)
-                    self.line(f"{slot} = {number}")
+                taken[i.names[0]] = self.start(i.combine, self.full() if self.k.bounds is None else self.outer_axes())
         return taken
 
     def close(self, items: Sequence[Item], taken: dict[str, list[str]]) -> None:
@@ -341,10 +342,8 @@ class LoopBlocks(BlockWriter):
                 for v in k.inner:
                     self.axes[v] = self.row
                 self.masks[self.row] = self.fresh("m")
-                held = f"{at} < {hi}"
-                self.line(f"{self.masks[self.row]} = {held}")
+                self.line(f"{self.masks[self.row]} = {at} < {hi}")
                 self.line(f"{self.sym(k.inner[0])} = {lo} + {at}")
-                # Where a lane stands depends on where its own segment starts.
                 self.stage(items, taken)
             self.close(items, taken)
 
@@ -353,7 +352,7 @@ class LoopBlocks(BlockWriter):
 
     def axes_of(self, *exprs: Expr) -> frozenset[int]:
         axes = super().axes_of(*exprs)
-        if self.k.bounds is not None and self.row in axes:
+        if self.k.bounds is not None and self.row in axes:  # where a lane stands depends on its segment's start
             tied = {self.axes[s] for b in self.k.bounds for s in b.symbols() if s in self.axes}
             axes = axes | tied
         return axes
@@ -364,44 +363,33 @@ def per_thread(exprs: Iterable[Expr]) -> int:
     reads = 0
     for e in walk(*exprs):
         if e.op == "load":
-            reads += 1
+            reads += bool(e.symbols())
         elif e.op == "fold":
             steps = 1
             for _, lo, hi in e.attr.loops:
                 steps *= max(hi.const - lo.const, 1) if lo.is_const and hi.is_const else 1
             reads += (steps - 1) * sum(x.op == "load" for x in walk(*e.args[len(e.attr.carries):])) \
                 if e.attr.which == 0 else 0
+    if not reads:
+        return 32  # random numbers: what prepares a draw is shared
     return 8 if reads <= 4 else 4 if reads <= 9 else 2 if reads <= 18 else 1
 
 
-def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, tuple[Index, Index]]]:
+def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
     """v // 4 and v % 4 of a variable become two axes of the tile, so that what depends on v // 4 alone is computed
     once for four lanes. Also what must hold where its size is not a multiple."""
     if k.inner or k.tile is not None:
         return k, {}
-    exprs = [e for items in k.stages for i in items for e in i.exprs]
-    for e in walk(*exprs):
+    for e in walk(*exprs_of(k)):
         for a in (a for i in e.own_indices() for a in i.atoms()):
             if not isinstance(a, Op) or a.kind != "mod" or not a.b.is_const:
                 continue
             v, n = a.a.atom(), a.b.const
             if isinstance(v, Sym) and v in k.outer and n & (n - 1) == 0 and n <= 16 \
                     and v.extent is not None and v.extent.is_const and v.extent.const > n:
-                size = v.extent
-                high, low = Sym(f"{v.name}o", -(-size.const // n)), Sym(f"{v.name}i", n)
-                both = as_index(high) * n + low
-                memo: dict[Expr, Expr] = {}
-
-                def put(e: Expr, mapping: dict[Sym, Index], memo: dict[Expr, Expr] = memo) -> Expr:
-                    return rewrite(e, lambda x: x, mapping, memo)
-
-                at = k.outer.index(v)
-                stages = tuple(tuple(Item(i.names, i.level, tuple(put(e, {v: both}) for e in i.exprs), i.combine)
-                                     for i in items) for items in k.stages)
-                stores = tuple((name, address.subs({v: both})) for name, address in k.stores)
-                new = replace(k, outer=(*k.outer[:at], high, low, *k.outer[at + 1:]), stages=stages, stores=stores,
-                              vector=low if k.vector is v else k.vector)
-                return new, {} if size.const % n == 0 else {low: (both, size)}
+                new, low, limit = halved(k, v, n)
+                new = replace(new, vector=low if k.vector is v else k.vector)
+                return new, {} if limit is None else {low: limit}
     return k, {}
 
 

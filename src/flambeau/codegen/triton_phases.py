@@ -7,7 +7,7 @@ where each alone would look at eight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as points_of
 
@@ -71,7 +71,6 @@ def abreast(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
 def spelled(k: LoopKernel) -> LoopKernel:
     """Windows of constant size step by step, so that it shows what is read."""
     done: dict[object, tuple[Expr, ...]] = {}
-    memo: dict[Expr, Expr] = {}
 
     def put(e: Expr) -> Expr:
         if e.op != "fold" or e.attr.steps > UNROLL:
@@ -83,8 +82,14 @@ def spelled(k: LoopKernel) -> LoopKernel:
         which: int = e.attr.which
         return done[key][which]
 
-    return replace(k, stages=tuple(tuple(Item(i.names, i.level, tuple(rewrite(e, put, None, memo) for e in i.exprs),
-                                              i.combine) for i in items) for items in k.stages))
+    return rewritten(k, put)
+
+
+def rewritten(k: LoopKernel, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index] | None = None) -> LoopKernel:
+    """The kernel with `fn` applied to all its expressions, and symbols replaced in them."""
+    memo: dict[Expr, Expr] = {}
+    return replace(k, stages=tuple(tuple(replace(i, exprs=tuple(rewrite(e, fn, mapping, memo) for e in i.exprs))
+                                         for i in items) for items in k.stages))
 
 
 def exprs_of(k: LoopKernel) -> list[Expr]:
@@ -109,10 +114,7 @@ def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]
     high, low = Sym(f"{v.name}o", -(-size // n)), Sym(f"{v.name}i", n)
     both = as_index(high) * n + low
     at = k.outer.index(v)
-    memo: dict[Expr, Expr] = {}
-    stages = tuple(tuple(Item(i.names, i.level, tuple(rewrite(e, lambda x: x, {v: both}, memo) for e in i.exprs),
-                              i.combine) for i in items) for items in k.stages)
-    new = replace(k, outer=(*k.outer[:at], high, low, *k.outer[at + 1:]), stages=stages,
+    new = replace(rewritten(k, lambda x: x, {v: both}), outer=(*k.outer[:at], high, low, *k.outer[at + 1:]),
                   stores=tuple((name, a.subs({v: both})) for name, a in k.stores),
                   vector=high if k.vector is v else k.vector)
     return new, low, None if size % n == 0 else index_value(both) < size

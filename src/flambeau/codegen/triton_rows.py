@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from flambeau.ir.expr import loads
-from flambeau.ir.index import ONE, Dyn, Sym
+from flambeau.ir.expr import loads, walk
+from flambeau.ir.index import ONE, Dyn, Sym, as_index, walks_as_one
 from flambeau.ir.program import LoopKernel
 
 from .triton import power
-from .triton_phases import exprs_of, halved
+from .triton_phases import exprs_of, halved, rewritten
 
 PIECE = 32  # channels that eight threads read at once, 16 bytes each: a line of memory
 CHANNELS = 32  # of one program. Others come later: what all programs read at a time shall stay in the cache
@@ -44,6 +44,7 @@ def rows_of(k: LoopKernel) -> Rows | None:
         return None
     images = [v for v in k.outer if v is not c and any(v in mono for a in computed for mono, _ in a.terms)]
     points = [v for v in k.outer if v is not c and v not in images]
+    k, points = merged(k, points)
     # Channels before the points of an image: programs side by side read the same ones.
     if c.extent.is_const and c.extent.const > PIECE and c.extent.const % PIECE == 0:
         k, low, _ = halved(k, c, PIECE)
@@ -52,12 +53,32 @@ def rows_of(k: LoopKernel) -> Rows | None:
         blocks = {high: block(high, CHANNELS // PIECE), low: PIECE}
     else:
         k = replace(k, outer=(*images, c, *points))
-        blocks = {c: block(c, CHANNELS)}
+        blocks = {c: min((block(c, n) for n in (CHANNELS, CHANNELS // 2)), key=lambda n: (covered(c, n), -n))}
     room = POINTS * LINES
     for v in reversed(points):
         blocks[v] = block(v, POINTS if v is points[-1] else room)
         room //= blocks[v]
     return Rows(k, {v: blocks[v] for v in k.outer if blocks.get(v, 1) > 1})
+
+
+def merged(k: LoopKernel, points: list[Sym]) -> tuple[LoopKernel, list[Sym]]:
+    """Neighbouring variables that everything walks as one become one: fewer points are beyond the end of a tile."""
+    while len(points) > 1:
+        a, b = points[-2:]
+        assert a.extent is not None and b.extent is not None
+        indices = [i for e in walk(*exprs_of(k)) for i in e.own_indices()] + [i for _, i in k.stores]
+        if not all(walks_as_one(i, a, b) for i in indices):
+            break
+        joint = Sym(f"{a.name}{b.name}", a.extent * b.extent)
+        both = {a: as_index(joint) // b.extent, b: as_index(joint) % b.extent}
+        k = replace(rewritten(k, lambda x: x, both), stores=tuple((n, i.subs(both)) for n, i in k.stores))
+        points = [*points[:-2], joint]
+    return k, points
+
+
+def covered(v: Sym, block: int) -> int:
+    """Elements of all blocks together."""
+    return -(-v.extent.const // block) * block if v.extent is not None and v.extent.is_const else block
 
 
 def block(v: Sym, most: int) -> int:

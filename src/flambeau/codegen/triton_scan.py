@@ -3,18 +3,23 @@
 Where there are programs enough without cutting the axis, one program walks all pieces of its rows. Otherwise each
 piece has a program of its own, in a single pass over memory: a piece publishes its own total at once, looks back over
 the totals and prefixes of those before it, and publishes its prefix ("decoupled look-back"). Programs take their
-number from a counter, so that whoever a program waits for is already running.
+number from a counter, so that whoever a program waits for is already running. Where it finds the first prefix depends
+on the others' speed, and so does rounding; `ordered` scans look for it at places that are fixed.
 """
 
 from __future__ import annotations
 
+import math
+
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, cast, rewrite
+from flambeau.ir.expr import Expr, cast, loads, rewrite
 from flambeau.ir.index import ONE, Index, Sym
+from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel
 
-from .triton import BlockWriter, Draft, count_text, host_text, is_wide, power
+from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, host_text, is_aligned, is_wide, power
 from .triton_loops import spans
+from .tuning import Tuning
 
 PIECE = 2048  # elements of a tile of columns
 ALONE = 8192  # elements of a piece of a single row
@@ -23,20 +28,25 @@ COLUMNS = 32  # columns side by side where they are what is contiguous
 PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
 STAGES = 4
 PER_THREAD = 64  # elements of 32 bits
+NARROW_EACH = 16  # the same where each is an access of its own
 DEAR = 10  # operations of a combine above which it, and not memory, takes the time
 WINDOW = 128  # predecessors that are read at once
+LONGEST, IN_A_ROW = 256, 32  # rows of a piece of columns, and pieces of all rows as long as that allows
+GROUP = 64  # pieces of columns between two prefixes, where the order is fixed
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "scaled_sum"))
 
 
-def write_scan(k: ScanKernel) -> list[Draft]:
-    return [ScanBlocks(k).render()]
+def write_scan(k: ScanKernel, tuning: Tuning) -> list[Draft]:
+    return [ScanBlocks(k, tuning).render()]
 
 
 class ScanBlocks(BlockWriter):
-    def __init__(self, k: ScanKernel) -> None:
+    def __init__(self, k: ScanKernel, tuning: Tuning) -> None:
+        self.tuning = tuning
         super().__init__(k.params, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
         self.k = k
         self.addresses = dict(k.stores)
+        self.inside_text: str | None = None  # what holds where the piece at hand is whole
         assert k.axis.extent is not None
         self.length: Index = k.axis.extent
 
@@ -48,15 +58,17 @@ class ScanBlocks(BlockWriter):
             side = next((v for v in outer if any(a.coefficient(v) is ONE for a in self.addresses.values())), outer[-1])
             outer.remove(side)
             outer.append(side)
-        most = ROW if rows else PIECE // COLUMNS
+        most = self.tuning.sized(ROW if rows else PIECE // COLUMNS)
         piece = min(max(2, power(self.length.const)), most) if self.length.is_const else most
-        blocks = spans(outer, max(1, PIECE // piece))
+        blocks = spans(outer, max(1, self.tuning.sized(PIECE) // piece))
         cut = self.length.const > piece if self.length.is_const else True
         self.dear = cost_of(k.combine.result) > DEAR
         look_back = cut and self.programs(outer, blocks) < PROGRAMS * (8 if self.dear else 1)
         if look_back and rows:
-            piece = min(piece, ALONE)
+            piece = min(piece, self.tuning.sized(ALONE // len(k.combine.left)))
             blocks = spans(outer, 1)
+        elif look_back and self.length.is_const and not self.dear:  # pieces wait for one another: not too many in a row
+            piece = min(LONGEST, max(piece, power(-(-self.length.const // IN_A_ROW))))
         self.blocks = [*blocks.values(), piece]
         self.row = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
@@ -64,8 +76,12 @@ class ScanBlocks(BlockWriter):
     def warps(self, elements: int, alone: bool) -> int:
         """What a thread scans by itself costs least, as far as its registers hold it; with the state of others to
         look at they hold less."""
-        small = all(d.itemsize <= 4 for d in self.k.combine.dtypes)
-        each = PER_THREAD if small and (alone or not self.dear) else PER_THREAD // 2
+        k = self.k
+        steps = [a.coefficient(k.axis) for a in self.addresses.values()]
+        if any(c is not ONE and c is not None and c.is_const and c.const % WIDE for c in steps):
+            return max(1, min(16, elements // (32 * NARROW_EACH)))  # more threads have more accesses on their way
+        small = all(d.itemsize <= 4 for d in k.combine.dtypes)
+        each = PER_THREAD if small and (alone or len(k.combine.left) == 1) else PER_THREAD // 2
         return max(1, min(16, elements // (32 * each)))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
@@ -88,18 +104,56 @@ class ScanBlocks(BlockWriter):
         if not (self.length.is_const and self.length.const % self.blocks[self.row] == 0):
             self.masks[self.row] = self.fresh("m")
             self.line(f"{self.masks[self.row]} = {self.sym(k.axis)} < {self.index(self.length)}")
-        full = frozenset(range(len(self.blocks)))
-        values = []
-        holds = self.inside([self.row])
-        for e, identity in zip(k.exprs, self.identity(k.combine), strict=True):
-            text = self.spread(self.value(e), full)
-            values.append(self.fresh("v"))
-            self.line(f"{values[-1]} = {f'tl.where({holds}, {text}, {identity})' if holds else text}")
-        names = [self.fresh("s") for _ in values]
-        what = values[0] if len(values) == 1 else f"({', '.join(values)})"
-        self.line(f"{', '.join(names)} = tl.associative_scan({what}, {self.row}, {self.combine(k.combine)}, "
-                  f"reverse={k.reverse})")
+        self.inside_text = self.all_inside(first)
+        values = self.branched(self.inside_text, (k.axis,), (self.row,),
+                               lambda: self.operands(k.combine, k.exprs, self.row))
+        options = f", reverse={k.reverse}"
+        if k.combine.level is None:
+            return self.over("tl.associative_scan", k.combine, values, self.row, options)
+        return self.on_one_level(k.combine, k.combine.level, values, options)
+
+    def on_one_level(self, c: Combine, level: Level, values: list[str], options: str) -> list[str]:
+        """Where the whole tile is of about one size, what is scanned is a sum; a join is several times an addition."""
+        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
+        given = dict(zip(c.left, values, strict=True))
+        self.line(f"top = tl.max({self.applied(level.size, given)}, {self.row}{keep})")
+        given[level.top] = "top"
+        self.line(f"level = tl.min(tl.where({self.applied(level.holds, given)}, 1, 0)) > 0")
+        names = [self.fresh("r") for _ in values]
+        with self.scope("if level:", footer=""):
+            self.line(f"total = tl.associative_scan({self.applied(level.scaled, given)}, {self.row}, fl.plus{options})")
+            for name, e in zip(names, level.result, strict=True):
+                text = self.applied(e, {level.total: "total", level.top: "top"})
+                self.line(f"{name} = {self.spread(text, self.full())}")
+        with self.scope("else:", footer=""):
+            for name, text in zip(names, self.over("tl.associative_scan", c, values, self.row, options), strict=True):
+                self.line(f"{name} = {text}")
         return names
+
+    def put_after(self, before: list[str], scanned: list[str]) -> None:
+        """What was scanned, joined to what came before it."""
+        c, level = self.k.combine, self.k.combine.level
+        if level is None:
+            self.put(self.combined(c, before, scanned))
+            return
+        with self.scope("if level:", footer=""):  # what came before is brought to that size once, for all elements
+            own = {left: "top" if e is level.top else text
+                   for left, e, text in zip(c.left, level.result, scanned, strict=True)}
+            earlier = dict(zip(c.left, before, strict=True))
+            both = self.fresh("top")
+            self.line(f"{both} = tl.maximum({self.applied(level.size, earlier)}, top)")
+            parts = [self.applied(level.scaled, {**given, level.top: both}) for given in (own, earlier)]
+            total = self.fresh("total")
+            self.line(f"{total} = {' + '.join(parts)}")
+            self.put([self.applied(e, {level.total: total, level.top: both}) for e in level.result])
+        with self.scope("else:", footer=""):
+            self.put(self.combined(c, before, scanned))
+
+    def applied(self, e: Expr, given: dict[Expr, str]) -> str:
+        """The text of an expression over carries, where these are their texts."""
+        raw = {carry: Expr("raw", carry.dtype, (), self.fresh("x")) for carry in given}
+        self.scopes[-1].known.update((raw[carry], text) for carry, text in given.items())
+        return self.value(rewrite(e, lambda x: raw.get(x, x)))
 
     def totals(self, scanned: list[str], first: str) -> list[str]:
         """The last of the piece, in the order of the scan. Taken out of it rather than reduced once more: a reduction
@@ -118,31 +172,30 @@ class ScanBlocks(BlockWriter):
         self.line(f"{name} = tl.sum(tl.where({at}, {text}, tl.zeros_like({text})), {axis}{keep})")
         return name
 
-    def put(self, values: list[str]) -> None:
+    def all_inside(self, first: str) -> str | None:
+        """What holds where the whole piece is inside, if accesses are wider then."""
         k = self.k
-        full = frozenset(range(len(self.blocks)))
-        running = {}
-        for c, text in zip(k.combine.left, values, strict=True):
-            running[c] = Expr("raw", c.dtype, (), self.fresh("x"))
-            self.scopes[-1].known[running[c]] = text
-        for name, e in zip(k.names, k.finish, strict=True):
-            if name not in self.addresses:
-                continue
-            kept = self.value(cast(rewrite(e, lambda x: running.get(x, x)), self.dtypes[name]))  # may be narrower
-            place = f"{self.short[name]} + {self.index(self.addresses[name])}"
-            if self.index_axes(self.addresses[name]) != full:
-                place = self.spread(f"({place})", full)
-            holds = self.inside(full)
-            self.line(f"tl.store({place}, {kept}{f', {holds}' if holds else ''})")
+        if not first or self.row not in self.masks or self.length.is_const and self.length.const % WIDEST == 0:
+            return None
+        read = [a for e in loads(*k.exprs) for a in e.attr[1]]
+        if not all(is_aligned(a, k.axis) for a in (*read, *self.addresses.values())):
+            return None
+        return f"{first} + {self.blocks[self.row]} <= {self.index(self.length)}"
 
-    def start(self) -> list[str]:
-        """The identity for every row of the tile."""
-        names = []
-        shape = self.shape(frozenset(range(self.row))) if self.row else "()"
-        for e in self.k.combine.identity:
-            names.append(self.fresh("c"))
-            self.line(f"{names[-1]} = {self.d.constant(e.attr, e.dtype).replace('()', shape, 1)}")
-        return names
+    def put(self, values: list[str]) -> None:
+        self.branched(self.inside_text, (self.k.axis,), (self.row,), lambda: self.put_once(values))
+
+    def put_once(self, values: list[str]) -> list[str]:
+        given = dict(zip(self.k.combine.left, values, strict=True))
+        for name, e in zip(self.k.names, self.k.finish, strict=True):
+            if name in self.addresses:
+                kept = self.applied(cast(e, self.dtypes[name]), given)  # may be narrower
+                self.store(name, self.addresses[name], kept, self.full())
+        return []
+
+    def outside(self) -> frozenset[int]:
+        """The axes beside the scanned one."""
+        return frozenset(range(self.row))
 
     # ---- one program for a row ---------------------------------------------------------------------------
 
@@ -152,21 +205,18 @@ class ScanBlocks(BlockWriter):
         if not cut:
             self.put(self.piece(""))
         else:
-            carry = self.start()
+            carry = self.start(self.k.combine, self.outside())
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
-            with self.loop(step, "0", count, pragma=f"num_stages={STAGES}") as s:
+            with self.loop(step, "0", count, pragma=f"num_stages={self.tuning.staged(STAGES)}") as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")
                 scanned = self.piece("first")
                 totals = self.totals(scanned, "first")
-                self.put(self.combined(self.k.combine, carry, scanned))
+                self.put_after(carry, scanned)
                 for slot, new in zip(carry, self.combined(self.k.combine, carry, totals), strict=True):
                     self.line(f"{slot} = {new}")
-        elements = size
-        for b in blocks.values():
-            elements *= b
-        return Draft(self, grid, self.warps(elements, True))
+        return Draft(self, grid, self.warps(math.prod(self.blocks), True))
 
     def place(self, step: str, count: str) -> str:
         return f"({count} - 1 - {step})" if self.k.reverse else step
@@ -176,9 +226,7 @@ class ScanBlocks(BlockWriter):
     def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> Draft:
         """Workspace: a counter, then the states of all pieces."""
         k, size = self.k, self.blocks[self.row]
-        lanes = 1
-        for b in blocks.values():
-            lanes *= b
+        lanes = math.prod(blocks.values())
         sizes = [(v.extent, blocks.get(v, 1)) for v in outer if v.extent is not None]
         self.line(f"strips = {' * '.join(count_text(n, b, self.index) for n, b in sizes) or '1'}")
         self.line(f"pieces = {count_text(self.length, size, self.index)}")
@@ -191,15 +239,18 @@ class ScanBlocks(BlockWriter):
         scanned = self.piece("first")
         totals = self.totals(scanned, "first")
         state = State(self, lanes)
-        with self.scope("if step > 0:", footer=""):
-            state.publish(totals, 1)
-        before = self.start()
-        if lanes == 1:
-            self.look_wide(before, state)
+        before = self.start(k.combine, self.outside())
+        if k.ordered:
+            self.look_in_groups(before, totals, state)
         else:
-            self.look_single(before, state)
-        state.publish(self.combined(k.combine, before, totals), 2)
-        self.put(self.combined(k.combine, before, scanned))
+            with self.scope("if step > 0:", footer=""):
+                state.publish(totals, 1)
+            if lanes == 1:
+                self.look_wide(before, state)
+            else:
+                self.look_single(before, state)
+            state.publish(self.combined(k.combine, before, totals), 2)
+        self.put_after(before, scanned)
         strips = " * ".join(count_text(n, b, host_text) for n, b in sizes) or "1"
         total = f"{strips} * {count_text(self.length, size, host_text)}"
         return Draft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
@@ -245,21 +296,45 @@ class ScanBlocks(BlockWriter):
                 self.line(f"{slot} = {new}")
             self.line(f"back = tl.where(prefix >= 0, 0, back - {WINDOW})")
 
+    def look_in_groups(self, before: list[str], totals: list[str], state: State) -> None:
+        """In groups that the numbers of the pieces decide: the last piece of a group tells its prefix, the others tell
+        their totals and nothing else. So a prefix is always joined from the same parts, whoever was ready first."""
+        c, group = self.k.combine, WINDOW if state.lanes == 1 else GROUP
+        self.line(f"begin = step // {group} * {group}")
+        with self.scope(f"if step - begin < {group - 1}:", footer=""):
+            state.publish(totals, 1)
+        if state.lanes == 1:
+            self.line(f"near = begin - 1 + tl.arange(0, {WINDOW})")
+            self.line("there = (near >= 0) & (near < step)")
+            state.poll("near", "there")
+            with self.scope("while tl.max(tl.where(there & (flag == 0), 1, 0)) > 0:", footer=""):
+                state.poll("near", "there")
+            values = []
+            # That flags are set, is known by now; but Triton crashes on a loop whose results are not all used.
+            for text, identity in zip(state.values(), self.identity(c), strict=True):
+                values.append(self.fresh("p"))
+                self.line(f"{values[-1]} = tl.where(there & (flag > 0), {text}, {identity})")
+            for slot, new in zip(before, self.combined(c, self.joined(values), before), strict=True):
+                self.line(f"{slot} = {new}")
+        else:
+            self.line("back = step - 1")
+            with self.scope("while back >= tl.maximum(begin - 1, 0):", footer=""):
+                state.poll("back", "")
+                with self.scope("while flag == 0:", footer=""):
+                    state.poll("back", "")
+                for slot, new in zip(before, self.combined(c, state.values(), before), strict=True):
+                    self.line(f"{slot} = {new}")
+                self.line("back = tl.where(flag > 0, back - 1, back)")
+        with self.scope(f"if step - begin == {group - 1}:", footer=""):
+            state.publish(self.combined(c, before, totals), 2)
+
     def joined(self, values: list[str]) -> list[str]:
         """All of a window, in order: a reduction where the order does not matter, else the last of a scan."""
         c = self.k.combine
-        what = values[0] if len(values) == 1 else f"({', '.join(values)})"
-        names = [self.fresh("s") for _ in values]
         if c.name in COMMUTATIVE:
-            self.line(f"{', '.join(names)} = tl.reduce({what}, 0, {self.combine(c)})")
-            return names
-        self.line(f"{', '.join(names)} = tl.associative_scan({what}, 0, {self.combine(c)})")
-        out = []
-        for s in names:
-            out.append(self.fresh("t"))
-            self.line(f"{out[-1]} = tl.sum(tl.where(tl.arange(0, {WINDOW}) == {WINDOW - 1}, {s}, "
-                      f"tl.zeros_like({s})), 0)")
-        return out
+            return self.reduced(c, values, 0)
+        last = f"tl.arange(0, {WINDOW}) == {WINDOW - 1}"
+        return [self.picked(s, last, 0) for s in self.over("tl.associative_scan", c, values, 0)]
 
 
 class State:

@@ -46,15 +46,15 @@ def taps_of(k: ScatterKernel) -> list[Sym]:
 class ScatterBlocks(BlockWriter):
     def __init__(self, k: ScatterKernel, part: int) -> None:
         exprs = [e for e in (k.init, k.value, k.mask) if e is not None]
-        vars = (*k.vars, *k.out_vars)
         super().__init__(k.params, is_wide(exprs, [k.address, k.init_address], k.vars)
-                         or is_wide((), (), k.out_vars) or not vars and False, part)
+                         or is_wide((), (), k.out_vars), part)
         self.k = k
 
     def render(self) -> Draft:
         k = self.k
         taps = taps_of(k)
         vars = [v for v in k.vars if v not in taps]
+        self.gathered = vars[-1] if taps else None
         # Writes that go anywhere are made one by one: with a thread for each, no block changes its layout for them.
         anywhere = bool(vars) and k.address.coefficient(vars[-1]) is not ONE
         blocks = spans(vars, APART if anywhere else TAPPED if taps else TILE)
@@ -69,15 +69,11 @@ class ScatterBlocks(BlockWriter):
                      else warps_for(elements))
 
     def write(self, address: Index, value: Expr, mode: str, mask: Expr | None) -> None:
-        full = frozenset(range(len(self.blocks)))
-        text = self.value(value)
-        step = address.const if not address.is_const else 0  # what the access itself can add
-        place = f"{self.short[self.k.name]} + {self.index(address - step)}{f' + {step}' if step else ''}"
-        if self.index_axes(address) != full:
-            place = self.spread(f"({place})", full)
-        holds = self.inside(full, *([] if mask is None else [self.value(mask)]))
-        where = f", {holds}" if holds else ""
+        full, text = self.full(), self.value(value)
+        more = [] if mask is None else [self.value(mask)]
         if mode == "set":
-            self.line(f"tl.store({place}, {text}{where})")
-        else:
-            self.line(f'{ATOMIC[mode]}({place}, {self.spread(text, full)}{where}, sem="relaxed")')
+            self.store(self.k.name, address, text, full, *more)
+            return
+        holds = self.inside(full, *more)
+        self.line(f'{ATOMIC[mode]}({self.pointer(self.k.name, address, full)}, {self.spread(text, full)}'
+                  f'{f", {holds}" if holds else ""}, sem="relaxed")')

@@ -44,7 +44,7 @@ class WindowWriter(NestWriter):
         start = self.sym(block)
         with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {LANES}) {{", (block,)):
             end = self.fresh("e")
-            self.line(f"const {self.d.long} {end} = fl::imin({start} + {LANES}, {hi});")
+            self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {LANES}, {hi});")
             before, self.windows = self.windows, dict(self.windows)
             for e in apart:
                 self.window(e, v, start, end, pragma)

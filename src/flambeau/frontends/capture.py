@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._subclasses.fake_impls import op_implementations_dict
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir import build
@@ -33,6 +34,8 @@ OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.
 # Their result is what they are given.
 SAME = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default, aten.alias.default,
         aten.clone.default)
+# Where there is a kernel that tells an operator's shape, or what the operator is made of.
+SHAPED = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
 @dataclass
@@ -217,11 +220,11 @@ class _Lowering:
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""
         caps = self.g.capabilities
+        lacks = bool(caps.missing) or caps.dtypes != SUPPORTED
         for node in nodes:
-            if caps.missing and any(e.op in caps.missing for e in walk(*node.exprs())):
+            if lacks and any(e.op in caps.missing or e.dtype not in caps.dtypes for e in walk(*node.exprs())):
                 return False
-            if isinstance(node, Scatter) and node.mode != "set" and caps.scatters is not None \
-                    and (node.mode, node.value.dtype) not in caps.scatters:
+            if isinstance(node, Scatter) and node.mode != "set" and not caps.joins(node.mode, node.value.dtype):
                 return False
         return True
 
@@ -302,6 +305,8 @@ class _Lowering:
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = n.target
+        if has_guessed_shape(target):
+            raise UnsupportedError(f"torch has no rule for the shape of {target}")
         kind = Contract if target in CONTRACTIONS else Extern
         if kind is Extern:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
@@ -349,6 +354,13 @@ class _Lowering:
         self.bind_results(made, [*before, *vals])
         out = list(made[len(before):]) if several else made[-1]
         return [made[0], out] if save else out
+
+
+def has_guessed_shape(op: Any) -> bool:
+    """Without a rule for shapes torch runs an operator on zeros to see what comes out, which is wrong where data
+    decides."""
+    return isinstance(op, torch._ops.OpOverload) and op.namespace == "aten" and op not in op_implementations_dict \
+        and not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in SHAPED)
 
 
 def view_root(n: fx.Node) -> fx.Node:

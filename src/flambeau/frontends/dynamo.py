@@ -24,13 +24,15 @@ from .lean import lean_wrappers, without_marks
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
     "target": (None, "runs the graphs, in place of the target of their device"),
+    "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
     # Read now: a backward may be compiled later, in a thread where an override does not hold.
-    out: dict[str, Any] = {"numerics": config.numerics, "target": config.target}
+    out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
+                           "deterministic": torch.are_deterministic_algorithms_enabled()}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
@@ -66,11 +68,13 @@ def compile_anew(
     # Imported here: a process that finds its graphs in the cache needs none of the compiler.
     from .decompositions import table
     from .partition import partition
-    from .pipeline import compile_graph
+    from .pipeline import Options, compile_graph
     from .whole import whole_operators
 
+    wanted = Options(**settings)
+
     def compiler() -> Callable[..., Any]:
-        return cache.compiler(lambda graph: compile_graph(graph, settings["numerics"], target=settings["target"]))
+        return cache.compiler(lambda graph: compile_graph(graph, wanted))
 
     # One for each: torch writes into that of the backward.
     backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(), inference_compiler=compiler(),

@@ -37,7 +37,7 @@ from .devices import target_of
 from .eager_ops import GROUPS, Form, wanted
 from .gate import Gates, load_gates
 from .package import Run
-from .pipeline import compile_graph
+from .pipeline import Options, compile_graph
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -294,7 +294,7 @@ def build(form: Form, args: Arguments) -> Run:
 
     UnsupportedError says why there is none.
     """
-    run = compile_graph(graph_of(form, args), config.numerics)
+    run = compile_graph(graph_of(form, args), Options(config.numerics))
     made = getattr(run, "compiled", None)
     if made is None or made.captured.externs:
         raise UnsupportedError("this call has no lowering")

@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ from .package import Package, Run
 LOCK = threading.RLock()  # expressions are interned process-wide: one compile at a time
 
 
+@dataclass(frozen=True)
+class Options:
+    """How graphs are compiled. A backward has those of its forward, whatever holds when it is compiled."""
+
+    numerics: str = "fast"
+    target: str | None = field(default_factory=lambda: config.target)  # None: that of the graph's device
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    search: bool = False  # time other block shapes at the first call
+
+
 @dataclass
 class Compiled:
     """A graph on its way to being runnable; kernels build in the background until the first call."""
@@ -37,8 +47,7 @@ class Compiled:
     texts: list[Any]
     build: Build | None
     package: Package
-    numerics: str
-    target: str | None = None  # asked for; None: that of the graph's device
+    options: Options
     seconds: dict[str, float] = field(default_factory=dict)
     run: Run | None = None
     exclude: frozenset[str] = frozenset()
@@ -66,7 +75,7 @@ class Compiled:
         if origins <= self.exclude:
             self.run = interpret(self.gm)
             return self.run
-        self.run = compile_graph(self.gm, self.numerics, self.exclude | origins, self.target)
+        self.run = compile_graph(self.gm, self.options, self.exclude | origins)
         return self.run
 
 
@@ -84,13 +93,12 @@ def boxed(c: Compiled) -> Run:
     return run
 
 
-def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset[str] = frozenset(),
-                  target: str | None = None) -> Run:
+def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: frozenset[str] = frozenset()) -> Run:
     """A boxed function for a functional ATen graph. What cannot be compiled runs as ATen, with one warning."""
     try:
         # Tensors that the graph holds are real, and are read while AOTAutograd's fake mode is on.
         with LOCK, unset_fake_temporarily():
-            return boxed(_compile(gm, numerics, exclude, target or config.target))
+            return boxed(_compile(gm, options or Options(), exclude))
     except CompileError:
         raise
     except Exception as e:  # whatever is wrong with the compiler, the model runs
@@ -101,24 +109,27 @@ def compile_graph(gm: fx.GraphModule, numerics: str = "fast", exclude: frozenset
         return interpret(gm)
 
 
-def _compile(gm: fx.GraphModule, numerics: str, exclude: frozenset[str], wanted: str | None) -> Compiled:
+def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> Compiled:
     device = graph_device(gm)
-    target = target_of(device, wanted)
+    target = target_of(device, options.target)
     if target is None:
         raise UnsupportedError(f"there is no target for tensors on {device}")
     with target.on(device):
+        caps = replace(target.capabilities(), deterministic=options.deterministic)
         t0 = time.perf_counter()
-        captured = capture(gm, target.capabilities(), exclude, device)
+        captured = capture(gm, caps, exclude, device)
         t1 = time.perf_counter()
-        program = schedule(captured.graph, target.capabilities(), numerics, config.verify)
+        program = schedule(captured.graph, caps, options.numerics, config.verify)
         t2 = time.perf_counter()
         texts = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+        if options.search and not options.deterministic:  # what the clock chooses, may round in another way
+            texts = [target.variants(k, text) for k, text in zip(program.kernels, texts, strict=True)]
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
     count = sum(n.op == "placeholder" for n in gm.graph.nodes)
     package = write(program, target.name, texts, captured.sources, captured.tensors, count, device)
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
-    made = Compiled(gm, captured, program, texts, build, package, numerics, wanted, seconds, exclude=exclude)
+    made = Compiled(gm, captured, program, texts, build, package, options, seconds, exclude=exclude)
     for observe in OBSERVERS:
         observe(made)
     return made

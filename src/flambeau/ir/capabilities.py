@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .dtypes import SUPPORTED, DType
+from .dtypes import SUPPORTED, DType, is_float
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class Capabilities:
     # One worker walks a plane in order: sums scattered into it cost no atomics and always add up in the same order.
     # Without this, gradients that could be scattered are gathered.
     ordered_scatter: bool = False
+    # No result may depend on which of two points comes first: asked for by the user, and dear without ordered scatters.
+    deterministic: bool = False
     row_elements: int | None = None  # longest row whose values stay in fast memory, whatever their dtype
     programs: int = 1  # independent parts that a reduction of few results is cut into
     # A scan adds one by one, so that rounding errors pile up; otherwise in trees, where they hardly do.
@@ -30,3 +32,12 @@ class Capabilities:
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
     scatters: frozenset[tuple[str, DType]] | None = None  # (mode, dtype) it can join; None: all
     contractions: frozenset[str] = frozenset()  # contractions with a template of their own; others are Extern
+
+    def joins(self, mode: str, dtype: DType) -> bool:
+        """Whether a scatter of that mode can be had, as it is or, one point after the other, in a fixed order."""
+        return self.scatters is None or (mode, dtype) in self.scatters or (self.deterministic and rounds(mode, dtype))
+
+
+def rounds(mode: str, dtype: DType) -> bool:
+    """Whether it matters in which order values join."""
+    return mode in ("add", "mul") and is_float(dtype)

@@ -316,6 +316,28 @@ def product(sizes: Iterable[IndexLike]) -> Index:
     return out
 
 
+def walks_as_one(i: Index, a: Sym, b: Sym) -> bool:
+    """Whether a and b are in it only as a * (extent of b) + b, within divisions as well. Values that a kernel computes
+    have indices of their own."""
+    assert b.extent is not None
+    both = {a, b}
+    plain = []
+    for mono, coef in i.terms:
+        if any(isinstance(x, Dyn) for x in mono) and all(
+                isinstance(x, Dyn) or isinstance(x, Sym) and x.extent is None for x in mono):
+            continue
+        inside = [x for x in mono if isinstance(x, Op) and not both.isdisjoint(x.symbols())]
+        if not all(walks_as_one(x.a, a, b) and walks_as_one(x.b, a, b) for x in inside):
+            return False
+        if not inside:
+            plain.append((mono, coef))
+        elif any(x not in inside and not both.isdisjoint(x.symbols()) for x in mono):
+            return False
+    rest = Index(tuple(plain), i.const)
+    ca, cb = rest.coefficient(a), rest.coefficient(b)
+    return ca is not None and cb is not None and ca is cb * b.extent
+
+
 def _atom_key(a: Atom) -> str:
     return a.key
 

@@ -91,6 +91,18 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Level:
+    """Elements of about one size can be brought to a common scale, that of the largest, and just be added."""
+
+    top: Expr  # a carry: the largest size
+    total: Expr  # a carry: a sum at that scale
+    size: Expr  # of an element (over `left` of the combine)
+    holds: Expr  # whether an element is near enough to the largest (over `left` and `top`)
+    scaled: Expr  # an element at the common scale (over `left` and `top`)
+    result: tuple[Expr, ...]  # a sum as components (over `total` and `top`)
+
+
+@dataclass(frozen=True)
 class Combine:
     """An associative combine of tuples, written as expressions over two sets of carries."""
 
@@ -99,6 +111,7 @@ class Combine:
     right: tuple[Expr, ...]
     result: tuple[Expr, ...]
     identity: tuple[Expr, ...]
+    level: Level | None = None
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
@@ -214,7 +227,8 @@ class Scan(Node):
 class Scatter(Node):
     """names[0] starts as init(out_vars); then, in order of vars, element target takes or joins value.
 
-    `mode` is set, add, mul, min or max. Where `mask` is given, only the points where it holds take part.
+    `mode` is set, add, mul, min or max. Where `mask` is given, only the points where it holds take part. `unique`: no
+    two of these meet in an element.
     """
 
     kind: ClassVar[str] = "scatter"
@@ -225,6 +239,7 @@ class Scatter(Node):
     value: Expr
     mode: str
     mask: Expr | None = None
+    unique: bool = False
 
     def exprs(self) -> tuple[Expr, ...]:
         from .index import Dyn

@@ -69,6 +69,7 @@ class ScanKernel:
     params: tuple[Param, ...]
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
+    ordered: bool = False  # parts are joined in one way, whoever is ready first
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class ScatterKernel:
     params: tuple[Param, ...]
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
+    unique: bool = False  # no two points write the same element
 
 
 Kernel = LoopKernel | ScanKernel | ScatterKernel

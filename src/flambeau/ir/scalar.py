@@ -33,7 +33,8 @@ __all__ = [
     "erfinv", "exp", "exp2", "expm1", "floor", "floordiv", "fma", "fmod", "fold_over", "hypot",
     "index_value", "is_finite", "isinf", "isnan", "lgamma", "lift", "log", "log10", "log1p", "log2",
     "masked", "math1", "math2", "maximum", "minimum", "mod", "ne", "not_", "philox", "pow_", "remainder",
-    "require", "round", "round_to", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
+    "require", "rough_log2", "round", "round_to", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "square", "tan",
+    "tanh",
     "trunc", "where", "window",
 ]
 
@@ -51,6 +52,7 @@ exp2 = math1("exp2")
 expm1 = math1("expm1")
 log = math1("log")
 log2 = math1("log2")
+rough_log2 = math1("rough_log2")
 log10 = math1("log10")
 log1p = math1("log1p")
 sin = math1("sin")

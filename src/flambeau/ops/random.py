@@ -21,7 +21,7 @@ from flambeau.ir.dtypes import SUPPORTED, DType, highest, is_float, opmath
 from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, contiguous_strides
-from flambeau.ir.scalar import ceil, cos, eq, exp, log, log2, maximum, philox, sqrt, tan
+from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, philox, rough_log2, sqrt, tan
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, pointwise, scalar_at
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ class Stream:
     def exponential(self, dtype: DType) -> Expr:
         """Never zero: numbers rounded to one have a logarithm of about the last place below one."""
         u = self.open_uniform(dtype)
-        number = log2(u) * -math.log(2) if self._shared else -log(u)  # where draws are shared, log2 is an instruction
+        number = rough_log2(u) * -math.log(2) if self._shared else -log(u)
         return maximum(number, torch.finfo(opmath(dtype)).eps / 2)
 
     def below(self, count: Any) -> Expr:

@@ -18,7 +18,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Index, IndexLike, as_index, product
+from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, product
 from flambeau.ir.nodes import Combine, Value, dim_vars
 from flambeau.ir.scalar import (
     abs_,
@@ -45,6 +45,7 @@ aten = torch.ops.aten
 BILINEAR, NEAREST, BICUBIC = range(3)
 ZEROS, BORDER, REFLECTION = range(3)
 ROW = 16  # channels from which on they are read as rows
+WIDE = 4  # elements of 16 bytes
 FEW = 4  # fewer points than one for so many positions: laying out the image costs more than it brings
 
 
@@ -229,12 +230,24 @@ def has_channels_last(image: Value) -> bool:
 
 
 def channels_last(image: Value) -> Value:
-    """The same image in memory with its channels contiguous."""
+    """The same image in memory with its channels contiguous, in rows that begin where wide accesses may."""
     if has_channels_last(image):
         return image
     n, c, *sizes = image.shape
-    rows = build.pointwise((n, *sizes, c), lambda i: image.load((i[0], i[-1], *i[1:-1])), laid=True)
+    rows = build.pointwise((n, *sizes, padded(c)), lambda i: channel(image, i[0], i[-1], i[1:-1]), laid=True)
     return rows.view(image.shape, lambda i: (i[0], *i[2:], i[1]))
+
+
+def padded(channels: Index) -> Index:
+    return ceildiv(channels, WIDE) * WIDE if channels.is_const else channels
+
+
+def channel(image: Value, n: Index, c: Index, at: Place) -> Expr:
+    """One of the padded channels; those that the image does not have are zero."""
+    there = index_value(c) < index_value(image.shape[1])
+    if padded(image.shape[1]) is image.shape[1]:
+        return image.load((n, c, *at))
+    return where(there, image.load((n, c, *at), there), 0)
 
 
 class Sampler:
@@ -403,10 +416,10 @@ def row_gradient(s: Sampler, grad: Value, reach: int) -> Value:
         weight = const(1, s.dtype)
         for t, k in zip(*parts(j), strict=True):
             weight = weight * pick(t.weights, k)
-        return cast(grad.load((j[0], j[-1], *j[1 + s.rank:-1])), s.dtype) * weight
+        return cast(channel(grad, j[0], j[-1], j[1 + s.rank:-1]), s.dtype) * weight
 
     zero = const(0, s.dtype)
-    rows = build.scatter((n, *sizes, c), lambda _: zero, (n, *taps, *s.out, c),
+    rows = build.scatter((n, *sizes, padded(c)), lambda _: zero, (n, *taps, *s.out, padded(c)),
                          lambda j: (j[0], *s.spot(*parts(j))[0], j[-1]), value, "add", lambda j: s.spot(*parts(j))[1])
     return build.pointwise(s.image.shape, lambda i: rows.load((i[0], *i[2:], i[1])), s.image.dtype)
 

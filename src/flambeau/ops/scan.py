@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -12,7 +13,7 @@ from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
 from flambeau.ir.index import Index
-from flambeau.ir.nodes import Combine, Value
+from flambeau.ir.nodes import Combine, Level, Value
 from flambeau.ir.scalar import abs_, eq, exp2, floor, fma, isnan, log, maximum
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
@@ -152,20 +153,31 @@ def _scaled_exp(x: Expr) -> tuple[Expr, Expr]:
     return exp2(where(abs_(whole) < 2.0**22, rest * 2, where(isnan(x), x, 0))), whole
 
 
+def _power(apart: Expr) -> Expr:
+    """4 to a power that is not positive, by its bits: what is added leaves the integer in the lowest places."""
+    integer, place, bias = _EXPONENT[apart.dtype]
+    bits = Expr("bitcast", integer, (fma(apart, const(2, apart.dtype), const(1.5 * 2.0**place, apart.dtype)),))
+    return Expr("bitcast", apart.dtype, (binary("shl", bits, place) + (bias << place),))
+
+
 @cache
 def _scaled_sum(dtype: DType) -> Combine:
-    integer, place, bias = _EXPONENT[dtype]
+    bias = _EXPONENT[dtype][2]
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         (asum, ae), (bsum, be) = a, b
         apart = binary("fmax", -abs_(ae - be), -(bias // 2))  # also of equal infinities, whose difference is NaN
-        # 4^apart by its bits: what is added leaves the integer in the lowest places.
-        bits = Expr("bitcast", integer, (fma(apart, const(2, dtype), const(1.5 * 2.0**place, dtype)),))
-        scale = Expr("bitcast", dtype, (binary("shl", bits, place) + (bias << place),))
+        scale = _power(apart)
         first = ae >= be
         return where(first, fma(bsum, scale, asum), fma(asum, scale, bsum)), where(first, ae, be)
 
-    return make_combine("scaled_sum", (dtype, dtype), (0, -math.inf), fn)
+    whole = make_combine("scaled_sum", (dtype, dtype), (0, -math.inf), fn)
+    s, e = whole.left
+    top, total = (Expr("carry", dtype, (), name) for name in ("top", "total"))
+    # 4^50 apart, or 4^400, the smallest is still a number with all its places. Beyond the end there are sums of zero.
+    near = (e >= top - 0.4 * bias) & (abs_(e) < math.inf)
+    scaled = s * _power(binary("fmax", e - top, -(bias // 2)))
+    return replace(whole, level=Level(top, total, e, near | eq(s, 0), where(eq(s, 0), 0, scaled), (total, top)))
 
 
 def _scaled_log(s: Expr, e: Expr) -> Expr:

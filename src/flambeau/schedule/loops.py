@@ -14,9 +14,9 @@ import torch
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
-from flambeau.ir.dtypes import DType
+from flambeau.ir.dtypes import DType, is_float
 from flambeau.ir.expr import Expr, const, loads, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Atom, Dyn, Index, Op, Sym, as_index, product
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index, product, walks_as_one
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel
 
@@ -299,21 +299,7 @@ def merge(vars: list[Sym], d: Draft, protected: Sym | None = None) -> list[Sym]:
 
 
 def mergeable(a: Sym, b: Sym, d: Draft) -> bool:
-    assert b.extent is not None
-    for i in map(without_computed, d.indices()):
-        ca, cb = i.coefficient(a), i.coefficient(b)
-        if ca is None or cb is None or ca is not cb * b.extent:
-            return False
-    return True
-
-
-def without_computed(i: Index) -> Index:
-    """The index less its terms that are computed values: those have indices of their own."""
-    def is_computed(mono: tuple[Atom, ...]) -> bool:
-        return any(isinstance(a, Dyn) for a in mono) and all(
-            isinstance(a, Dyn) or isinstance(a, Sym) and a.extent is None for a in mono)
-
-    return Index(tuple(t for t in i.terms if not is_computed(t[0])), i.const)
+    return all(walks_as_one(i, a, b) for i in d.indices())
 
 
 def choose_tile(d: Draft, vars: Sequence[Sym], vector: Sym | None) -> Sym | None:
@@ -415,7 +401,7 @@ def sizes_of(d: Draft) -> tuple[Sym, ...]:
 # ---- scans and scatters ------------------------------------------------------------------------------------
 
 
-def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str]) -> ScanKernel:
+def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities) -> ScanKernel:
     ones = {v: ZERO for v in n.vars if v.extent is ONE and v is not n.vars[n.axis]}
     axis = n.vars[n.axis]
     exprs = tuple(linear(e.subs(ones), buffers, lambda _: False) for e in n.inputs)
@@ -436,9 +422,10 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str]) -> ScanKer
     simple, dear = len(n.combine.chained(needed)) == 1, cost_of(n.combine.result) > 16
     if row and d.outer and _at_least(d.outer[-1], 8) and (simple or dear):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
+    ordered = caps.deterministic and any(map(is_float, n.combine.dtypes))
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
                       tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes_of(d),
-                      n.origins)
+                      n.origins, ordered)
 
 
 def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
@@ -496,4 +483,5 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     address, init_address, *owned = d.stores.values()
     params = params_of([a for a in d.accesses() if a[0] in buffers], buffers)
     return ScatterKernel(tuple(d.inner), init, init_address, tuple(d.outer), frozenset(free & set(d.outer)), address,
-                         owned[0] if owned else None, owners, value, mode, mask, out, params, sizes_of(d), n.origins)
+                         owned[0] if owned else None, owners, value, mode, mask, out, params, sizes_of(d), n.origins,
+                         n.unique)

@@ -29,6 +29,7 @@ from .inline import inline, materialised
 from .layout import settle_layouts
 from .loops import shape_group, shape_scan, shape_scatter
 from .memory import buffers_read, lifetimes, plan_memory, values_in
+from .ordered import order_scatters
 from .split import split_reductions
 
 
@@ -92,6 +93,7 @@ def make_views_real(graph: Graph) -> None:
 
 def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bool = False) -> Program:
     notes: list[str] = []
+    order_scatters(graph, caps)
     settle_layouts(graph)
     make_views_real(graph)
     if check:
@@ -119,7 +121,7 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
                                   may_alias(n)))
                 continue
             if isinstance(n, Scan):
-                kernel = shape_scan(n, graph.buffers, stored)
+                kernel = shape_scan(n, graph.buffers, stored, caps)
             else:
                 assert isinstance(n, Scatter)
                 kernel = shape_scatter(n, graph.buffers)
@@ -182,7 +184,9 @@ def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
         at = dict(k.stores)[new]
         return k if all(e.attr[1][0] is at for e in loads(*k.exprs) if e.attr[0] == name) else None
     places = (a.expr for a in k.address.atoms() if isinstance(a, Dyn))
-    if any(e.attr[0] == name for e in loads(k.value, *places, *(() if k.mask is None else (k.mask,)))):
+    own = k.address if k.unique else None  # a point that alone writes an element may read it before
+    if any(e.attr[0] == name for e in loads(*places, *(() if k.mask is None else (k.mask,)))) \
+            or any(e.attr[0] == name and e.attr[1][0] is not own for e in loads(k.value)):
         return None
     start = [] if k.init is None else [e for e in loads(k.init) if e.attr[0] == name]
     if not start:

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from flambeau.codegen.source import BlockSource, KernelSource
+from flambeau.codegen.source import BlockSource, KernelSource, RangeSource
 from flambeau.errors import CompileError, OptionError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import Kernel
 
-Source: TypeAlias = KernelSource | BlockSource  # which of them, the target decides
+Source: TypeAlias = KernelSource | BlockSource | RangeSource  # which of them, the target decides
 Run: TypeAlias = Callable[[list[Any]], list[Any]]  # a program's function: it clears the list of its arguments
 
 Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], "torch.dtype"], "torch.Tensor"]
@@ -89,6 +89,10 @@ class Target(ABC):
     def render(self, kernel: Kernel, name: str) -> Source:
         """The text of a kernel, in the language that `build` takes."""
 
+    def variants(self, kernel: Kernel, source: Source) -> Source:
+        """The text of a kernel with others beside it that compute the same, for the fastest to be found at a call."""
+        return source
+
     @abstractmethod
     def build(self, sources: Sequence[Source]) -> Build:
         """Start to compile what is not compiled yet. CompileError if there is nothing to compile with."""
@@ -134,6 +138,7 @@ _BUILT_IN = {
     "cpu": "flambeau.targets.cpu:CpuTarget",
     "cuda": "flambeau.targets.cuda:CudaTarget",
     "interpreter": "flambeau.targets.interpreter:InterpreterTarget",
+    "opencl": "flambeau.targets.opencl:OpenClTarget",
 }
 _TARGETS: dict[str, Target] = {}
 

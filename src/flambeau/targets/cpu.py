@@ -136,13 +136,7 @@ class CpuTarget(Target):
         return memory
 
     def fresh(self, memory: torch.Tensor) -> None:
-        """In large pages: to be given 4 KB at a time takes longer than most kernels that write there."""
-        nbytes = memory.untyped_storage().nbytes()
-        if nbytes < _LARGE or _madvise is None:
-            return
-        start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        # It is advice: a system that does not take it provides small pages, as always.
-        _madvise(start, nbytes - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+        in_large_pages(memory)
 
     def allocator(self, device: torch.device) -> Allocator:
         import torch
@@ -300,6 +294,16 @@ def _finished(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return future
+
+
+def in_large_pages(memory: torch.Tensor) -> None:
+    """Ask for them: to be given 4 KB at a time takes longer than most kernels that write there."""
+    nbytes = memory.untyped_storage().nbytes()
+    if nbytes < _LARGE or _madvise is None:
+        return
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    # It is advice: a system that does not take it provides small pages, as always.
+    _madvise(start, nbytes - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
 
 
 @cache

@@ -24,6 +24,7 @@ from flambeau.errors import CompileError
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Run, Source, Step, Target
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import build_extension, stored_extension
+from flambeau.targets.search import OpenPlan, is_open, offered
 from flambeau.targets.toolchain import find_toolchain
 from flambeau.targets.triton_compile import Code, Facts, TritonCompiler
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 _EXTENSION = "cuda_launcher"
 _DRIVER = "libcuda.so.1"
+_TIMED = 4  # launches at once: one alone is hardly longer than the clock's step
+_BUSY = 1 << 28  # bytes to write before that
 _GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
 
 _Codes = tuple["Future[Code | CompileError]", ...]
@@ -101,6 +104,12 @@ class CudaTarget(Target):
 
         return render(kernel, name)
 
+    def variants(self, kernel: Kernel, source: Source) -> Source:
+        from flambeau.codegen.triton_variants import variants
+
+        assert isinstance(source, BlockSource)
+        return variants(kernel, source)
+
     def prepare(self) -> None:
         self._compiler.prepare()
         self._prepare_extension()
@@ -116,7 +125,7 @@ class CudaTarget(Target):
         return CudaBuild(kernels, device)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
-        plan: Plan = self.launcher().Plan(steps)
+        plan: Plan = OpenPlan(self, steps) if is_open(steps) else self.launcher().Plan(steps)
         return plan
 
     def codes(self, source: BlockSource, facts: Facts, device: int) -> _Codes:
@@ -187,6 +196,32 @@ class CudaTarget(Target):
             grown = 2 * pieces[-1].numel() if pieces else _GRANULE
             pieces.append(self.empty(max(nbytes, grown)))
         return pieces[-1].data_ptr()
+
+    # ---- the search for block shapes -------------------------------------------------------------------
+
+    def chip(self) -> str:
+        import torch
+
+        return torch.cuda.get_device_name(self.current_device())
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        import torch
+
+        shared = _Memory({"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 2})
+        return torch.as_tensor(shared, device="cuda") if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        import torch
+
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Keeps the device busy while the host launches: else the events are around the host's work.
+        self.empty(_BUSY).zero_()
+        start.record()
+        for _ in range(_TIMED):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / _TIMED
 
     # ---- the launcher ----------------------------------------------------------------------------------
 
@@ -267,10 +302,17 @@ class CudaBuild(Build):
         for kernel, codes in self._kernels.items():
             try:
                 kernel.loaded(codes, self._device)  # what does not load is known now, not at the first call
-                out[kernel.source.name] = kernel.launch()
+                out[kernel.source.name] = offered(kernel.source, kernel.launch())
             except CompileError as error:
                 out[kernel.source.name] = error
         return out
+
+
+class _Memory:
+    """An address as torch takes one over."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = interface
 
 
 def shape_function(source: BlockSource) -> Callable[..., tuple[int, ...]]:

@@ -21,7 +21,7 @@ UNARY: dict[str, Callable[..., torch.Tensor]] = {
     "erfcinv": lambda x: torch.erfinv(1 - x), "erfcx": special.erfcx, "erfinv": torch.erfinv, "exp": torch.exp,
     "exp10": lambda x: torch.pow(10.0, x), "exp2": torch.exp2, "expm1": torch.expm1, "floor": torch.floor,
     "j0": special.bessel_j0, "j1": special.bessel_j1, "lgamma": torch.lgamma, "log": torch.log,
-    "log10": torch.log10, "log1p": torch.log1p, "log2": torch.log2, "nearbyint": torch.round,
+    "log10": torch.log10, "log1p": torch.log1p, "log2": torch.log2, "fast_log2f": torch.log2, "nearbyint": torch.round,
     "normcdf": special.ndtr, "normcdfinv": special.ndtri, "rint": torch.round,
     "round": lambda x: torch.trunc(x + torch.copysign(torch.full_like(x, 0.5), x)), "rsqrt": torch.rsqrt,
     "rcbrt": lambda x: x.sign() * x.abs().pow(-1 / 3), "sin": torch.sin, "sinh": torch.sinh,

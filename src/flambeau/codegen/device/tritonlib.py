@@ -20,6 +20,7 @@ exp, exp2, expm1, log, log2, log10, log1p = (getattr(libdevice, n) for n in (
 erf, erfc, erfinv, erfcx, lgamma = (getattr(libdevice, n) for n in ("erf", "erfc", "erfinv", "erfcx", "lgamma"))
 atan2, hypot, copysign, nextafter = (getattr(libdevice, n) for n in ("atan2", "hypot", "copysign", "nextafter"))
 floor, ceil, trunc, rsqrt = (getattr(libdevice, n) for n in ("floor", "ceil", "trunc", "rsqrt"))
+rough_log2 = libdevice.fast_log2f
 round = libdevice.rint  # halves to even, as torch.round
 ndtri, ndtr = libdevice.normcdfinv, libdevice.normcdf
 i0, i1 = libdevice.cyl_bessel_i0, libdevice.cyl_bessel_i1
@@ -30,6 +31,11 @@ bessel_j0, bessel_j1, bessel_y0, bessel_y1 = libdevice.j0, libdevice.j1, libdevi
 @triton.jit
 def fma(a, b, c):
     return tl.fma(a, b, c)
+
+
+@triton.jit
+def plus(a, b):
+    return a + b
 
 
 @triton.jit

@@ -1,0 +1,233 @@
+"""OpenCL C: the dialect table, what all its writers share, and the functions around a kernel.
+
+A kernel has one of two shapes. On CPUs a work-item is a thread: the loops are those of the C++ kernels, and work-items
+divide the outermost among themselves (`opencl_threads.py`). On GPUs a work-item is a point, and a work-group a row
+(`opencl_points.py`, `opencl_rows.py`).
+
+The text keeps to OpenCL C 1.2, without builtin functions where operators or the library's own polynomials do: on CPUs
+those are vectors, and the builtins mostly are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
+from flambeau.ir.expr import Expr, loads, walk
+from flambeau.ir.index import Dyn, Index, Op, Sym
+from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, ScatterKernel
+
+from .cfamily import Dialect, Writer
+from .cpp import SPECIAL
+from .source import Range, RangeSource
+
+# Functions without a text in OpenCL C; the other special functions are computed in double.
+MISSING = frozenset(f for f in SPECIAL if "_polynomial_" in f or f.startswith(("bessel_j", "bessel_y")))
+MISSING_WITHOUT_DOUBLES = SPECIAL - {"lgamma"}
+# What a function's name ends in, by the dtype it works on.
+SUFFIX = {
+    torch.float32: "f", torch.float64: "d", torch.int64: "l", torch.int32: "i", torch.int16: "s", torch.int8: "c",
+    torch.uint8: "uc", torch.uint16: "us", torch.uint32: "ui", torch.uint64: "ul", torch.bool: "b",
+}
+WRAPPING = ("add", "sub", "mul")
+
+
+class OpenCL(Dialect):
+    types = {
+        torch.float32: "float", torch.float64: "double", torch.bfloat16: "ushort", torch.float16: "ushort",
+        torch.int64: "long", torch.int32: "int", torch.int16: "short", torch.int8: "char", torch.uint8: "uchar",
+        torch.uint16: "ushort", torch.uint32: "uint", torch.uint64: "ulong", torch.bool: "bool",
+    }
+    stored = {**types, torch.bool: "uchar"}  # in memory: a bool has no size there
+    function = "fl_{}"
+    simd = reporting = "#pragma clang loop vectorize(assume_safety)"
+    faults = ""
+    small = {torch.bfloat16: "bf16", torch.float16: "half"}
+
+    def __init__(self, long: str = "long") -> None:
+        self.long = long  # of indices
+
+    def named(self, op: str, dtype: DType) -> str:
+        return f"fl_{op}_{SUFFIX[dtype]}"
+
+    def constant(self, value: bool | int | float, dtype: DType) -> str:
+        if is_bool(dtype):
+            return "true" if value else "false"
+        if dtype in self.small:
+            return f"((ushort)0x{bits_of(float(value), dtype):04x})"
+        if is_float(dtype):
+            return float_text(float(value), dtype)
+        if dtype is torch.int64:
+            return "LONG_MIN" if value == -(2**63) else f"{value}L" if value >= 0 else f"({value}L)"
+        suffix = "UL" if dtype is torch.uint64 else "L" if abs(int(value)) >= 2**31 else ""
+        return f"(({self.types[dtype]})({value}{suffix}))"
+
+    def cast(self, text: str, src: DType, dst: DType) -> str:
+        if src in self.small:
+            text, src = f"fl_from_{self.small[src]}({text})", torch.float32
+        if dst in self.small:
+            text = text if src is torch.float32 else self.cast(text, src, torch.float32)
+            return f"fl_to_{self.small[dst]}({text})"
+        if src is dst:
+            return text
+        if is_bool(src):
+            return f"({text} ? {self.constant(1, dst)} : {self.constant(0, dst)})"
+        if is_bool(dst):
+            return f"({text} != 0)"
+        if is_float(src) and not is_float(dst):
+            return self.whole(text, src, dst)
+        return f"({self.types[dst]})({text})"
+
+    def whole(self, text: str, src: DType, dst: DType) -> str:
+        """From float to integer as ATen on x86: narrow types keep the low bits of a wider conversion."""
+        kind = self.types[dst]
+        if dst in (torch.uint32, torch.uint64):
+            return f"fl_to_{SUFFIX[dst]}_{SUFFIX[src]}({text})"
+        wide = "" if dst.itemsize >= 4 else "(long)" if (dst, src) == (torch.uint8, torch.float64) else "(int)"
+        return f"({kind}){wide}({text})"
+
+
+def bits_of(value: float, dtype: DType) -> int:
+    return int(torch.tensor(value, dtype=dtype).view(torch.int16).item()) & 0xFFFF
+
+
+def float_text(value: float, dtype: DType) -> str:
+    if dtype is torch.float32:
+        value = torch.tensor(value, dtype=torch.float32).item()  # text and value agree beyond its range as well
+    if math.isnan(value) or math.isinf(value):
+        name = "NAN" if math.isnan(value) else "INFINITY" if value > 0 else "(-INFINITY)"
+        return name if dtype is torch.float32 else f"((double){name})"
+    text = repr(value)
+    text = (text if any(c in text for c in ".e") else text + ".0") + ("f" if dtype is torch.float32 else "")
+    return f"({text})" if math.copysign(1, value) < 0 else text
+
+
+class ClWriter(Writer):
+    """What OpenCL C says differently from C++, whatever the shape of the kernel."""
+
+    d: OpenCL
+    short: dict[str, str]
+
+    def read(self, buffer: str, address: str, dtype: DType) -> str:
+        text = f"{self.short[buffer]}[{address}]"
+        return f"({text} != 0)" if is_bool(dtype) else text
+
+    def _text(self, e: Expr, args: list[str]) -> str:
+        if e.op == "philox":
+            return f"(long)fl_philox({', '.join(args)}, {e.attr})"
+        if e.op == "bitcast":
+            return f"as_{self.d.types[e.dtype]}({args[0]})"
+        text = super()._text(e, args)
+        if is_int(e.dtype) and e.dtype.is_signed and e.dtype.itemsize >= 4:  # integers wrap around
+            kind = self.d.types[e.dtype]
+            if e.op in WRAPPING:
+                return f"({kind})((u{kind}){args[0]} {self.d.infix[e.op]} (u{kind}){args[1]})"
+            if e.op == "neg":
+                return f"({kind})(0 - (u{kind}){args[0]})"
+        return text
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the text of a kernel depends on."""
+
+    threads: bool  # a work-item is a thread of a CPU
+    group: int = 256  # work-items of a group, at most
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One launch on its way: what was written, and how many work-items there are."""
+
+    writer: Writer
+    items: Index | str
+    group: int = 1
+
+
+def render(kernel: Kernel, name: str, shape: Shape) -> RangeSource:
+    """The text of one kernel."""
+    from .opencl_points import write_points
+    from .opencl_threads import write_threads
+
+    drafts = write_threads(kernel) if shape.threads else write_points(kernel, shape)
+    names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
+    lines: list[str] = []
+    ranges = []
+    checks = False
+    headers = ["opencl.h"]
+    if any(draft.writer.functions & MISSING_WITHOUT_DOUBLES for draft in drafts):
+        headers.append("opencl_special.h")
+    for k, draft in enumerate(drafts):
+        reports = draft.writer.scopes[0].checks
+        checks |= reports
+        lines += [*head_of(kernel, f"KERNEL_NAME_{k}", draft),
+                  *(f"  const long {draft.writer.sym(s)} = {n};" for s, n in names.items()),
+                  *(["  int bad = 0;"] if reports else []),
+                  *("  " + x for x in draft.writer.scopes[0].lines),
+                  *(["  if (bad) atomic_or(faults + at, bad);"] if reports else []), "}"]
+        items = draft.items if isinstance(draft.items, str) else host_text(draft.items, names)
+        ranges.append(Range(f"KERNEL_NAME_{k}", items, draft.group))
+    return RangeSource(name, "\n".join(lines) + "\n", tuple(p.dtype.itemsize for p in kernel.params),
+                       tuple(p.written for p in kernel.params), tuple(reaches(kernel)), len(kernel.sizes),
+                       tuple(ranges), checks, tuple(headers))
+
+
+def head_of(kernel: Kernel, name: str, draft: Draft) -> Iterator[str]:
+    arguments = []
+    for k, p in enumerate(kernel.params):
+        kind = f"{'' if p.written else 'const '}{OpenCL.stored[p.dtype]}"
+        arguments += [f"__global {kind}*{'' if p.aliased else ' restrict'} p{k}", f"const long o{k}"]
+    arguments += [f"const long n{k}" for k in range(len(kernel.sizes))]
+    arguments += ["__global int* faults", "const long at"]
+    yield f"__kernel __attribute__((reqd_work_group_size({draft.group}, 1, 1)))"
+    yield f"void {name}({', '.join(arguments)}) {{"
+    yield from (f"  p{k} += o{k};" for k in range(len(kernel.params)))
+
+
+def host_text(i: Index, names: dict[Sym, str]) -> str:
+    """An index over run-time sizes as Python computes it."""
+    written = {"div": "({} // {})", "mod": "({} % {})", "min": "min({}, {})", "max": "max({}, {})"}
+    parts = [str(i.const)] if i.const or not i.terms else []
+    for mono, coef in i.terms:
+        factors = [str(coef)] if coef != 1 else []
+        for a in mono:
+            if isinstance(a, Op):
+                factors.append(written[a.kind].format(host_text(a.a, names), host_text(a.b, names)))
+            else:
+                assert isinstance(a, Sym), f"{a} is not known before the launch"
+                factors.append(names[a])
+        parts.append(" * ".join(factors))
+    return f"({' + '.join(parts)})"
+
+
+def exprs_of(k: Kernel) -> list[Expr]:
+    if isinstance(k, LoopKernel):
+        return [*(e for s in k.stages for i in s for e in i.exprs), *(k.bounds or ())]
+    if isinstance(k, ScanKernel):
+        return [*k.exprs, *k.finish]
+    places = [a.expr for a in k.address.atoms() if isinstance(a, Dyn)]
+    return [e for e in (k.init, k.value, k.mask, *places) if e is not None]
+
+
+def dtypes_of(k: Kernel) -> frozenset[DType]:
+    """All that it reads, computes and writes."""
+    combines = [i.combine for s in k.stages for i in s] if isinstance(k, LoopKernel) \
+        else [k.combine] if isinstance(k, ScanKernel) else []
+    inside = [e.dtype for e in walk(*exprs_of(k), *(e for c in combines if c is not None for e in c.result))]
+    return frozenset((*inside, *(p.dtype for p in k.params)))
+
+
+def reaches(k: Kernel) -> Iterator[int]:
+    """For each pointer how many bytes from there on the kernel can touch, 0 where sizes of the run decide it."""
+    stores = [(k.name, k.address), (k.name, k.init_address)] if isinstance(k, ScatterKernel) else list(k.stores)
+    touched = [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs_of(k))), *stores]
+    for p in k.params:
+        ends = [a.bounds()[1] for name, a in touched if name == p.name]
+        yield 0 if None in ends else p.dtype.itemsize * (1 + max((n for n in ends if n is not None), default=0))

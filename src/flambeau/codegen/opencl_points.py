@@ -1,0 +1,237 @@
+"""OpenCL on GPUs: a work-item is a point of the target, and neighbours in memory are neighbours in a group.
+
+A work-item that reduces or scans walks its points one after the other: columns, segments, short rows. Rows that are
+long and contiguous are a group's work (`opencl_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from flambeau.ir.dtypes import opmath
+from flambeau.ir.expr import Expr, cast, walk
+from flambeau.ir.index import Index, Sym, as_index, product
+from flambeau.ir.program import Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
+
+from .cfamily import Dialect, Scope
+from .nest import NestWriter
+from .opencl import ClWriter, Draft, OpenCL, Shape, exprs_of
+from .scan import ScanWriter
+from .scatter import JOIN, ScatterWriter
+
+NARROW = 2**31 - 2**16  # indices below it are 32 bits wide, with room for the last group
+CASCADE = 128  # points that are reduced on their own, so that rounding errors do not pile up
+SHORT = 64  # points of a row that one work-item takes
+
+
+def index_type(k: Kernel) -> str:
+    """32 bits where no index can leave them: GPUs compute those in half the time or less."""
+    stores = [k.address, k.init_address] if isinstance(k, ScatterKernel) else [a for _, a in k.stores]
+    if isinstance(k, ScatterKernel):
+        domains: list[tuple[Sym, ...]] = [k.vars, k.out_vars]
+    else:
+        inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
+        # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
+        domains = [k.outer, inner] if isinstance(k, LoopKernel) and k.bounds is not None else [(*k.outer, *inner)]
+    points = [product(v.extent for v in vars if v.extent is not None) for vars in domains]
+    inside = [i for e in walk(*exprs_of(k)) for i in e.own_indices()]
+    bounds = [i.bounds() for i in (*inside, *stores, *points)]
+    fits = all(lo is not None and hi is not None and lo > -NARROW and hi < NARROW for lo, hi in bounds)
+    return "int" if fits else "long"
+
+
+class Points(ClWriter, NestWriter):
+    """One work-item for each point of some variables."""
+
+    def __init__(self, dialect: Dialect, kernel: Kernel) -> None:
+        super().__init__(dialect, kernel)
+        self.total = as_index(1)
+
+    @contextmanager
+    def points(self, vars: Sequence[Sym]) -> Iterator[Scope]:
+        self.total = product(v.extent for v in vars if v.extent is not None)
+        me = self.fresh("me")
+        self.line(f"const {self.d.long} {me} = get_global_id(0);")
+        with self.scope(f"if ({me} < {self.index(self.total)}) {{", vars) as s:
+            self.decompose(me, vars)
+            yield s
+
+    def draft(self, shape: Shape) -> Draft:
+        return Draft(self, self.total, shape.group)
+
+
+class PointLoops(Points):
+    def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
+        super().__init__(dialect, kernel)
+        self.k = kernel
+        self.address = dict(kernel.stores)
+        self.dtype_of = {n: (i.combine.dtypes[j] if i.combine else i.exprs[0].dtype)
+                         for s in kernel.stages for i in s for j, n in enumerate(i.names)}
+
+    def write(self) -> None:
+        with self.points(self.k.outer):
+            self.line_scratch()
+            for stage in self.k.stages:
+                self.stage(stage)
+
+    # ---- values of earlier stages ----------------------------------------------------------------------
+
+    def line_scratch(self) -> None:
+        for name in sorted(self.k.scratch):
+            self.line(f"{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{self.index(self.row_length())}];")
+
+    def scratch(self, name: str) -> str:
+        return f"s_{list(self.dtype_of).index(name)}"
+
+    def row_length(self) -> Index:
+        return product(v.extent for v in self.k.inner if v.extent is not None)
+
+    def inner_position(self) -> Index:
+        at = as_index(0)
+        for v in self.k.inner:
+            assert v.extent is not None
+            at = at * v.extent + v
+        return at
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        if e.op == "local" and self.local(e.attr) is None:
+            if e.attr in self.k.scratch:
+                return len(self.scopes) - 1, f"{self.scratch(e.attr)}[{self.index(self.inner_position())}]"
+            return len(self.scopes) - 1, self.read(e.attr, self.index(self.address[e.attr]), e.dtype)
+        return super().emit(e)
+
+    # ---- stages ----------------------------------------------------------------------------------------
+
+    def stage(self, stage: Sequence[Item]) -> None:
+        if not self.k.inner or stage[0].level == "outer" and stage[0].combine is None:
+            for i in stage:
+                self.map_item(i)
+            return
+        reductions = [i for i in stage if i.combine is not None]
+        states = self.declare(reductions)
+        first = self.k.inner[0]
+        assert first.extent is not None
+        if self.k.bounds is not None:
+            with self.loop(first, *(self.value(b) for b in self.k.bounds)):
+                self.body(stage, states)
+        elif reductions and not (first.extent.is_const and first.extent.const < 2 * CASCADE):
+            self.cascade(stage, reductions, states)
+        else:
+            self.deep(self.k.inner, stage, states)
+        self.finish(reductions, states)
+
+    def declare(self, reductions: Sequence[Item]) -> dict[str, str]:
+        """A variable for each component, that holds the identity."""
+        states = {}
+        for i in reductions:
+            assert i.combine is not None
+            for name, identity in zip(i.names, i.combine.identity, strict=True):
+                states[name] = self.fresh("a")
+                start = self.d.constant(identity.attr, identity.dtype)
+                self.line(f"{self.d.types[identity.dtype]} {states[name]} = {start};")
+        return states
+
+    def deep(self, vars: Sequence[Sym], stage: Sequence[Item], states: dict[str, str]) -> None:
+        if not vars:
+            self.body(stage, states)
+            return
+        with self.loop(vars[0], "0", self.extent(vars[0])):
+            self.deep(vars[1:], stage, states)
+
+    def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
+        v = self.k.inner[0]
+        group, last = Sym(f"{v.name}c", v.extent), self.fresh("e")
+        with self.loop(group, "0", self.extent(v), str(CASCADE)):
+            parts = self.declare(reductions)
+            self.line(f"const {self.d.long} {last} = fl_imin({self.sym(group)} + {CASCADE}, {self.extent(v)});")
+            with self.loop(v, self.sym(group), last):
+                self.deep(self.k.inner[1:], stage, parts)
+            for i in reductions:
+                assert i.combine is not None
+                self.combine_into(i.combine, [states[n] for n in i.names], [parts[n] for n in i.names])
+
+    def body(self, stage: Sequence[Item], states: dict[str, str]) -> None:
+        for i in stage:
+            if i.combine is None:
+                self.map_item(i)
+            else:
+                self.combine_into(i.combine, [states[n] for n in i.names], [self.value(e) for e in i.exprs])
+
+    def map_item(self, item: Item) -> None:
+        name, text = item.names[0], self.value(item.exprs[0])
+        self.scopes[-1].locals[name] = text
+        if name in self.k.scratch:
+            self.line(f"{self.scratch(name)}[{self.index(self.inner_position())}] = {text};")
+        if name in self.address:
+            self.keep(name, item.level, text)
+
+    def finish(self, reductions: Sequence[Item], states: dict[str, str]) -> None:
+        """What was reduced becomes a value of the point, and memory if anybody else wants it."""
+        for name in (n for i in reductions for n in i.names):
+            self.scopes[-1].locals[name] = states[name]
+            if name in self.address:
+                self.keep(name, "outer", states[name])
+
+    def keep(self, name: str, level: str, text: str) -> None:
+        self.store(name, self.address[name], text)
+
+
+class PointScan(Points, ScanWriter):
+    def write(self) -> None:
+        with self.points(self.k.outer):
+            self.stretch(self.declare(self.needed))
+
+
+class PointStart(Points, ScatterWriter):
+    def write(self) -> None:
+        assert self.k.init is not None
+        with self.points(self.k.out_vars):
+            self.store(self.k.name, self.k.init_address, self.value(self.k.init))
+
+
+class PointScatter(Points, ScatterWriter):
+    """Points that may meet in an element join it by compare and swap, in no fixed order."""
+
+    def write_all(self) -> None:
+        with self.points(self.k.vars):
+            self.write()
+
+    def join(self, address: str, text: str, mask: str | None) -> None:
+        k = self.k
+        alone = k.unique or k.free >= set(k.vars)
+        if mask is not None or k.mode == "set" or alone:
+            super().join(address, text, mask)
+            return
+        dtype = k.value.dtype
+        bits, swap = {4: ("int", "atomic_cmpxchg"), 8: ("long", "atom_cmpxchg")}[dtype.itemsize]
+        place, seen, old = self.fresh("at"), self.fresh("seen"), self.fresh("old")
+        self.line(f"volatile __global {bits}* {place} = (volatile __global {bits}*)&{self.short[k.name]}[{address}];")
+        self.line(f"{bits} {old} = *{place}, {seen};")
+        with self.scope("do {", footer=f"}} while ({old} != {seen});"):
+            self.line(f"{seen} = {old};")
+            now = self.raw(f"as_{self.d.types[dtype]}({seen})", dtype)
+            joined = Expr(JOIN[k.mode], opmath(dtype), (now, self.raw(text, dtype)))
+            self.line(f"{old} = {swap}({place}, {seen}, as_{bits}({self.value(cast(joined, dtype))}));")
+
+
+def write_points(kernel: Kernel, shape: Shape) -> list[Draft]:
+    from .opencl_rows import RowLoops, RowScan, is_row, is_scanned_row
+
+    dialect = OpenCL(index_type(kernel))
+    if isinstance(kernel, LoopKernel):
+        loops = RowLoops(dialect, kernel, shape.group) if is_row(kernel) else PointLoops(dialect, kernel)
+        loops.write()
+        return [loops.draft(shape)]
+    if isinstance(kernel, ScanKernel):
+        scan = RowScan(dialect, kernel, shape.group) if is_scanned_row(kernel) else PointScan(dialect, kernel)
+        scan.write()
+        return [scan.draft(shape)]
+    drafts = []
+    if kernel.init is not None:
+        start = PointStart(dialect, kernel)
+        start.write()
+        drafts.append(start.draft(shape))
+    scatter = PointScatter(dialect, kernel)
+    scatter.write_all()
+    return [*drafts, scatter.draft(shape)]

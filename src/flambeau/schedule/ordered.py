@@ -1,0 +1,231 @@
+"""Scatters with one result: for machines whose points write in no fixed order, where that is asked for.
+
+A stable sort brings the points that meet in an element together, in the order of the source. The first of such a run
+does the work of all: it starts from what the element was, takes in one value after the other, and writes once, so that
+the element becomes ((start + first) + second) + ..., as on one thread. Where values replace each other, the last of a
+run alone writes. Nobody should wait for a run of a million, though: of one longer than STRETCH, the stretches after the
+first are summed by others at the same time, each for itself in order, and taken in one after the other.
+
+A variable that is an index of the target by itself stays out of this: rows are sorted once for all of their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.capabilities import Capabilities, rounds
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import Expr, binary, cast, computed, const, index_value, loads, masked, where
+from flambeau.ir.index import ONE, Index, Sym, as_index, ceildiv, product
+from flambeau.ir.nodes import Graph, Scatter, Sort, Value, as_indices, dim_vars
+from flambeau.ir.scalar import floordiv, fold_over, maximum, minimum
+
+Place = tuple[Index, ...]
+STRETCH = 512  # values that are taken in one by one
+AHEAD = 4  # values that are on their way at once
+
+
+def order_scatters(graph: Graph, caps: Capabilities) -> None:
+    """Rewrite the scatters whose results depend on the order of their points."""
+    if not caps.deterministic or caps.ordered_scatter:
+        return
+    nodes, graph.nodes = graph.nodes, []
+    for n in nodes:
+        if isinstance(n, Scatter) and depends_on_order(n):
+            with build.building(graph, n.origin):
+                n = Runs(n).written_once() if meeting(n) else alone(n)
+        graph.nodes.append(n)
+
+
+def depends_on_order(n: Scatter) -> bool:
+    if n.mode == "set":  # one value for all points is the same from any of them
+        return not n.unique and bool(meeting(n)) and (bool(loads(n.value)) or not n.value.symbols().isdisjoint(n.vars))
+    return rounds(n.mode, n.value.dtype)
+
+
+def alone(n: Scatter) -> Scatter:
+    """A scatter whose points do not meet: each joins its value to what it finds."""
+    start = n.init if n.mask is None else masked(n.init, n.mask)
+    old = start.subs(dict(zip(n.out_vars, n.target, strict=True)))
+    return replace(n, mode="set", value=binary(n.mode, old, n.value), unique=True)
+
+
+def meeting(n: Scatter) -> list[Sym]:
+    """The variables along which points may meet: all but those that are an index of the target, and nothing else."""
+    inside = frozenset() if n.mask is None else n.mask.symbols()
+    free = {v for k, t in enumerate(n.target) if isinstance(v := t.atom(), Sym) and v not in inside
+            and not any(v in other.symbols() for j, other in enumerate(n.target) if j != k)}
+    return [v for v in n.vars if v not in free and v.extent is not ONE]
+
+
+class Runs:
+    """The points of a scatter, sorted by where they go."""
+
+    def __init__(self, n: Scatter) -> None:
+        self.n = n
+        self.met = meeting(n)
+        self.left = [v for v in n.vars if v not in self.met]
+        self.sizes = [extent(v) for v in self.met]
+        self.count = product(self.sizes)
+        # What decides the run: the indices that are not a variable which stays out.
+        self.places = [k for k, t in enumerate(n.target) if t.atom() not in self.left]
+        self.extents = [extent(n.out_vars[k]) for k in self.places]
+        self.end = product(self.extents)  # the key of points that take no part
+        self.keys, self.order = self.sort()
+
+    def sort(self) -> tuple[Value, Value]:
+        n, dtype = self.n, small(self.end + 1)
+        ones = {v: as_index(0) for v in self.left}
+
+        def key(i: Place) -> Expr:
+            at = as_index(0)
+            for k, size in zip(self.places, self.extents, strict=True):
+                at = at * size + n.target[k]
+            point = {**ones, **dict(zip(self.met, i, strict=True))}
+            e = index_value(at, dtype).subs(point)
+            return e if n.mask is None else where(n.mask.subs(point), e, index_value(self.end, dtype))
+
+        keys = build.pointwise(self.sizes, key, laid=True)
+        line = keys.view((self.count,), lambda i: unflat(i[0], self.sizes))
+        metas = [((self.count,), d, (ONE,)) for d in (dtype, torch.int64)]
+        found, order = build.extern(torch.ops.aten.sort.stable, (line,), {"stable": True, "dim": 0}, metas, True, Sort)
+        assert found is not None and order is not None
+        return found, order
+
+    def written_once(self) -> Scatter:
+        """The same scatter with one point for each element that is written."""
+        n = self.n
+        vars = dim_vars((self.count, *(extent(v) for v in self.left)))
+        p, *others = as_indices(vars)
+        rest = dict(zip(self.left, others, strict=True))
+        target = [t.subs(rest) for t in n.target]
+        key = computed(cast(self.keys.load((p,)), torch.int64), 0, most(self.end))
+        for k, i in zip(self.places, unflat(key, self.extents), strict=True):
+            target[k] = i
+        if n.mode == "set":
+            writes = self.counts(p, self.is_last(p))
+            value = masked(n.value.subs({**self.point(p), **rest}), writes)
+        else:
+            ends = self.edges(last=True)
+            length = self.lengths(ends, p)
+            writes = length > 0
+            start = masked(n.init, writes).subs(dict(zip(n.out_vars, target, strict=True)))
+            value = self.joined(self.stretch(start, p, rest, length), p, rest, length, ends)
+        return Scatter(n.names, n.out_vars, n.init, vars, tuple(target), value, "set", writes, True, origin=n.origin,
+                       inlined=n.inlined)
+
+    # ---- the values of a run ---------------------------------------------------------------------------
+
+    def lengths(self, ends: Value, p: Index) -> Expr:
+        """How many points a run has, at the first of them; zero at the others. It is asked for again and again."""
+        dtype = ends.dtype
+        kept = build.pointwise((self.count,), lambda i: where(
+            self.counts(i[0], self.is_first(i[0])), ends.load(i) - index_value(i[0], dtype), 0), laid=True)
+        return cast(kept.load((p,)), torch.int64)
+
+    def joined(self, first: Expr, p: Index, rest: dict[Sym, Index], length: Expr, ends: Value) -> Expr:
+        """The first stretch of a run with all others."""
+        if (high := self.count.bounds()[1]) is not None and high <= STRETCH:
+            return first
+        parts, others = self.parts(ends), [rest[v] for v in self.left]
+        end = computed(floordiv(length + (STRETCH - 1), STRETCH), 0, most(parts.shape[0] + 2))
+        return fold_over([(1, end)], (first,), lambda w, taken: (
+            binary(self.n.mode, taken[0], parts.load(((p + w[0] * STRETCH) // STRETCH, *others))),))[0]
+
+    def stretch(self, start: Expr, p: Index, rest: dict[Sym, Index], length: Expr) -> Expr:
+        """The start with the values from p on, one after the other: as many as there are, up to STRETCH."""
+        length = minimum(length, STRETCH)
+
+        def step(w: Place, taken: tuple[Expr, ...]) -> tuple[Expr]:
+            out = taken[0]
+            for k in range(AHEAD):
+                at = w[0] * AHEAD + k
+                there = index_value(at) < length
+                value = masked(self.n.value.subs({**self.point(p + at), **rest}), there)
+                out = where(there, binary(self.n.mode, out, value), out)
+            return (out,)
+
+        steps = computed(floordiv(length + (AHEAD - 1), AHEAD), 0, ceildiv(STRETCH, AHEAD).const)
+        return fold_over([(0, steps)], (start,), step)[0]
+
+    def parts(self, ends: Value) -> Value:
+        """Element k is the sum of the stretch that begins among the positions from STRETCH * k on, up to the next such.
+
+        There is at most one, the first of a run aside, and it belongs to the run of the first of these positions: that
+        of any other run would begin a whole stretch after that run, which begins later.
+        """
+        starts = self.edges(last=False)
+
+        def body(i: Place) -> Expr:
+            at = i[0] * STRETCH
+            first, end = (cast(v.load((at,)), torch.int64) for v in (starts, ends))
+            skipped = floordiv(index_value(at) - first + (STRETCH - 1), STRETCH) * STRETCH
+            p = computed(first + skipped, 0, most(self.count + STRETCH))
+            rest = dict(zip(self.left, i[1:], strict=True))
+            length = where(self.counts(at, skipped > 0), maximum(end - index_value(p), 0), 0)
+            return self.stretch(const({"add": 0, "mul": 1}[self.n.mode], self.n.value.dtype), p, rest, length)
+
+        return build.pointwise((ceildiv(self.count, STRETCH), *(extent(v) for v in self.left)), body, laid=True)
+
+    def edges(self, last: bool) -> Value:
+        """For each point the first of its run, or one past the last."""
+        dtype = small(self.count + 1)
+
+        def body(i: Place) -> Expr:
+            if last:
+                return where(self.is_last(i[0]), index_value(i[0] + 1, dtype), index_value(self.count, dtype))
+            return where(self.is_first(i[0]), index_value(i[0], dtype), 0)
+
+        combine = build.simple_combine("min" if last else "max", dtype)
+        return build.scan((self.count,), 0, combine, body, reverse=last)[0]
+
+    # ---- single points -----------------------------------------------------------------------------------
+
+    def point(self, p: Index) -> dict[Sym, Index]:
+        """Where the point that is at p after the sort was before."""
+        at = computed(self.order.load((p,)), 0, most(self.count))
+        return dict(zip(self.met, unflat(at, self.sizes), strict=True))
+
+    def counts(self, p: Index, holds: Expr) -> Expr:
+        """Where it holds, and the point at p takes part."""
+        if self.n.mask is None:
+            return holds
+        return holds & (cast(self.keys.load((p,)), torch.int64) < index_value(self.end))
+
+    def is_first(self, p: Index) -> Expr:
+        inner = index_value(p) > 0
+        return ~inner | binary("ne", self.keys.load((p - 1,), inner), self.keys.load((p,)))
+
+    def is_last(self, p: Index) -> Expr:
+        inner = index_value(p + 1) < index_value(self.count)
+        return ~inner | binary("ne", self.keys.load((p + 1,), inner), self.keys.load((p,)))
+
+
+def extent(v: Sym) -> Index:
+    assert v.extent is not None
+    return v.extent
+
+
+def most(size: Index) -> int | None:
+    """The greatest index below a size, if it is known."""
+    high = size.bounds()[1]
+    return None if high is None else max(high - 1, 0)
+
+
+def small(size: Index) -> DType:
+    """The dtype of indices below a size: keys of half the width are sorted in half the time."""
+    high = size.bounds()[1]
+    return torch.int32 if high is not None and high < 2**31 else torch.int64
+
+
+def unflat(at: Index, sizes: Sequence[Index]) -> list[Index]:
+    """A row-major position as one index for each size."""
+    out: list[Index] = []
+    for size in reversed(sizes[1:]):
+        out.append(at % size)
+        at = at // size
+    return [at, *reversed(out)]

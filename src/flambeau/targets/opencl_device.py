@@ -1,0 +1,171 @@
+"""OpenCL devices: which there are, what each of them has, and its queue.
+
+    device = devices()[0]
+    device.shape            # how kernels are written for it
+    device.capabilities()   # what the passes before must know
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flambeau.codegen.opencl import MISSING, MISSING_WITHOUT_DOUBLES, Shape
+from flambeau.errors import UnsupportedError
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.dtypes import SUPPORTED, DType
+
+if TYPE_CHECKING:
+    import pyopencl
+
+NAME = "opencl"
+GROUP = 256  # work-items of a group: enough for every GPU, and few enough for each
+PIECES = 64  # that a reduction of few results is cut into on CPUs: the same on all of them, so that results are
+POCL = "Portable Computing Language"
+
+
+class ClDevice:
+    """One device with a context and an in-order queue of its own, both made at the first use.
+
+    `threads`: whether its work-items are threads; a CPU's are, unless a test says otherwise.
+    """
+
+    def __init__(self, index: int, device: Any, threads: bool | None = None) -> None:
+        self.index = index
+        self.device = device
+        self.threads = self.is_cpu if threads is None else threads
+        self.name = f"{device.name.strip()} ({device.platform.name.strip()})"
+        self.lock = threading.RLock()
+        self._pid: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<ClDevice {self.index}: {self.name}>"
+
+    @cached_property
+    def context(self) -> pyopencl.Context:
+        import pyopencl
+
+        self._pid = os.getpid()
+        return pyopencl.Context([self.device])
+
+    @cached_property
+    def queue(self) -> pyopencl.CommandQueue:
+        import pyopencl
+
+        return pyopencl.CommandQueue(self.context)
+
+    def check_process(self) -> None:
+        """A driver's threads do not follow into a forked child."""
+        if self._pid is not None and self._pid != os.getpid():
+            raise UnsupportedError("this process was forked after OpenCL was used", target=f"{NAME}, {self.name}",
+                                   hint='start processes with multiprocessing\'s "spawn" or "forkserver" method')
+
+    # ---- what it has -----------------------------------------------------------------------------------
+
+    @cached_property
+    def units(self) -> int:
+        return int(self.device.max_compute_units)
+
+    @cached_property
+    def is_cpu(self) -> bool:
+        import pyopencl
+
+        return bool(self.device.type & pyopencl.device_type.CPU)
+
+    @cached_property
+    def shares_host_memory(self) -> bool:
+        """Whether it works in any memory of the process as it is. GPUs that could still copy what is not aligned."""
+        return self.is_cpu and bool(self.device.host_unified_memory)
+
+    @cached_property
+    def extensions(self) -> frozenset[str]:
+        return frozenset(self.device.extensions.split())
+
+    @cached_property
+    def dtypes(self) -> frozenset[DType]:
+        """Half precision is stored as bits and computed in float32: only doubles can be missing."""
+        return SUPPORTED if "cl_khr_fp64" in self.extensions else SUPPORTED - {torch.float64}
+
+    @cached_property
+    def shape(self) -> Shape:
+        return Shape(self.threads, min(GROUP, int(self.device.max_work_group_size)))
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        import pyopencl
+
+        rounding = pyopencl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT
+        given = {
+            "-w": True,
+            "-cl-fp32-correctly-rounded-divide-sqrt": bool(self.device.single_fp_config & rounding),
+            "-DFL_DOUBLE": torch.float64 in self.dtypes,
+            "-DFL_CLANG": self.is_cpu and self.device.platform.name.strip() == POCL,
+        }
+        return tuple(option for option, wanted in given.items() if wanted)
+
+    @cached_property
+    def identity(self) -> str:
+        d = self.device
+        parts = (d.platform.name, d.platform.version, d.name, d.version, d.driver_version, *self.options)
+        return "|".join(part.strip() for part in parts)
+
+    def capabilities(self) -> Capabilities:
+        doubles = torch.float64 in self.dtypes
+        missing = MISSING if doubles else MISSING_WITHOUT_DOUBLES
+        if self.threads:
+            return Capabilities(NAME, dtypes=self.dtypes, threads=self.units, programs=PIECES, serial_scans=doubles,
+                                ordered_scatter=True, missing=missing)
+        return Capabilities(NAME, dtypes=self.dtypes, vector_bytes=16, threads=self.units, programs=1024,
+                            scratch_bytes=2 * int(self.device.local_mem_size), serial_scans=False, missing=missing,
+                            scatters=self.joins, masked_reads=True, gathers_rows=True)
+
+    @cached_property
+    def joins(self) -> frozenset[tuple[str, DType]]:
+        """What scatters can join: any value that one compare-and-swap can replace."""
+        swapped = [torch.float32, torch.int32]
+        if {"cl_khr_int64_base_atomics", "cl_khr_int64_extended_atomics"} <= self.extensions:
+            swapped += [d for d in (torch.float64, torch.int64) if d in self.dtypes]
+        return frozenset((mode, dtype) for mode in ("add", "mul", "min", "max") for dtype in swapped)
+
+    def check_dtypes(self, used: frozenset[DType]) -> None:
+        if lacking := used - self.dtypes:
+            raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
+                                   target=f"{NAME}, {self.name}")
+
+
+@cache
+def devices() -> tuple[ClDevice, ...]:
+    """Those of all platforms; UnsupportedError if there is none."""
+    hint = "pip install 'flambeau[opencl]' brings a device that runs on any CPU"
+    try:
+        import pyopencl
+    except ImportError as error:
+        raise UnsupportedError(f"PyOpenCL cannot be imported: {error}", target=NAME, hint=hint) from error
+    try:
+        found = [d for platform in pyopencl.get_platforms() for d in platform.get_devices()]
+    except pyopencl.Error as error:
+        raise UnsupportedError(f"OpenCL finds no platform: {error}", target=NAME, hint=hint) from error
+    if not found:
+        raise UnsupportedError("OpenCL finds no device", target=NAME, hint=hint)
+    return tuple(ClDevice(k, d) for k, d in enumerate(found))
+
+
+def device_at(index: int) -> ClDevice:
+    there = devices()
+    if not 0 <= index < len(there):
+        names = ", ".join(f"{d.index}: {d.name}" for d in there)
+        raise UnsupportedError(f"there is no OpenCL device {index}", target=NAME, hint=f"there are {names}")
+    return there[index]
+
+
+def host_device() -> ClDevice:
+    """The first device that works in the memory of the process, where CPU tensors are."""
+    for device in devices():
+        if device.shares_host_memory:
+            return device
+    raise UnsupportedError("no OpenCL device works in the memory of the process, where the tensors are", target=NAME,
+                           hint="pip install 'flambeau[opencl]' brings one that runs on any CPU")

@@ -1,0 +1,196 @@
+"""The search for block shapes: the heuristic's choice is timed beside its neighbours, on the data of a first call.
+
+    torch.compile(model, backend="flambeau", options={"search": True})     # or FLAMBEAU_SEARCH=1
+
+Which of a source's alternatives is the fastest is a fact about the machine. It is kept on disk under a key of all their
+texts, the chip, Triton and the sizes (to the next power of two), and later processes time nothing.
+
+Every alternative runs on the very memory that the heuristic's kernel ran on, and has to leave there what that one left,
+but for rounding; if it does not, it is dropped. So only kernels that give the same result whenever they are launched
+have alternatives (`codegen/triton_variants.py`). Workspaces are no obstacle, each launch clears them; nor are random
+numbers, which follow from a seed in memory. A plan decides once: if its sizes grow later, its shapes stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flambeau.codegen.source import BlockSource
+from flambeau.config import config
+from flambeau.errors import CompileError
+from flambeau.targets.base import Build, Launch, Plan, Step
+from flambeau.targets.cache import shared_cache
+from flambeau.targets.triton_compile import identity
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".tuned"
+ROUNDS = 5  # each times all candidates, in turn forwards and backwards: clocks drift
+GAIN = 0.98  # of the heuristic's time, that another must stay below: what is closer is noise
+# Floats of each kind, and how much of the greatest result rounding may make up.
+FLOATS = {"*fp64": ("float64", 1e-12), "*fp32": ("float32", 1e-5), "*fp16": ("float16", 4e-3),
+          "*bf16": ("bfloat16", 3e-2)}
+BYTES = {"1": 1, "8": 1, "16": 2, "32": 4, "64": 8}
+
+
+class Timed(Protocol):
+    """What a target has on which shapes are searched for."""
+
+    def build(self, sources: Sequence[Any]) -> Build: ...
+    def plan(self, steps: Sequence[Step]) -> Plan: ...
+    def queue(self) -> object | None: ...
+
+    def chip(self) -> str:
+        """Which one it is, as far as times on it differ."""
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        """What lies there, as a uint8 tensor that shares it."""
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """How long the kernels take that are launched inside."""
+
+
+@dataclass
+class Choice:
+    """The launch of a source with alternatives: the heuristic's, until a plan decides."""
+
+    source: BlockSource
+    launch: Launch
+    decided: dict[tuple[int, ...], Launch] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
+        return self.launch(pointers, sizes)
+
+
+def offered(source: BlockSource, launch: Launch) -> Launch:
+    return Choice(source, launch) if source.alternatives else launch
+
+
+def is_open(steps: Sequence[Step]) -> bool:
+    return any(isinstance(launch, Choice) for launch, _, _ in steps)
+
+
+class OpenPlan:
+    """A plan with choices in it. The first call goes step by step: what a step reads, the steps before it made."""
+
+    def __init__(self, target: Timed, steps: Sequence[Step]) -> None:
+        self._target, self._steps = target, list(steps)
+        self._first: Plan = target.plan([(_heuristic(launch), where, which) for launch, where, which in steps])
+        self._plan: Plan | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None:
+        if self._plan is not None:
+            return self._plan(pointers, sizes)
+        if self._target.queue() is None:  # a graph is being captured: nothing may be waited for
+            return self._first(pointers, sizes)
+        with self._lock:
+            made: list[Step] = []
+            for k, (launch, where, which) in enumerate(self._steps):
+                if isinstance(launch, Choice):
+                    launch = decide(self._target, launch, [pointers[slot] + offset for slot, offset in where],
+                                    [sizes[slot] for slot in which])
+                made.append((launch, where, which))
+                bad = self._target.plan(made[-1:])(pointers, sizes)
+                if bad is not None:
+                    return (k if bad[0] == 0 else bad[0]), bad[1]
+            self._plan = self._target.plan(made)
+        return None
+
+
+def _heuristic(launch: Launch) -> Launch:
+    return launch.launch if isinstance(launch, Choice) else launch
+
+
+def decide(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequence[int]) -> Launch:
+    """The fastest launch for such sizes: known to this process, to the disk, or found now."""
+    alike = tuple(n.bit_length() for n in sizes)
+    if alike not in choice.decided:
+        source = choice.source
+        texts = [(s.text, repr(s.parts)) for s in (source, *source.alternatives)]
+        key = hashlib.sha256(json.dumps([texts, alike, target.chip(), identity()]).encode()).hexdigest()
+        disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+        data = disk.read(key, SUFFIX)
+        if data is not None:
+            number = int(data)
+            launch = built(target, source.alternatives[number - 1 : number])[0] if number else choice.launch
+        else:
+            number, launch = search(target, choice, pointers, sizes)
+            disk.put(key, str(number).encode(), SUFFIX)
+        choice.decided[alike] = launch or choice.launch
+    return choice.decided[alike]
+
+
+def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequence[int]) -> tuple[int, Launch]:
+    """Number (zero: the heuristic's) and launch of the fastest of those that agree with the heuristic's."""
+    source = choice.source
+    names = {f"n{k}": n for k, n in enumerate(sizes)}
+    results = []
+    for at, count in source.results:
+        kind = source.pointers[at]
+        nbytes = int(eval(count, {}, names)) * BYTES[kind.lstrip("*fpbiu")]
+        results.append((kind, target.memory(pointers[at], nbytes)))
+    def run(launch: Launch) -> None:
+        for _, memory in results:
+            memory.fill_(0xA5)  # what is not written shows
+        launch(pointers, sizes)
+
+    run(choice.launch)
+    wanted = [memory.clone() for _, memory in results]
+    candidates: dict[int, Launch] = {0: choice.launch}
+    for number, launch in enumerate(built(target, source.alternatives), 1):
+        if launch is None:
+            continue
+        try:
+            run(launch)
+        except RuntimeError as error:  # of the driver: more than the machine has for one program
+            log.info("%s: candidate %d does not start: %s", source.name, number, error)
+            continue
+        if all(agree(kind, memory, want) for (kind, memory), want in zip(results, wanted, strict=True)):
+            candidates[number] = launch
+        else:
+            log.warning("%s: a candidate gives other results than the heuristic's kernel, and is dropped:\n%s",
+                        source.name, source.alternatives[number - 1].text)
+    best = dict.fromkeys(candidates, float("inf"))
+    for turn in range(ROUNDS):
+        for number in sorted(candidates, reverse=bool(turn % 2)):
+            best[number] = min(best[number], target.seconds(partial(candidates[number], pointers, sizes)))
+    fastest = min(best, key=lambda number: best[number])
+    winner = fastest if best[fastest] < GAIN * best[0] else 0
+    log.info("%s: candidate %d of %d, %.1f us instead of %.1f", source.name, winner, len(candidates),
+             1e6 * best[winner], 1e6 * best[0])
+    return winner, candidates[winner]
+
+
+def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
+    """None where one does not build: too large for the machine, perhaps."""
+    made = target.build(sources).wait()
+    for name, kernel in made.items():
+        if isinstance(kernel, CompileError):
+            log.info("%s is no candidate: %s", name, kernel.message)
+    return [None if isinstance(k := made[s.name], CompileError) else k for s in sources]
+
+
+def agree(kind: str, memory: torch.Tensor, wanted: torch.Tensor) -> bool:
+    import torch
+
+    if kind not in FLOATS or torch.equal(memory, wanted):
+        return torch.equal(memory, wanted)
+    name, rounding = FLOATS[kind]
+    a, b = (m.view(getattr(torch, name)) for m in (memory, wanted))
+    scale = b.nan_to_num(0, 0, 0).abs().max().item()
+    return torch.allclose(a, b, rtol=rounding, atol=rounding * scale, equal_nan=True)
