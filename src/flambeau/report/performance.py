@@ -24,8 +24,11 @@ our time over the peer's: below 1 we are faster. This page is written by `make d
 FLOORS = """Times as multiples of the floor: the time that the bytes of a case take at the bandwidth of a device copy,
 each input read once and each output written once. Medians by CUDA events, the second-level cache flushed before each
 call; the fastest of a row is bold. FlagGems has a figure where it has the operator and was installed."""
+SMALL = """Of calls of less than 64K elements, a hundred in a row, the host's work included: what a gate costs that lets
+them pass. As multiples of the floor."""
 SERIES = (Series("eager", "eager", "#8c959f", "circle"), Series("inductor", "Inductor", "#0969da", "square"),
-          Series("flaggems", "FlagGems", "#1a7f37", "diamond"), Series("flambeau", "Flambeau", "#f08c2e", "bar"))
+          Series("flaggems", "FlagGems", "#1a7f37", "diamond"), Series("flambeau", "Flambeau", "#f08c2e", "bar"),
+          Series("accelerate", "eager, accelerated", "#bf3989", "bar"))
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
@@ -37,9 +40,9 @@ def cell(x: float | None, form: str = "{:.2f}") -> str:
     return "" if x is None else form.format(x)
 
 
-def over(times: dict[str, float], peer: str) -> float | None:
+def over(times: dict[str, float], peer: str, ours: str = "flambeau") -> float | None:
     """Our time over the peer's."""
-    return times["flambeau"] / times[peer] if "flambeau" in times and peer in times else None
+    return times[ours] / times[peer] if ours in times and peer in times else None
 
 
 def machine_line(m: dict[str, Any]) -> str:
@@ -51,20 +54,22 @@ def machine_line(m: dict[str, Any]) -> str:
 def steps(report: dict[str, Any]) -> str:
     """Models or operators: milliseconds and ratios, then the means of each group."""
     rows = report["rows"]
-    lines = ["| case | eager ms | Inductor ms | Flambeau ms | over eager | over Inductor |",
-             "|---|---|---|---|---|---|"]
+    ratios = [("over eager", "eager", "flambeau"), ("over Inductor", "inductor", "flambeau")]
+    if any("accelerate" in r["seconds"] for r in rows):
+        ratios.append(("accelerated eager over eager", "eager", "accelerate"))
+    lines = [f"| case | eager ms | Inductor ms | Flambeau ms | {' | '.join(label for label, _, _ in ratios)} |",
+             "|---" * (4 + len(ratios)) + "|"]
     groups: dict[str, list[dict[str, float]]] = {}
     for r in rows:
         t = r["seconds"]
         groups.setdefault(r["group"], []).append(t)
         ms = [cell(t[b] * 1e3 if b in t else None) for b in ("eager", "inductor", "flambeau")]
-        lines.append(f"| {r['name']} {r['mode']} | {' | '.join(ms)} | {cell(over(t, 'eager'))} | "
-                     f"{cell(over(t, 'inductor'))} |")
+        own = [cell(over(t, peer, ours)) for _, peer, ours in ratios]
+        lines.append(f"| {r['name']} {r['mode']} | {' | '.join(ms)} | {' | '.join(own)} |")
     for name, times in {**groups, "all": [t for g in groups.values() for t in g]}.items():
-        means = [cell(geometric_mean(r for t in times if (r := over(t, peer)) is not None))
-                 for peer in ("eager", "inductor")]
-        bold = [f"**{m}**" if m else "" for m in means]
-        lines.append(f"| **geometric mean, {name}** | | | | {bold[0]} | {bold[1]} |")
+        means = [cell(geometric_mean(r for t in times if (r := over(t, peer, ours)) is not None))
+                 for _, peer, ours in ratios]
+        lines.append(f"| **geometric mean, {name}** | | | | {' | '.join(f'**{m}**' if m else '' for m in means)} |")
     return "\n".join(lines)
 
 
@@ -91,12 +96,16 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
 
 def floors(report: dict[str, Any]) -> str:
     """Multiples of the floor, then their means over the cases that a backend has."""
-    summary, keys = report["summary"], [s.key for s in SERIES]
-    lines = [f"{summary['dtype']}, {summary['sizes']} sizes; device copy {summary['bandwidth'] / 1e12:.2f} TB/s.", ""]
+    summary = report["summary"]
+    series = [s for s in SERIES if any(s.key in ratios(row) for row in report["rows"])]
+    keys = [s.key for s in series]
+    layout = ", inputs transposed or channels last" if summary.get("strided") else ""
+    copy = f"device copy {summary['bandwidth'] / 1e12:.2f} TB/s"
+    lines = [f"{summary['dtype']}, {summary['sizes']} sizes{layout}; {copy}.", ""]
     if has_chart(report):
         lines += [f"![Times over the memory floor]({CHART})", ""]
-    head = ["case", "floor ms", *(s.label for s in SERIES)]
-    lines += [FLOORS, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    head = ["case", "floor ms", *(s.label for s in series)]
+    lines += [SMALL if summary["sizes"] == "small" else FLOORS, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in report["rows"]:
         found = ratios(row)
         best = min(found.values(), default=None)
@@ -115,8 +124,9 @@ def case_name(row: dict[str, Any]) -> str:
 
 def has_chart(report: dict[str, Any]) -> bool:
     """Of the variants of the table one has a chart."""
-    return (report["kind"] == "floors" and "gpu" in report["machine"] and report["summary"]["dtype"] == "float32"
-            and report["summary"]["sizes"] == "full" and any(map(ratios, report["rows"])))
+    summary = report["summary"]
+    return (report["kind"] == "floors" and "gpu" in report["machine"] and summary["dtype"] == "float32"
+            and summary["sizes"] == "full" and not summary.get("strided") and any(map(ratios, report["rows"])))
 
 
 def chart(reports: Iterable[dict[str, Any]]) -> str | None:

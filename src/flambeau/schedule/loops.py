@@ -280,13 +280,13 @@ def order(vars: list[Sym], d: Draft, vector: Sym | None) -> list[Sym]:
     return placed
 
 
-def merge(vars: list[Sym], d: Draft, protected: Sym | None = None) -> list[Sym]:
+def merge(vars: list[Sym], d: Draft) -> list[Sym]:
     """Neighbours that every access walks as one become one."""
     k = len(vars) - 2
     while k >= 0:
         a, b = vars[k], vars[k + 1]
         assert a.extent is not None and b.extent is not None
-        if a is not protected and b is not protected and mergeable(a, b, d):
+        if mergeable(a, b, d):
             joint = Sym(f"{a.name}{b.name}", a.extent * b.extent)
             d.substitute({a: as_index(joint) // b.extent, b: as_index(joint) % b.extent})
             vars[k:k + 2] = [joint]
@@ -337,7 +337,12 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     d.inner = order(d.inner, d, vector if vector in d.inner else None)
     tile = choose_tile(d, d.outer, vector) if not has_axes else None
     last_outer = d.outer[-1] if d.outer else None
-    d.outer = merge(d.outer, d, tile)
+    before = list(d.outer)
+    d.outer = merge(d.outer, d)
+    if tile is not None:  # merged with those before it, it is contiguous as before
+        ends = product(v.extent for v in before[before.index(tile) + 1:] if v.extent is not None)
+        tile = next((v for k, v in enumerate(d.outer)
+                     if product(w.extent for w in d.outer[k + 1:] if w.extent is not None) is ends), None)
     if g.segment is None:
         d.inner = merge(d.inner, d)
     if vector is not None and vector not in (*d.outer, *d.inner):

@@ -147,7 +147,6 @@ class ClPlan:
             self._steps.append((launch, tuple(where), tuple(which)))
         self._device = self._steps[0][0].device
         self._memory = self._steps[0][0].memory
-        self._checks = any(launch.source.checks for launch, _, _ in self._steps)
 
     @cached_property
     def _faults(self) -> pyopencl.Buffer:
@@ -170,22 +169,26 @@ class ClPlan:
             with self._device.lock, self._memory.window(spans) as find:
                 for at, ((launch, _, which), there) in enumerate(zip(self._steps, placed, strict=True)):
                     launch.enqueue([find(a) for a in there], [sizes[slot] for slot in which], self._faults, at)
-                return self._reported() if self._checks else None
+                    # Nothing after it may run: a later step may update what the caller will still use.
+                    if launch.source.checks and (code := self._reported(at)):
+                        return at, code
+                return None
         except pyopencl.Error as error:
             raise Error(f"a launch failed: {error}", target=f"{NAME}, {self._device.name}") from error
 
-    def _reported(self) -> tuple[int, int] | None:
-        """The first step that found something wrong, and what; waits for all of them."""
+    def _reported(self, at: int) -> int:
+        """What a step found wrong; waits for it."""
         import numpy
         import pyopencl
 
-        words = numpy.empty(len(self._steps), numpy.int32)
-        pyopencl.enqueue_copy(self._device.queue, words, self._faults)
-        for at, code in enumerate(words.tolist()):
-            if code:
-                pyopencl.enqueue_copy(self._device.queue, self._faults, numpy.zeros_like(words))
-                return at, code
-        return None
+        word = numpy.zeros(1, numpy.int32)
+        place = at * word.itemsize
+        pyopencl.enqueue_copy(self._device.queue, word, self._faults, src_offset=place)
+        code = int(word[0])
+        if code:
+            word[0] = 0
+            pyopencl.enqueue_copy(self._device.queue, self._faults, word, dst_offset=place)
+        return code
 
 
 def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:

@@ -69,13 +69,17 @@ class HostMemory:
 
         try:
             yield find
-            for r, buffer in zip(regions, buffers, strict=True):
-                if r.written:  # a mapped buffer's memory is what the kernels made of it
-                    mapped, _ = pyopencl.enqueue_map_buffer(device.queue, buffer, pyopencl.map_flags.READ, 0,
-                                                            (r.nbytes,), dtype("uint8"), is_blocking=True)
-                    mapped.base.release(device.queue)
-        finally:
+            # A mapped buffer's memory is what the kernels made of it. Nobody waits but once, for all that was enqueued.
+            mapped = [pyopencl.enqueue_map_buffer(device.queue, buffer, pyopencl.map_flags.READ, 0, (r.nbytes,),
+                                                  dtype("uint8"), is_blocking=False)[0]
+                      for r, buffer in zip(regions, buffers, strict=True) if r.written]
             device.queue.finish()
+            for array in mapped:
+                array.base.release(device.queue)
+        except BaseException:
+            device.queue.finish()
+            raise
+        finally:
             for buffer in buffers:
                 buffer.release()
 

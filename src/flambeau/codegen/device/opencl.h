@@ -123,17 +123,17 @@ FL_INLINE ulong fl_rest_ul(ulong a, ulong b) { return a - fl_quotient_ul(a, b) *
   }                                                                                                      \
   FL_INLINE T fl_lcm_##S(T a, T b) {                                                                     \
     const T divisor = fl_gcd_##S(a, b);                                                                  \
-    return divisor == 0 ? 0 : fl_abs_##S((T)((ulong)fl_div_##S(a, divisor) * (ulong)b));                 \
+    return divisor == 0 ? 0 : (T)fl_abs_##V((W)((ulong)fl_div_##S(a, divisor) * (ulong)b));              \
   }
 
+FL_INTEGERS(int, i, int, i)
+FL_INTEGERS(long, l, long, l)
+FL_INTEGERS(ulong, ul, ulong, ul)
 FL_INTEGERS(char, c, int, i)
 FL_INTEGERS(uchar, uc, int, i)
 FL_INTEGERS(short, s, int, i)
 FL_INTEGERS(ushort, us, int, i)
-FL_INTEGERS(int, i, int, i)
 FL_INTEGERS(uint, ui, long, l)
-FL_INTEGERS(long, l, long, l)
-FL_INTEGERS(ulong, ul, ulong, ul)
 
 // Of indices.
 #define fl_floordiv(a, b) fl_floordiv_l(a, b)
@@ -232,11 +232,11 @@ FL_INLINE double fl_sigmoid_d(double x) {
   const double e = exp(-fl_abs_d(x));
   return (x < 0 ? e : 1) / (1 + e);
 }
-// One step of Halley's method takes the float's guess to full precision, two where it has few digits: near 1.
+// Halley's method takes the float's guess to full precision: near 1, where that has few digits, in three steps.
 FL_INLINE double fl_erfinv_d(double x) {
   const double a = fl_abs_d(x);
   const float guess = fl_erfinv_f((float)a);
-  double y = guess < 5 ? guess : 5;
+  double y = guess > 5 ? 5 : guess;  // infinite where the float is one
   for (int step = 0; step < 3; ++step) {
     const double residual = a > 0.5 ? (1 - a) - erfc(y) : erf(y) - a;
     const double newton = residual * 0x1.c5bf891b4ef6bp-1 * exp(y * y);  // sqrt(pi) / 2
