@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -374,11 +376,15 @@ def test_error_classes_are_public() -> None:
 
 
 def test_a_shape_that_torch_guessed_is_not_believed() -> None:
-    """Without a rule for shapes torch runs an operator on zeros; the graph runs as eager would then."""
-    with torch.library._scoped_library("aten", "FRAGMENT") as library:
-        library.define("flambeau_positive(Tensor x) -> Tensor")
-        library.impl("flambeau_positive", lambda x: x[x > 0], "CPU")
-        op = torch.ops.aten.flambeau_positive.default
-        x = torch.tensor([1.0, -2.0, 3.0, 4.0])
-        with config.override(verify=False), pytest.warns(RuntimeWarning, match="no rule for the shape"):
-            assert torch.compile(lambda x: op(x).sum() * 2, backend="flambeau")(x) == 16
+    """An operator whose data decide its shape, in a graph where that shape is a number: it was run on zeros."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(3, dtype=torch.int64)
+    call = graph.call_function(torch.ops.aten._unique.default, (x,))
+    call.meta["val"] = (torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    first = graph.call_function(operator.getitem, (call, 0))
+    first.meta["val"] = call.meta["val"][0]
+    graph.output([first])
+    with config.override(verify=False), pytest.warns(RuntimeWarning, match="no rule for the shape"):
+        run = pipeline.compile_graph(fx.GraphModule({}, graph))
+    assert run([torch.tensor([5, 5, 7])])[0].tolist() == [5, 7]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_impls import op_implementations_dict
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir import build
@@ -34,8 +33,9 @@ OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.
 # Their result is what they are given.
 SAME = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default, aten.alias.default,
         aten.clone.default)
-# Where there is a kernel that tells an operator's shape, or what the operator is made of.
-SHAPED = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+# Their results' shapes depend on data, which not every version of torch knows.
+SHAPED_BY_DATA = (aten._unique.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
+                  aten.nonzero.default, aten.masked_select.default)
 
 
 @dataclass
@@ -305,13 +305,13 @@ class _Lowering:
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = n.target
-        if has_guessed_shape(target):
-            raise UnsupportedError(f"torch has no rule for the shape of {target}")
         kind = Contract if target in CONTRACTIONS else Extern
         if kind is Extern:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
         val: Any = n.meta.get("val")
         several = isinstance(val, (list, tuple))
+        if has_guessed_shape(target, val if several else [val]):
+            raise UnsupportedError(f"torch has no rule for the shape of {target}")
         metas = self.metas(target, val if several else [val])
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
@@ -356,11 +356,10 @@ class _Lowering:
         return [made[0], out] if save else out
 
 
-def has_guessed_shape(op: Any) -> bool:
-    """Without a rule for shapes torch runs an operator on zeros to see what comes out, which is wrong where data
-    decides."""
-    return isinstance(op, torch._ops.OpOverload) and op.namespace == "aten" and op not in op_implementations_dict \
-        and not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in SHAPED)
+def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
+    """Where torch does not know that data decides a shape, it runs the operator on zeros to see what comes out."""
+    sizes = [n for t in vals if isinstance(t, torch.Tensor) for n in t.shape]
+    return op in SHAPED_BY_DATA and all(isinstance(n, int) for n in sizes)
 
 
 def view_root(n: fx.Node) -> fx.Node:

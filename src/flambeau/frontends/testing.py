@@ -209,7 +209,10 @@ class _Case:
                 except AssertionError as e:
                     if not x.is_floating_point():
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
-                    exact = exact or self.evaluate(self.call, torch.float64)
+                    try:
+                        exact = exact or self.evaluate(self.call, torch.float64)
+                    except RuntimeError:  # an argument names a dtype: there is no such call in float64
+                        raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
                     if not no_further(x, y, exact[part][k]):
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
 
