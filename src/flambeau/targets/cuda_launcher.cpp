@@ -180,9 +180,7 @@ struct Kernel {
 constexpr size_t kShapes = 8;  // of one kernel are remembered
 
 struct Launch {
-  PyObject_HEAD
-  vectorcallfunc call;
-  PyObject* name;
+  LaunchHead head;
   PyObject* shape;  // (*sizes) -> (workspace, x, y, z of the first part, ...)
   PyObject* start;  // (device, aligned, sizes): begin to compile
   PyObject* make;   // (device, aligned, sizes) -> ((function, warps, shared, scratch), ...)
@@ -371,7 +369,7 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int& fault) {
   }
   Py_END_ALLOW_THREADS
   if (failed == nullptr) return true;
-  return check(result, PyUnicode_AsUTF8(failed->launch->name));
+  return check(result, PyUnicode_AsUTF8(failed->launch->head.name));
 }
 
 PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
@@ -392,8 +390,8 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!PyArg_ParseTuple(args, "UOOOp", &name, &shape, &start, &make, &checks)) return nullptr;
   Launch* self = PyObject_New(Launch, type);
   if (self == nullptr) return nullptr;
-  self->call = launch_call;
-  self->name = Py_NewRef(name);
+  self->head.call = launch_call;
+  self->head.name = Py_NewRef(name);
   self->shape = Py_NewRef(shape);
   self->start = Py_NewRef(start);
   self->make = Py_NewRef(make);
@@ -405,33 +403,11 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
 void launch_free(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   Launch* self = reinterpret_cast<Launch*>(object);
-  for (PyObject* owned : {self->name, self->shape, self->start, self->make}) Py_DECREF(owned);
+  for (PyObject* owned : {self->head.name, self->shape, self->start, self->make}) Py_DECREF(owned);
   delete self->kernel;
   PyObject_Free(self);
   Py_DECREF(type);
 }
-
-PyObject* launch_repr(PyObject* self) {
-  return PyUnicode_FromFormat("<Launch %U>", reinterpret_cast<Launch*>(self)->name);
-}
-
-PyMemberDef launch_members[] = {
-    {"name", T_OBJECT, offsetof(Launch, name), READONLY, nullptr},
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Launch, call), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyType_Slot launch_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(launch_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(launch_free)},
-    {Py_tp_repr, reinterpret_cast<void*>(launch_repr)},
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, launch_members},
-    {0, nullptr},
-};
-
-PyType_Spec launch_spec = {"flambeau.CudaLaunch", sizeof(Launch), 0,
-                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, launch_slots};
 
 // ------------------------------------------------------------------------------------------------------ Plan
 
@@ -467,4 +443,4 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "cuda_launcher", nullptr, -1, funct
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_cuda_launcher() { return make_module(module, launch_spec); }
+PyMODINIT_FUNC PyInit_cuda_launcher() { return make_module(module, sizeof(Launch)); }

@@ -107,7 +107,6 @@ class _CtypesLaunch:
     _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
     def __init__(self, address: int, name: str) -> None:
-        self.address = address
         self.name = name
         self._kernel = self._PROTOTYPE(address)
 

@@ -11,11 +11,8 @@ using Kernel = int64_t (*)(void**, const int64_t*);
 // ---------------------------------------------------------------------------------------------------- Launch
 
 struct Launch {
-  PyObject_HEAD
-  vectorcallfunc call;
+  LaunchHead head;
   Kernel kernel;
-  unsigned long long address;
-  PyObject* name;
 };
 
 PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
@@ -35,42 +32,18 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!PyArg_ParseTuple(args, "KU", &address, &name)) return nullptr;
   Launch* self = PyObject_New(Launch, type);
   if (self == nullptr) return nullptr;
-  self->call = launch_call;
+  self->head.call = launch_call;
   self->kernel = reinterpret_cast<Kernel>(static_cast<uintptr_t>(address));
-  self->address = address;
-  self->name = Py_NewRef(name);
+  self->head.name = Py_NewRef(name);
   return reinterpret_cast<PyObject*>(self);
 }
 
 void launch_free(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
-  Py_DECREF(reinterpret_cast<Launch*>(self)->name);
+  Py_DECREF(reinterpret_cast<LaunchHead*>(self)->name);
   PyObject_Free(self);
   Py_DECREF(type);
 }
-
-PyObject* launch_repr(PyObject* self) {
-  return PyUnicode_FromFormat("<Launch %U>", reinterpret_cast<Launch*>(self)->name);
-}
-
-PyMemberDef launch_members[] = {
-    {"name", T_OBJECT, offsetof(Launch, name), READONLY, nullptr},
-    {"address", T_ULONGLONG, offsetof(Launch, address), READONLY, nullptr},
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Launch, call), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyType_Slot launch_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(launch_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(launch_free)},
-    {Py_tp_repr, reinterpret_cast<void*>(launch_repr)},
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, launch_members},
-    {0, nullptr},
-};
-
-PyType_Spec launch_spec = {"flambeau.Launch", sizeof(Launch), 0,
-                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, launch_slots};
 
 // ------------------------------------------------------------------------------------------------------ Plan
 
@@ -100,4 +73,4 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", nullptr, -1, nullptr, n
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_launcher() { return make_module(module, launch_spec); }
+PyMODINIT_FUNC PyInit_launcher() { return make_module(module, sizeof(Launch)); }

@@ -124,9 +124,40 @@ struct Arguments {
   }
 };
 
-// ----------------------------------------------------------------------------------------------------- Plan
+// --------------------------------------------------------------------------------------------------- Launch
 
-PyTypeObject* launch_type = nullptr;  // each launcher's own
+// What every launcher's Launch begins with.
+struct LaunchHead {
+  PyObject_HEAD
+  vectorcallfunc call;
+  PyObject* name;
+};
+
+PyTypeObject* launch_type = nullptr;
+
+PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*);  // each launcher's own, as is the next
+void launch_free(PyObject* self);
+
+PyObject* launch_repr(PyObject* self) {
+  return PyUnicode_FromFormat("<Launch %U>", reinterpret_cast<LaunchHead*>(self)->name);
+}
+
+PyMemberDef launch_members[] = {
+    {"name", T_OBJECT, offsetof(LaunchHead, name), READONLY, nullptr},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(LaunchHead, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot launch_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(launch_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(launch_free)},
+    {Py_tp_repr, reinterpret_cast<void*>(launch_repr)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, launch_members},
+    {0, nullptr},
+};
+
+// ----------------------------------------------------------------------------------------------------- Plan
 
 struct Step {
   PyObject* launch;  // owned
@@ -194,8 +225,10 @@ PyType_Slot plan_slots[] = {
 PyType_Spec plan_spec = {"flambeau.Plan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
                          plan_slots};
 
-// The module, with the launcher's Launch and the Plan over it.
-PyObject* make_module(PyModuleDef& module, PyType_Spec& launch_spec) {
+// The module, with the launcher's Launch, of this size, and the Plan over it.
+PyObject* make_module(PyModuleDef& module, size_t launch_size) {
+  PyType_Spec launch_spec = {"flambeau.Launch", int(launch_size), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, launch_slots};
   launch_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&launch_spec));
   PyObject* plan_type = PyType_FromSpec(&plan_spec);
   PyObject* made = PyModule_Create(&module);
