@@ -19,6 +19,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "accelerate": "flambeau.frontends.overrides",
     "accelerated": "flambeau.frontends.overrides",
+    "enable_device": "flambeau.frontends.device",
+    "fallbacks": "flambeau.frontends.fallback",
     "flambeau_backend": "flambeau.frontends.dynamo",
 }
 
@@ -31,6 +33,8 @@ __all__ = [
     "__version__",
     "accelerate",
     "accelerated",
+    "enable_device",
+    "fallbacks",
     "flambeau_backend",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,18 @@ def test_views_that_start_inside_their_storage(on: str) -> None:
     c = compiled(lambda a, b: a * b + 1, on, dynamic=True)
     for a, b in ((x[1:], x[:-1]), (x[3:10], x[500:507]), (x[::2], x[::2])):
         torch.testing.assert_close(c(a, b), a * b + 1)
+
+
+def test_threads_of_the_host_take_turns() -> None:
+    c = compiled(lambda x: (x * 2).softmax(-1).sum(0))
+    inputs = [torch.randn(50, 60, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+    expected = [c(x) for x in inputs]
+
+    def run(k: int) -> bool:
+        return all(torch.equal(c(inputs[k]), expected[k]) for _ in range(25))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
 
 
 def test_a_training_run_follows_eager() -> None:

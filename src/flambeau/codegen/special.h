@@ -7,7 +7,6 @@
 #ifdef __cplusplus
 #pragma once
 #include "prelude.h"
-#include "special_polynomials.h"
 
 #define FL_TABLE static const double
 #define FL_IN_TABLE const double*
@@ -37,6 +36,16 @@ static inline double bessel_j1(double x) { return isinf(x) ? FL_DNAN : ::j1(x); 
 static inline double bessel_y0(double x) { return x < 0 || isinf(x) ? FL_DNAN : x == 0 ? -FL_DINF : ::y0(x); }
 static inline double bessel_y1(double x) { return x < 0 || isinf(x) ? FL_DNAN : x == 0 ? -FL_DINF : ::y1(x); }
 FL_FLOAT(lgamma) FL_FLOAT(bessel_j0) FL_FLOAT(bessel_j1) FL_FLOAT(bessel_y0) FL_FLOAT(bessel_y1)
+
+#define FL_P(name) name
+#define FL_T float
+#define FL_HERMITE_LIMIT 128
+#include "special_polynomials.h"
+#undef FL_T
+#undef FL_HERMITE_LIMIT
+#define FL_T double
+#define FL_HERMITE_LIMIT 512
+#include "special_polynomials.h"
 #endif
 
 #include "special_tables.h"

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import logging
-import os
-import sys
-import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from flambeau.config import config
-from flambeau.errors import CompileError, UnsupportedError
-from flambeau.targets.cache import DiskCache, shared_cache
-from flambeau.targets.toolchain import Toolchain, find_toolchain
+from flambeau.errors import UnsupportedError
 
 from .eager_ops import all_forms, cpp_names
-
-log = logging.getLogger(__name__)
+from .native import load_native, python_headers
 
 _NAME = "gate"
 _SOURCE = Path(__file__).with_suffix(".cpp")
-# Headers of torch are most of the work, and what runs often is small: -O2 takes twice the time and gains nothing.
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 
 
 class Gates(Protocol):
@@ -57,21 +41,10 @@ class Gates(Protocol):
 @cache
 def load_gates() -> Gates:
     """The module, out of the cache or compiled now. CompileError where there is nothing to compile with."""
-    if not (_python() / "Python.h").exists():
+    if not (python_headers() / "Python.h").exists():
         raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
                                hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
-    disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-    found = find_toolchain(config.compiler, disk)
-    toolchain = replace(found, flags=(*_FLAGS, f"-I{_torch() / 'include'}"), libraries=(
-        f"-L{_torch() / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"))
-    text = source()
-    key = hashlib.sha256("\0".join((text, toolchain.identity(), torch.__version__, str(torch.version.git_version),
-                                    sys.version, str(sysconfig.get_config_var("SOABI")))).encode()).hexdigest()
-    made = stored(disk, key)
-    if made is None:
-        with alone(disk):
-            made = stored(disk, key) or build(toolchain, disk, text, key)
-    gates: Gates = made
+    gates: Gates = load_native(_NAME, "the gates before eager operators", source(), load)
     return gates
 
 
@@ -83,51 +56,8 @@ def source() -> str:
         "// OPERATOR ROWS", "\n".join(f"    row<{t}>()," for t in types))
 
 
-def stored(disk: DiskCache, key: str) -> Any:
-    path = disk.get(key, ".so")
-    try:
-        return None if path is None else load(path)
-    except ImportError:  # deleted by another process just now
-        return None
-
-
-@contextmanager
-def alone(disk: DiskCache) -> Iterator[None]:
-    """Of the processes of a job, one compiles and the others wait for what it makes."""
-    try:
-        handle = os.open(disk.root / f"{_NAME}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError:  # a folder that cannot be written: each for itself
-        yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def build(toolchain: Toolchain, disk: DiskCache, text: str, key: str) -> Any:
-    log.warning("compiling the gates before eager operators for torch %s: once, some twenty seconds", torch.__version__)
-    try:
-        module, data = toolchain.compile(text, _NAME, disk, load, _python())
-    except (CompileError, ImportError, OSError) as error:
-        raise CompileError(f"the gates before eager operators did not build: {error}",
-                           hint=f"torch {torch.__version__} may be newer than this version of Flambeau") from error
-    disk.put(key, data, ".so")
-    return module
-
-
 def load(path: Path) -> Any:
     loader = ExtensionFileLoader(_NAME, str(path))
     module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
     loader.exec_module(module)
     return module
-
-
-def _python() -> Path:
-    return Path(sysconfig.get_paths()["include"])
-
-
-def _torch() -> Path:
-    return Path(torch.__file__).parent

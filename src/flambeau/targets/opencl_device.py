@@ -127,7 +127,7 @@ class ClDevice:
     def joins(self) -> frozenset[tuple[str, DType]]:
         """What scatters can join: any value that one compare-and-swap can replace."""
         swapped = [torch.float32, torch.int32]
-        if {"cl_khr_int64_base_atomics", "cl_khr_int64_extended_atomics"} <= self.extensions:
+        if "cl_khr_int64_base_atomics" in self.extensions:
             swapped += [d for d in (torch.float64, torch.int64) if d in self.dtypes]
         return frozenset((mode, dtype) for mode in ("add", "mul", "min", "max") for dtype in swapped)
 

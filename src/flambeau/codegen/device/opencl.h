@@ -4,6 +4,12 @@
 // FL_DOUBLE where the device has doubles, and FL_CLANG where the compiler is clang for a CPU: its own builtins
 // become instructions there, where those of OpenCL are calls that keep a loop from becoming vectors.
 #pragma OPENCL FP_CONTRACT OFF
+#ifdef FL_DOUBLE
+#pragma OPENCL EXTENSION cl_khr_fp64 : enable
+#endif
+#ifdef cl_khr_int64_base_atomics
+#pragma OPENCL EXTENSION cl_khr_int64_base_atomics : enable
+#endif
 
 #ifdef __clang__
 #define FL_INLINE static inline __attribute__((always_inline))

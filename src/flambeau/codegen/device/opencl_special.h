@@ -13,7 +13,20 @@ FL_INLINE double fl_horner_d(double x, const double* c, int count) {
 #define FL_DNAN ((double)NAN)
 #define FL_SERIES(x, c) fl_horner_d(x, c, sizeof(c) / sizeof(double))
 #define FL_FLOAT(name) static inline float fl_##name##_f(float x) { return (float)name((double)x); }
-#define FL_FLOAT2(name) static inline float fl_##name##_f(float x, float y) { return (float)name((double)x, (double)y); }
+#define FL_FLOAT2(name) \
+  static inline float fl_##name##_f(float x, float y) { return (float)name((double)x, (double)y); }
+
+#define FL_P(name) fl_##name##_f
+#define FL_T float
+#define FL_HERMITE_LIMIT 128
+#include "special_polynomials.h"
+#undef FL_P
+#undef FL_T
+#undef FL_HERMITE_LIMIT
+#define FL_P(name) fl_##name##_d
+#define FL_T double
+#define FL_HERMITE_LIMIT 512
+#include "special_polynomials.h"
 
 #define abs fl_abs_d
 #define copysign fl_copysign_d

@@ -1,0 +1,216 @@
+"""What `torch.flambeau` is: the functions that PyTorch and its users expect of a device's module.
+
+Streams and events are `torch.Stream` and `torch.Event`; most of the rest is `torch.accelerator`, for this device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .device_native import Core
+
+NAME = "flambeau"
+
+Which = torch.device | str | int | None
+
+Stream = torch.Stream
+Event = torch.Event
+
+_core: Core
+_names: tuple[str, ...] = ()
+_pid = os.getpid()
+
+
+def _start(core: Core, names: tuple[str, ...]) -> None:
+    global _core, _names, _pid
+    _core, _names, _pid = core, names, os.getpid()
+
+
+def _index(device: Which) -> int:
+    if device is None:
+        return current_device()
+    if isinstance(device, int):
+        return device
+    found = torch.device(device)
+    if found.type != NAME:
+        raise ValueError(f"expected a {NAME} device, got {device!r}")
+    return current_device() if found.index is None else found.index
+
+
+# ---- devices ---------------------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    return bool(_names)
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def init() -> None:
+    """Nothing is left to do: contexts are made at their first use."""
+
+
+_lazy_init = init
+
+
+def _is_in_bad_fork() -> bool:
+    return os.getpid() != _pid
+
+
+def device_count() -> int:
+    return len(_names)
+
+
+def current_device() -> int:
+    return torch.accelerator.current_device_index()
+
+
+def set_device(device: Which) -> None:
+    torch.accelerator.set_device_index(_index(device))
+
+
+def get_device_name(device: Which = None) -> str:
+    return _names[_index(device)]
+
+
+class device:  # noqa: N801 - as torch.cuda.device
+    """Inside, that device is the current one."""
+
+    def __init__(self, device: Which) -> None:
+        self.index = _index(device)
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        set_device(self.index)
+
+    def __exit__(self, *error: object) -> None:
+        set_device(self._before)
+
+
+def synchronize(device: Which = None) -> None:
+    torch.accelerator.synchronize(_index(device))
+
+
+# ---- streams ---------------------------------------------------------------------------------------------
+
+
+def current_stream(device: Which = None) -> torch.Stream:
+    return torch.accelerator.current_stream(_index(device))
+
+
+def default_stream(device: Which = None) -> torch.Stream:
+    current = current_stream(device)
+    return torch.Stream(stream_id=0, device_index=current.device_index, device_type=current.device_type)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+@contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Inside, what is enqueued goes to that stream."""
+    if stream is None:
+        yield
+        return
+    with stream:
+        yield
+
+
+# ---- random numbers --------------------------------------------------------------------------------------
+
+
+def default_generator(device: Which = None) -> torch.Generator:
+    return _core.generator(_index(device))
+
+
+def _all_generators() -> Iterable[torch.Generator]:
+    return (_core.generator(k) for k in range(device_count()))
+
+
+def manual_seed(seed: int) -> None:
+    default_generator().manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    for generator in _all_generators():
+        generator.manual_seed(seed)
+
+
+def seed() -> None:
+    default_generator().seed()
+
+
+def seed_all() -> None:
+    manual_seed_all(default_generator().seed())
+
+
+def initial_seed() -> int:
+    return default_generator().initial_seed()
+
+
+def get_rng_state(device: Which = NAME) -> torch.Tensor:
+    return default_generator(device).get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Which = NAME) -> None:
+    default_generator(device).set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in _all_generators()]
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for generator, state in zip(_all_generators(), new_states, strict=True):
+        generator.set_state(state)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+def empty_cache() -> None:
+    torch.accelerator.empty_cache()
+
+
+def memory_stats(device: Which = None) -> dict[str, Any]:
+    return dict(torch.accelerator.memory_stats(_index(device)))
+
+
+def memory_allocated(device: Which = None) -> int:
+    return torch.accelerator.memory_allocated(_index(device))
+
+
+def max_memory_allocated(device: Which = None) -> int:
+    return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def memory_reserved(device: Which = None) -> int:
+    return torch.accelerator.memory_reserved(_index(device))
+
+
+def max_memory_reserved(device: Which = None) -> int:
+    return torch.accelerator.max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device: Which = None) -> None:
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def mem_get_info(device: Which = None) -> tuple[int, int]:
+    """Bytes that are free, and all."""
+    return torch.accelerator.get_memory_info(_index(device))
+
+
+# ---- mixed precision -------------------------------------------------------------------------------------
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]

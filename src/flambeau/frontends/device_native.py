@@ -1,0 +1,171 @@
+"""The native core of the device (device_core.cpp), and the driver behind it as C functions.
+
+    core = load_core()
+    core.start(driver)      # from here on PyTorch's allocator, guard and hooks of the device are the core's
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from .native import load_native
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("device_core.cpp")
+_FINE, _FAILED, _FULL = 0, 1, 2
+
+_int, _long, _word = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
+_answer = ctypes.POINTER(ctypes.c_int)
+# The functions of `struct Driver`, in its order, with the C types of what they take; all return a status.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "alloc": (_int, _word, _word),
+    "free": (_int, _word),
+    "copy": (_int, _long, _word, _word, _word),
+    "synchronise": (_int, _long),
+    "idle": (_int, _long, _answer),
+    "record": (_int, _long, _long),
+    "query": (_long, _answer),
+    "wait": (_long, _int, _long),
+    "elapsed": (_long, _long, ctypes.POINTER(ctypes.c_double)),
+    "forget": (_long,),
+    "memory": (_int, ctypes.POINTER(_word), ctypes.POINTER(_word)),
+    "complaint": (ctypes.POINTER(ctypes.c_char), _word),
+}
+_TYPES = {name: ctypes.CFUNCTYPE(_int, *types) for name, types in _FUNCTIONS.items()}
+
+
+class _Table(ctypes.Structure):
+    _fields_ = [("devices", _int), *_TYPES.items()]
+
+
+class Driver(Protocol):
+    """What a kind of device does for the core. Stream -1 is all of a device's streams, or the host."""
+
+    devices: int
+
+    def alloc(self, device: int, address: int, nbytes: int) -> None:
+        """Memory that goes by that address from now on; MemoryError where the device has no more."""
+
+    def free(self, device: int, address: int) -> None:
+        """Not used any more by what is still to be enqueued."""
+
+    def copy(self, device: int, stream: int, to: int, source: int, nbytes: int) -> None:
+        """From device memory to device memory."""
+
+    def synchronise(self, device: int, stream: int) -> None: ...
+
+    def idle(self, device: int, stream: int) -> bool: ...
+
+    def record(self, device: int, stream: int, event: int) -> None: ...
+
+    def query(self, event: int) -> bool: ...
+
+    def wait(self, event: int, device: int, stream: int) -> None: ...
+
+    def elapsed(self, start: int, end: int) -> float:
+        """Milliseconds."""
+        ...
+
+    def forget(self, event: int) -> None: ...
+
+    def memory(self, device: int) -> tuple[int, int]:
+        """Bytes that are free, and all."""
+        ...
+
+
+class Core:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._start = library.flambeau_start
+        self._stop = library.flambeau_stop
+        self.stream: Callable[[int], int] = library.flambeau_stream  # the current one of a device
+        library.flambeau_stream.argtypes, library.flambeau_stream.restype = (_int,), _long
+        locked = ctypes.PyDLL(None, handle=library._handle)
+        self._generator = locked.flambeau_generator
+        self._generator.argtypes, self._generator.restype = (_int,), ctypes.py_object
+        self._complaint = ""
+
+    def start(self, driver: Driver) -> None:
+        """Once per process: PyTorch keeps what it is given."""
+        table = {name: _TYPES[name](self._guarded(make(driver))) for name, make in _ADAPTERS.items()}
+        table["complaint"] = _TYPES["complaint"](self._complain)
+        self._table = _Table(driver.devices, *(table[name] for name in _FUNCTIONS))  # the core calls into it
+        self._driver = driver
+        self._start(ctypes.byref(self._table))
+        atexit.register(self._stop)
+
+    def generator(self, device: int) -> torch.Generator:
+        """The default one of a device."""
+        found: torch.Generator = self._generator(device)
+        return found
+
+    def _guarded(self, function: Callable[..., Any]) -> Callable[..., int]:
+        """An exception does not pass through C: the core asks for its text and raises its own."""
+
+        def call(*arguments: Any) -> int:
+            try:
+                function(*arguments)
+                return _FINE
+            except MemoryError as error:
+                self._complaint = str(error)
+                return _FULL
+            except Exception as error:
+                log.debug("the driver failed", exc_info=True)
+                self._complaint = str(error) or type(error).__name__
+                return _FAILED
+
+        return call
+
+    def _complain(self, text: Any, size: int) -> int:
+        said = self._complaint.encode()[:size]
+        ctypes.memmove(text, said, len(said))
+        return _FINE
+
+
+def _answering(ask: Callable[..., Any]) -> Callable[..., None]:
+    """The result of a driver's function goes where the last argument points to."""
+
+    def call(*arguments: Any) -> None:
+        *given, place = arguments
+        place[0] = ask(*given)
+
+    return call
+
+
+def _memory(driver: Driver) -> Callable[..., None]:
+    def call(device: int, free: Any, total: Any) -> None:
+        free[0], total[0] = driver.memory(device)
+
+    return call
+
+
+_ADAPTERS: dict[str, Callable[[Driver], Callable[..., Any]]] = {
+    "alloc": lambda d: d.alloc,
+    "free": lambda d: d.free,
+    "copy": lambda d: d.copy,
+    "synchronise": lambda d: d.synchronise,
+    "idle": lambda d: _answering(d.idle),
+    "record": lambda d: d.record,
+    "query": lambda d: _answering(d.query),
+    "wait": lambda d: d.wait,
+    "elapsed": lambda d: _answering(d.elapsed),
+    "forget": lambda d: d.forget,
+    "memory": _memory,
+}
+
+
+@cache
+def load_core() -> Core:
+    """The core, out of the cache or compiled now. CompileError where there is nothing to compile with."""
+    return load_native("device_core", "the core of the device", _SOURCE.read_text(), Core)

@@ -1,0 +1,86 @@
+"""C++ against torch's own headers: compiled once for each torch and Python, then taken from the cache on disk."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from flambeau.config import config
+from flambeau.errors import CompileError
+from flambeau.targets.cache import DiskCache, shared_cache
+from flambeau.targets.toolchain import find_toolchain
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+# Headers of torch are most of the work, and what runs often is small: -O2 takes twice the time and gains nothing.
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
+_LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
+
+
+def load_native(name: str, what: str, text: str, load: Callable[[Path], T]) -> T:
+    """What `load` makes of the library built from a text. CompileError where there is nothing to compile with.
+
+    `what` names it to people. A process loads it once, whether it compiled it or not.
+    """
+    disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+    home = Path(torch.__file__).parent
+    toolchain = replace(find_toolchain(config.compiler, disk), flags=(*_FLAGS, f"-I{home / 'include'}"),
+                        libraries=(f"-L{home / 'lib'}", *_LIBRARIES))
+    key = hashlib.sha256("\0".join((text, toolchain.identity(), torch.__version__, str(torch.version.git_version),
+                                    sys.version, str(sysconfig.get_config_var("SOABI")))).encode()).hexdigest()
+
+    def stored() -> T | None:
+        path = disk.get(key, ".so")
+        try:
+            return None if path is None else load(path)
+        except (ImportError, OSError):  # deleted by another process just now
+            return None
+
+    def build() -> T:
+        log.warning("compiling %s for torch %s: once, some twenty seconds", what, torch.__version__)
+        try:
+            made, data = toolchain.compile(text, name, disk, load, python_headers())
+        except (CompileError, ImportError, OSError) as error:
+            raise CompileError(f"{what} did not build: {error}",
+                               hint=f"torch {torch.__version__} may be newer than this version of Flambeau") from error
+        disk.put(key, data, ".so")
+        return made
+
+    found = stored()
+    if found is None:
+        with _alone(disk, name):
+            found = stored() or build()
+    return found
+
+
+@contextmanager
+def _alone(disk: DiskCache, name: str) -> Iterator[None]:
+    """Of the processes of a job, one compiles and the others wait for what it makes."""
+    try:
+        handle = os.open(disk.root / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:  # a folder that cannot be written: each for itself
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def python_headers() -> Path:
+    return Path(sysconfig.get_paths()["include"])
