@@ -340,6 +340,13 @@ def test_saving(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "cpu.pt", map_location=DEV).device.type == DEV
 
 
+def test_dlpack() -> None:
+    x = numbers(4, 5).to(DEV).t()
+    y = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))
+    assert y.device == x.device and y.data_ptr() == x.data_ptr() and y.stride() == x.stride()
+    same(y, numbers(4, 5).t())
+
+
 def test_pickle_and_deepcopy() -> None:
     x = numbers(4, 5).to(DEV)
     for again in (pickle.loads(pickle.dumps(x)), copy.deepcopy(x), copy.copy(x)):
@@ -464,7 +471,7 @@ def test_an_event_makes_a_stream_wait() -> None:
     x = torch.zeros(1 << 16, device=DEV)
     ones = torch.ones(1 << 16, device=DEV)
     out = torch.empty(1 << 16, device=DEV)
-    for _ in range(20):
+    for _ in range(200):
         x.zero_()
         torch.flambeau.synchronize()
         gate = Gate(slow)
@@ -485,7 +492,7 @@ def test_an_event_makes_a_stream_wait() -> None:
 def test_recorded_memory_is_not_reused_early() -> None:
     torch.flambeau.empty_cache()
     user = torch.Stream(device=DEV)
-    for _ in range(20):
+    for _ in range(200):
         x = torch.empty(5 << 20, dtype=torch.uint8, device=DEV)
         address = x.data_ptr()
         gate = Gate(user)
@@ -591,6 +598,19 @@ def test_out_and_in_place_forms() -> None:
         a = [numbers(3).to(device), numbers(4).to(device)]
         torch._foreach_add_(a, 1)
         same(a[1], numbers(4) + 1)
+
+
+def test_results_that_the_cpu_marks_as_conjugated() -> None:
+    a, b = numbers(3, 3) + 5 * torch.eye(3) + 1j * numbers(3, 3).t(), numbers(2, 3) + 1j
+    factors = torch.linalg.lu_factor(a)
+    wanted = torch.linalg.lu_solve(*factors, b, left=False)
+    same(torch.linalg.lu_solve(*(t.to(DEV) for t in factors), b.to(DEV), left=False), wanted.resolve_conj())
+
+
+def test_zeros_without_memory() -> None:
+    x = torch.randn(3, device=DEV, requires_grad=True)
+    (grad,) = torch.autograd.grad(torch.sgn(x).sum(), x)
+    same(grad, torch.zeros(3))
 
 
 def test_arguments_that_share_memory() -> None:

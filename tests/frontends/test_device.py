@@ -35,6 +35,22 @@ assert not hasattr(torch, "flambeau")
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+def test_tensors_may_outlive_the_interpreter() -> None:
+    script = """
+import atexit, torch, flambeau
+flambeau.enable_device()
+x = torch.zeros(8, device="flambeau")
+stream = torch.Stream(device="flambeau")
+x.record_stream(stream)
+event = stream.record_event()
+atexit._keep = [x, event]
+x.cycle = [x]
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr
+
+
 def test_another_device_is_there_already() -> None:
     script = """
 import torch, flambeau

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flambeau.errors import Error
-from flambeau.targets.opencl_driver import ClDriver
+from flambeau.targets.base import device_target
 
 from . import device_module
 from .device_copy import Copies
@@ -36,7 +36,7 @@ def enable_device() -> None:
         taken = torch._C._get_privateuse1_backend_name()
         if taken not in ("privateuseone", NAME):
             raise Error(f"PyTorch takes one device from outside, and {taken!r} is there already")
-        driver = ClDriver()
+        driver = device_target(NAME).driver()
         core = load_core()
         torch.utils.rename_privateuse1_backend(NAME)
         core.start(driver)

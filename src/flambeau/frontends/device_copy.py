@@ -6,6 +6,7 @@ What needs more (another dtype, other strides) is done to them on the host.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import Any, Protocol
 
@@ -70,6 +71,7 @@ class Copies:
         self.kind = kind
         self.driver = driver
         self.core = core
+        self._lock = threading.Lock()
         self._kept: deque[tuple[Any, Tensor]] = deque()  # memory of the host that copies under way use
 
     # ---- bytes -----------------------------------------------------------------------------------------
@@ -89,9 +91,10 @@ class Copies:
     def _keep(self, done: Any, host: Tensor, wait: bool) -> None:
         if wait:
             return
-        while self._kept and self.driver.is_complete(self._kept[0][0]):
-            self._kept.popleft()
-        self._kept.append((done, host))
+        with self._lock:
+            while self._kept and self.driver.is_complete(self._kept[0][0]):
+                self._kept.popleft()
+            self._kept.append((done, host))
 
     # ---- tensors ---------------------------------------------------------------------------------------
 

@@ -379,16 +379,28 @@ class Memory final : public c10::DeviceAllocator {
       std::lock_guard<std::mutex> hold(lock_);
       blocks.swap(pending_);
     }
-    for (Block* block : blocks) {
-      auto& events = block->events;
-      while (!events.empty() && (wait || is_done(events.back()))) {
-        if (wait) ask(driver.wait, events.back(), int(block->device), kAllStreams);
-        ask(driver.forget, events.back());
-        events.pop_back();
+    while (!blocks.empty()) {
+      Block* block = blocks.back();
+      try {
+        finish(*block, wait);
+      } catch (...) {
+        std::lock_guard<std::mutex> hold(lock_);
+        pending_.insert(pending_.end(), blocks.begin(), blocks.end());
+        throw;
       }
+      blocks.pop_back();
       std::lock_guard<std::mutex> hold(lock_);
-      if (events.empty()) pools_[{block->device, block->stream}].emplace(block->size, block);
+      if (block->events.empty()) pools_[{block->device, block->stream}].emplace(block->size, block);
       else pending_.push_back(block);
+    }
+  }
+
+  static void finish(Block& block, bool wait) {
+    auto& events = block.events;
+    while (!events.empty() && (wait || is_done(events.back()))) {
+      if (wait) ask(driver.wait, events.back(), int(block.device), kAllStreams);
+      ask(driver.forget, events.back());
+      events.pop_back();
     }
   }
 
@@ -419,6 +431,7 @@ void Memory::release(void* data) {
     return;
   }
   hold.unlock();
+  if (stopped) return;  // nobody will ask for it any more
   try {
     for (StreamId user : block->users) block->events.push_back(record(block->device, user));
   } catch (const std::exception& error) {

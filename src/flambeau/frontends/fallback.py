@@ -9,6 +9,7 @@ The schema says all there is to know: which arguments are written, which results
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
 
-from .device_copy import Copies, as_marked, dense, host_memory, span
+from .device_copy import Copies, as_marked, dense, host_memory, same_geometry, span
 from .instead import INSTEAD
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,12 @@ class FallbackRow(NamedTuple):
 
 
 _COUNTS: dict[str, tuple[int, int]] = {}
+_LOCK = threading.Lock()
 
 
 def fallbacks() -> list[FallbackRow]:
     """The operators that ran on the CPU for tensors of the device, those that moved most bytes first."""
-    rows = [FallbackRow(name, calls, moved) for name, (calls, moved) in _COUNTS.items()]
+    rows = [FallbackRow(name, calls, moved) for name, (calls, moved) in list(_COUNTS.items())]
     return sorted(rows, key=lambda row: (-row.bytes, -row.calls, row.operator))
 
 
@@ -132,6 +134,7 @@ class _Mirror:
         for t in tensors:
             if id(t) not in self._hosts:
                 self._hosts[id(t)] = host_memory(0, t.dtype, t.shape, t.stride())
+        self._places = {key: host.data_ptr() for key, host in self._hosts.items()}
         self._views = {key: as_marked(host, self._given[key][0]) for key, host in self._hosts.items()}
         self._origins = {id(view): self._given[key][0] for key, view in self._views.items()}
 
@@ -159,9 +162,10 @@ class _Mirror:
             value.resize_(view.shape)
             if view.stride() != value.stride() and dense(view):
                 value.as_strided_(view.shape, view.stride())
-            self._copies.copy_from(view, value)
-        else:
+        if host.data_ptr() == self._places[id(value)] and same_geometry(view, value):
             self._copies.write(value.device.index, value.data_ptr(), host)
+        else:  # other memory, or the same as a conjugated view
+            self._copies.copy_from(view, value)
         self.moved += span(value)
 
 
@@ -258,8 +262,9 @@ class Fallback:
         sources = {alias: given[a.name] for a in schema.arguments if a.name in given for alias in a.aliases}
         made = tuple(self._result(value, aliases, sources, mirror, device)
                      for value, aliases in zip(out if len(schema.returns) > 1 else (out,), schema.returns))
-        calls, moved = _COUNTS.get(name, (0, 0))
-        _COUNTS[name] = (calls + 1, moved + mirror.moved)
+        with _LOCK:
+            calls, moved = _COUNTS.get(name, (0, 0))
+            _COUNTS[name] = (calls + 1, moved + mirror.moved)
         return made if len(made) > 1 else made[0] if made else None
 
     def _device(self, name: str, mirror: _Mirror, given: dict[str, Any]) -> torch.device | None:

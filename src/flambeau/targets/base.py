@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from flambeau.codegen.source import BlockSource, KernelSource, RangeSource
-from flambeau.errors import CompileError, OptionError
+from flambeau.errors import CompileError, OptionError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +132,10 @@ class Target(ABC):
         """The same function, on that device."""
         return run
 
+    def driver(self) -> Any:
+        """Its machines as a device of PyTorch's (frontends/device_native.py says what that takes)."""
+        raise UnsupportedError(f"the target {self.name} is no device of PyTorch's yet")
+
 
 _FACTORIES: dict[str, Callable[[], Target]] = {}
 _BUILT_IN = {
@@ -141,6 +145,7 @@ _BUILT_IN = {
     "opencl": "flambeau.targets.opencl:OpenClTarget",
 }
 _TARGETS: dict[str, Target] = {}
+_DEVICES = {"flambeau": "opencl"}  # devices that PyTorch has from us, by the target whose machines they are
 
 
 def register_target(name: str, factory: Callable[[], Target]) -> None:
@@ -159,6 +164,11 @@ def get_target(name: str) -> Target:
     if name not in _TARGETS:
         _TARGETS[name] = _factory(name)()
     return _TARGETS[name]
+
+
+def device_target(name: str) -> Target:
+    """The target behind a device that PyTorch has from us."""
+    return get_target(_DEVICES[name])
 
 
 def target_for(device: torch.device) -> str | None:

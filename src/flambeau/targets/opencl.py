@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import Kernel as LoopNest
+    from flambeau.targets.opencl_driver import ClDriver
 
 
 class OpenClTarget(Target):
@@ -73,6 +74,11 @@ class OpenClTarget(Target):
 
     def fresh(self, memory: torch.Tensor) -> None:
         in_large_pages(memory)
+
+    def driver(self) -> ClDriver:
+        from flambeau.targets.opencl_driver import ClDriver
+
+        return ClDriver()
 
 
 class ClBuild(Build):
