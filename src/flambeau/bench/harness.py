@@ -1,7 +1,7 @@
 """Measuring: callables of every backend take turns in one process, so that drift hits all of them alike.
 
-A backend is "eager", a `torch.compile` backend with options after a colon, "inductor:freezing=True+max_autotune=False",
-or "accelerate": eager calls with our kernels behind them.
+A backend is "eager", or a `torch.compile` backend with options after a colon:
+"inductor:freezing=True+max_autotune=False".
 """
 
 import ast
@@ -13,7 +13,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -33,9 +32,6 @@ Results = dict[str, Tensor]
 DRAWS = (1, 2, 3)  # seeds of the inputs on which results are compared
 NOISY = 0.25  # a spread from which on a time is marked
 MODES = ("train", "infer")
-ACCELERATE = "accelerate"
-OURS = ("flambeau", ACCELERATE)
-SETTLED = 40  # calls after which a gate has timed its kernel against torch's and chosen
 
 
 @dataclass
@@ -75,18 +71,16 @@ def spread(times: Sequence[float]) -> float:
 
 
 def alternate(calls: dict[str, Callable[[], Any]], limit: float = 3.0, rounds: tuple[int, int] = (5, 200),
-              warmup: int = 2, clock: Callable[[], float] = time.perf_counter,
-              around: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> dict[str, list[float]]:
+              warmup: int = 2, clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:
     """Times of each callable: every round runs each once, in rotated order, until `limit` seconds are gone.
 
-    At least `rounds[0]` rounds are run and at most `rounds[1]`. What is `around` a call is not timed.
+    At least `rounds[0]` rounds are run and at most `rounds[1]`.
     """
     if not calls:
         return {}
-    for name, call in calls.items():
-        with around(name):
-            for _ in range(SETTLED if name == ACCELERATE else warmup):
-                call()
+    for _ in range(warmup):
+        for call in calls.values():
+            call()
     names, (least, most) = list(calls), rounds
     times: dict[str, list[float]] = {name: [] for name in names}
     end = clock() + limit
@@ -95,12 +89,9 @@ def alternate(calls: dict[str, Callable[[], Any]], limit: float = 3.0, rounds: t
             break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            with around(name):
-                if ACCELERATE in calls:  # opening its gates lets threads fall asleep: a call wakes them, for everyone
-                    calls[name]()
-                start = clock()
-                calls[name]()
-                times[name].append(clock() - start)
+            start = clock()
+            calls[name]()
+            times[name].append(clock() - start)
     return times
 
 
@@ -119,18 +110,11 @@ def group_ratios(rows: Iterable[Row], backend: str, base: str) -> dict[str, floa
 
 
 def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    if backend in ("eager", ACCELERATE):
+    if backend == "eager":
         return function
     name, _, text = backend.partition(":")
     options = {key: literal(value) for key, _, value in (item.partition("=") for item in text.split("+"))}
     return torch.compile(function, backend=name, options=options if text else None)
-
-
-def running(backend: str, device: str = "cpu") -> AbstractContextManager[Any]:
-    """What calls of a backend are made in."""
-    from flambeau.frontends.overrides import accelerate
-
-    return accelerate(device, wait=True) if backend == ACCELERATE else nullcontext()
 
 
 def literal(text: str) -> Any:
@@ -244,7 +228,7 @@ def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limi
         compare(row, built, mode, [b for b in backends if b != "eager"])
     torch._dynamo.reset()
     steps = {b: STEPS[mode](copied(built), inputs, b) for b in backends if b not in row.errors}
-    return timed(row, steps, limit, clock_of(device), device)
+    return timed(row, steps, limit, clock_of(device))
 
 
 def compare(row: Row, built: Built, mode: str, backends: Sequence[str]) -> None:
@@ -269,18 +253,16 @@ def compare(row: Row, built: Built, mode: str, backends: Sequence[str]) -> None:
 
 
 def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float,
-          clock: Callable[[], float] = time.perf_counter, device: str = "cpu") -> Row:
+          clock: Callable[[], float] = time.perf_counter) -> Row:
     """Fills in the row's times; a backend that fails in its first call is noted and left out."""
     working = {}
     for backend, step in steps.items():
         try:
-            with running(backend, device):
-                step()
+            step()
             working[backend] = step
         except Exception as error:  # as in compare
             row.errors[backend] = message(error)
-    for backend, times in alternate(working, limit, clock=clock,
-                                    around=lambda backend: running(backend, device)).items():
+    for backend, times in alternate(working, limit, clock=clock).items():
         row.seconds[backend], row.best[backend] = statistics.median(times), min(times)
         row.spread[backend] = spread(times)
     return row
@@ -312,7 +294,7 @@ def comparisons(backends: Sequence[str]) -> list[tuple[str, str]]:
     """Each backend against eager, and ours against each peer."""
     compilers = [b for b in backends if b != "eager"]
     pairs = [(b, "eager") for b in compilers if "eager" in backends]
-    ours = [b for b in compilers if b.startswith(OURS)]
+    ours = [b for b in compilers if b.startswith("flambeau")]
     return pairs + [(b, peer) for b in ours for peer in compilers if peer not in ours]
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from flambeau.errors import UnsupportedError
 
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS = 3.0, 1.0, 120.0
-DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "ops": "eager,inductor,flambeau,accelerate"}
+DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau"}
 PLAIN_WIDTH = 140  # columns of a table that no terminal bounds
 
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="separated by commas, eager,inductor,flambeau by default (floors: and flaggems, "
         "where it is installed); options follow a colon: flambeau:numerics=fast; "
-        "accelerate: eager calls on our kernels",
+        "floors: accelerate, eager calls on our kernels",
     )
     parser.add_argument(
         "--size", choices=("small", "large", "tiny"), help="of the models; large for steps on cuda, else small"

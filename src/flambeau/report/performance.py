@@ -40,9 +40,9 @@ def cell(x: float | None, form: str = "{:.2f}") -> str:
     return "" if x is None else form.format(x)
 
 
-def over(times: dict[str, float], peer: str, ours: str = "flambeau") -> float | None:
+def over(times: dict[str, float], peer: str) -> float | None:
     """Our time over the peer's."""
-    return times[ours] / times[peer] if ours in times and peer in times else None
+    return times["flambeau"] / times[peer] if "flambeau" in times and peer in times else None
 
 
 def machine_line(m: dict[str, Any]) -> str:
@@ -54,22 +54,20 @@ def machine_line(m: dict[str, Any]) -> str:
 def steps(report: dict[str, Any]) -> str:
     """Models or operators: milliseconds and ratios, then the means of each group."""
     rows = report["rows"]
-    ratios = [("over eager", "eager", "flambeau"), ("over Inductor", "inductor", "flambeau")]
-    if any("accelerate" in r["seconds"] for r in rows):
-        ratios.append(("accelerated eager over eager", "eager", "accelerate"))
-    lines = [f"| case | eager ms | Inductor ms | Flambeau ms | {' | '.join(label for label, _, _ in ratios)} |",
-             "|---" * (4 + len(ratios)) + "|"]
+    lines = ["| case | eager ms | Inductor ms | Flambeau ms | over eager | over Inductor |",
+             "|---|---|---|---|---|---|"]
     groups: dict[str, list[dict[str, float]]] = {}
     for r in rows:
         t = r["seconds"]
         groups.setdefault(r["group"], []).append(t)
         ms = [cell(t[b] * 1e3 if b in t else None) for b in ("eager", "inductor", "flambeau")]
-        own = [cell(over(t, peer, ours)) for _, peer, ours in ratios]
-        lines.append(f"| {r['name']} {r['mode']} | {' | '.join(ms)} | {' | '.join(own)} |")
+        lines.append(f"| {r['name']} {r['mode']} | {' | '.join(ms)} | {cell(over(t, 'eager'))} | "
+                     f"{cell(over(t, 'inductor'))} |")
     for name, times in {**groups, "all": [t for g in groups.values() for t in g]}.items():
-        means = [cell(geometric_mean(r for t in times if (r := over(t, peer, ours)) is not None))
-                 for _, peer, ours in ratios]
-        lines.append(f"| **geometric mean, {name}** | | | | {' | '.join(f'**{m}**' if m else '' for m in means)} |")
+        means = [cell(geometric_mean(r for t in times if (r := over(t, peer)) is not None))
+                 for peer in ("eager", "inductor")]
+        bold = [f"**{m}**" if m else "" for m in means]
+        lines.append(f"| **geometric mean, {name}** | | | | {bold[0]} | {bold[1]} |")
     return "\n".join(lines)
 
 
@@ -97,7 +95,7 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
 def floors(report: dict[str, Any]) -> str:
     """Multiples of the floor, then their means over the cases that a backend has."""
     summary = report["summary"]
-    series = [s for s in SERIES if any(s.key in ratios(row) for row in report["rows"])]
+    series = series_of(report)
     keys = [s.key for s in series]
     layout = ", inputs transposed or channels last" if summary.get("strided") else ""
     copy = f"device copy {summary['bandwidth'] / 1e12:.2f} TB/s"
@@ -118,6 +116,10 @@ def floors(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def series_of(report: dict[str, Any]) -> list[Series]:
+    return [s for s in SERIES if any(s.key in ratios(row) for row in report["rows"])]
+
+
 def case_name(row: dict[str, Any]) -> str:
     return row["name"] if row["mode"] == "forward" else f"{row['name']}, {row['mode']}"
 
@@ -132,7 +134,7 @@ def has_chart(report: dict[str, Any]) -> bool:
 def chart(reports: Iterable[dict[str, Any]]) -> str | None:
     for report in filter(has_chart, reports):
         lines = [(case_name(row), found) for row in report["rows"] if (found := ratios(row))]
-        return ratio_chart(f"Time over the memory floor, {report['machine']['gpu']}", lines, SERIES)
+        return ratio_chart(f"Time over the memory floor, {report['machine']['gpu']}", lines, series_of(report))
     return None
 
 
