@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from flambeau.codegen.source import BlockSource, Part
 from flambeau.errors import CompileError
 from flambeau.targets.base import get_target
 from flambeau.targets.interpreter import InterpreterTarget
+from small_models import MODELS, gradients
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -122,21 +122,6 @@ def test_triton_that_was_imported_to_compile_is_an_error() -> None:
 def compiled(f: Any, **kwargs: Any) -> Any:
     torch._dynamo.reset()
     return torch.compile(f, backend="flambeau", options={"target": "interpreter"}, **kwargs)
-
-
-def gradients(f: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    leaves = [x for x in inputs if x.requires_grad]
-    y = f(*inputs)
-    return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
-
-
-MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "mlp": (nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)), (5, 6)),
-    "softmax": (lambda x: x.softmax(-1).cumsum(0), (9, 70)),
-    "pool": (lambda x: F.max_pool2d(x, 3, 2, 1), (2, 3, 7, 9)),
-    "norm": (nn.BatchNorm2d(3), (4, 3, 5, 5)),
-    "views": (lambda x: (x.t().contiguous()[1:] * x[:, 1:].t()).sum(1), (6, 8)),
-}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -25,6 +25,8 @@ from flambeau.targets.opencl_compile import ClCompiler, library
 from flambeau.targets.opencl_device import ClDevice, device_at, devices, host_device
 from flambeau.targets.opencl_memory import ALIGNMENT, HostMemory, Span, merged
 from opencl_forms import FORMS, POINTS, THREADS
+from small_models import MODELS as SMALL
+from small_models import gradients
 
 form = pytest.mark.parametrize("on", FORMS)
 
@@ -290,18 +292,8 @@ def test_dropout_draws_the_bits_of_the_cpu_target(on: str) -> None:
 # ---- through torch.compile -------------------------------------------------------------------------------
 
 
-def gradients(f: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    leaves = [x for x in inputs if x.requires_grad]
-    y = f(*inputs)
-    return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
-
-
-MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "mlp": (nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)), (5, 6)),
-    "softmax": (lambda x: x.softmax(-1).cumsum(0), (9, 70)),
-    "pool": (lambda x: F.max_pool2d(x, 3, 2, 1), (2, 3, 7, 9)),
-    "norm": (nn.BatchNorm2d(3), (4, 3, 5, 5)),
-    "views": (lambda x: (x.t().contiguous()[1:] * x[:, 1:].t()).sum(1), (6, 8)),
+MODELS = {
+    **SMALL,
     "padding": (lambda x: F.pad(x, (3, 1, 0, 2), mode="reflect").relu(), (2, 5, 6)),
     "empty": (lambda x: x[:, :0].softmax(1).sum() + x.mean(), (4, 5)),
 }

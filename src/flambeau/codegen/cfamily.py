@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flambeau.ir.dtypes import DType, is_float, is_int
+from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
 from flambeau.ir.expr import Expr, Fold, rewrite
 from flambeau.ir.index import Dyn, Index, Op, Sym, as_index
 
@@ -47,6 +47,63 @@ class Dialect:
 
     def cast(self, text: str, src: DType, dst: DType) -> str:
         raise NotImplementedError
+
+
+class CLike(Dialect):
+    """C and its nearest kin: literals and conversions, for which a subclass has the words."""
+
+    small: dict[DType, str] = {}  # floats that are stored narrow and computed in float32
+    unsigned, wide = "ull", "ll"  # ends of a uint64, and of what needs more than 32 bits
+
+    def number(self, value: float, dtype: DType) -> str:
+        """A float32 or float64."""
+        raise NotImplementedError
+
+    def small_number(self, value: float, dtype: DType) -> str:
+        raise NotImplementedError
+
+    def int64(self, value: int) -> str:
+        raise NotImplementedError
+
+    def widened(self, text: str, src: DType) -> str:
+        """A small float as float32."""
+        raise NotImplementedError
+
+    def narrowed(self, text: str, src: DType, dst: DType) -> str:
+        """Anything else as a small float."""
+        raise NotImplementedError
+
+    def whole(self, text: str, src: DType, dst: DType) -> str:
+        """A float as an integer."""
+        raise NotImplementedError
+
+    def constant(self, value: bool | int | float, dtype: DType) -> str:
+        if is_bool(dtype):
+            return "true" if value else "false"
+        if dtype in self.small:
+            return self.small_number(float(value), dtype)
+        if is_float(dtype):
+            return self.number(float(value), dtype)
+        if dtype is torch.int64:
+            return self.int64(int(value))
+        suffix = self.unsigned if dtype is torch.uint64 else self.wide if abs(int(value)) >= 2**31 else ""
+        return f"(({self.types[dtype]})({value}{suffix}))"
+
+    def cast(self, text: str, src: DType, dst: DType) -> str:
+        if src in self.small:
+            text, src = self.widened(text, src), torch.float32
+        if dst in self.small:
+            return self.narrowed(text, src, dst)
+        if src is dst:
+            return text
+        if is_bool(src):
+            # A select: loops with a bool turned into a number by conversion are not vectorised by g++.
+            return f"({text} ? {self.constant(1, dst)} : {self.constant(0, dst)})"
+        if is_bool(dst):
+            return f"({text} != 0)"
+        if is_float(src) and not is_float(dst):
+            return self.whole(text, src, dst)
+        return f"({self.types[dst]})({text})"
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flambeau.ir.dtypes import DType, is_bool, is_float
+from flambeau.ir.dtypes import DType
 from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, ScatterKernel
 
-from .cfamily import Dialect, float_text
+from .cfamily import CLike, float_text
 from .loops import LoopWriter
 from .scan import ScanWriter
 from .scatter import ScatterWriter
@@ -23,7 +23,7 @@ SPECIAL = frozenset((
     "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"))
 
 
-class Cpp(Dialect):
+class Cpp(CLike):
     types = {
         torch.float32: "float", torch.float64: "double", torch.bfloat16: "fl::bf16", torch.float16: "fl::half",
         torch.int64: "int64_t", torch.int32: "int32_t", torch.int16: "int16_t", torch.int8: "int8_t",
@@ -36,38 +36,28 @@ class Cpp(Dialect):
     narrow = "(int32_t){}"
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
-    def constant(self, value: bool | int | float, dtype: DType) -> str:
-        if is_bool(dtype):
-            return "true" if value else "false"
-        if dtype in self.small:
-            return f"{self.small[dtype]}({float_text(float(value), 'f')})"
-        if is_float(dtype):
-            if dtype is torch.float64:
-                return float_text(float(value), "")
-            # The nearest float, so that text and value agree for numbers beyond its range as well.
-            return float_text(torch.tensor(value, dtype=torch.float32).item(), "f")
-        if dtype is torch.int64:
-            return "INT64_MIN" if value == -(2**63) else f"INT64_C({value})" if value >= 0 else f"(-INT64_C({-value}))"
-        suffix = "ull" if dtype is torch.uint64 else "ll" if abs(int(value)) >= 2**31 else ""
-        return f"(({self.types[dtype]})({value}{suffix}))"
+    def number(self, value: float, dtype: DType) -> str:
+        if dtype is torch.float64:
+            return float_text(value, "")
+        # The nearest float, so that text and value agree for numbers beyond its range as well.
+        return float_text(torch.tensor(value, dtype=torch.float32).item(), "f")
 
-    def cast(self, text: str, src: DType, dst: DType) -> str:
-        if src in self.small:
-            text, src = f"fl::to_float({text})", torch.float32
-        if dst in self.small:
-            if src is not torch.float64:
-                text = text if src is torch.float32 else self.cast(text, src, torch.float32)
-            return f"{self.small[dst]}({text})"
-        if src is dst:
-            return text
-        if is_bool(src):
-            # A select: loops with a bool turned into a number by conversion are not vectorised by g++.
-            return f"({text} ? {self.constant(1, dst)} : {self.constant(0, dst)})"
-        if is_bool(dst):
-            return f"({text} != 0)"
-        if is_float(src) and not is_float(dst):
-            return f"fl::to_int<{self.types[dst]}>({text})"
-        return f"({self.types[dst]})({text})"
+    def small_number(self, value: float, dtype: DType) -> str:
+        return f"{self.small[dtype]}({float_text(value, 'f')})"
+
+    def int64(self, value: int) -> str:
+        return "INT64_MIN" if value == -(2**63) else f"INT64_C({value})" if value >= 0 else f"(-INT64_C({-value}))"
+
+    def widened(self, text: str, src: DType) -> str:
+        return f"fl::to_float({text})"
+
+    def narrowed(self, text: str, src: DType, dst: DType) -> str:
+        if src not in (torch.float32, torch.float64):
+            text = self.cast(text, src, torch.float32)
+        return f"{self.small[dst]}({text})"
+
+    def whole(self, text: str, src: DType, dst: DType) -> str:
+        return f"fl::to_int<{self.types[dst]}>({text})"
 
 
 CPP = Cpp()

@@ -77,18 +77,11 @@ class LoopWriter(WindowWriter):
             assert self.k.vector is not None
             return f"o_{self.slot(name)}[{self.sym(self.k.vector)} - {self.origin}]"
         if name in self.k.scratch:
-            return f"s_{self.slot(name)}[{self.index(self.inner_position())}]"
+            return f"s_{self.slot(name)}[{self.index(self.k.inner_position())}]"
         return self.read(name, self.index(self.address[name]), self.dtype_of[name])
 
     def slot(self, name: str) -> str:
         return str(list(self.level_of).index(name))
-
-    def inner_position(self) -> Index:
-        at = as_index(0)
-        for v in self.k.inner:
-            assert v.extent is not None
-            at = at * v.extent + v
-        return at
 
     # ---- items ---------------------------------------------------------------------------------------
 
@@ -100,7 +93,7 @@ class LoopWriter(WindowWriter):
             self.line(f"o_{self.slot(name)}[{self.sym(self.k.vector)} - {self.origin}] = {text};")
         self.scopes[-1].locals[name] = text
         if name in self.k.scratch:
-            self.line(f"s_{self.slot(name)}[{self.index(self.inner_position())}] = {text};")
+            self.line(f"s_{self.slot(name)}[{self.index(self.k.inner_position())}] = {text};")
         if name in self.address:
             self.store(name, self.address[name].subs(self.narrowed), text)
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
+from flambeau.ir.dtypes import DType, is_bool, is_int
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import Dyn, Index, Op, Sym
 from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, ScatterKernel
 
-from .cfamily import Dialect, Writer
+from .cfamily import CLike, Writer
 from .cpp import SPECIAL
 from .source import Range, RangeSource
 
@@ -36,7 +36,7 @@ SUFFIX = {
 WRAPPING = ("add", "sub", "mul")
 
 
-class OpenCL(Dialect):
+class OpenCL(CLike):
     types = {
         torch.float32: "float", torch.float64: "double", torch.bfloat16: "ushort", torch.float16: "ushort",
         torch.int64: "long", torch.int32: "int", torch.int16: "short", torch.int8: "char", torch.uint8: "uchar",
@@ -47,6 +47,7 @@ class OpenCL(Dialect):
     simd = reporting = "#pragma clang loop vectorize(assume_safety)"
     faults = ""
     small = {torch.bfloat16: "bf16", torch.float16: "half"}
+    unsigned, wide = "UL", "L"
 
     def __init__(self, long: str = "long") -> None:
         self.long = long  # of indices
@@ -54,33 +55,20 @@ class OpenCL(Dialect):
     def named(self, op: str, dtype: DType) -> str:
         return f"fl_{op}_{SUFFIX[dtype]}"
 
-    def constant(self, value: bool | int | float, dtype: DType) -> str:
-        if is_bool(dtype):
-            return "true" if value else "false"
-        if dtype in self.small:
-            return f"((ushort)0x{bits_of(float(value), dtype):04x})"
-        if is_float(dtype):
-            return float_text(float(value), dtype)
-        if dtype is torch.int64:
-            return "LONG_MIN" if value == -(2**63) else f"{value}L" if value >= 0 else f"({value}L)"
-        suffix = "UL" if dtype is torch.uint64 else "L" if abs(int(value)) >= 2**31 else ""
-        return f"(({self.types[dtype]})({value}{suffix}))"
+    def number(self, value: float, dtype: DType) -> str:
+        return float_text(value, dtype)
 
-    def cast(self, text: str, src: DType, dst: DType) -> str:
-        if src in self.small:
-            text, src = f"fl_from_{self.small[src]}({text})", torch.float32
-        if dst in self.small:
-            text = text if src is torch.float32 else self.cast(text, src, torch.float32)
-            return f"fl_to_{self.small[dst]}({text})"
-        if src is dst:
-            return text
-        if is_bool(src):
-            return f"({text} ? {self.constant(1, dst)} : {self.constant(0, dst)})"
-        if is_bool(dst):
-            return f"({text} != 0)"
-        if is_float(src) and not is_float(dst):
-            return self.whole(text, src, dst)
-        return f"({self.types[dst]})({text})"
+    def small_number(self, value: float, dtype: DType) -> str:
+        return f"((ushort)0x{bits_of(value, dtype):04x})"
+
+    def int64(self, value: int) -> str:
+        return "LONG_MIN" if value == -(2**63) else f"{value}L" if value >= 0 else f"({value}L)"
+
+    def widened(self, text: str, src: DType) -> str:
+        return f"fl_from_{self.small[src]}({text})"
+
+    def narrowed(self, text: str, src: DType, dst: DType) -> str:
+        return f"fl_to_{self.small[dst]}({self.cast(text, src, torch.float32)})"
 
     def whole(self, text: str, src: DType, dst: DType) -> str:
         """From float to integer as ATen on x86: narrow types keep the low bits of a wider conversion."""

@@ -87,17 +87,10 @@ class PointLoops(Points):
     def row_length(self) -> Index:
         return product(v.extent for v in self.k.inner if v.extent is not None)
 
-    def inner_position(self) -> Index:
-        at = as_index(0)
-        for v in self.k.inner:
-            assert v.extent is not None
-            at = at * v.extent + v
-        return at
-
     def emit(self, e: Expr) -> tuple[int, str]:
         if e.op == "local" and self.local(e.attr) is None:
             if e.attr in self.k.scratch:
-                return len(self.scopes) - 1, f"{self.scratch(e.attr)}[{self.index(self.inner_position())}]"
+                return len(self.scopes) - 1, f"{self.scratch(e.attr)}[{self.index(self.k.inner_position())}]"
             return len(self.scopes) - 1, self.read(e.attr, self.index(self.address[e.attr]), e.dtype)
         return super().emit(e)
 
@@ -162,7 +155,7 @@ class PointLoops(Points):
         name, text = item.names[0], self.value(item.exprs[0])
         self.scopes[-1].locals[name] = text
         if name in self.k.scratch:
-            self.line(f"{self.scratch(name)}[{self.index(self.inner_position())}] = {text};")
+            self.line(f"{self.scratch(name)}[{self.index(self.k.inner_position())}] = {text};")
         if name in self.address:
             self.keep(name, item.level, text)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from .dtypes import DType
 from .expr import Expr
-from .index import Index, Sym
+from .index import Index, Sym, as_index
 from .nodes import Combine, Value
 
 
@@ -53,6 +53,14 @@ class LoopKernel:
     bounds: tuple[Expr, Expr] | None = None  # a segment's first and last-plus-one inner index
     tile: Sym | None = None  # a second contiguous variable: the two are walked in square tiles
     origins: tuple[str, ...] = ()
+
+    def inner_position(self) -> Index:
+        """Of an inner point among all of them."""
+        at = as_index(0)
+        for v in self.inner:
+            assert v.extent is not None
+            at = at * v.extent + v
+        return at
 
 
 @dataclass(frozen=True)
