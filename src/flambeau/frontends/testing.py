@@ -111,8 +111,8 @@ class _Case:
         flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         where = [k for k, x in enumerate(flat) if isinstance(x, torch.Tensor)]
 
-        def call(*tensors: torch.Tensor) -> Any:
-            full = list(flat)
+        def call(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
+            full = [dtype if dtype and isinstance(x, torch.dtype) and x.is_floating_point else x for x in flat]
             for k, t in zip(where, tensors, strict=True):
                 full[k] = t
             first, args, kwargs = pytree.tree_unflatten(full, spec)
@@ -151,7 +151,7 @@ class _Case:
         return case
 
     def evaluate(self, fn: Callable[..., Any], dtype: torch.dtype | None = None) -> tuple[list[Any], list[Any]]:
-        """(outputs, gradients) for fixed random output gradients."""
+        """(outputs, gradients) for fixed random output gradients; in `dtype`, arguments that name one included."""
         args = []
         for t in self.leaves:
             x = t.detach().clone(memory_format=torch.preserve_format)
@@ -163,7 +163,8 @@ class _Case:
                 x = x.to(dtype)
             args.append(x.requires_grad_(t.requires_grad and self.wants_grad))
         torch.manual_seed(7)
-        outs = [o for o in pytree.tree_leaves(fn(*args)) if isinstance(o, torch.Tensor)]
+        results = fn(*args) if dtype is None else fn(*args, dtype=dtype)
+        outs = [o for o in pytree.tree_leaves(results) if isinstance(o, torch.Tensor)]
         grads: list[Any] = []
         diff = [o for o in outs if o.requires_grad]
         if self.wants_grad and diff:
@@ -211,7 +212,7 @@ class _Case:
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
                     try:
                         exact = exact or self.evaluate(self.call, torch.float64)
-                    except RuntimeError:  # an argument names a dtype: there is no such call in float64
+                    except RuntimeError:  # there is no such call in float64
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
                     if not no_further(x, y, exact[part][k]):
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
