@@ -40,7 +40,7 @@ OPS: dict[str, tuple[int, str | DType]] = {
         "i0", "i0e", "i1", "i1e", "ndtri", "ndtr", "log_ndtr", "bessel_j0", "bessel_j1", "bessel_y0",
         "bessel_y1", "modified_bessel_k0", "modified_bessel_k1", "modified_bessel_i0", "modified_bessel_i1",
         "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai",
-        "rough_log2",  # of random numbers: to an absolute 2^-22, where a machine has an instruction for it
+        "rough_log2",  # of float32: to an absolute 2^-22, where a machine has an instruction for it
     ), (1, "same")),
     **dict.fromkeys(("isnan", "isinf", "signbit", "logical_not"), (1, "bool")),
     **dict.fromkeys((

@@ -11,10 +11,10 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
-from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
+from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Level, Value
-from flambeau.ir.scalar import abs_, eq, exp2, floor, fma, isnan, log, maximum
+from flambeau.ir.scalar import abs_, eq, exp2, fma, isnan, log, log2, maximum, rough_log2
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
@@ -128,60 +128,22 @@ def cummin(x: Value, dim: int) -> tuple[Value, Value]:
 def _log_sum(dtype: DType) -> Combine:
     """(m, s) stands for m + log(s), m the largest element: the logarithm waits until after the scan."""
 
+    def smaller(difference: Expr, same: Expr) -> Expr:
+        # exp, as 2 to a power: one instruction where that counts. Equal infinities: their difference is NaN.
+        return where(same, 1, exp2(difference * math.log2(math.e)))
+
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         (am, asum), (bm, bsum) = a, b
-        # exp, as 2 to a power: one instruction where that counts. Equal infinities: their difference is NaN.
-        smaller = where(eq(am, bm), 1, exp2(abs_(am - bm) * -math.log2(math.e)))
-        joined = where(am >= bm, asum + bsum * smaller, asum * smaller + bsum)
-        return maximum(am, bm), joined
+        scale = smaller(-abs_(am - bm), eq(am, bm))
+        return maximum(am, bm), where(am >= bm, fma(bsum, scale, asum), fma(asum, scale, bsum))
 
-    return make_combine("logsumexp", (dtype, dtype), (-math.inf, 0), fn)
-
-
-# Where a scan is a tree, every element takes part in several joins, so a join must be cheap: (s, e) stands for s * 4^e,
-# a number with an exponent without end, and joining two takes no function. 4 and not 2, because x / log(4) is in range
-# for every x. Infinities are exponents like others.
-_LOG4 = 2 * math.log(2)
-_EXPONENT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}  # where it stands, its bias
-
-
-def _scaled_exp(x: Expr) -> tuple[Expr, Expr]:
-    high = torch.tensor(1 / _LOG4, dtype=torch.float64).to(x.dtype).item()
-    whole = floor(x * high)
-    # Exact but for its last place; from some size on the whole has no places left for it.
-    rest = fma(x, const(1 / _LOG4 - high, x.dtype), fma(x, const(high, x.dtype), -whole))
-    return exp2(where(abs_(whole) < 2.0**22, rest * 2, where(isnan(x), x, 0))), whole
-
-
-def _power(apart: Expr) -> Expr:
-    """4 to a power that is not positive, by its bits: what is added leaves the integer in the lowest places."""
-    integer, place, bias = _EXPONENT[apart.dtype]
-    bits = Expr("bitcast", integer, (fma(apart, const(2, apart.dtype), const(1.5 * 2.0**place, apart.dtype)),))
-    return Expr("bitcast", apart.dtype, (binary("shl", bits, place) + (bias << place),))
-
-
-@cache
-def _scaled_sum(dtype: DType) -> Combine:
-    bias = _EXPONENT[dtype][2]
-
-    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
-        (asum, ae), (bsum, be) = a, b
-        apart = binary("fmax", -abs_(ae - be), -(bias // 2))  # also of equal infinities, whose difference is NaN
-        scale = _power(apart)
-        first = ae >= be
-        return where(first, fma(bsum, scale, asum), fma(asum, scale, bsum)), where(first, ae, be)
-
-    whole = make_combine("scaled_sum", (dtype, dtype), (0, -math.inf), fn)
-    s, e = whole.left
+    whole = make_combine("logsumexp", (dtype, dtype), (-math.inf, 0), fn)
+    m, s = whole.left
     top, total = (Expr("carry", dtype, (), name) for name in ("top", "total"))
-    # 4^50 apart, or 4^400, the smallest is still a number with all its places. Beyond the end there are sums of zero.
-    near = (e >= top - 0.4 * bias) & (abs_(e) < math.inf)
-    scaled = s * _power(binary("fmax", e - top, -(bias // 2)))
-    return replace(whole, level=Level(top, total, e, near | eq(s, 0), where(eq(s, 0), 0, scaled), (total, top)))
-
-
-def _scaled_log(s: Expr, e: Expr) -> Expr:
-    return fma(e, const(_LOG4, e.dtype), log(s))
+    # Further apart, m + log(s) of an early element would lose places to the largest one. Not of infinities and NaNs:
+    # what they are apart is no number. Beyond the end there are sums of zero.
+    holds = (top - m <= 24) | eq(s, 0)
+    return replace(whole, level=Level(top, total, m, holds, s * smaller(m - top, eq(m, top)), (top, total)))
 
 
 @lower(aten.logcumsumexp)
@@ -189,10 +151,14 @@ def logcumsumexp(x: Value, dim: int) -> Value:
     if not x.rank:
         return x
     wide, axis = running(x.dtype), wrap_dim(dim, x.rank)
-    if not build.graph().capabilities.serial_scans:
-        return build.scan(x.shape, axis, _scaled_sum(wide), lambda i: _scaled_exp(cast(x.load(i), wide)),
-                          dtypes=(x.dtype,), finish=lambda c: (cast(_scaled_log(*c), x.dtype),))[0]
+
+    def elements(i: tuple[Index, ...]) -> tuple[Expr, Expr]:
+        return cast(x.load(i), wide), const(1, wide)
+
+    if not build.graph().capabilities.serial_scans:  # a function for every element costs as much as the memory does
+        natural = rough_log2 if wide == torch.float32 else log2
+        return build.scan(x.shape, axis, _log_sum(wide), elements, dtypes=(x.dtype,),
+                          finish=lambda c: (cast(fma(natural(c[1]), const(math.log(2), wide), c[0]), x.dtype),))[0]
     stored = opmath(x.dtype)  # m is one of the elements, s at least 1: neither loses anything to speak of
-    m, s = build.scan(x.shape, axis, _log_sum(wide),
-                      lambda i: (cast(x.load(i), wide), const(1, wide)), dtypes=(x.dtype, stored))
+    m, s = build.scan(x.shape, axis, _log_sum(wide), elements, dtypes=(x.dtype, stored))
     return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log(s.load(i)), x.dtype)

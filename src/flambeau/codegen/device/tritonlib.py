@@ -210,6 +210,18 @@ def lcm(a, b):
 # ---- random bits -----------------------------------------------------------------------------------------
 
 
+if triton.knobs.runtime.interpret:
+    @triton.jit
+    def product(a, b):
+        return tl.umulhi(a, b), a * b
+else:
+    @triton.jit
+    def product(a, b):
+        """Both halves of a product of two uint32. The compiler makes two multiplications of it if left alone."""
+        return tl.inline_asm_elementwise("{.reg .b64 w; mul.wide.u32 w, $2, $3; mov.b64 {$1, $0}, w;}", "=r,=r,r,r",
+                                         [a, b], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
+
+
 @triton.jit
 def philox(seed, subsequence, counter, word: tl.constexpr):
     """One word of Philox 4x32-10, as an int64 in [0, 2^32)."""
@@ -219,13 +231,9 @@ def philox(seed, subsequence, counter, word: tl.constexpr):
     c1 = (counter >> 32).to(tl.uint32)
     c2 = subsequence.to(tl.uint32)
     c3 = (subsequence >> 32).to(tl.uint32)
-    a = tl.full((), 0xD2511F53, tl.uint32)
-    b = tl.full((), 0xCD9E8D57, tl.uint32)
     for _ in tl.static_range(10):
-        low0 = a * c0
-        low1 = b * c2
-        high0 = tl.umulhi(a, c0)
-        high1 = tl.umulhi(b, c2)
+        high0, low0 = product(c0, tl.full((), 0xD2511F53, tl.uint32))
+        high1, low1 = product(c2, tl.full((), 0xCD9E8D57, tl.uint32))
         c0 = high1 ^ c1 ^ k0
         c2 = high0 ^ c3 ^ k1
         c1 = low1
