@@ -77,8 +77,8 @@ def in_process(name: str, size: str, backend: str, device: str, caches: Path, li
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_compile(name: str, size: str, backends: Sequence[str], primed: Path,
-                    limit: float = 600.0, device: str = "cpu") -> CompileRow:
+def measure_compile(name: str, size: str, backends: Sequence[str], primed: Path, limit: float = 600.0,
+                    device: str = "cpu", states: Sequence[str] = STATES) -> CompileRow:
     """Seconds per state for one model; `primed` is a folder that keeps the trivial function's caches."""
     row = CompileRow(name)
     for backend in backends:
@@ -87,7 +87,10 @@ def measure_compile(name: str, size: str, backends: Sequence[str], primed: Path,
             own, copy = Path(folder) / "own", Path(folder) / "primed"
             try:
                 seconds["cold"] = in_process(name, size, backend, device, own, limit)["compile"]
-                seconds["warm"] = in_process(name, size, backend, device, own, limit)["compile"]
+                if "warm" in states:
+                    seconds["warm"] = in_process(name, size, backend, device, own, limit)["compile"]
+                if "primed" not in states:
+                    continue
                 if not (primed / backend).exists():
                     in_process(TRIVIAL, size, backend, device, primed / backend, limit)
                 shutil.copytree(primed / backend, copy)

@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time for the rounds of one case; floors: the most that one backend may take for a case",
     )
+    parser.add_argument(
+        "--states", default="cold,warm,primed", metavar="LIST", help="compile: of the caches; cold is always measured"
+    )
     floor_options = parser.add_argument_group("floors")
     floor_options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     sizes = floor_options.add_mutually_exclusive_group()
@@ -161,7 +164,8 @@ def compile_times(
     compilers = [backend for backend in backends if backend != "eager"]
     size = args.size or "small"
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as primed:
-        rows = [compile_time.measure_compile(name, size, compilers, Path(primed), device=args.target)
+        rows = [compile_time.measure_compile(name, size, compilers, Path(primed), device=args.target,
+                                             states=args.states.split(","))
                 for name in harness.progress(matching(args.only), "compile times", console)]
     title = f"Compile seconds, training, {size}, {args.target}"
     return (rows, compile_time.compile_table(title, rows, compilers),

@@ -22,6 +22,7 @@ from .tuning import HEURISTIC, Tuning
 
 THREADS = 128  # of a program that maps: four warps
 WINDOWS = 128  # of one that gives each point a thread
+ABREAST = 64  # of one whose points compute several windows
 TILE = 1024  # its elements, at most: two 16-byte accesses for each thread
 SQUARE = 64  # side of the tile of a transposition
 ROW = 16384  # elements of a row that is held whole
@@ -116,7 +117,8 @@ class LoopBlocks(BlockWriter):
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
         exprs = exprs_of(k)
-        room = self.tuning.sized(WINDOWS if self.apart else THREADS * per_thread(exprs))
+        windows = ABREAST if self.phases and self.phases.abreast else WINDOWS
+        room = self.tuning.sized(windows if self.apart else THREADS * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
 

@@ -33,6 +33,7 @@ class Phases:
     buffers: dict[str, str]  # name of an element's value -> buffer it is stored in
     holds: dict[str, Expr]  # what must hold for its store
     joined: tuple[tuple[str, ...], ...]  # elements next to each other in memory
+    abreast: bool = False  # not phases, but windows next to each other
 
 
 def written_out(k: LoopKernel) -> Phases | None:
@@ -50,9 +51,10 @@ def written_out(k: LoopKernel) -> Phases | None:
         if {low, *more}.issubset(phase_variables(split)) and not (more and checked):
             k, limits = split, more
     chosen = phase_variables(k)
-    if not chosen and ABREAST > 1 and not checked:
-        k, chosen, limits = abreast(k)
-    return unrolled(k, chosen, limits) if chosen else None
+    if chosen or ABREAST == 1 or checked:
+        return unrolled(k, chosen, limits) if chosen else None
+    k, chosen, limits = abreast(k)
+    return replace(unrolled(k, chosen, limits), abreast=True) if chosen else None
 
 
 def abreast(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:

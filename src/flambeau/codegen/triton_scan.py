@@ -4,7 +4,7 @@ Where there are programs enough without cutting the axis, one program walks all 
 piece has a program of its own, in a single pass over memory: a piece publishes its own total at once, looks back over
 the totals and prefixes of those before it, and publishes its prefix ("decoupled look-back"). Programs take their
 number from a counter, so that whoever a program waits for is already running. Where it finds the first prefix depends
-on the others' speed, and so does rounding; `ordered` scans look for it at places that are fixed.
+on the others' speed, and so does rounding; single rows, and `ordered` scans, look for it at places that are fixed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEAR = 10  # operations of a combine above which it, and not memory, takes the t
 WINDOW = 128  # predecessors that are read at once
 LONGEST, IN_A_ROW = 256, 32  # rows of a piece of columns, and pieces of all rows as long as that allows
 GROUP = 64  # pieces of columns between two prefixes, where the order is fixed
-COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "scaled_sum"))
+COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 
 
 def write_scan(k: ScanKernel, tuning: Tuning) -> list[Draft]:
@@ -240,15 +240,12 @@ class ScanBlocks(BlockWriter):
         totals = self.totals(scanned, "first")
         state = State(self, lanes)
         before = self.start(k.combine, self.outside())
-        if k.ordered:
+        if k.ordered or lanes == 1:  # a single row's pieces wait for one another alone: they look at many at once
             self.look_in_groups(before, totals, state)
         else:
             with self.scope("if step > 0:", footer=""):
                 state.publish(totals, 1)
-            if lanes == 1:
-                self.look_wide(before, state)
-            else:
-                self.look_single(before, state)
+            self.look_single(before, state)
             state.publish(self.combined(k.combine, before, totals), 2)
         self.put_after(before, scanned)
         strips = " * ".join(count_text(n, b, host_text) for n, b in sizes) or "1"
@@ -273,28 +270,6 @@ class ScanBlocks(BlockWriter):
             for slot, new in zip(before, self.combined(self.k.combine, state.values(), before), strict=True):
                 self.line(f"{slot} = {new}")
             self.line("back = tl.where(flag == 2, -1, back - 1)")
-
-    def look_wide(self, before: list[str], state: State) -> None:
-        """A window of predecessors at once: a single row's pieces wait for one another alone."""
-        c = self.k.combine
-        self.line("back = step")
-        with self.scope("while back > 0:", footer=""):
-            self.line(f"near = back - {WINDOW} + tl.arange(0, {WINDOW})")
-            self.line("there = near >= 0")
-            state.poll("near", "there")
-            # The nearest prefix, and nothing still missing after it.
-            self.line("prefix = tl.max(tl.where(there & (flag == 2), near, -1))")
-            with self.scope("while tl.max(tl.where(there & (near > prefix) & (flag == 0), 1, 0)) > 0:", footer=""):
-                state.poll("near", "there")
-                self.line("prefix = tl.max(tl.where(there & (flag == 2), near, -1))")
-            values = []
-            for text, identity in zip(state.values(), self.identity(c), strict=True):
-                values.append(self.fresh("p"))
-                self.line(f"{values[-1]} = tl.where(there & (near >= prefix), {text}, {identity})")
-            joined = self.joined(values)
-            for slot, new in zip(before, self.combined(c, joined, before), strict=True):
-                self.line(f"{slot} = {new}")
-            self.line(f"back = tl.where(prefix >= 0, 0, back - {WINDOW})")
 
     def look_in_groups(self, before: list[str], totals: list[str], state: State) -> None:
         """In groups that the numbers of the pieces decide: the last piece of a group tells its prefix, the others tell

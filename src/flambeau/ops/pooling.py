@@ -388,11 +388,12 @@ def max_unpool(x: Value, indices: Value, output_size: Sequence[IndexLike], strid
                padding: Any = ()) -> Value:
     sizes = [as_index(n) for n in output_size]
     rank = len(sizes)
-    cells = [cell(n, m, *given) for n, m, *given in zip(
-        sizes, x.shape[-rank:], stride or [None] * rank, padding or [0] * rank, strict=True)]
-    if build.graph().capabilities.ordered_scatter or None in cells:
+    given = zip(sizes, x.shape[-rank:], stride or [None] * rank, padding or [0] * rank, strict=True)
+    cells = [c for one in given if (c := cell(*one)) is not None]
+    # Rows that cells do not fill cannot be written in even pieces: there zeros come first.
+    if build.graph().capabilities.ordered_scatter or len(cells) < rank or sizes[-1].const % cells[-1].stride:
         return put_back(x, indices, x.shape[:-rank], sizes, "set")
-    return put_into_cells(x, indices, sizes, [c for c in cells if c is not None])
+    return put_into_cells(x, indices, sizes, cells)
 
 
 def cell(size: Index, count: Index, stride: int | None, padding: int) -> Axis | None:
