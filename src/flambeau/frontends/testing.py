@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,15 @@ def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | 
     return report
 
 
+def in_dtype(x: Any, dtype: torch.dtype) -> Any:
+    """An argument with `dtype` in place of the floating dtypes that it names, by itself or among options."""
+    if isinstance(x, torch.dtype):
+        return dtype if x.is_floating_point else x
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{f.name: in_dtype(getattr(x, f.name), dtype) for f in fields(x)})
+    return x
+
+
 @dataclass
 class _Case:
     fn: Callable[..., Any]
@@ -112,7 +121,7 @@ class _Case:
         where = [k for k, x in enumerate(flat) if isinstance(x, torch.Tensor)]
 
         def call(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
-            full = [dtype if dtype and isinstance(x, torch.dtype) and x.is_floating_point else x for x in flat]
+            full = [in_dtype(x, dtype) for x in flat] if dtype else list(flat)
             for k, t in zip(where, tensors, strict=True):
                 full[k] = t
             first, args, kwargs = pytree.tree_unflatten(full, spec)
