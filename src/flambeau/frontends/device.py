@@ -22,7 +22,7 @@ from flambeau.config import config
 from flambeau.errors import Error
 from flambeau.targets.base import device_target
 
-from . import device_module
+from . import device_exchange, device_module
 from .autoload import announce, taken
 from .device_copy import Copies
 from .device_module import NAME
@@ -45,6 +45,7 @@ def enable_device() -> None:
         announce()
         core.start(driver)
         device_module._start(core, tuple(device.name for device in driver.found))
+        device_exchange.register()
         copies = Copies(NAME, driver, core)
         aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
         for name, kernel in (("_copy_from", copies.copy_from), ("_copy_from_and_resize", copies.copy_and_resize),

@@ -52,11 +52,12 @@ def _index(device: Which) -> int:
     init()
     if device is None:
         return current_device()
-    if isinstance(device, int):
-        return device
-    found = torch.device(device)
+    found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
     if found.type != NAME:
         raise ValueError(f"expected a {NAME} device, got {device!r}")
+    if found.index is not None and found.index >= len(_names):
+        raise RuntimeError(f"{found} does not exist: there {'is' if len(_names) == 1 else 'are'} {len(_names)} "
+                           f"{'device' if len(_names) == 1 else 'devices'}")
     return current_device() if found.index is None else found.index
 
 
