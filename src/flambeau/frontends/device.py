@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from flambeau.errors import Error
 from flambeau.targets.base import device_target
 
 from . import device_exchange, device_module
-from .autoload import announce, taken
+from .autoload import announce, started, taken
 from .device_copy import Copies
 from .device_module import NAME
 from .device_native import load_core
@@ -45,6 +45,7 @@ def enable_device() -> None:
         announce()
         core.start(driver)
         device_module._start(core, tuple(device.name for device in driver.found))
+        started()
         device_exchange.register()
         copies = Copies(NAME, driver, core)
         aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
@@ -59,13 +60,19 @@ def enable_device() -> None:
         _LIBRARIES.extend((aten, everything))
 
 
+class Found(NamedTuple):
+    devices: int
+    accelerates: bool  # whether one of them is something else than the CPU, which PyTorch has anyway
+
+
 @cache
-def devices_found() -> int:
-    """How many devices there would be: 0 where something is missing for them."""
+def found() -> Found:
+    """What there would be; nothing where something is missing for it."""
     try:
-        return int(device_target(NAME).driver().devices) if shutil.which(config.compiler) else 0
+        driver = device_target(NAME).driver() if shutil.which(config.compiler) else None
     except Error:
-        return 0
+        driver = None
+    return Found(0, False) if driver is None else Found(driver.devices, driver.accelerates)
 
 
 def _private(kernel: Callable[..., Any]) -> Callable[..., Any]:

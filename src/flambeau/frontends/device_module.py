@@ -65,8 +65,12 @@ def _index(device: Which) -> int:
 
 
 def is_available() -> bool:
-    """Whether there is a device. Optimisers and loaders ask for it all the time: nothing is started for the answer."""
-    return device_count() > 0
+    """Whether there is a device that is used, or one to recommend to programs that take what there is.
+
+    A device that is just this machine's CPU is not: it is there for those who name it. Optimisers and loaders ask for
+    this all the time, so nothing is started for the answer.
+    """
+    return is_initialized() or bool(importlib.import_module("flambeau.frontends.device").found().accelerates)
 
 
 def is_initialized() -> bool:
@@ -89,8 +93,7 @@ def _is_in_bad_fork() -> bool:
 def device_count() -> int:
     if is_initialized():
         return len(_names)
-    found: int = importlib.import_module("flambeau.frontends.device").devices_found()
-    return found
+    return int(importlib.import_module("flambeau.frontends.device").found().devices)
 
 
 def current_device() -> int:
@@ -120,7 +123,8 @@ class device:  # noqa: N801 - as torch.cuda.device
 
 
 def synchronize(device: Which = None) -> None:
-    torch.accelerator.synchronize(_index(device))
+    if is_initialized():  # profilers of other devices ask for it as well
+        torch.accelerator.synchronize(_index(device))
 
 
 # ---- streams ---------------------------------------------------------------------------------------------
@@ -206,8 +210,8 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 def empty_cache() -> None:
-    init()
-    torch.accelerator.empty_cache()
+    if is_initialized():
+        torch.accelerator.empty_cache()
 
 
 def memory_stats(device: Which = None) -> dict[str, Any]:
