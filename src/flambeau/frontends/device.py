@@ -40,7 +40,7 @@ def enable_device() -> None:
             return
         if other := taken():
             raise Error(f"PyTorch takes one device from outside, and {other!r} is there already")
-        driver = device_target(NAME).driver()
+        driver = device_target().driver()
         core = load_core()
         announce()
         core.start(driver)
@@ -69,7 +69,7 @@ class Found(NamedTuple):
 def found() -> Found:
     """What there would be; nothing where something is missing for it."""
     try:
-        driver = device_target(NAME).driver() if shutil.which(config.compiler) else None
+        driver = device_target().driver() if shutil.which(config.compiler) else None
     except Error:
         driver = None
     return Found(0, False) if driver is None else Found(driver.devices, driver.accelerates)
