@@ -14,6 +14,8 @@ import pytest
 os.environ.setdefault("FLAMBEAU_VERIFY", "1")
 # Triton interprets kernels for GPUs here; it decides so when it is imported, which torch.compile does early.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# What is tested without the device is tested without its name; test_autoload.py has processes of its own.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 _own_cache = None
 if "FLAMBEAU_CACHE_DIR" not in os.environ:
     _own_cache = os.environ["FLAMBEAU_CACHE_DIR"] = tempfile.mkdtemp(prefix="flambeau-tests-")

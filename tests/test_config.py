@@ -42,6 +42,7 @@ ENVIRONMENT = [
     ("verify", "FLAMBEAU_VERIFY", "0", False),
     ("numerics", "FLAMBEAU_NUMERICS", "eager", "eager"),
     ("target", "FLAMBEAU_TARGET", "interpreter", "interpreter"),
+    ("device", "FLAMBEAU_DEVICE", "echo", "echo"),
     ("fallback", "FLAMBEAU_FALLBACK", "error", "error"),
     ("search", "FLAMBEAU_SEARCH", "on", True),
     ("log", "FLAMBEAU_LOG", "debug", "debug"),

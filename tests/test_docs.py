@@ -1,4 +1,4 @@
-"""The Python examples of the README run as they stand."""
+"""The Python examples of the README run as they stand, and tests that a page names are there."""
 
 from __future__ import annotations
 
@@ -13,3 +13,15 @@ def test_examples_of_the_readme() -> None:
     scope: dict[str, object] = {}
     for block in BLOCKS:
         exec(compile(block, str(README), "exec"), scope)
+
+
+def test_tests_that_the_page_of_the_device_names() -> None:
+    page = (README.parent / "docs" / "device.md").read_text()
+    files = {path.name: path.read_text() for path in (README.parent / "tests" / "frontends").glob("*_cases.py")}
+    files |= {name: (README.parent / "tests" / "frontends" / name).read_text()
+              for name in ("device_areas.py", "device_streams.py")}
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE)
+    named = [(test, where) for tests, where in rows for test in re.findall(r"`(\w+)\*?`", tests)]
+    assert len(named) > 25
+    for test, where in named:
+        assert any(f"def {test}" in files[file] for file in re.findall(r"`(\w+\.py)`", where)), test

@@ -144,6 +144,7 @@ class Config:
     verify         = Setting("FLAMBEAU_VERIFY", _boolean, False, "check the loop language after every pass")
     numerics       = Setting("FLAMBEAU_NUMERICS", _numerics, "fast", "fast, or eager: bits as eager PyTorch")
     target         = Setting("FLAMBEAU_TARGET", _optional_text, None, "runs all graphs, in place of their device's own")
+    device         = Setting("FLAMBEAU_DEVICE", _text, "opencl", 'target whose machines are torch.device("flambeau")')
     fallback       = Setting("FLAMBEAU_FALLBACK", _fallback, "allow", "allow, or error: no device operator on the CPU")
     search         = Setting("FLAMBEAU_SEARCH", _boolean, False, "time block shapes at first calls, keep the fastest")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")

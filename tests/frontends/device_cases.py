@@ -340,13 +340,6 @@ def test_saving(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "cpu.pt", map_location=DEV).device.type == DEV
 
 
-def test_dlpack() -> None:
-    x = numbers(4, 5).to(DEV).t()
-    y = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))
-    assert y.device == x.device and y.data_ptr() == x.data_ptr() and y.stride() == x.stride()
-    same(y, numbers(4, 5).t())
-
-
 def test_pickle_and_deepcopy() -> None:
     x = numbers(4, 5).to(DEV)
     for again in (pickle.loads(pickle.dumps(x)), copy.deepcopy(x), copy.copy(x)):
@@ -447,64 +440,6 @@ def test_events() -> None:
     after.wait(torch.flambeau.current_stream())
     with pytest.raises(ValueError, match="recorded"):
         before.elapsed_time(torch.Event(device=DEV, enable_timing=True))
-
-
-class Gate:
-    """A command that keeps a stream busy until it is opened."""
-
-    def __init__(self, stream: torch.Stream) -> None:
-        import pyopencl
-
-        there = _driver().stream(stream.device.index, stream.stream_id)
-        self._event = pyopencl.UserEvent(there.device.context)
-        there.last = pyopencl.enqueue_barrier(there.queue, wait_for=[self._event])
-        there.queue.flush()
-
-    def open(self) -> None:
-        import pyopencl
-
-        self._event.set_status(pyopencl.command_execution_status.COMPLETE)
-
-
-def test_an_event_makes_a_stream_wait() -> None:
-    slow, other = torch.Stream(device=DEV), torch.Stream(device=DEV)
-    x = torch.zeros(1 << 16, device=DEV)
-    ones = torch.ones(1 << 16, device=DEV)
-    out = torch.empty(1 << 16, device=DEV)
-    for _ in range(200):
-        x.zero_()
-        torch.flambeau.synchronize()
-        gate = Gate(slow)
-        with slow:
-            x.copy_(ones)
-        assert not slow.query()
-        event = slow.record_event()
-        other.wait_event(event)
-        with other:
-            out.copy_(x)
-        assert not event.query() and not other.query()
-        gate.open()
-        other.synchronize()
-        assert event.query()
-        same(out, ones)
-
-
-def test_recorded_memory_is_not_reused_early() -> None:
-    torch.flambeau.empty_cache()
-    user = torch.Stream(device=DEV)
-    for _ in range(200):
-        x = torch.empty(5 << 20, dtype=torch.uint8, device=DEV)
-        address = x.data_ptr()
-        gate = Gate(user)
-        x.record_stream(user)
-        del x
-        during = torch.empty(5 << 20, dtype=torch.uint8, device=DEV)
-        assert during.data_ptr() != address
-        gate.open()
-        user.synchronize()
-        assert torch.empty(5 << 20, dtype=torch.uint8, device=DEV).data_ptr() == address
-        del during
-        torch.flambeau.empty_cache()
 
 
 def test_streams_have_their_own_memory() -> None:
@@ -695,21 +630,6 @@ def test_attention() -> None:
     torch.testing.assert_close(a.grad.cpu(), b.grad)
 
 
-def test_autocast_and_scaler() -> None:
-    model = nn.Linear(4, 3).to(DEV)
-    scaler = torch.amp.GradScaler(DEV)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torch.autocast(DEV, dtype=torch.bfloat16):
-        assert torch.is_autocast_enabled(DEV) and torch.get_autocast_dtype(DEV) == torch.bfloat16
-        out = model(torch.randn(2, 4, device=DEV))
-        assert out.dtype == torch.bfloat16 and out.softmax(1).dtype == torch.float32
-        loss = out.square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimiser)
-    scaler.update()
-    assert torch.isfinite(model.weight).all().item()
-
-
 def test_a_default_device_and_modes() -> None:
     with torch.device(DEV):
         x = torch.ones(3)
@@ -718,10 +638,3 @@ def test_a_default_device_and_modes() -> None:
                                                                                             device="cpu"))
     with torch.inference_mode():
         same(torch.ones(3, device=DEV) * 2, torch.full((3,), 2.0))
-
-
-def test_a_data_loader_pins() -> None:
-    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, pin_memory=True)
-    for batch in loader:
-        assert batch.is_pinned()
-        same(batch.to(DEV, non_blocking=True) + 1, batch + 1)

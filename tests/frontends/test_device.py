@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from apart import run_apart
+
 pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
 
-CASES = Path(__file__).with_name("device_cases.py")
+HERE = Path(__file__).parent
+TWO = "pthread pthread"  # devices of PoCL's, each with a context of its own
 
 
 def test_device() -> None:
-    # Not a worker of pytest-xdist, even if this process is one.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist",
-               f"--rootdir={CASES.parents[2]}", str(CASES)]
-    done = subprocess.run(command, env=environment, cwd=CASES.parents[2], stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout and " failed" not in done.stdout
+    run_apart(HERE / "device_cases.py")
+
+
+def test_areas_of_the_checklist() -> None:
+    run_apart(HERE / "device_areas.py", POCL_DEVICES=TWO)
+
+
+def test_streams() -> None:
+    run_apart(HERE / "device_streams.py", POCL_DEVICES=TWO, FLAMBEAU_TEST_ROUNDS="10")
+
+
+@pytest.mark.sweep
+def test_streams_many_times() -> None:
+    run_apart(HERE / "device_streams.py", POCL_DEVICES=TWO, FLAMBEAU_TEST_ROUNDS="200")
 
 
 def test_nothing_happens_unasked() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flambeau import OptionError
+from flambeau.config import config
 
 if TYPE_CHECKING:
     import torch
@@ -23,17 +24,26 @@ if TYPE_CHECKING:
 
 # One letter, so that eleven dtypes fit beside the longest name.
 MARKS = {"native": ("N", "green"), "partly": ("P", "green"), "library": ("L", "cyan"),
-         "extern": ("E", "yellow"), "none": (".", "dim")}
+         "extern": ("E", "yellow"), "fallback": ("F", "yellow"), "none": (".", "dim"), "unsupported": (".", "dim")}
 HEADS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64",
          "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool", "complex64": "c64"}
 EPILOG = """\
-A cell says what torch.compile(backend="flambeau") does with the operator in that dtype on the CPU:
+A cell says what torch.compile(backend="flambeau") does with the operator in that dtype on the CPU, or
+with --target on another machine:
 
   N  native   compiled by Flambeau
   P  partly   the same, except for some arguments, with which ATen is called
   L  library  one call of ATen's library (matrix products, convolutions, attention)
   E  extern   called as it is in ATen
   .  none     PyTorch does not have the operator in this dtype on the CPU
+
+With the target of torch.device("flambeau"), which is OpenCL unless FLAMBEAU_DEVICE names another, it says
+what the device does, in eager mode as well:
+
+  N  native       a kernel on the device
+  P  partly       the same, except for some arguments, with which it is computed on the CPU
+  F  fallback     computed on the CPU, and counted: flambeau.fallbacks()
+  .  unsupported  PyTorch does not have the operator in this dtype on the CPU
 
 Nothing is run for this. N and P follow from the lowering and from the dtypes of the loop language, which
 every lowering is written for; whether PyTorch has the operator in a dtype is taken from PyTorch's operator
@@ -44,17 +54,22 @@ Operators that PyTorch takes apart before a backend sees them have no row: their
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--target", metavar="NAME", default="cpu", help="the machine, such as opencl; default: cpu")
     parser.add_argument("--family", metavar="NAME", help="a file of flambeau/ops, such as activation")
     parser.add_argument("--dtype", metavar="D", action="append", help="a column, such as int64; repeatable")
     parser.add_argument("--filter", metavar="TEXT", help="operators whose name contains TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page here that filters and searches")
 
 
 def run(args: argparse.Namespace) -> int:
-    from flambeau.report.coverage import DTYPES, coverage
+    from flambeau.report.coverage import CELLS, CELLS_OF_A_DEVICE, DTYPES, coverage, page
+    from flambeau.targets.base import get_target
 
     console = Console(highlight=False)
-    every = coverage([dtype_named(d) for d in args.dtype] if args.dtype else DTYPES)
+    device = args.target == config.device
+    machine = None if args.target == "cpu" else get_target(args.target).capabilities()
+    every = coverage([dtype_named(d) for d in args.dtype] if args.dtype else DTYPES, machine, device)
     families = list(dict.fromkeys(row.family for row in every))
     if args.family and args.family not in families:
         raise OptionError(f"no family is called {args.family!r}", hint=f"there are {', '.join(families)}")
@@ -69,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report = {"operators": [dataclasses.asdict(row) for row in rows], "counts": dict(counts(rows))}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.html:
+        args.html.write_text(page(rows, args.target, CELLS_OF_A_DEVICE if device else CELLS))
     return 0
 
 

@@ -3,28 +3,33 @@
     flambeau.enable_device()
     x = torch.randn(3, device="flambeau")
 
-The core (device_core.cpp) gives PyTorch memory, streams, events and views; copies are device_copy.py's,
-`torch.flambeau` is device_module.py, and operators run on the CPU (fallback.py).
+Where autoload.py has announced the device, its first use enables it. The core (device_core.cpp) gives PyTorch memory,
+streams, events and views; copies are device_copy.py's, `torch.flambeau` is device_module.py, and operators run on the
+CPU (fallback.py).
 """
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
+from flambeau.config import config
 from flambeau.errors import Error
 from flambeau.targets.base import device_target
 
-from . import device_module
+from . import device_exchange, device_module
+from .autoload import announce, started, taken
 from .device_copy import Copies
 from .device_module import NAME
 from .device_native import load_core
 from .fallback import Fallback
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _LIBRARIES: list[torch.library.Library] = []  # what they register goes when they do
 
 
@@ -33,16 +38,15 @@ def enable_device() -> None:
     with _LOCK:
         if _LIBRARIES:
             return
-        taken = torch._C._get_privateuse1_backend_name()
-        if taken not in ("privateuseone", NAME):
-            raise Error(f"PyTorch takes one device from outside, and {taken!r} is there already")
-        driver = device_target(NAME).driver()
+        if other := taken():
+            raise Error(f"PyTorch takes one device from outside, and {other!r} is there already")
+        driver = device_target().driver()
         core = load_core()
-        torch.utils.rename_privateuse1_backend(NAME)
+        announce()
         core.start(driver)
         device_module._start(core, tuple(device.name for device in driver.found))
-        torch._register_device_module(NAME, device_module)
-        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+        started()
+        device_exchange.register()
         copies = Copies(NAME, driver, core)
         aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
         for name, kernel in (("_copy_from", copies.copy_from), ("_copy_from_and_resize", copies.copy_and_resize),
@@ -54,6 +58,21 @@ def enable_device() -> None:
                 aten.impl(name, torch.library.fallthrough_kernel, key)
         Fallback(copies, core.generator, device_module.current_device).register(everything, aten)
         _LIBRARIES.extend((aten, everything))
+
+
+class Found(NamedTuple):
+    devices: int
+    accelerates: bool  # whether one of them is something else than the CPU, which PyTorch has anyway
+
+
+@cache
+def found() -> Found:
+    """What there would be; nothing where something is missing for it."""
+    try:
+        driver = device_target().driver() if shutil.which(config.compiler) else None
+    except Error:
+        driver = None
+    return Found(0, False) if driver is None else Found(driver.devices, driver.accelerates)
 
 
 def _private(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -20,6 +21,8 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/ApproximateClock.h>
+#include <torch/csrc/profiler/stubs/base.h>
 #include <torch/library.h>
 
 #include <sys/mman.h>
@@ -444,7 +447,7 @@ void Memory::release(void* data) {
 }
 
 // Memory of the host that copies may run behind the caller's back in. Whoever enqueues one keeps its tensor alive.
-class Pinned final : public c10::Allocator {
+class Pinned final : public at::HostAllocator {
  public:
   DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &release, c10::kCPU};
@@ -457,6 +460,13 @@ class Pinned final : public c10::Allocator {
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+
+  // Nothing is kept back for later, so there is nothing to wait for, to empty or to count.
+  bool record_event(void*, void*, Stream) override { return false; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 
   bool owns(const void* data) const {
     std::lock_guard<std::mutex> hold(lock_);
@@ -560,6 +570,38 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     if (event != nullptr && !stopped) driver.forget(id(event));
   }
+};
+
+// -------------------------------------------------------------------------------------------------- the profiler
+
+// What an operator took on the device: the time between two events on its stream, before and after it.
+struct Times final : torch::profiler::impl::ProfilerStubs {
+  using Event = torch::profiler::impl::ProfilerVoidEventStub;
+
+  void record(DeviceIndex* device, Event* event, int64_t* cpu_ns) const override {
+    DeviceIndex here = current.device;
+    if (device != nullptr) *device = here;
+    if (cpu_ns != nullptr) *cpu_ns = c10::getTime();
+    auto* number = reinterpret_cast<void*>(::record(here, current.streams[size_t(here)]));
+    *event = Event(number, [](void* given) { Guard().destroyEvent(given, 0); });
+  }
+  // Microseconds.
+  float elapsed(const Event* from, const Event* to) const override {
+    Guard().synchronizeEvent(to->get());
+    return float(Guard().elapsedTime(from->get(), to->get(), 0) * 1e3);
+  }
+  void mark(const char*) const override {}
+  void rangePush(const char*) const override {}
+  void rangePop() const override {}
+  bool enabled() const override { return true; }
+  void onEachDevice(std::function<void(int)> op) const override {
+    On before(std::nullopt);
+    for (int device = 0; device < driver.devices; ++device) {
+      current.device = DeviceIndex(device);
+      op(device);
+    }
+  }
+  void synchronize() const override { Guard().synchronizeDevice(current.device); }
 };
 
 // ----------------------------------------------------------------------------------------------- random numbers
@@ -776,6 +818,8 @@ void flambeau_start(const Driver* given) {
   c10::SetAllocator(kType, &memory(), 1);
   c10::impl::registerDeviceGuard(kType, new Guard);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  at::setHostAllocator(kType, &pinned(), 1);
+  torch::profiler::impl::registerPrivateUse1Methods(new Times);
 }
 
 void flambeau_stop() { stopped = true; }

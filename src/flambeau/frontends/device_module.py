@@ -1,44 +1,63 @@
 """What `torch.flambeau` is: the functions that PyTorch and its users expect of a device's module.
 
 Streams and events are `torch.Stream` and `torch.Event`; most of the rest is `torch.accelerator`, for this device.
+The module may stand there before there is a device behind it (autoload.py): what needs one starts it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .device_native import Core
+if TYPE_CHECKING:
+    from .device_native import Core
 
 NAME = "flambeau"
 
 Which = torch.device | str | int | None
 
-Stream = torch.Stream
-Event = torch.Event
-
-_core: Core
+_core: Core | None = None
 _names: tuple[str, ...] = ()
 _pid = os.getpid()
+_seed: int | None = None  # for the generators that are still to come
 
 
 def _start(core: Core, names: tuple[str, ...]) -> None:
     global _core, _names, _pid
     _core, _names, _pid = core, names, os.getpid()
+    if _seed is not None:
+        manual_seed_all(_seed)
+
+
+def _native() -> Core:
+    init()
+    assert _core is not None
+    return _core
+
+
+def __getattr__(name: str) -> Any:
+    # PyTorch makes streams and events without asking whether the device was started.
+    if name not in ("Stream", "Event"):
+        raise AttributeError(f"module 'torch.{NAME}' has no attribute {name!r}")
+    init()
+    return getattr(torch, name)
 
 
 def _index(device: Which) -> int:
+    init()
     if device is None:
         return current_device()
-    if isinstance(device, int):
-        return device
-    found = torch.device(device)
+    found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
     if found.type != NAME:
         raise ValueError(f"expected a {NAME} device, got {device!r}")
+    if found.index is not None and found.index >= len(_names):
+        raise RuntimeError(f"{found} does not exist: there {'is' if len(_names) == 1 else 'are'} {len(_names)} "
+                           f"{'device' if len(_names) == 1 else 'devices'}")
     return current_device() if found.index is None else found.index
 
 
@@ -46,26 +65,35 @@ def _index(device: Which) -> int:
 
 
 def is_available() -> bool:
-    return bool(_names)
+    """Whether there is a device that is used, or one to recommend to programs that take what there is.
+
+    A device that is just this machine's CPU is not: it is there for those who name it. Optimisers and loaders ask for
+    this all the time, so nothing is started for the answer.
+    """
+    return is_initialized() or bool(importlib.import_module("flambeau.frontends.device").found().accelerates)
 
 
 def is_initialized() -> bool:
-    return True
+    return _core is not None
 
 
 def init() -> None:
-    """Nothing is left to do: contexts are made at their first use."""
+    """Start the device, if that was not done yet; contexts are made at their first use. Says why there is none."""
+    if _core is None:
+        importlib.import_module("flambeau.frontends.device").enable_device()
 
 
-_lazy_init = init
+_lazy_init = init  # what PyTorch calls before it makes the first tensor of the device
 
 
 def _is_in_bad_fork() -> bool:
-    return os.getpid() != _pid
+    return is_initialized() and os.getpid() != _pid
 
 
 def device_count() -> int:
-    return len(_names)
+    if is_initialized():
+        return len(_names)
+    return int(importlib.import_module("flambeau.frontends.device").found().devices)
 
 
 def current_device() -> int:
@@ -95,7 +123,8 @@ class device:  # noqa: N801 - as torch.cuda.device
 
 
 def synchronize(device: Which = None) -> None:
-    torch.accelerator.synchronize(_index(device))
+    if is_initialized():  # profilers of other devices ask for it as well
+        torch.accelerator.synchronize(_index(device))
 
 
 # ---- streams ---------------------------------------------------------------------------------------------
@@ -128,11 +157,11 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def default_generator(device: Which = None) -> torch.Generator:
-    return _core.generator(_index(device))
+    return _native().generator(_index(device))
 
 
 def _all_generators() -> Iterable[torch.Generator]:
-    return (_core.generator(k) for k in range(device_count()))
+    return (_native().generator(k) for k in range(device_count()))
 
 
 def manual_seed(seed: int) -> None:
@@ -140,6 +169,10 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
+    global _seed
+    _seed = seed
+    if not is_initialized():
+        return
     for generator in _all_generators():
         generator.manual_seed(seed)
 
@@ -177,7 +210,8 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 def empty_cache() -> None:
-    torch.accelerator.empty_cache()
+    if is_initialized():
+        torch.accelerator.empty_cache()
 
 
 def memory_stats(device: Which = None) -> dict[str, Any]:

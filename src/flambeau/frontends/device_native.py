@@ -51,6 +51,7 @@ class Driver(Protocol):
     """What a kind of device does for the core. Stream -1 is all of a device's streams, or the host."""
 
     devices: int
+    accelerates: bool  # whether one of them is something else than the CPU of this machine
 
     def alloc(self, device: int, address: int, nbytes: int) -> None:
         """Memory that goes by that address from now on; MemoryError where the device has no more."""

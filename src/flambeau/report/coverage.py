@@ -1,7 +1,7 @@
 """Which operators have a lowering, in which dtypes: from the registry and PyTorch's own operator tests.
 
 Nothing is run. A lowering is written for all dtypes of the loop language at once, so what a cell says
-follows from three facts: whether there is a lowering, whether the loop language has the dtype, and whether
+follows from three facts: whether there is a lowering, whether the machine has the dtype, and whether
 PyTorch has the operator in that dtype on the CPU. The last comes from OpInfo, PyTorch's table of operators
 for testing; an operator that is not in it, or every one where it cannot be imported, is marked as assumed.
 """
@@ -9,14 +9,17 @@ for testing; an operator that is not in it, or every one where it cannot be impo
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from flambeau.frontends.decompositions import table as decompositions
+from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
@@ -33,6 +36,14 @@ CELLS = {
     "extern": "called as it is in ATen",
     "none": "PyTorch does not have the operator in this dtype on the CPU",
 }
+# On a device that only Flambeau knows there is no ATen to call: the CPU's does it.
+CELLS_OF_A_DEVICE = {
+    "native": "a kernel on the device",
+    "partly": "a kernel on the device, except for some arguments, with which it is computed on the CPU",
+    "fallback": "computed on the CPU, and counted (flambeau.fallbacks)",
+    "unsupported": "PyTorch does not have the operator in this dtype on the CPU",
+}
+_ON_A_DEVICE = {"library": "fallback", "extern": "fallback", "none": "unsupported"}
 LIBRARY, UNLOWERED = "contraction", "without a lowering"  # families
 
 # How names in graphs differ from the names in OpInfo: `_log_softmax_backward_data` is about `log_softmax`.
@@ -50,9 +61,15 @@ class Operator:
     assumed: bool = False  # OpInfo does not know the operator
 
 
-def coverage(dtypes: Iterable[torch.dtype] = DTYPES) -> list[Operator]:
-    """Every operator with a lowering, every contraction, and those that are called as they are."""
+def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | None = None,
+             device: bool = False) -> list[Operator]:
+    """Every operator with a lowering, every contraction, and those that are called as they are.
+
+    On a machine, or on the CPU; `device`: for tensors on torch.device("flambeau"), in the words of CELLS_OF_A_DEVICE.
+    """
     ops_loaded()
+    supported = SUPPORTED if machine is None else machine.dtypes
+    contracts = machine is not None and getattr(machine, "contracts", False)
     known = opinfo_dtypes()
     packets: dict[str, list[torch._ops.OpOverload]] = {}
     for op in (*LOWERINGS, *CONTRACTIONS, *unlowered(known)):
@@ -60,16 +77,19 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES) -> list[Operator]:
     rows = []
     for name, overloads in packets.items():
         ours = sum(o in LOWERINGS for o in overloads)
-        library = any(o in CONTRACTIONS for o in overloads)
+        library = not contracts and any(o in CONTRACTIONS for o in overloads)
         found = lookup(name.partition(".")[2], known)
         row = Operator(name, family_of(overloads), len(set(overloads)), assumed=found is None)
         partly = any(hands_over(LOWERINGS[o]) for o in overloads if o in LOWERINGS)
         best = "library" if library else "extern" if not ours else "partly" if partly else "native"
+        # Views of the device's memory move nothing, whatever it holds.
+        everywhere = best == "library" or (device and all(map(is_view, overloads)))
+        best = "native" if everywhere and best != "library" else best
         for d in dtypes:
             have = found is None or d in found
             # A library call is ATen's own, whatever the dtype.
-            row.cells[str(d).removeprefix("torch.")] = (
-                "none" if not have else best if d in SUPPORTED or best == "library" else "extern")
+            cell = "none" if not have else best if d in supported or everywhere else "extern"
+            row.cells[str(d).removeprefix("torch.")] = _ON_A_DEVICE.get(cell, cell) if device else cell
         rows.append(row)
     return sorted(rows, key=lambda r: (r.family == UNLOWERED, r.family, r.name))
 
@@ -82,6 +102,11 @@ def family_of(overloads: list[torch._ops.OpOverload]) -> str:
     if any(o in CONTRACTIONS for o in overloads):
         return LIBRARY
     return next((FAMILIES[o] for o in overloads if o in FAMILIES), UNLOWERED)
+
+
+def is_view(op: torch._ops.OpOverload) -> bool:
+    aliases = [r.alias_info for r in op._schema.returns]
+    return any(a is not None and not a.is_write for a in aliases)
 
 
 def hands_over(lowering: Callable[..., Any], depth: int = 2) -> bool:
@@ -159,3 +184,22 @@ def unlowered(known: dict[str, Dtypes]) -> list[torch._ops.OpOverload]:
         if wanted and tensors and not composite and not op._schema.is_mutable:
             out.append(op)
     return out
+
+
+# ---- as a page -------------------------------------------------------------------------------------------
+
+
+def page(rows: list[Operator], target: str, cells: dict[str, str]) -> str:
+    """A page of its own, which filters and searches without anything from elsewhere."""
+    data = {
+        "title": f"Operators on {target}",
+        "about": "What follows from the lowerings and from PyTorch's operator tests (OpInfo); nothing was run for it. "
+                 "Operators that PyTorch takes apart before a backend sees them have no row: their parts have.",
+        "cells": cells,
+        "families": list(dict.fromkeys(row.family for row in rows)),
+        "dtypes": list(rows[0].cells) if rows else [],
+        "operators": [{"name": row.name.removeprefix("aten."), "family": row.family, "cells": row.cells,
+                       "assumed": row.assumed} for row in rows],
+    }
+    template = Path(__file__).with_name("coverage_page.html").read_text()
+    return template.replace("DATA", json.dumps(data).replace("<", "\\u003c"), 1)

@@ -19,6 +19,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from flambeau.codegen.source import BlockSource, KernelSource, RangeSource
+from flambeau.config import config
 from flambeau.errors import CompileError, OptionError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -145,7 +146,6 @@ _BUILT_IN = {
     "opencl": "flambeau.targets.opencl:OpenClTarget",
 }
 _TARGETS: dict[str, Target] = {}
-_DEVICES = {"flambeau": "opencl"}  # devices that PyTorch has from us, by the target whose machines they are
 
 
 def register_target(name: str, factory: Callable[[], Target]) -> None:
@@ -166,9 +166,9 @@ def get_target(name: str) -> Target:
     return _TARGETS[name]
 
 
-def device_target(name: str) -> Target:
-    """The target behind a device that PyTorch has from us."""
-    return get_target(_DEVICES[name])
+def device_target() -> Target:
+    """The target whose machines are the device that PyTorch has from us."""
+    return get_target(config.device)
 
 
 def target_for(device: torch.device) -> str | None:

@@ -40,7 +40,7 @@ class ClDevice:
         self.threads = self.is_cpu if threads is None else threads
         self.name = f"{device.name.strip()} ({device.platform.name.strip()})"
         self.lock = threading.RLock()
-        self._pid: int | None = None
+        self._pid = os.getpid()  # drivers start threads when they are asked for devices
 
     def __repr__(self) -> str:
         return f"<ClDevice {self.index}: {self.name}>"
@@ -49,7 +49,6 @@ class ClDevice:
     def context(self) -> pyopencl.Context:
         import pyopencl
 
-        self._pid = os.getpid()
         return pyopencl.Context([self.device])
 
     @cached_property
@@ -60,7 +59,7 @@ class ClDevice:
 
     def check_process(self) -> None:
         """A driver's threads do not follow into a forked child."""
-        if self._pid is not None and self._pid != os.getpid():
+        if self._pid != os.getpid():
             raise UnsupportedError("this process was forked after OpenCL was used", target=f"{NAME}, {self.name}",
                                    hint='start processes with multiprocessing\'s "spawn" or "forkserver" method')
 

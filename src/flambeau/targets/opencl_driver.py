@@ -39,6 +39,7 @@ class ClDriver:
     def __init__(self, found: Sequence[ClDevice] | None = None) -> None:
         self.found = tuple(devices() if found is None else found)
         self.devices = len(self.found)
+        self.accelerates = not all(device.is_cpu for device in self.found)
         self._lock = threading.Lock()
         self._buffers: dict[int, pyopencl.Buffer] = {}
         self._starts: list[int] = []

@@ -1,0 +1,21 @@
+"""Test files that run in a process of their own: a process gives PyTorch's open device type a name once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_apart(cases: Path, *options: str, **environment: str) -> None:
+    # Not a worker of pytest-xdist, even if this process is one.
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist",
+               f"--rootdir={ROOT}", *options, str(cases)]
+    done = subprocess.run(command, env=plain | environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout and " failed" not in done.stdout

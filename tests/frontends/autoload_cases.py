@@ -1,0 +1,147 @@
+"""What test_autoload.py starts once: each case in a process of its own, forked from one that has imported torch."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def the_first_use_starts_the_device() -> None:
+    assert not {"pyopencl", "flambeau.frontends.device", "flambeau.targets.base"} & set(sys.modules)
+    assert torch.device("flambeau", 1).type == "flambeau" and not torch.flambeau.is_initialized()
+    torch.manual_seed(11)
+    x = torch.ones(3, requires_grad=True)
+    torch.optim.SGD([x]).step()  # asks whether an accelerator is available
+    assert torch.accelerator.device_count() >= 1
+    assert not torch.accelerator.is_available()  # just the CPU: nothing to recommend
+    assert not torch.flambeau.is_initialized()
+    assert torch.ones(2, device="flambeau").add(1).cpu().tolist() == [2, 2]
+    assert torch.flambeau.is_initialized() and torch.accelerator.is_available()
+    assert torch.flambeau.initial_seed() == 11  # the seed came before the device
+
+
+def an_accelerator_is_recommended() -> None:
+    from flambeau.frontends import device
+
+    device.found = lambda: device.Found(1, True)  # type: ignore[assignment]
+    assert torch.accelerator.is_available() and torch._C._get_accelerator() == torch.device("flambeau")
+    loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2, pin_memory=True)
+    assert not torch.flambeau.is_initialized()
+    assert all(batch.is_pinned() for batch in loader)  # PyTorch pins without starting a device
+    assert torch.flambeau.is_initialized() and "pin_memory" not in torch.Tensor.__dict__
+
+
+def programs_do_not_mean_it() -> None:
+    for backend in ("gloo", None):
+        where = f"file://{tempfile.mkdtemp()}/rendezvous"
+        dist.init_process_group(backend, init_method=where, rank=0, world_size=1)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(3, 2)).sum().backward()
+        dist.barrier()
+        dist.destroy_process_group()
+    with torch.profiler.profile():
+        assert not torch.ones(3).is_pinned()
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+    assert torch.get_device_module() is torch.cpu
+    assert not torch.flambeau.is_initialized()
+    ours = torch._C._get_accelerator
+    torch.ones(2, device="flambeau")
+    assert torch._C._get_accelerator is not ours and torch._C._get_accelerator() == torch.device("flambeau")
+    assert torch.ones(2).pin_memory().is_pinned()
+
+
+def starts(use: Callable[[], object]) -> Callable[[], None]:
+    def case() -> None:
+        use()
+        assert torch.flambeau.is_initialized()
+        assert torch.randn(2, device="flambeau", generator=torch.Generator(device="flambeau")).shape == (2,)
+
+    return case
+
+
+def load() -> object:
+    torch.save(torch.ones(2), file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, map_location="flambeau")
+
+
+def a_fork_after_a_look_at_the_devices() -> None:
+    assert torch.accelerator.device_count() >= 1
+    if not (child := os.fork()):
+        try:
+            torch.ones(2, device="flambeau")
+        except RuntimeError as error:
+            os._exit(int("forked after OpenCL was used" not in str(error) or "spawn" not in str(error)))
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def there_is_no_pyopencl() -> None:
+    sys.modules["pyopencl"] = None  # type: ignore[assignment]
+    import flambeau
+
+    assert not torch.accelerator.is_available() and torch.flambeau.device_count() == 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert len(list(torch.utils.data.DataLoader(torch.arange(4.0), pin_memory=True))) == 4
+    assert any("no accelerator is found" in str(w.message) for w in said)
+    with torch.profiler.profile():
+        torch.ones(2).sum()
+    for use in (lambda: torch.ones(2).to("flambeau"), lambda: torch.flambeau.Stream("flambeau")):
+        try:
+            use()
+        except flambeau.UnsupportedError as error:
+            assert "PyOpenCL cannot be imported" in str(error) and "pip install 'flambeau[opencl]'" in str(error)
+        else:
+            raise AssertionError("no error")
+
+
+def there_is_no_compiler() -> None:
+    os.environ |= {"FLAMBEAU_CXX": "no-such-compiler", "FLAMBEAU_CACHE_DIR": tempfile.mkdtemp()}
+    import flambeau
+
+    assert torch.flambeau.device_count() == 0 and not torch.flambeau.is_available()
+    try:
+        torch.ones(2).to("flambeau")
+    except flambeau.CompileError as error:
+        assert "no-such-compiler" in str(error)
+    else:
+        raise AssertionError("no error")
+    assert torch.ones(2).sum().item() == 2
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case for case in (
+        the_first_use_starts_the_device, an_accelerator_is_recommended, programs_do_not_mean_it,
+        a_fork_after_a_look_at_the_devices, there_is_no_pyopencl, there_is_no_compiler)
+} | {
+    "a_stream_starts_it": starts(lambda: torch.flambeau.Stream("flambeau")),
+    "a_module_starts_it": starts(lambda: torch.nn.Linear(2, 2).to("flambeau")),
+    "a_question_starts_it": starts(lambda: torch.flambeau.current_device()),
+    "loading_starts_it": starts(load),
+}
+
+
+def main() -> None:
+    for name, case in CASES.items():
+        print("case", name, flush=True)
+        if not (child := os.fork()):
+            try:
+                case()
+                print("passed", flush=True)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
