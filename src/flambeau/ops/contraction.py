@@ -1,4 +1,4 @@
-"""Contractions: matrix products, convolutions and attention are library calls; the thin ones are loops."""
+"""Contractions: matrix products of all kinds. Thin ones are loops, others a library's or kernels of their own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flambeau.ops.registry import load_at, lower, operand
 
 aten = torch.ops.aten
 
-# The frontend makes a Contract of these where no lowering below takes the call; the results have the metadata
-# of the fake tensors.
+# The frontend makes a Library call of these where no lowering takes the call; the results have the metadata of the
+# fake tensors.
 CONTRACTIONS: frozenset[torch._ops.OpOverload] = frozenset((
     aten.mm.default,
     aten.addmm.default,
@@ -99,15 +99,28 @@ def outer(a: Value, b: Value, i: tuple[Index, ...]) -> Expr:
     return cast(a.load((*i[:-1], zero)), wide) * cast(b.load((*i[:-2], zero, i[-1])), wide)
 
 
+def product_of(a: Value, b: Value) -> Any:
+    """a @ b as a function of the index, in the dtype of sums; NotImplemented where that is a library's."""
+    if is_outer(a, b):
+        return lambda i: outer(a, b, i)
+    if not build.graph().capabilities.contracts or is_bool(a.dtype) or a.dtype is not b.dtype:
+        return NotImplemented
+    total = build.contract((*a.shape[:-1], b.shape[-1]), a.shape[-1:], lambda i: a.load((*i[:-2], i[-1])),
+                           lambda i: b.load((*i[:-3], i[-1], i[-2])), accumulator(a.dtype))
+    return lambda i: total.load(i)
+
+
 @lower(aten.mm.default, aten.bmm.default)
 def mm(a: Value, b: Value) -> Any:
-    if not is_outer(a, b):
+    product = product_of(a, b)
+    if product is NotImplemented:
         return NotImplemented
-    return build.pointwise((*a.shape[:-1], b.shape[-1]), lambda i: outer(a, b, i), a.dtype)
+    return build.pointwise((*a.shape[:-1], b.shape[-1]), product, a.dtype)
 
 
 @lower(aten.addmm.default, aten.baddbmm.default)
 def addmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if not is_outer(a, b) or promote([operand(c), operand(a)]) is not c.dtype:
+    product = product_of(a, b) if promote([operand(c), operand(a)]) is c.dtype else NotImplemented
+    if product is NotImplemented:
         return NotImplemented
-    return combined(c, (*a.shape[:-1], b.shape[-1]), lambda i: outer(a, b, i), beta, alpha)
+    return combined(c, (*a.shape[:-1], b.shape[-1]), product, beta, alpha)
