@@ -305,7 +305,8 @@ class _Lowering:
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = n.target
-        kind = Library if target in CONTRACTIONS else Extern
+        library = target in CONTRACTIONS and not self.g.capabilities.contracts
+        kind = Library if library else Extern
         if kind is Extern:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
         val: Any = n.meta.get("val")

@@ -42,10 +42,8 @@ class Geometry:
     @staticmethod
     def of(rank: int, stride: Any, padding: Any, dilation: Any, groups: Any) -> Geometry | None:
         """None where a number is not known before the run."""
-        lists = [tuple(x) * (rank if len(x) == 1 else 1) for x in (stride, padding, dilation)]
-        if not all(isinstance(n, int) for x in (*lists, (groups,)) for n in x):
-            return None
-        return Geometry(*lists, groups)
+        s, p, d = (tuple(x) * (rank if len(x) == 1 else 1) for x in (stride, padding, dilation))
+        return Geometry(s, p, d, groups) if all(isinstance(n, int) for n in (*s, *p, *d, groups)) else None
 
 
 def grouped(v: Value, dim: int, groups: int) -> Value:
