@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from agreement import agree, through
 from flambeau.frontends.capture import capture
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.nodes import Contract
+from flambeau.ir.nodes import Library
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def test_sums_over_one_element_are_products() -> None:
 
 
 def test_matrices_are_library_calls() -> None:
-    assert kinds(torch.mm, torch.randn(5, 3), torch.randn(3, 4)) == {Contract.kind}
+    assert kinds(torch.mm, torch.randn(5, 3), torch.randn(3, 4)) == {Library.kind}
     agree(lambda a, b: (a @ b, torch.bmm(a[None], b[None]), torch.addmm(b[0], a, b)),
           random(5, 3), random(3, 4))
 

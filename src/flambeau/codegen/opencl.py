@@ -19,7 +19,7 @@ import torch
 from flambeau.ir.dtypes import DType, is_bool, is_int
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import Dyn, Index, Op, Sym
-from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, ScatterKernel
 
 from .cfamily import CLike, Writer
 from .cpp import SPECIAL
@@ -128,6 +128,7 @@ class Shape:
 
     threads: bool  # a work-item is a thread of a CPU
     group: int = 256  # work-items of a group, at most
+    units: int = 1  # cores
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Draft:
     writer: Writer
     items: Index | str
     group: int = 1
+    before: tuple[str, ...] = ()  # functions of its own
 
 
 def render(kernel: Kernel, name: str, shape: Shape) -> RangeSource:
@@ -144,7 +146,7 @@ def render(kernel: Kernel, name: str, shape: Shape) -> RangeSource:
     from .opencl_points import write_points
     from .opencl_threads import write_threads
 
-    drafts = write_threads(kernel) if shape.threads else write_points(kernel, shape)
+    drafts = write_threads(kernel, shape) if shape.threads else write_points(kernel, shape)
     names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
     lines: list[str] = []
     ranges = []
@@ -155,7 +157,7 @@ def render(kernel: Kernel, name: str, shape: Shape) -> RangeSource:
     for k, draft in enumerate(drafts):
         reports = draft.writer.scopes[0].checks
         checks |= reports
-        lines += [*head_of(kernel, f"KERNEL_NAME_{k}", draft),
+        lines += [*draft.before, *head_of(kernel, f"KERNEL_NAME_{k}", draft),
                   *(f"  const long {draft.writer.sym(s)} = {n};" for s, n in names.items()),
                   *(["  int bad = 0;"] if reports else []),
                   *("  " + x for x in draft.writer.scopes[0].lines),
@@ -200,6 +202,8 @@ def exprs_of(k: Kernel) -> list[Expr]:
         return [*(e for s in k.stages for i in s for e in i.exprs), *(k.bounds or ())]
     if isinstance(k, ScanKernel):
         return [*k.exprs, *k.finish]
+    if isinstance(k, ContractKernel):
+        return [k.left, k.right, *(e for i in k.items for e in i.exprs)]
     places = [a.expr for a in k.address.atoms() if isinstance(a, Dyn)]
     return [e for e in (k.init, k.value, k.mask, *places) if e is not None]
 

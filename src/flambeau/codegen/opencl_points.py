@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, walk
 from flambeau.ir.index import Index, Sym, as_index, product
-from flambeau.ir.program import Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
 
 from .cfamily import Dialect, Scope
 from .nest import NestWriter
@@ -30,6 +30,8 @@ def index_type(k: Kernel) -> str:
     stores = [k.address, k.init_address] if isinstance(k, ScatterKernel) else [a for _, a in k.stores]
     if isinstance(k, ScatterKernel):
         domains: list[tuple[Sym, ...]] = [k.vars, k.out_vars]
+    elif isinstance(k, ContractKernel):
+        domains = [(*k.batch, *k.rows, *k.columns), k.depth]
     else:
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
@@ -210,8 +212,11 @@ class PointScatter(Points, ScatterWriter):
 
 def write_points(kernel: Kernel, shape: Shape) -> list[Draft]:
     from .opencl_rows import RowLoops, RowScan, is_row, is_scanned_row
+    from .opencl_tiles import write_tiles
 
     dialect = OpenCL(index_type(kernel))
+    if isinstance(kernel, ContractKernel):
+        return [write_tiles(dialect, kernel, shape)]
     if isinstance(kernel, LoopKernel):
         loops = RowLoops(dialect, kernel, shape.group) if is_row(kernel) else PointLoops(dialect, kernel)
         loops.write()

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, Sym
-from flambeau.ir.program import Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
 
 from .cfamily import Scope
 from .loops import LoopWriter
 from .nest import NestWriter
-from .opencl import ClWriter, Draft, OpenCL
+from .opencl import ClWriter, Draft, OpenCL, Shape
 from .scan import ScanWriter
 from .scatter import ScatterWriter
 
@@ -102,8 +102,12 @@ class ThreadStart(Threads, ScatterWriter):
     pass
 
 
-def write_threads(kernel: Kernel) -> list[Draft]:
+def write_threads(kernel: Kernel, shape: Shape) -> list[Draft]:
+    from .opencl_blocks import write_blocks
+
     dialect = OpenCL()
+    if isinstance(kernel, ContractKernel):
+        return [write_blocks(dialect, kernel, shape)]
     if isinstance(kernel, LoopKernel | ScanKernel):
         one = ThreadLoops(dialect, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(dialect, kernel)
         one.render()

@@ -16,7 +16,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.expr import walk
 from flambeau.ir.index import ONE, Index, Sym
-from flambeau.ir.nodes import Buffer, Contract, Extern, Graph, Node, Scan, Scatter, Value, contiguous_strides
+from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value, contiguous_strides
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.schedule.plan import strided
@@ -305,7 +305,8 @@ class _Lowering:
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = n.target
-        kind = Contract if target in CONTRACTIONS else Extern
+        library = target in CONTRACTIONS and not self.g.capabilities.contracts
+        kind = Library if library else Extern
         if kind is Extern:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
         val: Any = n.meta.get("val")

@@ -15,6 +15,7 @@ from .expr import Expr, Scalar, binary, const, lift, unary, where
 from .index import Index, IndexLike, as_index
 from .nodes import (
     Combine,
+    Contract,
     Extern,
     Graph,
     Pointwise,
@@ -75,6 +76,20 @@ def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
     names = tuple(g.add_buffer(kept, d).name for d in combine.dtypes)
     out = g.add(Reduce(names, vars, reduced, combine, inputs, origin=_origin.get()))
     return tuple(unsqueeze(v, sorted(reduced)) for v in out) if keepdim else out
+
+
+def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body, right: Body, dtype: DType) -> Value:
+    """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`."""
+    from .expr import cast
+
+    g = graph()
+    kept = [as_index(n) for n in shape]
+    vars = dim_vars((*kept, *(as_index(n) for n in depth)))
+    i = as_indices(vars)
+    factors = Expr("mul", dtype, (cast(left(i), dtype), cast(right(i), dtype)))
+    buffer = g.add_buffer(kept, dtype)
+    return g.add(Contract((buffer.name,), vars, frozenset(range(len(kept), len(vars))), simple_combine("sum", dtype),
+                          (factors,), origin=_origin.get()))[0]
 
 
 def unsqueeze(v: Value, axes: Sequence[int]) -> Value:

@@ -31,7 +31,7 @@ class Capabilities:
     masked_reads: bool = False
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
     scatters: frozenset[tuple[str, DType]] | None = None  # (mode, dtype) it can join; None: all
-    contractions: frozenset[str] = frozenset()  # contractions with a template of their own; others are Extern
+    contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls
 
     def joins(self, mode: str, dtype: DType) -> bool:
         """Whether a scatter of that mode can be had, as it is or, one point after the other, in a fixed order."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from .capabilities import Capabilities
 from .dtypes import DType
 from .expr import Expr, load, restart_names, walk
-from .index import ZERO, Index, IndexLike, Sym, as_index, product
+from .index import ONE, ZERO, Index, IndexLike, Sym, as_index, product
 
 Shape = tuple[Index, ...]
 
@@ -206,6 +206,32 @@ class Segment(Reduce):
 
 
 @dataclass(frozen=True)
+class Contract(Reduce):
+    """A Reduce that sums products of two factors, most often with points that only one of them depends on: what both
+    read again and again is kept near by, in tiles. Matrix products and convolutions.
+
+    What is computed from its result point by point joins it, and what its factors are computed from is part of them."""
+
+    kind: ClassVar[str] = "contract"
+
+    @property
+    def factors(self) -> tuple[Expr, Expr] | None:
+        """None if one of them turned out to be a constant."""
+        e, = self.inputs
+        return (e.args[0], e.args[1]) if e.op == "mul" else None
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether each factor has points of its own, and there is anything to sum; else it is a Reduce like any."""
+        if self.factors is None:
+            return False
+        left, right = (e.symbols() for e in self.factors)
+        real = {v for v in self.vars if v.extent is not ONE}
+        kept = real.difference(self.reduced)
+        return bool(kept & left - right and kept & right - left and real.intersection(self.reduced))
+
+
+@dataclass(frozen=True)
 class Scan(Node):
     """names[k][i] = finish[k] of inputs combined over vars[axis] from the start up to i.
 
@@ -285,10 +311,10 @@ class Sort(Extern):
 
 
 @dataclass(frozen=True)
-class Contract(Extern):
-    """matmul, convolution, attention: a library call, or a template with prologue and epilogue."""
+class Library(Extern):
+    """matmul, convolution, attention where a machine has a library for them (see `Capabilities.contracts`)."""
 
-    kind: ClassVar[str] = "contract"
+    kind: ClassVar[str] = "library"
 
 
 @dataclass

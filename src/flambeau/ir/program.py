@@ -100,7 +100,28 @@ class ScatterKernel:
     unique: bool = False  # no two points write the same element
 
 
-Kernel = LoopKernel | ScanKernel | ScatterKernel
+@dataclass(frozen=True)
+class ContractKernel:
+    """For every point of batch, rows and columns: left * right summed over `depth`, and then `items`, one by one.
+
+    `left` does not depend on the columns and `right` not on the rows. Points next to each other in memory are columns,
+    as far as there are any."""
+
+    batch: tuple[Sym, ...]
+    rows: tuple[Sym, ...]
+    columns: tuple[Sym, ...]
+    depth: tuple[Sym, ...]
+    left: Expr
+    right: Expr
+    name: str  # of the sum, a local in the items
+    items: tuple[Item, ...]
+    stores: tuple[tuple[str, Index], ...]
+    params: tuple[Param, ...]
+    sizes: tuple[Sym, ...]
+    origins: tuple[str, ...] = ()
+
+
+Kernel = LoopKernel | ScanKernel | ScatterKernel | ContractKernel
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Contractions: matrix products, convolutions and attention are library calls; the thin ones are loops."""
+"""Contractions: matrix products of all kinds. Thin ones are loops, others a library's or kernels of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from flambeau.ops.registry import load_at, lower, operand
 
 aten = torch.ops.aten
 
-# The frontend makes a Contract of these where no lowering below takes the call; the results have the metadata
-# of the fake tensors.
+# The frontend makes a Library call of these where no lowering takes the call; the results have the metadata of the
+# fake tensors.
 CONTRACTIONS: frozenset[torch._ops.OpOverload] = frozenset((
     aten.mm.default,
     aten.addmm.default,
@@ -99,15 +100,70 @@ def outer(a: Value, b: Value, i: tuple[Index, ...]) -> Expr:
     return cast(a.load((*i[:-1], zero)), wide) * cast(b.load((*i[:-2], zero, i[-1])), wide)
 
 
+def product_of(a: Value, b: Value) -> Any:
+    """a @ b as a function of the index, in the dtype of sums; NotImplemented where that is a library's."""
+    if is_outer(a, b):
+        return lambda i: outer(a, b, i)
+    if not build.graph().capabilities.contracts or is_bool(a.dtype) or a.dtype is not b.dtype:
+        return NotImplemented
+    total = build.contract((*a.shape[:-1], b.shape[-1]), a.shape[-1:], lambda i: a.load((*i[:-2], i[-1])),
+                           lambda i: b.load((*i[:-3], i[-1], i[-2])), accumulator(a.dtype))
+    return lambda i: total.load(i)
+
+
 @lower(aten.mm.default, aten.bmm.default)
 def mm(a: Value, b: Value) -> Any:
-    if not is_outer(a, b):
+    product = product_of(a, b)
+    if product is NotImplemented:
         return NotImplemented
-    return build.pointwise((*a.shape[:-1], b.shape[-1]), lambda i: outer(a, b, i), a.dtype)
+    return build.pointwise((*a.shape[:-1], b.shape[-1]), product, a.dtype)
 
 
 @lower(aten.addmm.default, aten.baddbmm.default)
 def addmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if not is_outer(a, b) or promote([operand(c), operand(a)]) is not c.dtype:
+    product = product_of(a, b) if promote([operand(c), operand(a)]) is c.dtype else NotImplemented
+    if product is NotImplemented:
         return NotImplemented
-    return combined(c, (*a.shape[:-1], b.shape[-1]), lambda i: outer(a, b, i), beta, alpha)
+    return combined(c, (*a.shape[:-1], b.shape[-1]), product, beta, alpha)
+
+
+@lower(aten._int_mm.default)
+def int_mm(a: Value, b: Value) -> Any:
+    """In int32, whatever the dtype of a and b."""
+    product = product_of(a, b)
+    if product is NotImplemented:
+        return NotImplemented
+    return build.pointwise((a.shape[0], b.shape[1]), product, torch.int32)
+
+
+@lower(aten.addbmm.default)
+def addbmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * c + alpha * the sum of all a[i] @ b[i]"""
+    if not build.graph().capabilities.contracts or is_bool(a.dtype) or len({a.dtype, b.dtype, c.dtype}) > 1:
+        return NotImplemented
+    total = build.contract((a.shape[1], b.shape[2]), (a.shape[0], a.shape[2]), lambda i: a.load((i[2], i[0], i[3])),
+                           lambda i: b.load((i[2], i[3], i[1])), accumulator(a.dtype))
+    return combined(c, total.shape, lambda i: total.load(i), beta, alpha)
+
+
+@lower(aten._trilinear.default)
+def trilinear(x: Value, y: Value, z: Value, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
+              sumdim: Sequence[int], unroll_dim: int = 1) -> Any:
+    """The sum over some dimensions of x * y * z, each of which is the same along its own `expand`."""
+    if not build.graph().capabilities.contracts or is_bool(x.dtype) or len({x.dtype, y.dtype, z.dtype}) > 1:
+        return NotImplemented
+    given = (x, expand1), (y, expand2), (z, expand3)
+    rank, wide = x.rank + len(expand1), accumulator(x.dtype)
+    sizes: dict[int, Index] = {}
+    for v, expand in given:
+        sizes |= dict(zip((d for d in range(rank) if d not in expand), v.shape, strict=True))
+    kept = [d for d in range(rank) if d not in sumdim]
+    order = [*kept, *sumdim]
+
+    def at(v: Value, expand: Sequence[int], i: tuple[Index, ...]) -> Expr:
+        return cast(v.load([i[order.index(d)] for d in range(rank) if d not in expand]), wide)
+
+    one = as_index(1)
+    total = build.contract([sizes.get(d, one) for d in kept], [sizes.get(d, one) for d in sumdim],
+                           lambda i: at(*given[0], i) * at(*given[1], i), lambda i: at(*given[2], i), wide)
+    return build.pointwise(total.shape, lambda i: total.load(i), x.dtype)

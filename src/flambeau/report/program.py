@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from flambeau.frontends.pipeline import Compiled
 from flambeau.ir.index import Sym
-from flambeau.ir.program import Call, Copy, Kernel, Launch, LoopKernel, ScanKernel
+from flambeau.ir.program import Call, ContractKernel, Copy, Kernel, Launch, LoopKernel, ScanKernel
 from flambeau.ops.registry import FAMILIES
 from flambeau.schedule.memory import nbytes, values_in
 
@@ -20,7 +20,7 @@ SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch
          torch.bool: "bool", torch.complex64: "c64"}
 NAMES = {"kernel": "kernel(s)", "library": "library call(s)", "ATen": "ATen call(s)",
          "copy": "update(s) of inputs"}
-KINDS = {"contract": "library", "extern": "ATen", "sort": "ATen"}
+KINDS = {"library": "library", "extern": "ATen", "sort": "ATen"}
 MOVES = ("view",)  # families whose operators are index changes: they cost nothing and are not shown as fused
 
 
@@ -152,6 +152,9 @@ def loops(kernel: Kernel) -> tuple[str, str, str]:
         inner = extents(kernel.inner) + (" (a range read from memory)" if kernel.bounds else "")
         vectors = [v.name for v in (kernel.vector, kernel.tile) if v]  # two: walked in square tiles
         return extents(kernel.outer), inner, " x ".join(vectors)
+    if isinstance(kernel, ContractKernel):
+        points = " x ".join(extents(vars) for vars in (kernel.batch, kernel.rows, kernel.columns) if vars)
+        return points, extents(kernel.depth), extents(kernel.columns[-1:])
     if isinstance(kernel, ScanKernel):
         inner = f"scan {extents([kernel.axis])}{' reversed' if kernel.reverse else ''}"
         return extents(kernel.outer), inner, kernel.vector.name if kernel.vector else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from flambeau.ir.expr import Expr, loads
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
-from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Segment
+from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Segment
 
 MOST_MEMBERS = 48
 MOST_BUFFERS = 48
@@ -45,6 +45,10 @@ class Group:
     def nodes(self) -> list[Node]:
         return [m.node for m in self.members]
 
+    @property
+    def is_contract(self) -> bool:
+        return bool(self.members) and isinstance(self.members[0].node, Contract)
+
 
 @dataclass
 class Single:
@@ -70,7 +74,7 @@ def fuse(graph: Graph) -> list[Group | Single]:
         if born:
             first = max((first, *(born[s] for s in symbols_of(n) if s in born)))
         place = None
-        if isinstance(n, (Pointwise, Reduce)):
+        if isinstance(n, (Pointwise, Reduce)) and not isinstance(n, Contract):
             place = _find(groups, n, reads, first, sizes)
         if place is None:
             if isinstance(n, (Pointwise, Reduce)):
@@ -206,7 +210,7 @@ def _map(sizes: tuple[Index, ...], vars: list[Sym], fine: tuple[Index, ...], tar
 def _join(g: Group, n: Node) -> Joined | None:
     """How n would join, or None. Nothing is changed yet."""
     assert isinstance(n, (Pointwise, Reduce))
-    if g.segment is not None and not isinstance(n, Pointwise):
+    if (g.segment is not None or g.is_contract) and not isinstance(n, Pointwise):
         return None
     real = [v for v in n.vars if v.extent is not ONE]
     sizes: tuple[Index, ...] = tuple(v.extent for v in real)  # type: ignore[misc]
@@ -225,12 +229,23 @@ def _join(g: Group, n: Node) -> Joined | None:
         if old is not None and old != axes:
             return None
         return _try(g, n, real, sizes, fine, axes, "full")
+    if g.is_contract:
+        fine = _refined_outside(g, sizes)
+        return _try(g, n, real, sizes, fine, _refined_axes(g, fine), "outer")
     fine = refine(g.fine, sizes)
     if fine is not None and g.segment is None:
         return _try(g, n, real, sizes, fine, _refined_axes(g, fine), "full")
     if g.axes is not None:
         return _try(g, n, real, sizes, g.fine, g.axes, "outer")
     return None
+
+
+def _refined_outside(g: Group, sizes: tuple[Index, ...]) -> tuple[Index, ...]:
+    """The group's sizes with what it keeps (and that comes first) regrouped for these sizes, if it can be."""
+    assert g.axes is not None
+    kept = len(g.fine) - len(g.axes)
+    outside = refine(g.fine[:kept], sizes)
+    return g.fine if outside is None else (*outside, *g.fine[kept:])
 
 
 def _refined_axes(g: Group, fine: tuple[Index, ...]) -> frozenset[int] | None:

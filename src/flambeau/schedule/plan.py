@@ -20,10 +20,11 @@ from flambeau.ir.nodes import (
     contiguous_strides,
     dim_vars,
 )
-from flambeau.ir.program import BufferPlan, Call, Copy, Kernel, Launch, LoopKernel, Program, ScanKernel
+from flambeau.ir.program import BufferPlan, Call, ContractKernel, Copy, Kernel, Launch, LoopKernel, Program, ScanKernel
 from flambeau.ir.verify import verify
 
 from . import numerics as policy
+from .contract import prepare_contractions, shape_contract
 from .fuse import Group, fuse, reads_elsewhere
 from .inline import inline, materialised
 from .layout import settle_layouts
@@ -100,6 +101,7 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
         verify(graph, "after lowering")
     inline(graph, notes)
     policy.apply(graph, numerics)
+    prepare_contractions(graph, caps)
     split_reductions(graph, caps)
     if check:
         verify(graph, "after inlining")
@@ -111,7 +113,9 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
     seen: dict[Kernel, int] = {}
     for g in groups:
         kernel: Kernel
-        if isinstance(g, Group):
+        if isinstance(g, Group) and g.is_contract:
+            kernel = shape_contract(g, graph.buffers, stored)
+        elif isinstance(g, Group):
             kernel, extra = shape_group(g, graph.buffers, stored, caps)
             stored |= extra
         else:
@@ -180,6 +184,12 @@ def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
     """The kernel in a form in which `new` may be the memory of its input `name`, if there is one."""
     if isinstance(k, LoopKernel):
         return k if reads_before_write(k, name, new) else None
+    if isinstance(k, ContractKernel):
+        inside = loads(k.left, k.right)
+        after = loads(*(e for i in k.items for e in i.exprs))
+        at = dict(k.stores)[new]
+        return None if any(e.attr[0] == name for e in inside) or any(
+            e.attr[0] == name and e.attr[1][0] is not at for e in after) else k
     if isinstance(k, ScanKernel):
         at = dict(k.stores)[new]
         return k if all(e.attr[1][0] is at for e in loads(*k.exprs) if e.attr[0] == name) else None

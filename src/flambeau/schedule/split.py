@@ -11,7 +11,7 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import const, index_value, loads, masked, where
 from flambeau.ir.index import ONE, Index, Sym, as_index, product
-from flambeau.ir.nodes import Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
 
 PIECE = 4096  # points below which a piece is not worth its own result
 EVEN = 64  # lengths are multiples of it, so that every piece starts where wide reads can
@@ -23,7 +23,7 @@ def split_reductions(graph: Graph, caps: Capabilities) -> None:
         return
     nodes: list[Node] = []
     for n in graph.nodes:
-        nodes += split(graph, n, caps) if isinstance(n, Reduce) and not isinstance(n, Segment) else [n]
+        nodes += split(graph, n, caps) if isinstance(n, Reduce) and not isinstance(n, (Contract, Segment)) else [n]
     graph.nodes = nodes
 
 

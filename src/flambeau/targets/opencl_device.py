@@ -91,7 +91,7 @@ class ClDevice:
 
     @cached_property
     def shape(self) -> Shape:
-        return Shape(self.threads, min(GROUP, int(self.device.max_work_group_size)))
+        return Shape(self.threads, min(GROUP, int(self.device.max_work_group_size)), self.units)
 
     @cached_property
     def options(self) -> tuple[str, ...]:
@@ -117,10 +117,10 @@ class ClDevice:
         missing = MISSING if doubles else MISSING_WITHOUT_DOUBLES
         if self.threads:
             return Capabilities(NAME, dtypes=self.dtypes, threads=self.units, programs=PIECES, serial_scans=doubles,
-                                ordered_scatter=True, missing=missing)
+                                ordered_scatter=True, missing=missing, contracts=True)
         return Capabilities(NAME, dtypes=self.dtypes, vector_bytes=16, threads=self.units, programs=1024,
                             scratch_bytes=2 * int(self.device.local_mem_size), serial_scans=False, missing=missing,
-                            scatters=self.joins, masked_reads=True, gathers_rows=True)
+                            scatters=self.joins, masked_reads=True, gathers_rows=True, contracts=True)
 
     @cached_property
     def joins(self) -> frozenset[tuple[str, DType]]:

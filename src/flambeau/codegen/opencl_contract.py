@@ -1,0 +1,82 @@
+"""What contraction kernels of both shapes share: walks through several variables at once, factors, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import Expr, loads
+from flambeau.ir.index import ONE, Index, Sym, product
+from flambeau.ir.program import ContractKernel
+
+from .nest import NestWriter
+from .opencl import ClWriter, OpenCL
+
+# What sums are kept in: integers wrap around, which only unsigned ones may.
+SUMS = {torch.float32: "float", torch.float64: "double", torch.int64: "ulong"}
+FUSED = "#pragma OPENCL FP_CONTRACT ON"  # a product and its sum are rounded once, in one instruction
+
+
+class ContractWriter(ClWriter, NestWriter):
+    def __init__(self, dialect: OpenCL, kernel: ContractKernel) -> None:
+        super().__init__(dialect, kernel)
+        self.k = kernel
+        self.address = dict(kernel.stores)
+        self.dtype: DType = kernel.left.dtype
+        self.kind = SUMS[self.dtype]
+
+    def number(self, vars: Sequence[Sym]) -> Index:
+        return product(v.extent for v in vars if v.extent is not None)
+
+    def length(self, vars: Sequence[Sym]) -> str:
+        return self.index(self.number(vars))
+
+    @contextmanager
+    def walk(self, vars: Sequence[Sym], lo: str, hi: str, pragma: str = "") -> Iterator[str]:
+        """Loops over joint positions of the variables from lo to hi; gives the distance from lo as text."""
+        if not vars:
+            with self.scope("{"):
+                yield "0"
+            return
+        *outer, last = vars
+        if not outer:
+            with self.loop(last, lo, hi, pragma=pragma):
+                yield self.sym(last) if lo == "0" else f"({self.sym(last)} - {lo})"
+            return
+        long, at, first, end, off = self.d.long, *(self.fresh(x) for x in ("at", "first", "end", "off"))
+        with self.scope(f"for ({long} {at} = {lo}; {at} < {hi};) {{", outer):
+            rest = self.fresh("q")
+            self.line(f"const {long} {rest} = {at} / {self.extent(last)}, {first} = {at} % {self.extent(last)};")
+            self.decompose(rest, outer)
+            self.line(f"const {long} {end} = fl_imin({self.extent(last)}, {first} + {hi} - {at});")
+            self.line(f"const {long} {off} = {at} - {lo} - {first};")
+            with self.loop(last, first, end, pragma=pragma):
+                yield f"({off} + {self.sym(last)})"
+            self.line(f"{at} += {end} - {first};")
+
+    def is_deep(self, factor: Expr, own: Sequence[Sym]) -> bool:
+        """Whether what is summed lies next to each other in memory, and not the points."""
+        votes = 0
+        for e in loads(factor):
+            address = e.attr[1][0]
+            votes += any(address.coefficient(v) is ONE for v in self.k.depth[-1:])
+            votes -= any(address.coefficient(v) is ONE for v in own[-1:])
+        return votes > 0
+
+    def finish(self, total: str) -> None:
+        """Everything that is computed from one sum, in the scope of its point."""
+        sum = self.fresh("sum")
+        self.line(f"const {self.d.types[self.dtype]} {sum} = {total};")
+        scope = self.scopes[-1]
+        scope.locals[self.k.name] = sum
+        self.keep(self.k.name, sum)
+        for item in self.k.items:
+            text = scope.locals[item.names[0]] = self.value(item.exprs[0])
+            self.keep(item.names[0], text)
+
+    def keep(self, name: str, text: str) -> None:
+        if name in self.address:
+            self.store(name, self.address[name], text)

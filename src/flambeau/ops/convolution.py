@@ -1,0 +1,207 @@
+"""Convolutions with their gradients, transposed ones too, where a machine has no library for them.
+
+With y the side that a convolution makes (channels o, places q) and x the side that it reads (channels c, places p), all
+of them are one of three sums:
+
+    y[n, o, q] = sum of x[n, c, p] w[o, c, k] over c, k      where p = stride q - padding + dilation k
+    x[n, c, p] = sum of y[n, o, q] w[o, c, k] over o, k
+    w[o, c, k] = sum of x[n, c, p] y[n, o, q] over n, q
+
+A transposed convolution goes from y to x. Channels are in groups, which have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import accumulator, is_bool
+from flambeau.ir.expr import Expr, cast, const, index_value
+from flambeau.ir.index import Index
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import eq
+from flambeau.ops.reduction import accumulate
+from flambeau.ops.registry import lower, to_dtype
+
+aten = torch.ops.aten
+
+Sizes = tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @staticmethod
+    def of(rank: int, stride: Any, padding: Any, dilation: Any, groups: Any) -> Geometry | None:
+        """None where a number is not known before the run."""
+        s, p, d = (tuple(x) * (rank if len(x) == 1 else 1) for x in (stride, padding, dilation))
+        return Geometry(s, p, d, groups) if all(isinstance(n, int) for n in (*s, *p, *d, groups)) else None
+
+
+def grouped(v: Value, dim: int, groups: int) -> Value:
+    """With a dimension of channels as (group, channel)."""
+    each = v.shape[dim] // groups
+    return v.view((*v.shape[:dim], groups, each, *v.shape[dim + 1:]),
+                  lambda i: (*i[:dim], i[dim] * each + i[dim + 1], *i[dim + 2:]))
+
+
+def ungrouped(v: Value, dim: int) -> Value:
+    each = v.shape[dim + 1]
+    return v.view((*v.shape[:dim], v.shape[dim] * each, *v.shape[dim + 2:]),
+                  lambda i: (*i[:dim], i[dim] // each, i[dim] % each, *i[dim + 1:]))
+
+
+def inside(places: Sequence[Index], sizes: Sequence[Index]) -> Expr:
+    """Whether they lie within these sizes; what is known beforehand is not asked."""
+    holds = const(True, torch.bool)
+    for p, n in zip(places, sizes, strict=True):
+        at = index_value(p)
+        holds = holds & (at >= const(0, torch.int64)) & (at < index_value(n))
+    return holds
+
+
+def places(q: Sequence[Index], k: Sequence[Index], g: Geometry) -> list[Index]:
+    """Where in x the steps k of a window at q lie."""
+    return [s * at - p + d * step for at, step, s, p, d in zip(q, k, g.stride, g.padding, g.dilation, strict=True)]
+
+
+def read(x: Value, n: Index, group: Index, channel: Index, at: Sequence[Index]) -> Expr:
+    """An element of (batch, group, channel, places); zero outside."""
+    return x.load((n, group, channel, *at), inside(at, x.shape[3:]))
+
+
+def forward(x: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
+    """y from x."""
+    x, w = grouped(x, 1, g.groups), grouped(w, 0, g.groups)
+    end = 3 + len(sizes)
+    y = build.contract((x.shape[0], g.groups, w.shape[1], *sizes), w.shape[2:],
+                       lambda i: w.load((i[1], i[2], *i[end:])),
+                       lambda i: read(x, i[0], i[1], i[end], places(i[3:end], i[end + 1:], g)), accumulator(x.dtype))
+    return ungrouped(y, 1)
+
+
+def backward(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
+    """x from y. Places of x that are the stride apart meet the same steps of the window: k = stride j + r belongs to
+    p + padding = stride (q + j) + r, so for each of the stride's r this is a convolution with stride 1."""
+    if all(s == 1 for s in g.stride) or any(s > 1 and d > 1 for s, d in zip(g.stride, g.dilation, strict=True)):
+        return backward_by_step(y, w, sizes, g)
+    y, w = grouped(y, 1, g.groups), grouped(w, 0, g.groups)
+    rank, window = len(sizes), w.shape[3:]
+    steps = [(n + (s - 1)) // s for n, s in zip(window, g.stride, strict=True)]
+    many = [(n + p + (s - 1)) // s for n, p, s in zip(sizes, g.padding, g.stride, strict=True)]
+    at, end = 3 + rank, 3 + 2 * rank
+
+    def weight(i: Sizes) -> Expr:
+        k = [s * j + r for s, j, r in zip(g.stride, i[end + 1:], i[3:at], strict=True)]
+        return w.load((i[1], i[end], i[2], *k), inside(k, window))
+
+    def source(i: Sizes) -> Expr:
+        q = [m - d * j for m, j, d in zip(i[at:end], i[end + 1:], g.dilation, strict=True)]
+        return read(y, i[0], i[1], i[end], q)
+
+    x = build.contract((y.shape[0], g.groups, w.shape[2], *g.stride, *many), (w.shape[1], *steps), weight, source,
+                       accumulator(y.dtype))
+    x = ungrouped(x, 1)
+
+    def element(i: Sizes) -> Sizes:
+        whole = [n + p for n, p in zip(i[2:], g.padding, strict=True)]
+        return (*i[:2], *(p % s for p, s in zip(whole, g.stride, strict=True)),
+                *(p // s for p, s in zip(whole, g.stride, strict=True)))
+
+    return x.view((*x.shape[:2], *sizes), element)
+
+
+def backward_by_step(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
+    """x from y, step by step of the window: it counts where the stride divides its distance."""
+    y, w = grouped(y, 1, g.groups), grouped(w, 0, g.groups)
+    end = 3 + len(sizes)
+
+    def source(i: Sizes) -> Expr:
+        far = [p + pad - d * k for p, pad, d, k in zip(i[3:end], g.padding, g.dilation, i[end + 1:], strict=True)]
+        q = [f // s for f, s in zip(far, g.stride, strict=True)]
+        holds = inside(q, y.shape[3:])
+        for f, s in zip(far, g.stride, strict=True):
+            holds = holds & eq(index_value(f % s), const(0, torch.int64))
+        return y.load((i[0], i[1], i[end], *q), holds)
+
+    x = build.contract((y.shape[0], g.groups, w.shape[2], *sizes), (w.shape[1], *w.shape[3:]),
+                       lambda i: w.load((i[1], i[end], i[2], *i[end + 1:])), source, accumulator(y.dtype))
+    return ungrouped(x, 1)
+
+
+def weights(x: Value, y: Value, window: Sizes, g: Geometry) -> Value:
+    """w from x and y."""
+    x, y = grouped(x, 1, g.groups), grouped(y, 1, g.groups)
+    end = 3 + len(window)
+    w = build.contract((g.groups, y.shape[2], x.shape[2], *window), (x.shape[0], *y.shape[3:]),
+                       lambda i: y.load((i[end], i[0], i[1], *i[end + 1:])),
+                       lambda i: read(x, i[end], i[0], i[2], places(i[end + 1:], i[3:end], g)), accumulator(x.dtype))
+    return ungrouped(w, 0)
+
+
+# ---- operators -------------------------------------------------------------------------------------------
+
+
+def out_sizes(x: Value, w: Value, g: Geometry, transposed: bool, extra: Sequence[int]) -> Sizes:
+    out = []
+    for k, (n, m) in enumerate(zip(x.shape[2:], w.shape[2:], strict=True)):
+        reach = g.dilation[k] * (m - 1)
+        out.append((n - 1) * g.stride[k] - 2 * g.padding[k] + reach + extra[k] + 1 if transposed
+                   else (n + (2 * g.padding[k]) - reach - 1) // g.stride[k] + 1)
+    return tuple(out)
+
+
+@lower(aten.convolution.default, aten.convolution_overrideable.default)
+def convolution(x: Value, w: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
+                output_padding: Any, groups: Any) -> Any:
+    g = Geometry.of(x.rank - 2, stride, padding, dilation, groups)
+    if g is None or not build.graph().capabilities.contracts or is_bool(x.dtype) or x.dtype is not w.dtype:
+        return NotImplemented
+    extra = tuple(output_padding) * (x.rank - 2 if len(output_padding) == 1 else 1)
+    total = (backward if transposed else forward)(x, w, out_sizes(x, w, g, transposed, extra), g)
+    if bias is None:
+        return build.pointwise(total.shape, total.load, x.dtype)
+    return build.pointwise(total.shape, lambda i: total.load(i) + cast(bias.load((i[1],)), total.dtype), x.dtype)
+
+
+def gradients(grad: Value, x: Value, w: Value, g: Geometry, transposed: bool, mask: Sequence[bool]
+              ) -> list[Value | None]:
+    big, small = (grad, x) if transposed else (x, grad)
+    out: list[Value | None] = [None, None, None]
+    if mask[0]:
+        made = forward(grad, w, x.shape[2:], g) if transposed else backward(grad, w, x.shape[2:], g)
+        out[0] = build.pointwise(x.shape, made.load, x.dtype)
+    if mask[1]:
+        made = weights(big, small, w.shape[2:], g)
+        out[1] = build.pointwise(w.shape, made.load, w.dtype)
+    if mask[2]:
+        axes = [0, *range(2, grad.rank)]
+        wide = accumulator(grad.dtype)
+        out[2] = to_dtype(accumulate("sum", grad.shape, axes, wide, lambda i: cast(grad.load(i), wide)), grad.dtype)
+    return out
+
+
+@lower(aten.convolution_backward.default)
+def convolution_backward(grad: Value, x: Value, w: Value, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
+                         transposed: bool, output_padding: Any, groups: Any, output_mask: Sequence[bool]) -> Any:
+    g = Geometry.of(x.rank - 2, stride, padding, dilation, groups)
+    if g is None or not build.graph().capabilities.contracts or is_bool(x.dtype) or len(
+            {x.dtype, w.dtype, grad.dtype}) > 1:
+        return NotImplemented
+    return tuple(gradients(grad, x, w, g, transposed, output_mask))
+
+
+@lower(aten.convolution_backward_overrideable.default)
+def convolution_backward_overrideable(grad: Value, x: Value, w: Value, stride: Any, padding: Any, dilation: Any,
+                                      transposed: bool, output_padding: Any, groups: Any, output_mask: Sequence[bool]
+                                      ) -> Any:
+    return convolution_backward(grad, x, w, None, stride, padding, dilation, transposed, output_padding, groups,
+                                output_mask)

@@ -1,0 +1,133 @@
+"""Contractions as kernels: which of them are tiled, deep ones cut into pieces, and the roles of their variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.expr import Expr, const, index_value, loads, masked, where
+from flambeau.ir.index import ONE, Index, Sym, as_index, product
+from flambeau.ir.nodes import Buffer, Contract, Graph, Node, Reduce, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.program import ContractKernel, Item
+
+from .fuse import Group
+from .loops import Draft, draft_group, merge, order, params_of, sizes_of, split_dims
+
+TILE = 64  # rows or columns of a result that are worth a worker
+DEEP = 512  # points of a sum below which a piece is not worth its own result
+NARROW = 8  # columns below which a vector of them is mostly empty
+
+
+def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
+    """What cannot be tiled becomes an ordinary reduction; what sums long over few results is cut into pieces."""
+    nodes: list[Node] = []
+    for n in graph.nodes:
+        if isinstance(n, Contract) and n.is_tiled:
+            nodes += in_pieces(graph, n, caps)
+        elif isinstance(n, Contract):
+            nodes.append(Reduce(n.names, n.vars, n.axes, n.combine, n.inputs, origin=n.origin, inlined=n.inlined))
+        else:
+            nodes.append(n)
+    graph.nodes = nodes
+
+
+# ---- pieces of long sums ---------------------------------------------------------------------------------
+
+
+def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
+    """The contraction, or one over each part of the longest of its summed variables and the sum of those."""
+    assert n.factors is not None
+    if not all(v.extent is not None and v.extent.is_const for v in n.vars):
+        return [n]
+    left, right = (e.symbols() for e in n.factors)
+    tiles = size_of([v for v in n.kept if (v in left) == (v in right)])
+    for one, other in (left, right), (right, left):
+        tiles *= -(-size_of([v for v in n.kept if v in one and v not in other]) // TILE)
+    depth = size_of(n.reduced)
+    most = min(caps.programs // max(tiles, 1), depth // DEEP)
+    longest = max(n.reduced, key=lambda v: size_of([v]))
+    size = size_of([longest])
+    most = min(most, size)
+    if most < 2:
+        return [n]
+    # Rather fewer pieces that are all alike.
+    pieces = next((p for p in range(most, most // 2, -1) if size % p == 0), most)
+    length = -(-size // pieces)
+    pieces = -(-size // length)
+    kept: list[Index] = [v.extent for v in n.kept if v.extent is not None]
+    inner = [as_index(length) if v is longest else v.extent for v in n.reduced if v.extent is not None]
+    vars = dim_vars((as_index(pieces), *kept, *inner))
+    index = as_indices(vars)
+    mapping: dict[Sym, Index] = dict(zip((*n.kept, *n.reduced), index[1:], strict=True))
+    place = index[0] * length + mapping[longest]
+    mapping[longest] = place
+    factors = [e.subs(mapping) for e in n.factors]
+    if pieces * length != size:
+        there = index_value(place) < const(size, torch.int64)
+        factors = [where(there, masked(e, there), const(0, e.dtype)) for e in factors]
+    dtype, = n.combine.dtypes
+    shape = (as_index(pieces), *kept)
+    b = graph.add_buffer(shape, dtype, strides=contiguous_strides(shape))
+    partial = Contract((b.name,), vars, frozenset(range(len(shape), len(vars))), n.combine,
+                       (Expr("mul", dtype, tuple(factors)),), origin=n.origin, inlined=n.inlined)
+    final_vars = dim_vars(shape)
+    total = Reduce(n.names, final_vars, frozenset((0,)), n.combine, (graph.whole(b.name).load(as_indices(final_vars)),),
+                   origin=n.origin)
+    return [partial, total] if partial.is_tiled else [n]
+
+
+def size_of(vars: Sequence[Sym]) -> int:
+    return int(product(v.extent for v in vars if v.extent is not None))
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------
+
+
+def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> ContractKernel:
+    d = draft_group(g, buffers, stored)
+    first, *rest = d.items
+    d.items = [Item(first.names, first.level, first.exprs[0].args, first.combine), *rest]
+    left, right = (e.symbols() for e in d.items[0].exprs)
+    rows = [v for v in d.outer if v in left and v not in right]
+    columns = [v for v in d.outer if v in right and v not in left]
+    batch = [v for v in d.outer if (v in left) == (v in right)]
+    depth = d.inner
+    split_dims(d, [batch, rows, columns, depth])
+    batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
+    depth = merge(inside_first(depth, d), d)
+    # Draft.substitute has renamed what was merged.
+    (a, b), items = d.items[0].exprs, d.items[1:]
+    if better_swapped(d, rows, columns):
+        a, b, rows, columns = b, a, columns, rows
+    d.outer, d.inner = [*batch, *rows, *columns], depth
+    return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
+                          tuple(d.stores.items()), params_of(d.accesses(), buffers), sizes_of(d),
+                          tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
+
+
+def inside_first(depth: list[Sym], d: Draft) -> list[Sym]:
+    """The summed variable that is contiguous in a factor goes innermost."""
+    for e in loads(*d.items[0].exprs):
+        for v in depth:
+            if e.attr[1][0].coefficient(v) is ONE:
+                return [*(x for x in depth if x is not v), v]
+    return depth
+
+
+def better_swapped(d: Draft, rows: Sequence[Sym], columns: Sequence[Sym]) -> bool:
+    """Whether the rows should be columns: those are vectors, so they should be many, and contiguous in memory."""
+    short, other = (is_short(vars) for vars in (columns, rows))
+    if short != other:
+        return short
+
+    def contiguous(vars: Sequence[Sym]) -> int:
+        return sum(a.coefficient(v) is ONE for a in d.stores.values() for v in vars)
+
+    return contiguous(rows) > contiguous(columns)
+
+
+def is_short(vars: Sequence[Sym]) -> bool:
+    n = product(v.extent for v in vars if v.extent is not None)
+    return n.is_const and n.const < NARROW

@@ -1,0 +1,112 @@
+"""Contractions as kernels of our own, in the shape for CPUs and in that for GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
+
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from agreement import agree, through
+from flambeau.config import config
+from flambeau.frontends.pipeline import compile_graph
+from flambeau.ir.program import Call, ContractKernel, Launch
+from opencl_forms import FORMS
+
+
+@pytest.fixture(params=FORMS)
+def on(request: pytest.FixtureRequest) -> Iterator[str]:
+    with config.override(target=request.param):
+        yield request.param
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """In double precision, so that the order of sums is not what a test is about."""
+    return torch.randn(*shape, dtype=dtype)
+
+
+def steps(fn, *args: torch.Tensor) -> list:
+    """The kernels and calls of fn's program, in their order."""
+    gm = make_fx(lambda *a: [fn(*a)], tracing_mode="fake")(*args)
+    program = compile_graph(gm).compiled.program
+    return [program.kernels[s.kernel] if isinstance(s, Launch) else s for s in program.steps]
+
+
+def test_products_in_all_layouts(on: str) -> None:
+    agree(lambda a, b, c: (a @ b, a.t()[:33] @ c[:, ::2], b.t() @ a.t(), (a @ b)[:, :7] @ c[:7]),
+          random(70, 33), random(33, 45), random(70, 46))
+
+
+def test_gradients(on: str) -> None:
+    agree(lambda a, b: a @ b, random(70, 33).requires_grad_(), random(33, 45).requires_grad_())
+
+
+def test_blocks_that_are_not_filled(on: str) -> None:
+    agree(lambda a, b: a @ b, random(201, 261), random(261, 273))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_float_dtypes(on: str, dtype: torch.dtype) -> None:
+    agree(lambda a, b: a @ b, random(19, 33, dtype=dtype), random(33, 21, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_integers_wrap_around(on: str, dtype: torch.dtype) -> None:
+    top = torch.iinfo(dtype).max
+    a = torch.randint(0, top, (19, 23), dtype=dtype)
+    agree(lambda a: (a @ a.t(), torch.addmm(a[:, :19], a, a.t())), a)
+
+
+def test_batches(on: str) -> None:
+    agree(lambda a, b, c: (torch.bmm(a, b), torch.baddbmm(c, a, b, beta=0.5, alpha=2), torch.addbmm(c[0], a, b),
+                           a @ b[:1].expand(3, 33, 45)),
+          random(3, 20, 33), random(3, 33, 45), random(3, 20, 45))
+
+
+def test_nothing_to_sum_or_to_compute(on: str) -> None:
+    agree(lambda a, b, c: (a @ b, torch.addmm(c, a, b, beta=3), a[:0] @ b, a @ b[:, :0]),
+          random(5, 0), random(0, 7), random(5, 7))
+
+
+def test_sums_over_few_results_are_cut_into_pieces(on: str) -> None:
+    a, b = random(9, 5003), random(5003, 11)
+    agree(lambda a, b: a @ b, a, b)
+    first, *_ = steps(lambda a, b: a @ b, a, b)
+    assert isinstance(first, ContractKernel) and first.batch
+
+
+def test_nan_and_infinity_reach_their_results_only(on: str) -> None:
+    a, b = torch.randn(20, 30), torch.randn(30, 40)
+    a[3, 4], b[7, 8], b[9, 10] = math.nan, math.inf, -math.inf
+    agree(lambda a, b: a @ b, a, b)
+    agree(lambda a, b, c: torch.addmm(c, a, b, beta=0), torch.randn(4, 5), torch.randn(5, 6),
+          torch.full((6,), math.nan))
+
+
+def test_what_comes_before_and_after_is_part_of_the_kernel(on: str) -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(x * 2, w.float(), b))
+
+    x, w, b = torch.randn(4, 10, 33), torch.randn(45, 33, dtype=torch.bfloat16), torch.randn(45)
+    kernel, = steps(layer, x, w, b)
+    assert isinstance(kernel, ContractKernel) and len(kernel.params) == 4
+    agree(layer, x, w, b)
+
+
+def test_sizes_known_only_at_the_call(on: str) -> None:
+    run = through(lambda a, b: (a @ b).relu(), dynamic=True)
+    for m, k, n in (70, 33, 45), (7, 300, 20):
+        a, b = random(m, k), random(k, n)
+        torch.testing.assert_close(run(a, b), (a @ b).relu())
+
+
+def test_thin_products_are_plain_reductions(on: str) -> None:
+    agree(lambda a, b: (a[:1] @ b, a @ b[:, :1]), random(20, 33), random(33, 45))
+    assert not any(isinstance(s, ContractKernel | Call)
+                   for s in steps(lambda a, b: a @ b, torch.randn(1, 33), torch.randn(33, 45)))
