@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flambeau.errors import Error
-from flambeau.targets.base import device_target
+from flambeau.targets.base import get_target
 
 from . import device_module
 from .device_copy import Copies
@@ -36,10 +36,11 @@ def enable_device() -> None:
         taken = torch._C._get_privateuse1_backend_name()
         if taken not in ("privateuseone", NAME):
             raise Error(f"PyTorch takes one device from outside, and {taken!r} is there already")
-        driver = device_target(NAME).driver()
+        driver = get_target(NAME).driver()
         core = load_core()
         torch.utils.rename_privateuse1_backend(NAME)
         core.start(driver)
+        driver.follow(core.stream_function)
         device_module._start(core, tuple(device.name for device in driver.found))
         torch._register_device_module(NAME, device_module)
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -76,6 +76,7 @@ class Target(ABC):
     # For each group of eager operators (frontends/eager_ops.py) in which its kernels beat those that torch has for the
     # same device: from how many elements on they do.
     wins: ClassVar[Mapping[str, int]] = {}
+    opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
@@ -143,9 +144,9 @@ _BUILT_IN = {
     "cuda": "flambeau.targets.cuda:CudaTarget",
     "interpreter": "flambeau.targets.interpreter:InterpreterTarget",
     "opencl": "flambeau.targets.opencl:OpenClTarget",
+    "flambeau": "flambeau.targets.opencl_eager:ClDeviceTarget",
 }
 _TARGETS: dict[str, Target] = {}
-_DEVICES = {"flambeau": "opencl"}  # devices that PyTorch has from us, by the target whose machines they are
 
 
 def register_target(name: str, factory: Callable[[], Target]) -> None:
@@ -164,11 +165,6 @@ def get_target(name: str) -> Target:
     if name not in _TARGETS:
         _TARGETS[name] = _factory(name)()
     return _TARGETS[name]
-
-
-def device_target(name: str) -> Target:
-    """The target behind a device that PyTorch has from us."""
-    return get_target(_DEVICES[name])
 
 
 def target_for(device: torch.device) -> str | None:

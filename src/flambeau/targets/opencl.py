@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flambeau.codegen.source import RangeSource
 from flambeau.config import config
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import Kernel as LoopNest
-    from flambeau.targets.opencl_driver import ClDriver
+
+
+MakeLaunch: TypeAlias = "Callable[[Kernel, pyopencl.Program], Launch]"
 
 
 class OpenClTarget(Target):
@@ -58,9 +60,12 @@ class OpenClTarget(Target):
         device.check_process()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         compiler = self._compilers.setdefault(device.index, ClCompiler(device))
-        memory = self._memories.setdefault(device.index, HostMemory(device))
         texts = [source for source in sources if isinstance(source, RangeSource)]
-        return ClBuild(device, memory, compiler.start(texts, disk))
+        return ClBuild(self.launch_on(device), compiler.start(texts, disk))
+
+    def launch_on(self, device: ClDevice) -> MakeLaunch:
+        memory = self._memories.setdefault(device.index, HostMemory(device))
+        return lambda kernel, program: ClLaunch(device, memory, kernel, program)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
         return ClPlan(steps)
@@ -75,16 +80,10 @@ class OpenClTarget(Target):
     def fresh(self, memory: torch.Tensor) -> None:
         in_large_pages(memory)
 
-    def driver(self) -> ClDriver:
-        from flambeau.targets.opencl_driver import ClDriver
-
-        return ClDriver()
-
 
 class ClBuild(Build):
-    def __init__(self, device: ClDevice, memory: Memory, kernels: dict[str, tuple[Kernel, Building]]) -> None:
-        self._device = device
-        self._memory = memory
+    def __init__(self, launch: MakeLaunch, kernels: dict[str, tuple[Kernel, Building]]) -> None:
+        self._launch = launch
         self._kernels = kernels
 
     def done(self) -> bool:
@@ -94,8 +93,7 @@ class ClBuild(Build):
         out: dict[str, Launch | CompileError] = {}
         for name, (kernel, future) in self._kernels.items():
             program = future.result()
-            out[name] = program if isinstance(program, CompileError) \
-                else ClLaunch(self._device, self._memory, kernel, program)
+            out[name] = program if isinstance(program, CompileError) else self._launch(kernel, program)
         return out
 
 
