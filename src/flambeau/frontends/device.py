@@ -4,7 +4,8 @@
     x = torch.randn(3, device="flambeau")
 
 The core (device_core.cpp) gives PyTorch memory, streams, events and views; copies are device_copy.py's,
-`torch.flambeau` is device_module.py, and operators run on the CPU (fallback.py).
+`torch.flambeau` is device_module.py. Operators are programs of their own (device_ops.py), or run on the CPU
+(fallback.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from . import device_module
 from .device_copy import Copies
 from .device_module import NAME
 from .device_native import load_core
+from .device_ops import open_gates
+from .device_random import Seeds
 from .fallback import Fallback
+from .package import SEEDS
 
 _LOCK = threading.Lock()
 _LIBRARIES: list[torch.library.Library] = []  # what they register goes when they do
@@ -55,6 +59,8 @@ def enable_device() -> None:
                 aten.impl(name, torch.library.fallthrough_kernel, key)
         Fallback(copies, core.generator, device_module.current_device).register(everything, aten)
         _LIBRARIES.extend((aten, everything))
+        SEEDS[NAME] = Seeds(copies, core.generator)
+        open_gates()
 
 
 def _private(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,9 +59,12 @@ class OpenClTarget(Target):
         device = self.device
         device.check_process()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-        compiler = self._compilers.setdefault(device.index, ClCompiler(device))
+        compiler = self._compilers.setdefault(device.index, ClCompiler(device, self.keeps_binaries(device)))
         texts = [source for source in sources if isinstance(source, RangeSource)]
         return ClBuild(self.launch_on(device), compiler.start(texts, disk))
+
+    def keeps_binaries(self, device: ClDevice) -> bool:
+        return True
 
     def launch_on(self, device: ClDevice) -> MakeLaunch:
         memory = self._memories.setdefault(device.index, HostMemory(device))

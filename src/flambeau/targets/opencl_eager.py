@@ -39,6 +39,9 @@ class ClDeviceTarget(OpenClTarget):
 
         return self._driver.found[torch.accelerator.current_device_index()]
 
+    def keeps_binaries(self, device: ClDevice) -> bool:
+        return not device.is_pocl
+
     def launch_on(self, device: ClDevice) -> MakeLaunch:
         launcher = self._driver.launcher
 
