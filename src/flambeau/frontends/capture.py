@@ -315,6 +315,8 @@ class _Lowering:
             return src
         with build.building(self.g, "copy_"):
             new = build.pointwise(dst.shape, lambda i: _broadcast(src, i), dst.dtype)
+        # In the order of what it goes to, gaps included: then it can be written there at once.
+        self.g.buffers[new.buffer].strides = b.strides
         self.g.mutations.append((dst.buffer, new))
         return new
 

@@ -91,7 +91,8 @@ def ask(gate: int, args: tuple[Any, ...], lift: bool) -> Run | list[tuple[int, .
 def device_forms() -> list[Form]:
     """Every operator that has a backend's kernels and of which we know what it computes."""
     ops_loaded()
-    functional = {op for op in (*LOWERINGS, *CONTRACTIONS, *table()) if op.namespace == "aten"}
+    functional = {op for op in (*LOWERINGS, *CONTRACTIONS, *table())
+                  if op.namespace == "aten" and not op._schema.is_mutable}
     names = sorted({op._schema.name.partition("::")[2] for op in functional})
     found = {form.op: form for name in names for form in _forms(name, functional)}
     for name, compute in INSTEAD.items():

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
-from flambeau.ir.program import Call
+from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.contraction import CONTRACTIONS
 
@@ -109,6 +109,8 @@ def build(form: Form, args: Arguments, lift: bool = False) -> Run:
     if made is None or made.captured.externs or any(
             isinstance(s, Call) and isinstance(s.target, torch._ops.OpOverload) for s in made.program.steps):
         raise UnsupportedError("this call has no lowering")
+    if form.op is aten.copy_.default and any(isinstance(s, Copy) for s in made.program.steps):
+        raise UnsupportedError("the copy cannot be made in one step")  # another is this operator again
     for kernel in (made.build.wait() if made.build is not None else {}).values():
         if isinstance(kernel, CompileError):
             raise kernel
