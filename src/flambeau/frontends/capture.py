@@ -60,7 +60,7 @@ def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = fr
             device: torch.device = CPU) -> Captured:
     """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are."""
     ops_loaded()
-    c = Captured(Graph(capabilities=caps, on_cpu=device.type == "cpu"), Symbols())
+    c = Captured(Graph(capabilities=caps, device=device.type), Symbols())
     _Lowering(gm, c, exclude, device).run()
     return c
 

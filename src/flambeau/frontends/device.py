@@ -20,6 +20,7 @@ from flambeau.errors import Error
 from flambeau.targets.base import get_target
 
 from . import device_module
+from .device_composed import register_composed
 from .device_copy import Copies
 from .device_module import NAME
 from .device_native import load_core
@@ -57,7 +58,9 @@ def enable_device() -> None:
         for name in ("_copy_from", "_copy_from_and_resize"):
             for key in ("Conjugate", "Negative"):
                 aten.impl(name, torch.library.fallthrough_kernel, key)
-        Fallback(copies, core.generator, device_module.current_device).register(everything, aten)
+        fallback = Fallback(copies, core.generator, device_module.current_device)
+        fallback.register(everything, aten)
+        register_composed(aten, fallback.call)
         _LIBRARIES.extend((aten, everything))
         SEEDS[NAME] = Seeds(copies, core.generator)
         open_gates()

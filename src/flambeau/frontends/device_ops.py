@@ -104,8 +104,8 @@ def device_forms() -> list[Form]:
 
 def _forms(name: str, functional: set[torch._ops.OpOverload]) -> Iterator[Form]:
     takes = {_given(op): op for op in overloads(name) if op in functional}
-    inplace = [op for other in (f"{name}_", *(k for k, v in _FUNCTIONAL.items() if v == name)) for op in overloads(other)]
-    for op in (*overloads(name), *inplace):
+    names = (name, f"{name}_", *(inplace for inplace, other in _FUNCTIONAL.items() if other == name))
+    for op in (op for other in names for op in overloads(other)):
         found = op if op in functional else takes.get(_given(op))
         if found is None:
             continue
@@ -131,5 +131,6 @@ def _is_kernel(op: torch._ops.OpOverload) -> bool:
         return False
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         return False
-    return torch._C._dispatch_has_kernel(op.name()) and not torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), "CompositeImplicitAutograd")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return torch._C._dispatch_has_kernel(op.name()) and (
+        has(op.name(), "PrivateUse1") or not has(op.name(), "CompositeImplicitAutograd"))

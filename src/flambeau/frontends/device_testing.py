@@ -106,6 +106,10 @@ def _compare(op: OpInfo, sample: SampleInput, wants_grad: bool, report: DeviceRe
                     raise AssertionError(f"{where}: {error}") from None
 
 
+# Operators that take sizes out of a tensor, which is on the CPU everywhere.
+_SIZES_ON_CPU = ("tensor_split",)
+
+
 def _evaluate(op: OpInfo, sample: SampleInput, device: str, wants_grad: bool,
               dtype: torch.dtype | None = None) -> tuple[list[Any], list[Any]]:
     """(results, gradients for fixed output gradients) on a device."""
@@ -118,7 +122,7 @@ def _evaluate(op: OpInfo, sample: SampleInput, device: str, wants_grad: bool,
             return device
         if dtype is not None and isinstance(x, torch.dtype) and x.is_floating_point:
             return dtype
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) or (op.name in _SIZES_ON_CPU and x is not sample.input):
             return x
         moved = _as_it_lies(x.detach(), device)
         if dtype is not None and x.is_floating_point():
@@ -131,7 +135,7 @@ def _evaluate(op: OpInfo, sample: SampleInput, device: str, wants_grad: bool,
     if wants_grad and isinstance(sample.input, torch.Tensor) and sample.input.requires_grad:
         first = leaves[0]
     torch.manual_seed(7)
-    results = [o for o in pytree.tree_leaves(op(first, *args, **kwargs))]
+    results = list(pytree.tree_leaves(op(first, *args, **kwargs)))
     differentiable = [o for o in results if isinstance(o, torch.Tensor) and o.requires_grad]
     grads: list[Any] = []
     if wants_grad and differentiable and leaves:
@@ -150,8 +154,7 @@ def _as_it_lies(x: torch.Tensor, device: str) -> torch.Tensor:
         return x.clone().to(device)
     if x.is_conj() or x.is_neg():
         return x.to(device) if device != "cpu" else x
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").copy_(x)
-    return made if device == "cpu" else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(made)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
 # ---- the table -------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.config import config
@@ -26,7 +27,7 @@ from .capture import RunNumber
 from .decompositions import table
 from .eager_ops import Form
 from .package import Run
-from .pipeline import Options, compile_graph
+from .pipeline import Options, compiled
 
 aten = torch.ops.aten
 
@@ -104,9 +105,8 @@ def build(form: Form, args: Arguments, lift: bool = False) -> Run:
     With `lift` the numbers of the call follow in the list, as the bits of 64-bit words. UnsupportedError says why there
     is none.
     """
-    run = compile_graph(graph_of(form, args, lift), Options(config.numerics))
-    made = getattr(run, "compiled", None)
-    if made is None or made.captured.externs or any(
+    made = compiled(graph_of(form, args, lift), Options(config.numerics))
+    if made.captured.externs or any(
             isinstance(s, Call) and isinstance(s.target, torch._ops.OpOverload) for s in made.program.steps):
         raise UnsupportedError("this call has no lowering")
     if form.op is aten.copy_.default and any(isinstance(s, Copy) for s in made.program.steps):
@@ -114,8 +114,7 @@ def build(form: Form, args: Arguments, lift: bool = False) -> Run:
     for kernel in (made.build.wait() if made.build is not None else {}).values():
         if isinstance(kernel, CompileError):
             raise kernel
-    finished: Run = made.finish()
-    return finished
+    return made.finish()
 
 
 def graph_of(form: Form, args: Arguments, lift: bool = False) -> fx.GraphModule:
@@ -151,7 +150,7 @@ class _Graph:
                 node = self.graph.call_function(aten.copy_.default, (target, result))
                 node.meta["val"] = target.meta["val"]
         self.graph.output([] if targets else results)
-        return fx.GraphModule(self.held, self.graph)
+        return _LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
 
     def placeholder(self, x: Any, may_lift: bool) -> Any:
         if isinstance(x, (list, tuple)):
@@ -164,7 +163,8 @@ class _Graph:
             return self.later(x, RunNumber(x.dtype, False))
         if isinstance(x, Number):
             name = f"number{len(self.held)}"
-            self.held[name] = torch.scalar_tensor(x.value, dtype=x.dtype, device="cpu")
+            with unset_fake_temporarily():
+                self.held[name] = torch.scalar_tensor(x.value, dtype=x.dtype, device="cpu")
             node = self.graph.get_attr(name)
             node.meta["val"] = x.fake()
             return node

@@ -212,11 +212,11 @@ class Fallback:
         self._current = current
 
     def register(self, everything: torch.library.Library, aten: torch.library.Library) -> None:
-        everything.fallback(self._call, "PrivateUse1")
+        everything.fallback(self.call, "PrivateUse1")
         for name, compute in INSTEAD.items():
             aten.impl(name, self._instead(name, compute), "PrivateUse1")
 
-    def _call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what happens on the host is not the caller's
             return self._run(op, op, args, kwargs)
 

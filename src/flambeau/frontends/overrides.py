@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import torch
 

@@ -34,7 +34,7 @@ class ClDeviceTarget(OpenClTarget):
         return self._driver
 
     @property
-    def device(self) -> ClDevice:  # type: ignore[override]
+    def device(self) -> ClDevice:
         import torch
 
         return self._driver.found[torch.accelerator.current_device_index()]
