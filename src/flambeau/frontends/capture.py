@@ -14,7 +14,7 @@ from flambeau.errors import UnsupportedError
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
-from flambeau.ir.expr import walk
+from flambeau.ir.expr import Expr, cast, index_value, walk
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value, contiguous_strides
 from flambeau.ops import LOWERINGS, ops_loaded
@@ -38,6 +38,14 @@ SHAPED_BY_DATA = (aten._unique.default, aten._unique2.default, aten.unique_dim.d
                   aten.nonzero.default, aten.masked_select.default)
 
 
+@dataclass(frozen=True)
+class RunNumber:
+    """An argument that is a number, given at the run as the bits of a 64-bit word."""
+
+    dtype: torch.dtype  # float: the word is that of a double
+    number: bool  # takes part in promotion as a Python number does
+
+
 @dataclass
 class Captured:
     graph: Graph
@@ -52,7 +60,7 @@ def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = fr
             device: torch.device = CPU) -> Captured:
     """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are."""
     ops_loaded()
-    c = Captured(Graph(capabilities=caps, on_cpu=device.type == "cpu"), Symbols())
+    c = Captured(Graph(capabilities=caps, device=device.type), Symbols())
     _Lowering(gm, c, exclude, device).run()
     return c
 
@@ -63,6 +71,7 @@ class _Lowering:
         self.exclude, self.device = exclude, device
         self.elsewhere = Elsewhere(device)
         self.env: dict[fx.Node, Any] = {}
+        self.numbers: list[Sym] = []  # numbers of the run
         self.composite: list[tuple[torch.SymInt, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
 
     def run(self) -> None:
@@ -80,7 +89,7 @@ class _Lowering:
                 self.output(n)
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
-        self.g.symbols = list(self.c.symbols.known.values())
+        self.g.symbols = [*self.c.symbols.known.values(), *self.numbers]
         self.solve_sizes()
         self.c.sources |= {s: ("text", h.text, h.sizes) for s, h in self.c.symbols.hosts.items()}
 
@@ -95,6 +104,8 @@ class _Lowering:
             self.env[n] = v
             for k, size in enumerate(val.shape):
                 self.bind(size, ("size", v.buffer, k))
+        elif isinstance(val, RunNumber):
+            self.env[n] = self.run_number(val, position)
         elif isinstance(val, torch.SymInt):
             self.env[n] = self.c.symbols.index(val)
             self.bind(val, ("arg", position), force=True)
@@ -102,6 +113,18 @@ class _Lowering:
             self.env[n] = val
         else:
             raise UnsupportedError(f"argument {n.name} of type {type(val).__name__} in a captured graph")
+
+    def run_number(self, val: RunNumber, position: int) -> Value:
+        word = Sym(f"number{position}", lo=None)
+        self.c.sources[word] = ("arg", position)
+        self.numbers.append(word)
+        if is_float(val.dtype) and torch.float64 not in self.g.capabilities.dtypes:
+            raise UnsupportedError("numbers of the run are doubles, which the device does not have")
+        with build.building(self.g, "number"):
+            bits = index_value(word, torch.int64)
+            whole = Expr("bitcast", torch.float64, (bits,)) if is_float(val.dtype) else bits
+            made = build.pointwise((), lambda _: cast(whole, val.dtype), val.dtype)
+        return replace(made, number=val.number)
 
     def add_tensor(self, val: torch.Tensor) -> Value:
         to = self.c.symbols.index
@@ -292,6 +315,8 @@ class _Lowering:
             return src
         with build.building(self.g, "copy_"):
             new = build.pointwise(dst.shape, lambda i: _broadcast(src, i), dst.dtype)
+        # In the order of what it goes to, gaps included: then it can be written there at once.
+        self.g.buffers[new.buffer].strides = b.strides
         self.g.mutations.append((dst.buffer, new))
         return new
 

@@ -4,8 +4,8 @@
     x = torch.randn(3, device="flambeau")
 
 Where autoload.py has announced the device, its first use enables it. The core (device_core.cpp) gives PyTorch memory,
-streams, events and views; copies are device_copy.py's, `torch.flambeau` is device_module.py, and operators run on the
-CPU (fallback.py).
+streams, events and views; copies are device_copy.py's, `torch.flambeau` is device_module.py. Operators are programs of
+their own (device_ops.py), or run on the CPU (fallback.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from flambeau.targets.base import device_target
 
 from . import device_exchange, device_module
 from .autoload import announce, started, taken
+from .device_composed import register_composed
 from .device_copy import Copies
 from .device_module import NAME
 from .device_native import load_core
+from .device_ops import open_gates
+from .device_random import Seeds
 from .fallback import Fallback
+from .package import SEEDS
 
 _LOCK = threading.RLock()
 _LIBRARIES: list[torch.library.Library] = []  # what they register goes when they do
@@ -40,8 +44,8 @@ def enable_device() -> None:
             return
         if other := taken():
             raise Error(f"PyTorch takes one device from outside, and {other!r} is there already")
-        driver = device_target().driver()
-        core = load_core()
+        target = device_target()
+        driver, core = target.driver(), load_core()
         announce()
         core.start(driver)
         device_module._start(core, tuple(device.name for device in driver.found))
@@ -56,8 +60,14 @@ def enable_device() -> None:
         for name in ("_copy_from", "_copy_from_and_resize"):
             for key in ("Conjugate", "Negative"):
                 aten.impl(name, torch.library.fallthrough_kernel, key)
-        Fallback(copies, core.generator, device_module.current_device).register(everything, aten)
+        fallback = Fallback(copies, core.generator, device_module.current_device)
+        fallback.register(everything, aten)
+        register_composed(aten, fallback.call)
         _LIBRARIES.extend((aten, everything))
+        if target.on_its_memory() is not None:
+            driver.follow(core.stream_function)
+            SEEDS[NAME] = Seeds(copies, core.generator)
+            open_gates()
 
 
 class Found(NamedTuple):

@@ -92,6 +92,7 @@ class Core:
         self._stop = library.flambeau_stop
         self.stream: Callable[[int], int] = library.flambeau_stream  # the current one of a device
         library.flambeau_stream.argtypes, library.flambeau_stream.restype = (_int,), _long
+        self.stream_function = ctypes.cast(library.flambeau_stream, ctypes.c_void_p).value or 0  # for native callers
         locked = ctypes.PyDLL(None, handle=library._handle)
         self._generator = locked.flambeau_generator
         self._generator.argtypes, self._generator.restype = (_int,), ctypes.py_object

@@ -30,8 +30,11 @@ def graph_device(gm: fx.GraphModule) -> torch.device:
 
 
 def target_of(device: torch.device, wanted: str | None) -> Target | None:
-    """The target called `wanted`, else that of the device, if there is one."""
-    name = wanted or target_for(device)
+    """The target called `wanted`, if it can read the device's memory; else that of the device, if there is one."""
+    own = target_for(device)
+    if own is not None and get_target(own).opaque:
+        return get_target(own)
+    name = wanted or own
     return get_target(name) if name is not None else None
 
 

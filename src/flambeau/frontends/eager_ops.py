@@ -7,7 +7,7 @@ off their schemas, in `forms`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -89,9 +89,10 @@ class Form:
     """One operator as it is called: it returns its results, or writes them into arguments."""
 
     op: torch._ops.OpOverload
-    functional: torch._ops.OpOverload  # what it computes
+    functional: Callable[..., Any]  # what it computes; mostly an operator itself
     group: str
     written: tuple[int, ...]  # positions of the arguments that take the results, in their order
+    factory: bool = False  # dtype and device of what it writes to are arguments of the functional form
 
     @property
     def name(self) -> str:
@@ -100,6 +101,7 @@ class Form:
 
     @property
     def operator(self) -> str:
+        assert isinstance(self.functional, torch._ops.OpOverload)
         return base(self.functional)
 
     @property

@@ -162,7 +162,7 @@ class Writer:
     def seeds(self, names: Sequence[str]) -> None:
         """All drawn at once by torch's generator of the device, 16 bytes apart: kernels may count on that."""
         if names:
-            self.line(f"seeds = torch.empty(({len(names)}, 2), dtype=torch.int64, device=DEVICE).random_()")
+            self.line(f"seeds = draw_seeds({len(names)}, DEVICE)")
         for k, name in enumerate(names):
             self.line(f"P[{self.slot(name)}] = seeds.data_ptr() + {16 * k}")
 

@@ -23,6 +23,7 @@ from flambeau.config import config
 from flambeau.errors import UnsupportedError
 
 from .device_copy import Copies, as_marked, dense, host_memory, same_geometry, span
+from .device_random import host_generator
 from .instead import INSTEAD
 
 log = logging.getLogger(__name__)
@@ -184,16 +185,6 @@ def _regions(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 # ---- random numbers --------------------------------------------------------------------------------------
 
 
-def host_generator(generator: torch.Generator) -> torch.Generator:
-    """A generator of the CPU for one call: which numbers it draws, seed and offset of the device's one decide."""
-    offset = generator.get_offset()
-    generator.set_offset(offset + 4)  # the offsets of CUDA's generators, which programs save, are multiples of it
-    mixed = (generator.initial_seed() + (offset // 4 + 1) * 0x9E3779B97F4A7C15) % 2**64
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ mixed >> shift) * factor % 2**64
-    return torch.Generator(device="cpu").manual_seed((mixed ^ mixed >> 31) % 2**63)
-
-
 @contextmanager
 def _default_generator(given: torch.Generator | None) -> Iterator[None]:
     """Inside, the CPU's default generator draws what `given` would."""
@@ -221,11 +212,11 @@ class Fallback:
         self._current = current
 
     def register(self, everything: torch.library.Library, aten: torch.library.Library) -> None:
-        everything.fallback(self._call, "PrivateUse1")
+        everything.fallback(self.call, "PrivateUse1")
         for name, compute in INSTEAD.items():
             aten.impl(name, self._instead(name, compute), "PrivateUse1")
 
-    def _call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what happens on the host is not the caller's
             return self._run(op, op, args, kwargs)
 

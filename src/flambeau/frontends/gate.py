@@ -15,7 +15,8 @@ from .eager_ops import all_forms, cpp_names
 from .native import load_native, python_headers
 
 _NAME = "gate"
-_SOURCE = Path(__file__).with_suffix(".cpp")
+_FOLDER = Path(__file__).parent
+_SHARED = "gate.h"
 
 
 class Gates(Protocol):
@@ -44,20 +45,28 @@ def load_gates() -> Gates:
     if not (python_headers() / "Python.h").exists():
         raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
                                hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
-    gates: Gates = load_native(_NAME, "the gates before eager operators", source(), load)
+    gates: Gates = load_native(_NAME, "the gates before eager operators", source(), loader(_NAME))
     return gates
+
+
+def text(name: str) -> str:
+    """One text, so that one hash is enough."""
+    return (_FOLDER / f"{name}.cpp").read_text().replace(f'#include "{_SHARED}"', (_FOLDER / _SHARED).read_text())
 
 
 def source() -> str:
     """The text with its table of operators."""
     headers, types = cpp_names(all_forms())
-    return _SOURCE.read_text().replace(
+    return text(_NAME).replace(
         "// OPERATOR HEADERS", "\n".join(f"#include <{h}>" for h in headers)).replace(
         "// OPERATOR ROWS", "\n".join(f"    row<{t}>()," for t in types))
 
 
-def load(path: Path) -> Any:
-    loader = ExtensionFileLoader(_NAME, str(path))
-    module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
-    loader.exec_module(module)
-    return module
+def loader(name: str) -> Callable[[Path], Any]:
+    def load(path: Path) -> Any:
+        finder = ExtensionFileLoader(name, str(path))
+        module = module_from_spec(ModuleSpec(name, finder, origin=str(path)))
+        finder.exec_module(module)
+        return module
+
+    return load

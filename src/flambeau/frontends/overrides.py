@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextvars
 import logging
-import operator
 import os
 import queue
 import threading
@@ -24,29 +23,22 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import torch
-import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flambeau.config import config
-from flambeau.errors import CompileError, OptionError, UnsupportedError
+from flambeau.errors import OptionError, UnsupportedError
 
 from .devices import target_of
+from .eager_graph import Arguments, build, described
 from .eager_ops import GROUPS, Form, wanted
 from .gate import Gates, load_gates
-from .package import Run
-from .pipeline import Options, compile_graph
 
 log = logging.getLogger(__name__)
-aten = torch.ops.aten
 
 PATIENCE = 2  # calls of a kind before its kernel is built: shapes that come once are not worth a compiler
 MOST_KERNELS = 64  # for one form of an operator; whoever has more shapes than that would compile for ever
 UNTRIED = 1 << 15  # elements, for operators that only their user's wish replaces
-
-Arguments = tuple[Any, ...]
 
 
 # ---- what users call -----------------------------------------------------------------------------------
@@ -213,33 +205,6 @@ def _close_all() -> None:
 # ---- kernels -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """What a kernel depends on of a tensor, without holding its memory."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    overlaps: bool
-
-    def fake(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
-
-def described(args: Arguments) -> Arguments:
-    """The arguments of a call with descriptions in place of tensors."""
-
-    def describe(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return type(x)(describe(y) for y in x)
-        if not isinstance(x, torch.Tensor):
-            return x
-        return _Tensor(tuple(x.shape), x.stride(), x.dtype, x.device, torch._debug_has_internal_overlap(x) != 0)
-
-    return tuple(describe(x) for x in args)
-
-
 class _Job:
     """A kernel to build, for the calls of one slot."""
 
@@ -287,68 +252,3 @@ class _Worker:
 
 
 WORKER = _Worker()
-
-
-def build(form: Form, args: Arguments) -> Run:
-    """The function that serves such calls: it takes their tensors as a list, in order, and returns the results.
-
-    UnsupportedError says why there is none.
-    """
-    run = compile_graph(graph_of(form, args), Options(config.numerics))
-    made = getattr(run, "compiled", None)
-    if made is None or made.captured.externs:
-        raise UnsupportedError("this call has no lowering")
-    for kernel in (made.build.wait() if made.build is not None else {}).values():
-        if isinstance(kernel, CompileError):
-            raise kernel
-    finished: Run = made.finish()
-    return finished
-
-
-def graph_of(form: Form, args: Arguments) -> fx.GraphModule:
-    """The functional operator as a graph of its own; what the form writes to is written at its end."""
-    graph = fx.Graph()
-    with FakeTensorMode():
-
-        def placeholder(x: Any) -> Any:
-            if isinstance(x, (list, tuple)):
-                return [placeholder(y) for y in x]
-            if not isinstance(x, _Tensor):
-                return x
-            node = graph.placeholder(f"x{len(graph.nodes)}")
-            node.meta["val"] = x.fake()
-            return node
-
-        nodes = [placeholder(x) for x in args]
-        arguments = [(form.op._schema.arguments[k], nodes[k]) for k in form.inputs]
-        call = graph.call_function(form.functional, tuple(x for a, x in arguments if not a.kwarg_only),
-                                   {a.name: x for a, x in arguments if a.kwarg_only})
-        given: Any = fx.node.map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
-        val = form.functional(*given[0], **given[1])
-    targets = [nodes[k] for k in form.written]
-    for k, t in zip(form.written, val if isinstance(val, (list, tuple)) else [val]):
-        check_target(args[k], t)
-    if targets:  # the results have the layout of what they are written to
-        val = [t.meta["val"] for t in targets] if len(targets) > 1 else targets[0].meta["val"]
-    call.meta["val"] = val
-    results = [part(graph, call, k) for k in range(len(val))] if isinstance(val, (list, tuple)) else [call]
-    for target, result in zip(targets, results):
-        graph.call_function(aten.copy_.default, (target, result)).meta["val"] = target.meta["val"]
-    graph.output([] if targets else results)
-    return fx.GraphModule({}, graph)
-
-
-def part(graph: fx.Graph, call: fx.Node, k: int) -> fx.Node | None:
-    if call.meta["val"][k] is None:
-        return None
-    node = graph.call_function(operator.getitem, (call, k))
-    node.meta["val"] = call.meta["val"][k]
-    return node
-
-
-def check_target(given: Any, result: torch.Tensor) -> None:
-    """An argument that takes a result. Torch resizes and casts where it must; that stays its business."""
-    if given is None or given.shape != tuple(result.shape) or given.dtype != result.dtype:
-        raise UnsupportedError("what it writes to has another shape or dtype")
-    if given.overlaps:
-        raise UnsupportedError("what it writes to is not plain memory")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +138,12 @@ def laid_out(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
+def draw_seeds(count: int, device: torch.device) -> torch.Tensor:
+    """Two words for each, drawn by torch's generator of the device."""
+    draw = SEEDS.get(device.type)
+    return draw(count, device) if draw else torch.empty((count, 2), dtype=torch.int64, device=device).random_()
+
+
 def as_number(x: float, device: torch.device) -> torch.Tensor:
     """A number of the run in memory, where kernels can read it."""
     return torch.full((), float(x), dtype=torch.float64, device=device)
@@ -201,6 +207,8 @@ def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
 
 
 POOL = ArenaPool()
+SEEDS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {}  # for devices whose random numbers are ours
 _keys = itertools.count()
 # Names that every source may use.
-SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit}
+SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit,
+                         "draw_seeds": draw_seeds}

@@ -96,9 +96,7 @@ def boxed(c: Compiled) -> Run:
 def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: frozenset[str] = frozenset()) -> Run:
     """A boxed function for a functional ATen graph. What cannot be compiled runs as ATen, with one warning."""
     try:
-        # Tensors that the graph holds are real, and are read while AOTAutograd's fake mode is on.
-        with LOCK, unset_fake_temporarily():
-            return boxed(_compile(gm, options or Options(), exclude))
+        return boxed(compiled(gm, options or Options(), exclude))
     except CompileError:
         raise
     except Exception as e:  # whatever is wrong with the compiler, the model runs
@@ -107,6 +105,13 @@ def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: f
         warnings.warn(f"flambeau: this graph runs as ATen because it could not be compiled: {type(e).__name__}: {e}. "
                       "Please report it.", RuntimeWarning, stacklevel=2)
         return interpret(gm)
+
+
+def compiled(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = frozenset()) -> Compiled:
+    """The graph on its way, or the error that says why it cannot be compiled."""
+    # Tensors that the graph holds are real, and are read while AOTAutograd's fake mode is on.
+    with LOCK, unset_fake_temporarily():
+        return _compile(gm, options, exclude)
 
 
 def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> Compiled:

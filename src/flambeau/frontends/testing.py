@@ -182,18 +182,6 @@ class _Case:
             grads = list(torch.autograd.grad(diff, [a for a in args if a.requires_grad], seeds, allow_unused=True))
         return [o.detach() for o in outs], grads
 
-    def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
-        """OpInfo's own tolerances for this operator where they are wider than the dtype's."""
-        if not (dtype.is_floating_point or dtype.is_complex):
-            return {}
-        rtol, atol = torch.testing._comparison.default_tolerances(dtype)
-        for info in self.fn.decorators:  # type: ignore[attr-defined]
-            for d in getattr(info, "decorators", None) or [info]:
-                limits = getattr(d, "d", None) if type(d).__name__ == "toleranceOverride" else None
-                if limits and dtype in limits:
-                    atol, rtol = max(atol, limits[dtype].atol), max(rtol, limits[dtype].rtol)
-        return {"rtol": rtol, "atol": atol}
-
     def compare(self, report: Report) -> None:
         assert self.traced is not None
         try:
@@ -215,7 +203,7 @@ class _Case:
                 if self.random or any(s.random for s in self.switches):
                     continue  # other numbers than eager's by design; tests/ops/test_random.py judges those
                 try:
-                    torch.testing.assert_close(x, y, equal_nan=True, **self.tolerance(x.dtype))  # type: ignore[arg-type]
+                    torch.testing.assert_close(x, y, equal_nan=True, **tolerance(self.fn, x.dtype))  # type: ignore[arg-type]
                 except AssertionError as e:
                     if not x.is_floating_point():
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
@@ -225,6 +213,19 @@ class _Case:
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
                     if not no_further(x, y, exact[part][k]):
                         raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
+
+
+def tolerance(op: Any, dtype: torch.dtype) -> dict[str, float]:
+    """OpInfo's own tolerances for an operator where they are wider than the dtype's."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return {}
+    rtol, atol = torch.testing._comparison.default_tolerances(dtype)
+    for info in op.decorators:
+        for d in getattr(info, "decorators", None) or [info]:
+            limits = getattr(d, "d", None) if type(d).__name__ == "toleranceOverride" else None
+            if limits and dtype in limits:
+                atol, rtol = max(atol, limits[dtype].atol), max(rtol, limits[dtype].rtol)
+    return {"rtol": rtol, "atol": atol}
 
 
 def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:

@@ -329,11 +329,15 @@ class Graph:
     mutations: list[tuple[str, Value]] = field(default_factory=list)  # input buffer <- value, at the end
     seeds: list[str] = field(default_factory=list)  # int64 scalars that each run draws anew
     origin: str = ""
-    on_cpu: bool = True  # where its tensors are: ATen's kernels on CPUs save other things for their gradients
+    device: str = "cpu"  # where its tensors are: ATen's kernels save other things for their gradients there
     capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it
 
     def __post_init__(self) -> None:
         restart_names()
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
 
     def new_name(self) -> str:
         return f"b{len(self.buffers)}"

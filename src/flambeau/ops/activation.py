@@ -181,8 +181,8 @@ def _log_sigmoid(x: Expr) -> Expr:
 
 @lower(aten.log_sigmoid_forward)
 def log_sigmoid(x: Value) -> tuple[Value, Value]:
-    """Also exp(-|x|) for the gradient, which ATen saves on CPUs only."""
-    if build.graph().on_cpu:
+    """Also exp(-|x|) for the gradient, which ATen does not save on GPUs that it knows."""
+    if build.graph().device not in ("cuda", "xpu"):
         return _log_sigmoid(x), pointwise(_exp_of_minus_abs)(x)
     return _log_sigmoid(x), build.pointwise((0,), lambda i: const(0, x.dtype))
 
@@ -195,7 +195,8 @@ def _log_sigmoid_backward(grad: Expr, x: Expr, small: Expr) -> Expr:
 @lower(aten.log_sigmoid_backward)
 def log_sigmoid_backward(grad: Value, x: Value, buffer: Value) -> Value:
     """grad * sigmoid(-x), from exp(-|x|)."""
-    return _log_sigmoid_backward(grad, x, buffer if build.graph().on_cpu else pointwise(_exp_of_minus_abs)(x))
+    saved = build.graph().device not in ("cuda", "xpu")
+    return _log_sigmoid_backward(grad, x, buffer if saved else pointwise(_exp_of_minus_abs)(x))
 
 
 @lower_pointwise(aten.logit, operands=1, kind="float")

@@ -77,6 +77,7 @@ class Target(ABC):
     # For each group of eager operators (frontends/eager_ops.py) in which its kernels beat those that torch has for the
     # same device: from how many elements on they do.
     wins: ClassVar[Mapping[str, int]] = {}
+    opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
@@ -137,6 +138,10 @@ class Target(ABC):
         """Its machines as a device of PyTorch's (frontends/device_native.py says what that takes)."""
         raise UnsupportedError(f"the target {self.name} is no device of PyTorch's yet")
 
+    def on_its_memory(self) -> Target | None:
+        """What compiles for the memory of its driver. None: operators of the device run on the CPU."""
+        return None
+
 
 _FACTORIES: dict[str, Callable[[], Target]] = {}
 _BUILT_IN = {
@@ -146,6 +151,7 @@ _BUILT_IN = {
     "opencl": "flambeau.targets.opencl:OpenClTarget",
 }
 _TARGETS: dict[str, Target] = {}
+DEVICE = "flambeau"  # as a target: kernels on the memory of the device that PyTorch has from us
 
 
 def register_target(name: str, factory: Callable[[], Target]) -> None:
@@ -173,6 +179,8 @@ def device_target() -> Target:
 
 def target_for(device: torch.device) -> str | None:
     """The name of the target that runs on a device: that of the device's type, if there is one."""
+    if device.type == DEVICE:
+        return DEVICE if device_target().on_its_memory() is not None else None
     known = device.type in _FACTORIES or device.type in _BUILT_IN or device.type in target_names()
     return device.type if known else None
 
@@ -180,6 +188,8 @@ def target_for(device: torch.device) -> str | None:
 def _factory(name: str) -> Callable[[], Target]:
     if name in _FACTORIES:
         return _FACTORIES[name]
+    if name == DEVICE and (there := device_target().on_its_memory()) is not None:
+        return lambda: there
     if name in _BUILT_IN:
         module, attribute = _BUILT_IN[name].split(":")
         factory: Callable[[], Target] = getattr(import_module(module), attribute)

@@ -7,8 +7,8 @@ its kernels, and reports what they found wrong with their data at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flambeau.codegen.source import RangeSource
 from flambeau.config import config
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import Kernel as LoopNest
     from flambeau.targets.opencl_driver import ClDriver
+    from flambeau.targets.opencl_eager import ClDeviceTarget
+
+
+MakeLaunch: TypeAlias = "Callable[[Kernel, pyopencl.Program], Launch]"
+
+
+@cache
+def _device_side() -> ClDeviceTarget:
+    from flambeau.targets.opencl_eager import ClDeviceTarget
+
+    return ClDeviceTarget()
 
 
 class OpenClTarget(Target):
@@ -40,6 +51,12 @@ class OpenClTarget(Target):
     @cached_property
     def device(self) -> ClDevice:
         return self._given or host_device()
+
+    def driver(self) -> ClDriver:
+        return self.on_its_memory().driver()
+
+    def on_its_memory(self) -> ClDeviceTarget:
+        return _device_side()
 
     def capabilities(self) -> Capabilities:
         return self.device.capabilities()
@@ -57,10 +74,16 @@ class OpenClTarget(Target):
         device = self.device
         device.check_process()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-        compiler = self._compilers.setdefault(device.index, ClCompiler(device))
-        memory = self._memories.setdefault(device.index, HostMemory(device))
+        compiler = self._compilers.setdefault(device.index, ClCompiler(device, self.keeps_binaries(device)))
         texts = [source for source in sources if isinstance(source, RangeSource)]
-        return ClBuild(device, memory, compiler.start(texts, disk))
+        return ClBuild(self.launch_on(device), compiler.start(texts, disk))
+
+    def keeps_binaries(self, device: ClDevice) -> bool:
+        return True
+
+    def launch_on(self, device: ClDevice) -> MakeLaunch:
+        memory = self._memories.setdefault(device.index, HostMemory(device))
+        return lambda kernel, program: ClLaunch(device, memory, kernel, program)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
         return ClPlan(steps)
@@ -75,16 +98,10 @@ class OpenClTarget(Target):
     def fresh(self, memory: torch.Tensor) -> None:
         in_large_pages(memory)
 
-    def driver(self) -> ClDriver:
-        from flambeau.targets.opencl_driver import ClDriver
-
-        return ClDriver()
-
 
 class ClBuild(Build):
-    def __init__(self, device: ClDevice, memory: Memory, kernels: dict[str, tuple[Kernel, Building]]) -> None:
-        self._device = device
-        self._memory = memory
+    def __init__(self, launch: MakeLaunch, kernels: dict[str, tuple[Kernel, Building]]) -> None:
+        self._launch = launch
         self._kernels = kernels
 
     def done(self) -> bool:
@@ -94,8 +111,7 @@ class ClBuild(Build):
         out: dict[str, Launch | CompileError] = {}
         for name, (kernel, future) in self._kernels.items():
             program = future.result()
-            out[name] = program if isinstance(program, CompileError) \
-                else ClLaunch(self._device, self._memory, kernel, program)
+            out[name] = program if isinstance(program, CompileError) else self._launch(kernel, program)
         return out
 
 

@@ -50,10 +50,15 @@ class Kernel:
 
 
 class ClCompiler:
-    """The programs of one device by the keys of their kernels: there, or on their way."""
+    """The programs of one device by the keys of their kernels: there, or on their way.
 
-    def __init__(self, device: ClDevice) -> None:
+    `keep`: whether binaries are kept on disk. PoCL compiles a kernel in three forms for its binary, which takes longer
+    than all the rest, and has a cache of its own.
+    """
+
+    def __init__(self, device: ClDevice, keep: bool = True) -> None:
         self._device = device
+        self._keep = keep
         self._lock = threading.Lock()
         self._programs: dict[str, Building] = {}
         self._waiting: list[tuple[Kernel, DiskCache]] = []
@@ -119,7 +124,7 @@ class ClCompiler:
             # Its own cache on disk is told to stay out of the way.
             program = pyopencl.Program(self._device.context, text).build(
                 list(self._device.options), cache_dir=False)  # type: ignore[arg-type]
-            binary = program.get_info(pyopencl.program_info.BINARIES)[0]
+            binary = program.get_info(pyopencl.program_info.BINARIES)[0] if self._keep else b""
         except pyopencl.Error as error:
             if len(unit) > 1:
                 middle = len(unit) // 2

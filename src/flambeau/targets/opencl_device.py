@@ -76,6 +76,10 @@ class ClDevice:
         return bool(self.device.type & pyopencl.device_type.CPU)
 
     @cached_property
+    def is_pocl(self) -> bool:
+        return bool(self.device.platform.name.strip() == POCL)
+
+    @cached_property
     def shares_host_memory(self) -> bool:
         """Whether it works in any memory of the process as it is. GPUs that could still copy what is not aligned."""
         return self.is_cpu and bool(self.device.host_unified_memory)
@@ -102,7 +106,7 @@ class ClDevice:
             "-w": True,
             "-cl-fp32-correctly-rounded-divide-sqrt": bool(self.device.single_fp_config & rounding),
             "-DFL_DOUBLE": torch.float64 in self.dtypes,
-            "-DFL_CLANG": self.is_cpu and self.device.platform.name.strip() == POCL,
+            "-DFL_CLANG": self.is_cpu and self.is_pocl,
         }
         return tuple(option for option, wanted in given.items() if wanted)
 

@@ -1,19 +1,26 @@
 """OpenCL devices as an eager device sees them: memory by address, queues as streams, markers as events.
 
 A stream is an in-order queue. What is enqueued on one runs behind the host; `read` and `write` wait unless they are
-told that the host's memory stays as it is until the event they return.
+told that the host's memory stays as it is until the event they return. Kernels are put into it by the native launcher
+(opencl_launcher.cpp); what they found wrong with their data is raised where somebody waits for them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from bisect import bisect_right, insort
 from collections.abc import Sequence
+from functools import cache, cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flambeau.errors import Error
+from flambeau.config import config
+from flambeau.errors import CompileError, Error
+from flambeau.ir.faults import error_of
+from flambeau.targets.cache import shared_cache
+from flambeau.targets.launch import build_extension, stored_extension
 from flambeau.targets.opencl_device import NAME, ClDevice, devices
+from flambeau.targets.toolchain import find_toolchain
 
 if TYPE_CHECKING:
     import pyopencl
@@ -42,10 +49,23 @@ class ClDriver:
         self.accelerates = not all(device.is_cpu for device in self.found)
         self._lock = threading.Lock()
         self._buffers: dict[int, pyopencl.Buffer] = {}
-        self._starts: list[int] = []
         self._used = [0] * self.devices
         self._streams: dict[tuple[int, int], ClStream] = {}
         self._events: dict[int, tuple[ClDevice, pyopencl.Event]] = {}
+        self._faults: dict[int, pyopencl.Buffer] = {}  # a word for each device
+
+    @cached_property
+    def launcher(self) -> ModuleType:
+        """The extension that launches kernels, and knows where the memory lies."""
+        import pyopencl
+
+        module = _extension()
+        module.open(pyopencl._cl.__file__, self.stream)
+        return module
+
+    def follow(self, current_stream: int) -> None:
+        """Kernels go to the stream that this C function names for a device."""
+        self.launcher.follow(current_stream)
 
     # ---- memory ----------------------------------------------------------------------------------------
 
@@ -68,13 +88,13 @@ class ClDriver:
             raise MemoryError(str(error)) from error
         with self._lock:
             self._buffers[address] = buffer
-            insort(self._starts, address)
             self._used[device] += nbytes
+        self.launcher.add_block(address, nbytes, buffer.int_ptr)
 
     def free(self, device: int, address: int) -> None:
+        self.launcher.remove_block(address)
         with self._lock:
             buffer = self._buffers.pop(address)
-            del self._starts[bisect_right(self._starts, address) - 1]
             self._used[device] -= buffer.size
         buffer.release()  # the driver keeps it while commands use it
 
@@ -84,14 +104,9 @@ class ClDriver:
 
     def find(self, address: int) -> tuple[pyopencl.Buffer, int]:
         """The buffer that an address lies in, and how many bytes from its start."""
-        if (buffer := self._buffers.get(address)) is not None:
-            return buffer, 0
-        at = bisect_right(self._starts, address) - 1
-        start = self._starts[at] if at >= 0 else 0
-        buffer = self._buffers.get(start)
-        if buffer is None or address - start >= buffer.size:
+        if (start := self.launcher.start_of(address)) is None:
             raise Error(f"{address:#x} is not in memory of a device", target=NAME)
-        return buffer, address - start
+        return self._buffers[start], address - start
 
     def copy(self, device: int, stream: int, to: int, source: int, nbytes: int) -> None:
         import pyopencl
@@ -106,8 +121,7 @@ class ClDriver:
         there, (buffer, at) = self.stream(device, stream), self.find(address)
         there.last = pyopencl.enqueue_copy(there.queue, _memory_at(host, nbytes), buffer, src_offset=at,
                                            is_blocking=wait)
-        if not wait:
-            there.queue.flush()
+        self._settle(device, stream) if wait else there.queue.flush()
         return there.last
 
     def write(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any:
@@ -127,18 +141,55 @@ class ClDriver:
         on.check_process()
         there = self._streams.get((device, stream))
         if there is None:
-            there = self._streams.setdefault((device, stream), ClStream(on))
+            with self._lock:
+                there = self._streams.get((device, stream)) or self._open(device, stream)
         return there
+
+    def _open(self, device: int, stream: int) -> ClStream:
+        import pyopencl
+        from numpy import zeros
+
+        on = self.found[device]
+        if device not in self._faults:
+            flags = pyopencl.mem_flags.READ_WRITE | pyopencl.mem_flags.COPY_HOST_PTR
+            self._faults[device] = pyopencl.Buffer(on.context, flags, hostbuf=zeros(1, "int32"))
+        there = self._streams[device, stream] = ClStream(on)
+        self.launcher.add_queue(device, stream, there.queue.int_ptr, self._faults[device].int_ptr)
+        return there
+
+    def _settle(self, device: int, stream: int) -> None:
+        """The queue was waited for: raise what its kernels, or those of another queue, have found by now."""
+        import pyopencl
+        from numpy import zeros
+
+        if self.launcher.take_checked(device, stream):
+            word, queue = zeros(1, "int32"), self._streams[device, stream].queue
+            pyopencl.enqueue_copy(queue, word, self._faults[device])
+            if code := int(word[0]):
+                pyopencl.enqueue_copy(queue, self._faults[device], zeros(1, "int32"))
+                error = error_of(code)
+                error.add_note("reported by a kernel that was launched before")
+                raise error
 
     def synchronise(self, device: int, stream: int) -> None:
         for (on, number), there in list(self._streams.items()):
             if on == device and stream in (number, ALL):
                 there.device.check_process()
                 there.queue.finish()
+                there.last = None
+                self.launcher.take_used(on, number)
+        for on, number in list(self._streams):
+            if on == device and stream in (number, ALL):
+                self._settle(on, number)
 
     def idle(self, device: int, stream: int) -> bool:
-        last = self.stream(device, stream).last
-        return last is None or self.is_complete(last)
+        import pyopencl
+
+        there = self.stream(device, stream)
+        if self.launcher.take_used(device, stream):  # its kernels have no events
+            there.last = pyopencl.enqueue_marker(there.queue)
+            there.queue.flush()
+        return there.last is None or self.is_complete(there.last)
 
     def record(self, device: int, stream: int, event: int) -> None:
         import pyopencl
@@ -182,3 +233,15 @@ class ClDriver:
 
 def _memory_at(address: int, nbytes: int) -> Any:
     return (ctypes.c_char * nbytes).from_address(address)
+
+
+@cache
+def _extension() -> ModuleType:
+    """The launcher, stored by an earlier process or compiled now."""
+    disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+    toolchain = find_toolchain(config.compiler, disk)
+    try:
+        return stored_extension("opencl_launcher", toolchain, disk) or \
+            build_extension("opencl_launcher", toolchain, disk)
+    except (ImportError, OSError) as error:
+        raise CompileError(f"the launcher of OpenCL kernels does not work: {error}", target=NAME) from error

@@ -1,0 +1,443 @@
+// Gates of the device's operators: a call runs a program that was compiled for its like, or goes on to the kernel that
+// was there, which computes on the CPU.
+//
+// One boxed kernel stands before every operator; the schema says what is read, written and returned. A call is looked
+// up by what a program depends on: dtypes, sizes, strides, plain arguments, and which tensors are one. Numbers are in
+// the program at first; where they change from call to call, one with numbers as arguments takes its place.
+//
+// Gates are never freed: tensors may outlive the interpreter.
+
+#include "gate.h"
+
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <unordered_map>
+
+// Of libraries whose own headers take long to compile.
+PyObject* THPGenerator_Wrap(const at::Generator& generator);
+namespace at::native {
+bool resize_output(const Tensor& output, IntArrayRef shape);
+}
+
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+using Words = c10::SmallVector<int64_t, 64>;
+
+PyObject* ask_python = nullptr;     // (gate, arguments, numbers as arguments?) -> a program, shapes to resize to, None
+PyObject* with_generator = nullptr;  // (program, its list, generator) -> what the program returns
+
+constexpr int kPatience = 2;  // kinds of numbers that get programs of their own
+
+// ------------------------------------------------------------------------------------------------- the states
+
+enum Turn : int { kUnknown, kOriginal, kOurs, kResize };
+
+struct Entry {
+  Words key;
+  std::atomic<int> turn{kUnknown};
+  std::atomic<int> kinds{0};       // of numbers that were seen with it
+  bool lifted = false;             // whether numbers are arguments of the program
+  PyObject* run = nullptr;         // takes the list of tensors, then of numbers; returns that of the results
+  std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
+};
+
+struct State {
+  explicit State(c10::OperatorHandle handle) : op(handle) {
+    const auto& schema = op.schema();
+    for (const auto& a : schema.arguments()) {
+      auto type = a.real_type();
+      numbers.push_back(type->kind() == c10::TypeKind::NumberType);
+      dtypes.push_back(type->str().rfind("ScalarType", 0) == 0);
+      writes.push_back(a.alias_info() != nullptr && a.alias_info()->isWrite());
+    }
+    for (const auto& r : schema.returns()) {
+      int from = -1;
+      for (size_t i = 0; r.alias_info() != nullptr && i < schema.arguments().size(); ++i) {
+        const auto* info = schema.arguments()[i].alias_info();
+        if (info != nullptr && info->beforeSets() == r.alias_info()->beforeSets()) from = int(i);
+      }
+      returns.push_back(from);
+      lists.push_back(r.type()->kind() == c10::TypeKind::ListType);
+    }
+  }
+
+  c10::OperatorHandle op;
+  c10::KernelFunction original;
+  std::vector<bool> numbers, dtypes, writes;  // of the arguments
+  std::vector<int> returns;                   // the argument that each result is, or -1
+  std::vector<bool> lists;                    // of the results
+  std::optional<c10::RegistrationHandleRAII> registration;
+  std::atomic<int64_t> ours{0}, originals{0};
+  size_t number = 0;
+
+  std::shared_mutex lock;
+  std::unordered_multimap<size_t, Entry*> entries;
+};
+
+// Of a tensor of the device that is nothing but memory: not conjugate, wrapped, named.
+const c10::DispatchKeySet kUsual = [] {
+  auto backend = c10::toBackendComponent(c10::DispatchKey::PrivateUse1);
+  return c10::DispatchKeySet(c10::DispatchKey::PrivateUse1) | c10::getAutocastRelatedKeySetFromBackend(backend) |
+         c10::getAutogradRelatedKeySetFromBackend(backend) | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+}();
+
+// ---------------------------------------------------------------------------------------- what a call looks like
+
+int64_t bits(double x) {
+  int64_t out;
+  std::memcpy(&out, &x, sizeof out);
+  return out;
+}
+
+// Of a tensor on the CPU with one element.
+at::Scalar value_of(const Tensor& t) {
+  const void* data = t.const_data_ptr();
+  switch (t.scalar_type()) {  // what Python's numbers become; `item` takes as long as all the rest of a gate
+    case at::kDouble: return *static_cast<const double*>(data);
+    case at::kLong: return *static_cast<const int64_t*>(data);
+    case at::kBool: return *static_cast<const bool*>(data);
+    default: return t.item();
+  }
+}
+
+struct Call {
+  bool plain = true;  // nothing in it that only the original knows how to treat
+  Words words, values;
+  c10::SmallVector<Tensor, 8> tensors;
+  c10::SmallVector<bool, 8> written;
+  at::Generator generator;
+  int device = -1;
+
+  Call(const State& s, c10::ArrayRef<IValue> args) {
+    word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // of results, where integers go in
+    word(at::globalContext().deterministicAlgorithms());
+    for (size_t i = 0; i < args.size() && plain; ++i) look(args[i], s.numbers[i], s.writes[i]);
+    plain = plain && device >= 0;
+    if (plain) share();
+  }
+
+  void word(int64_t x) { words.push_back(x); }
+
+  void look(const Tensor& t, bool write) {
+    if (!t.defined()) return word(-1);
+    auto* impl = t.unsafeGetTensorImpl();
+    if (t.device().is_cpu() && t.dim() == 0 && !write) return scalar(t);
+    if (!kUsual.has_all(impl->key_set()) || impl->has_symbolic_sizes_strides() || !t.has_storage() ||
+        (device != -1 && device != t.device().index())) {
+      plain = false;
+      return;
+    }
+    device = t.device().index();
+    word(int64_t(t.scalar_type()) | t.dim() << 8 | int64_t(device) << 32);
+    for (int64_t n : t.sizes()) word(n);
+    for (int64_t n : t.strides()) word(n);
+    tensors.push_back(t);
+    written.push_back(write);
+  }
+
+  // A scalar on the CPU takes part everywhere, by its value.
+  void scalar(const Tensor& t) {
+    auto kind = t.scalar_type();
+    if (c10::isComplexType(kind) || t._is_zerotensor() || t.is_neg() ||
+        !c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+                              c10::DispatchKey::AutocastCPU}).has_all(t.key_set())) {
+      plain = false;
+      return;
+    }
+    word(1000 + int64_t(kind) * 2 + t.unsafeGetTensorImpl()->is_wrapped_number());
+    at::Scalar value = value_of(t);
+    values.push_back(value.isFloatingPoint() ? bits(value.toDouble()) : value.toLong());
+  }
+
+  template <class T>
+  void each(const c10::List<T>& items) {
+    word(int64_t(items.size()));
+    for (size_t i = 0; i < items.size(); ++i) word(int64_t(T(items.get(i))));
+  }
+
+  void look(const IValue& x, bool number, bool write) {
+    if (x.isTensor()) return look(x.toTensor(), write);
+    if (x.isTensorList()) {
+      auto items = x.toTensorList();
+      word(int64_t(items.size()));
+      for (size_t i = 0; i < items.size(); ++i) look(items.get(i), write);
+      return;
+    }
+    if (x.isOptionalTensorList()) {
+      auto items = x.toOptionalTensorList();
+      word(int64_t(items.size()));
+      for (size_t i = 0; i < items.size(); ++i) {
+        std::optional<Tensor> item = items.get(i);
+        look(item.has_value() ? *item : Tensor(), write);
+      }
+      return;
+    }
+    word(x.isInt() + 2 * x.isDouble() + 3 * x.isBool() + 4 * x.isNone());  // 1 and 1.0 give different results
+    if (x.isNone()) return;
+    Words& place = number ? values : words;
+    if (x.isInt()) return place.push_back(x.toInt());
+    if (x.isDouble()) return place.push_back(bits(x.toDouble()));
+    if (x.isBool()) return word(x.toBool());
+    if (x.isString()) return word(int64_t(std::hash<std::string>()(x.toStringRef())));
+    if (x.isIntList()) return each(x.toIntList());
+    if (x.isBoolList()) return each(x.toBoolList());
+    if (x.isDoubleList()) {
+      auto items = x.toDoubleList();
+      word(int64_t(items.size()));
+      for (size_t i = 0; i < items.size(); ++i) word(bits(items.get(i)));
+      return;
+    }
+    if (x.isGenerator()) {
+      generator = x.toGenerator();
+      return;
+    }
+    plain = false;  // a symbol, a complex number, a device
+  }
+
+  static uint64_t start(const Tensor& t) { return reinterpret_cast<uint64_t>(t.storage().data()) +
+                                                  uint64_t(t.storage_offset()) * t.itemsize(); }
+  static uint64_t end(const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    return start(t) + uint64_t(last + 1) * t.itemsize();
+  }
+
+  // A program knows of tensors that are one; what only overlaps with something that is written is not its.
+  void share() {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!written[i]) continue;
+      for (size_t j = 0; j < tensors.size() && plain; ++j) {
+        const Tensor &a = tensors[i], &b = tensors[j];
+        if (i == j || a.storage().data() != b.storage().data() || a.numel() == 0 || b.numel() == 0) continue;
+        if (start(a) == start(b) && a.sizes() == b.sizes() && a.strides() == b.strides() &&
+            a.scalar_type() == b.scalar_type()) {
+          word(int64_t(i) << 32 | int64_t(j));
+        } else if (start(a) < end(b) && start(b) < end(a)) {
+          plain = false;
+        }
+      }
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ the decisions
+
+Entry* entry(State& s, const Words& key) {
+  uint64_t h = 0xcbf29ce484222325u;
+  for (int64_t word : key) h = (h ^ uint64_t(word)) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
+  auto find = [&]() -> Entry* {
+    auto [from, to] = s.entries.equal_range(size_t(h));
+    for (auto i = from; i != to; ++i)
+      if (i->second->key == key) return i->second;
+    return nullptr;
+  };
+  {
+    std::shared_lock<std::shared_mutex> hold(s.lock);
+    if (Entry* e = find()) return e;
+  }
+  std::unique_lock<std::shared_mutex> hold(s.lock);
+  if (Entry* e = find()) return e;
+  auto* e = new Entry;
+  e->key = key;
+  s.entries.emplace(size_t(h), e);
+  return e;
+}
+
+// Python's view of an argument: numbers that PyTorch wrapped are numbers again.
+PyObject* shown(const IValue& x, bool dtype) {
+  if (x.isTensor() && x.toTensor().defined() && x.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+    at::Scalar value = value_of(x.toTensor());
+    if (value.isBoolean()) return python(value.toBool());
+    return value.isFloatingPoint() ? python(value.toDouble()) : python(value.toLong());
+  }
+  return python(x, dtype);
+}
+
+bool shapes_of(PyObject* list, std::vector<std::vector<int64_t>>& out) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    PyObject* item = PyList_GET_ITEM(list, i);
+    if (!PyTuple_Check(item)) return false;
+    auto& shape = out.emplace_back();
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(item); ++k)
+      shape.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(item, k)));
+  }
+  return !PyErr_Occurred();
+}
+
+// What serves calls like this one from now on.
+void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, bool lift) {
+  Gil gil;
+  // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
+  c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
+  Owned given(PyTuple_New(Py_ssize_t(args.size())));
+  for (size_t i = 0; i < args.size(); ++i)
+    PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), shown(args[i], s.dtypes[i]));
+  Owned number(PyLong_FromSize_t(s.number));
+  Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), lift ? Py_True : Py_False, nullptr));
+  if (said == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    PyErr_WriteUnraisable(ask_python);
+  }
+  Turn turn = kOriginal;
+  if (said != nullptr && PyList_Check(said.get())) {
+    if (e.shapes.empty() && shapes_of(said.get(), e.shapes)) turn = kResize;
+    PyErr_Clear();
+  } else if (said != nullptr && said.get() != Py_None) {
+    if (e.run == nullptr) e.run = said.release();  // once: a call may be inside the one that is there
+    e.lifted = lift;
+    turn = kOurs;
+  }
+  e.turn.store(turn, std::memory_order_release);
+}
+
+Entry* decide(State& s, Call& call, c10::ArrayRef<IValue> args) {
+  Entry* e = entry(s, call.words);
+  if (!call.values.empty()) {
+    if (e->turn.load(std::memory_order_acquire) == kOurs) return e;
+    Words key = call.words;
+    key.append(call.values.begin(), call.values.end());
+    key.push_back(-1);
+    Entry* exact = entry(s, key);
+    if (exact->turn.load(std::memory_order_acquire) != kUnknown) return exact;
+    if (++e->kinds > kPatience && e->turn.load() == kUnknown) {
+      ask(s, *e, args, true);
+      if (e->turn.load() == kOurs) return e;
+    }
+    e = exact;
+  }
+  if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, args, false);
+  return e;
+}
+
+bool run(const Entry& e, const Call& call, std::vector<Tensor>& out, Failure& failure) {
+  Gil gil;
+  Private guard;
+  size_t count = call.tensors.size(), numbers = e.lifted ? call.values.size() : 0;
+  Owned list(PyList_New(Py_ssize_t(count + numbers)));
+  for (size_t i = 0; i < count; ++i) PyList_SET_ITEM(list.get(), Py_ssize_t(i), THPVariable_Wrap(call.tensors[i]));
+  for (size_t i = 0; i < numbers; ++i) PyList_SET_ITEM(list.get(), Py_ssize_t(count + i), python(call.values[i]));
+  if (!call.generator.defined()) return answer(PyObject_CallOneArg(e.run, list.get()), out, failure);
+  Owned generator(THPGenerator_Wrap(call.generator));
+  return answer(PyObject_CallFunctionObjArgs(with_generator, e.run, list.get(), generator.get(), nullptr), out, failure);
+}
+
+// ------------------------------------------------------------------------------------------------------ the gate
+
+struct Gate final : c10::OperatorKernel {
+  explicit Gate(State* state) : s(*state) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    if (!ours(*stack)) {
+      s.originals.fetch_add(1, std::memory_order_relaxed);
+      s.original.callBoxed(op, keys, stack);
+    }
+  }
+
+ private:
+  bool ours(Stack& stack) {
+    size_t count = s.numbers.size();
+    for (bool again : {true, false}) {
+      auto args = torch::jit::last(stack, count);
+      Call call(s, args);
+      if (!call.plain) return false;
+      Entry* e = decide(s, call, args);
+      int turn = e->turn.load(std::memory_order_acquire);
+      if (turn == kResize && again) {
+        resize(*e, call);
+        continue;
+      }
+      if (turn != kOurs) return false;
+      std::vector<Tensor> made;
+      Failure failure;
+      if (!run(*e, call, made, failure)) {
+        TORCH_CHECK_WITH(OutOfMemoryError, !failure.memory, failure.text);
+        failure.raise();
+      }
+      s.ours.fetch_add(1, std::memory_order_relaxed);
+      give(stack, made, count);
+      return true;
+    }
+    return false;
+  }
+
+  static void resize(const Entry& e, const Call& call) {
+    size_t next = 0;
+    for (size_t i = 0; i < call.tensors.size() && next < e.shapes.size(); ++i)
+      if (call.written[i]) at::native::resize_output(call.tensors[i], e.shapes[next++]);
+  }
+
+  void give(Stack& stack, std::vector<Tensor>& made, size_t count) {
+    std::vector<IValue> results;
+    size_t next = 0;
+    for (size_t i = 0; i < s.returns.size(); ++i) {
+      if (s.returns[i] >= 0) results.push_back(torch::jit::peek(stack, size_t(s.returns[i]), count));
+      else if (s.lists[i]) results.emplace_back(c10::List<Tensor>(c10::ArrayRef<Tensor>(made).slice(next)));
+      else results.emplace_back(std::move(made.at(next++)));
+    }
+    torch::jit::drop(stack, count);
+    for (IValue& result : results) stack.push_back(std::move(result));
+  }
+
+  State& s;
+};
+
+// --------------------------------------------------------------------------------------------------- the module
+
+std::vector<std::unique_ptr<State>>& states() {
+  static auto* all = new std::vector<std::unique_ptr<State>>;
+  return *all;
+}
+
+// start(ask, with_generator)
+PyObject* start(PyObject*, PyObject* args) {
+  PyObject *ask, *generator;
+  if (!PyArg_ParseTuple(args, "OO", &ask, &generator)) return nullptr;
+  Py_XSETREF(ask_python, Py_NewRef(ask));
+  Py_XSETREF(with_generator, Py_NewRef(generator));
+  Py_RETURN_NONE;
+}
+
+// open(name, overload) -> number of the gate, which stands from now on
+PyObject* open(PyObject*, PyObject* args) {
+  const char *name, *overload;
+  if (!PyArg_ParseTuple(args, "ss", &name, &overload)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    states().push_back(std::make_unique<State>(op));
+    State* s = states().back().get();
+    s->number = states().size() - 1;
+    s->original = c10::TypedOperatorHandle<Peek>::kernel(op, c10::DispatchKey::PrivateUse1);
+    Silent silent;
+    c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    s->registration.emplace(c10::Dispatcher::singleton().registerImpl(
+        op.operator_name(), c10::DispatchKey::PrivateUse1,
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Gate>(s)), std::nullopt, nullptr, "flambeau gate"));
+    return PyLong_FromSize_t(s->number);
+  });
+}
+
+// usage(gate) -> (calls of ours, calls of the original)
+PyObject* usage(PyObject*, PyObject* number) {
+  size_t at = PyLong_AsSize_t(number);
+  if (at >= states().size()) return PyErr_SetString(PyExc_IndexError, "no such gate"), nullptr;
+  const State& s = *states()[at];
+  return Py_BuildValue("(LL)", (long long)s.ours.load(), (long long)s.originals.load());
+}
+
+PyMethodDef methods[] = {
+    {"start", start, METH_VARARGS, nullptr}, {"open", open, METH_VARARGS, nullptr},
+    {"usage", usage, METH_O, nullptr},       {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "device_gate", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_device_gate() { return PyModule_Create(&module); }

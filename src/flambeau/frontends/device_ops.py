@@ -1,0 +1,136 @@
+"""The operators of the device: every lowering, in every form that PyTorch calls it in.
+
+A gate (device_gate.cpp) stands before each operator. The first call of a kind asks this file for a program; what there
+is none for goes on to the kernel that PyTorch or fallback.py has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flambeau.errors import UnsupportedError
+from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.ops.contraction import CONTRACTIONS
+
+from .decompositions import table
+from .device_random import with_generator
+from .eager_graph import OtherShapes, build, described
+from .eager_ops import Form, overloads
+from .gate import loader, text
+from .instead import INSTEAD
+from .native import load_native
+from .package import Run
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+_NAME = "device_gate"
+# Arguments that say where a tensor lies: such operators allocate, and call others to fill what they allocated.
+_PLACES = {"device", "layout", "memory_format", "pin_memory", "names"}
+# In-place forms whose functional form has another name.
+_FUNCTIONAL = {"normal_": "normal_functional"}
+
+
+class Gates(Protocol):
+    """The extension module."""
+
+    def start(self, ask: Any, with_generator: Any) -> None: ...
+
+    def open(self, name: str, overload: str) -> int:
+        """A gate before an operator, for the rest of the process."""
+
+    def usage(self, gate: int) -> tuple[int, int]:
+        """(calls of programs, calls of what was there before)"""
+
+
+_FORMS: list[Form] = []  # by the numbers of their gates
+REFUSED: dict[str, Counter[str]] = {}  # why calls of an operator got no program
+
+
+@cache
+def load() -> Gates:
+    gates: Gates = load_native(_NAME, "the gates of the device's operators", text(_NAME), loader(_NAME))
+    return gates
+
+
+def open_gates() -> None:
+    gates = load()
+    gates.start(ask, with_generator)
+    for form in device_forms():
+        overload = form.op._overloadname
+        number = gates.open(form.op._schema.name, "" if overload == "default" else overload)
+        assert number == len(_FORMS)
+        _FORMS.append(form)
+
+
+def ask(gate: int, args: tuple[Any, ...], lift: bool) -> Run | list[tuple[int, ...]] | None:
+    """What serves calls like this one: a program, or after what it writes to has other shapes, or None."""
+    form = _FORMS[gate]
+    try:
+        with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+            return build(form, described(args, numbers=True), lift)
+    except OtherShapes as other:
+        return other.shapes
+    except Exception as error:  # whatever is wrong with the compiler, the operator works
+        reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+        REFUSED.setdefault(form.name, Counter())[reason] += 1
+        log.debug("%s has no program: %s", form.name, reason)
+        return None
+
+
+# ---- forms -----------------------------------------------------------------------------------------------
+
+
+def device_forms() -> list[Form]:
+    """Every operator that has a backend's kernels and of which we know what it computes."""
+    ops_loaded()
+    functional = {op for op in (*LOWERINGS, *CONTRACTIONS, *table())
+                  if op.namespace == "aten" and not op._schema.is_mutable}
+    names = sorted({op._schema.name.partition("::")[2] for op in functional})
+    found = {form.op: form for name in names for form in _forms(name, functional)}
+    for name, compute in INSTEAD.items():
+        op = getattr(aten, name).default
+        if op not in found:
+            found[op] = Form(op, compute, "", ())
+    return [form for op, form in found.items() if _is_kernel(op)]
+
+
+def _forms(name: str, functional: set[torch._ops.OpOverload]) -> Iterator[Form]:
+    takes = {_given(op): op for op in overloads(name) if op in functional}
+    names = (name, f"{name}_", *(inplace for inplace, other in _FUNCTIONAL.items() if other == name))
+    for op in (op for other in names for op in overloads(other)):
+        found = op if op in functional else takes.get(_given(op))
+        if found is None:
+            continue
+        written = tuple(k for k, a in enumerate(op._schema.arguments) if a.is_write)
+        if not written or len(written) == len(found._schema.returns):
+            yield Form(op, found, "", written, any(a.name == "dtype" for a in found._schema.arguments)
+                       and not any(a.name == "dtype" for a in op._schema.arguments))
+
+
+def _given(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
+    """The arguments that form and functional form share."""
+    places = any(a.name in _PLACES for a in op._schema.arguments)
+    return tuple((a.name, str(a.type)) for a in op._schema.arguments
+                 if not a.is_out and a.name not in _PLACES and not (places and a.name == "dtype"))
+
+
+def _is_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether a backend may have a kernel of its own for it: it is not composed of others, and no view."""
+    schema = op._schema
+    if any(a.name in _PLACES for a in schema.arguments) or torch.Tag.generated in op.tags:
+        return False
+    if schema.name.startswith("aten::_foreach"):
+        return False
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return torch._C._dispatch_has_kernel(op.name()) and (
+        has(op.name(), "PrivateUse1") or not has(op.name(), "CompositeImplicitAutograd"))

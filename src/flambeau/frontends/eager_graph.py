@@ -1,0 +1,252 @@
+"""One call of an eager operator as a graph, and the program that serves calls like it.
+
+The graph is the functional operator; what the form writes to is written at its end. Operators that torch or we put
+together out of others are taken apart first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flambeau.config import config
+from flambeau.errors import CompileError, UnsupportedError
+from flambeau.ir.program import Call, Copy
+from flambeau.ops import LOWERINGS
+from flambeau.ops.contraction import CONTRACTIONS
+
+from .capture import RunNumber
+from .decompositions import table
+from .eager_ops import Form
+from .package import Run
+from .pipeline import Options, compiled
+
+aten = torch.ops.aten
+
+Arguments = tuple[Any, ...]
+
+
+# ---- arguments -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """What a program depends on of a tensor, without holding its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    overlaps: bool
+    place: int  # tensors at one place with one geometry are one
+
+    def fake(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A scalar tensor on the CPU."""
+
+    value: bool | int | float
+    dtype: torch.dtype
+
+    def fake(self) -> torch.Tensor:
+        return torch.empty((), dtype=self.dtype, device="cpu")
+
+
+def described(args: Arguments, numbers: bool = False) -> Arguments:
+    """The arguments of a call with descriptions in place of tensors; `numbers`: scalars on the CPU by their value."""
+
+    def describe(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(describe(y) for y in x)
+        if not isinstance(x, torch.Tensor):
+            return x
+        if numbers and x.is_cpu and x.dim() == 0:
+            return Number(x.item(), x.dtype)
+        shape, strides = tuple(x.shape), x.stride()
+        return TensorLike(shape, strides, x.dtype, x.device, overlapping(shape, strides), x.data_ptr())
+
+    return tuple(describe(x) for x in args)
+
+
+def overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie at one place: each stride must reach beyond all that smaller ones reach."""
+    reach = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+# ---- programs --------------------------------------------------------------------------------------------
+
+
+class OtherShapes(Exception):
+    """What a call writes to must have these shapes first."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+
+def build(form: Form, args: Arguments, lift: bool = False) -> Run:
+    """The function that serves such calls: it takes their tensors as a list, in order, and returns the results.
+
+    With `lift` the numbers of the call follow in the list, as the bits of 64-bit words. UnsupportedError says why there
+    is none.
+    """
+    made = compiled(graph_of(form, args, lift), Options(config.numerics))
+    if made.captured.externs or any(
+            isinstance(s, Call) and isinstance(s.target, torch._ops.OpOverload) for s in made.program.steps):
+        raise UnsupportedError("this call has no lowering")
+    if form.op is aten.copy_.default and any(isinstance(s, Copy) for s in made.program.steps):
+        raise UnsupportedError("the copy cannot be made in one step")  # another is this operator again
+    for kernel in (made.build.wait() if made.build is not None else {}).values():
+        if isinstance(kernel, CompileError):
+            raise kernel
+    return made.finish()
+
+
+def graph_of(form: Form, args: Arguments, lift: bool = False) -> fx.GraphModule:
+    with FakeTensorMode():
+        return _Graph(form, args, lift).made()
+
+
+class _Graph:
+    def __init__(self, form: Form, args: Arguments, lift: bool) -> None:
+        self.form, self.args, self.lift = form, args, lift
+        self.graph = fx.Graph()
+        self.held: dict[str, torch.Tensor] = {}
+        self.same: dict[TensorLike, fx.Node] = {}
+        self.numbers: list[tuple[Any, RunNumber]] = []
+
+    def made(self) -> fx.GraphModule:
+        form, schema = self.form, self.form.op._schema.arguments
+        nodes = [self.placeholder(x, str(a.type) in ("number", "Tensor", "Optional[Tensor]"))
+                 for a, x in zip(schema, self.args, strict=True)]
+        nodes = [fx.node.map_aggregate(x, self.number) for x in nodes]
+        given = {schema[k].name: nodes[k] for k in form.inputs if "Generator" not in str(schema[k].type)}
+        by_name = {schema[k].name for k in form.inputs if schema[k].kwarg_only}
+        targets = [node for k in form.written for node in _flat(nodes[k])]
+        if form.factory:
+            like = targets[0].meta["val"]
+            given |= {"dtype": like.dtype, "device": like.device}
+            by_name |= {"dtype", "device"}
+        results = self.call(tuple(x for name, x in given.items() if name not in by_name),
+                            {name: x for name, x in given.items() if name in by_name})
+        if targets:
+            self.check([x for k in form.written for x in _flat(self.args[k])], results)
+            for target, result in zip(targets, results, strict=True):
+                node = self.graph.call_function(aten.copy_.default, (target, result))
+                node.meta["val"] = target.meta["val"]
+        self.graph.output([] if targets else results)
+        return _LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
+
+    def placeholder(self, x: Any, may_lift: bool) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(self.placeholder(y, False) for y in x)
+        if isinstance(x, TensorLike):
+            node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+            node.meta["val"] = x.fake()
+            return self.same.setdefault(x, node) if self.form.written else node
+        if self.lift and isinstance(x, Number):
+            return self.later(x, RunNumber(x.dtype, False))
+        if isinstance(x, Number):
+            name = f"number{len(self.held)}"
+            with unset_fake_temporarily():
+                self.held[name] = torch.scalar_tensor(x.value, dtype=x.dtype, device="cpu")
+            node = self.graph.get_attr(name)
+            node.meta["val"] = x.fake()
+            return node
+        if self.lift and may_lift and isinstance(x, (int, float)) and not isinstance(x, bool):
+            return self.later(x, RunNumber(torch.int64 if isinstance(x, int) else torch.float64, True))
+        return x
+
+    def later(self, x: Any, kind: RunNumber) -> RunNumber:
+        """Placeholders of numbers come after those of tensors."""
+        self.numbers.append((x, kind))
+        return kind
+
+    def number(self, x: Any) -> Any:
+        if not isinstance(x, RunNumber):
+            return x
+        given, kind = self.numbers.pop(0)
+        assert kind is x
+        node = self.graph.placeholder(f"n{len(self.graph.nodes)}")
+        node.meta["val"] = kind
+        node.meta["example"] = given.fake() if isinstance(given, Number) else given
+        return node
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The results' nodes, None for what is none."""
+        functional: Any = self.form.functional
+        examples: Any = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example", n.meta["val"]))
+        if functional not in LOWERINGS and functional not in CONTRACTIONS:
+            return self.taken_apart(functional, args, kwargs, examples)
+        call = self.graph.call_function(functional, args, kwargs)
+        val = call.meta["val"] = functional(*examples[0], **examples[1])
+        if not isinstance(val, (list, tuple)):
+            return [call]
+        return [part(self.graph, call, k) for k in range(len(val))]
+
+    def taken_apart(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+                    examples: Any) -> list[Any]:
+        if self.lift:
+            raise UnsupportedError("its numbers are part of what it is made of")
+        used: list[fx.Node] = []
+        fx.node.map_arg((args, kwargs), used.append)
+        used = list(dict.fromkeys(used))
+
+        def of_tensors(*tensors: torch.Tensor) -> Any:
+            there = dict(zip(used, tensors, strict=True))
+            a, k = fx.node.map_arg((args, kwargs), lambda n: there[n])
+            return function(*a, **k)
+
+        traced = make_fx(of_tensors, decomposition_table=table(), tracing_mode="real")(
+            *(n.meta["val"] for n in used))
+        env: dict[fx.Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), used, strict=True))
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                found: Any = fx.node.map_arg(node.args[0], lambda n: env[n])
+                return list(found) if isinstance(found, (list, tuple)) else [found]
+            if node.op == "get_attr":
+                raise UnsupportedError("it is made with tensors of its own")
+            if node.op == "call_function":
+                env[node] = self.graph.node_copy(node, lambda n: env[n])
+        raise AssertionError("a graph without an output")
+
+    def check(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        """What takes the results can take them. Torch resizes and casts where it must."""
+        made = [r.meta["val"] for r in results]
+        if len(given) != len(made) or not all(isinstance(x, TensorLike) for x in given):
+            raise UnsupportedError("what it writes to is not there")
+        if any(x.shape != tuple(t.shape) for x, t in zip(given, made, strict=True)):
+            if all(a.is_out for k in self.form.written for a in [self.form.op._schema.arguments[k]]):
+                raise OtherShapes([tuple(t.shape) for t in made])
+            raise UnsupportedError("what it writes to has another shape")
+        if not all(torch.can_cast(t.dtype, x.dtype) for x, t in zip(given, made, strict=True)):
+            raise UnsupportedError("what it writes to has another dtype")
+        if any(x.overlaps for x in given) or len({*given}) < len(given):
+            raise UnsupportedError("what it writes to is not plain memory")
+
+
+def part(graph: fx.Graph, call: fx.Node, k: int) -> fx.Node | None:
+    if call.meta["val"][k] is None:
+        return None
+    node = graph.call_function(operator.getitem, (call, k))
+    node.meta["val"] = call.meta["val"][k]
+    return node
+
+
+def _flat(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (list, tuple)) else [x]

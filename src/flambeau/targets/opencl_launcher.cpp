@@ -1,0 +1,377 @@
+// Starts OpenCL kernels on device memory from Python: `Launch` one, `Plan` several in a row, on the current stream.
+//
+// OpenCL's functions come from the library that PyOpenCL has loaded; PyOpenCL itself takes ten times as long for a
+// launch. Nothing waits for a kernel: what one finds wrong with its data it leaves in a word of its device, which is
+// read whenever somebody waits.
+
+#include "launcher.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------- driver
+
+using Handle = void*;
+
+struct Driver {
+  int (*set_argument)(Handle, unsigned, size_t, const void*);
+  int (*enqueue)(Handle, Handle, unsigned, const size_t*, const size_t*, const size_t*, unsigned, const Handle*, Handle*);
+  int (*flush)(Handle);
+} driver;
+
+struct Block {
+  uint64_t bytes;
+  Handle memory;
+};
+
+struct Queue {
+  Handle handle;
+  bool used, checked;  // whether it was given kernels, and such as report anything, since somebody asked
+};
+
+std::mutex lock;  // of all that follows, and of the kernels, which keep their arguments
+std::map<uint64_t, Block> blocks;
+std::map<std::pair<int64_t, int64_t>, Queue> queues;
+std::map<int64_t, Handle> faults;
+int64_t (*current_stream)(int) = nullptr;
+PyObject* make_queue = nullptr;  // (device, stream): answers through `add_queue`
+bool forked = false;
+
+bool find(uint64_t address, Handle& memory, int64_t& offset) {
+  if (address == 0) {  // of a tensor without elements
+    memory = nullptr;
+    offset = 0;
+    return true;
+  }
+  auto after = blocks.upper_bound(address);
+  if (after == blocks.begin()) return false;
+  const auto& [start, block] = *std::prev(after);
+  memory = block.memory;
+  offset = int64_t(address - start);
+  return address - start < block.bytes;
+}
+
+PyObject* open_driver(PyObject*, PyObject* args) {
+  const char* path;
+  PyObject* make;
+  if (!PyArg_ParseTuple(args, "sO", &path, &make)) return nullptr;
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);  // what PyOpenCL is linked to is found through it
+  if (library == nullptr) return PyErr_Format(PyExc_OSError, "%s", dlerror());
+  struct {
+    const char* name;
+    void* place;
+  } wanted[] = {
+      {"clSetKernelArg", &driver.set_argument},
+      {"clEnqueueNDRangeKernel", &driver.enqueue},
+      {"clFlush", &driver.flush},
+  };
+  for (const auto& item : wanted) {
+    void* found = dlsym(library, item.name);
+    if (found == nullptr) return PyErr_Format(PyExc_OSError, "%s has no %s", path, item.name);
+    std::memcpy(item.place, &found, sizeof found);
+  }
+  if (make_queue == nullptr) pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  Py_XSETREF(make_queue, Py_NewRef(make));
+  Py_RETURN_NONE;
+}
+
+// follow(address of a C function): the current stream of a device
+PyObject* follow(PyObject*, PyObject* address) {
+  void* function = PyLong_AsVoidPtr(address);
+  if (PyErr_Occurred()) return nullptr;
+  std::memcpy(&current_stream, &function, sizeof function);
+  Py_RETURN_NONE;
+}
+
+PyObject* add_block(PyObject*, PyObject* args) {
+  unsigned long long address, bytes, memory;
+  if (!PyArg_ParseTuple(args, "KKK", &address, &bytes, &memory)) return nullptr;
+  std::lock_guard<std::mutex> hold(lock);
+  blocks[address] = {bytes, reinterpret_cast<Handle>(memory)};
+  Py_RETURN_NONE;
+}
+
+PyObject* remove_block(PyObject*, PyObject* address) {
+  uint64_t start = PyLong_AsUnsignedLongLong(address);
+  if (PyErr_Occurred()) return nullptr;
+  std::lock_guard<std::mutex> hold(lock);
+  blocks.erase(start);
+  Py_RETURN_NONE;
+}
+
+// Where the block begins that an address lies in; None for another address.
+PyObject* start_of(PyObject*, PyObject* given) {
+  uint64_t address = PyLong_AsUnsignedLongLong(given);
+  if (PyErr_Occurred()) return nullptr;
+  Handle memory;
+  int64_t offset;
+  std::lock_guard<std::mutex> hold(lock);
+  if (address == 0 || !find(address, memory, offset)) Py_RETURN_NONE;
+  return PyLong_FromUnsignedLongLong(address - uint64_t(offset));
+}
+
+// add_queue(device, stream, queue, faults)
+PyObject* add_queue(PyObject*, PyObject* args) {
+  long long device, stream;
+  unsigned long long queue, word;
+  if (!PyArg_ParseTuple(args, "LLKK", &device, &stream, &queue, &word)) return nullptr;
+  std::lock_guard<std::mutex> hold(lock);
+  queues[{device, stream}] = {reinterpret_cast<Handle>(queue), false, false};
+  faults[device] = reinterpret_cast<Handle>(word);
+  Py_RETURN_NONE;
+}
+
+// (device, stream) -> whether a flag of its queue was set since the last time
+template <bool Queue::*flag>
+PyObject* taken(PyObject*, PyObject* args) {
+  long long device, stream;
+  if (!PyArg_ParseTuple(args, "LL", &device, &stream)) return nullptr;
+  std::lock_guard<std::mutex> hold(lock);
+  auto found = queues.find({device, stream});
+  return PyBool_FromLong(found != queues.end() && std::exchange(found->second.*flag, false));
+}
+
+// ---------------------------------------------------------------------------------------------------- Launch
+
+struct Part {
+  Handle kernel;
+  size_t group;
+};
+
+// How many work-items each part has for these sizes.
+struct Shape {
+  std::vector<int64_t> sizes;
+  std::vector<size_t> items;
+};
+
+constexpr size_t kShapes = 8;  // of one kernel are remembered
+
+struct Kernel {
+  int64_t device;
+  bool checks;
+  std::vector<int64_t> itemsizes;
+  std::vector<Part> parts;
+  std::vector<std::shared_ptr<const Shape>> shapes;  // what stands in it does not change
+};
+
+struct Launch {
+  LaunchHead head;
+  PyObject* items;  // (*sizes) -> work-items of each part
+  PyObject* owner;  // of the kernels
+  Kernel* kernel;
+};
+
+struct Work {
+  Launch* launch;
+  int64_t* p;
+  size_t pointer_count;
+  int64_t* n;
+  size_t size_count;
+  std::shared_ptr<const Shape> shape;
+};
+
+std::shared_ptr<const Shape> shaped(const Work& work) {
+  Kernel& kernel = *work.launch->kernel;
+  for (const auto& shape : kernel.shapes) {
+    if (shape->sizes.size() == work.size_count && std::equal(shape->sizes.begin(), shape->sizes.end(), work.n)) {
+      return shape;
+    }
+  }
+  Owned sizes(PyTuple_New(Py_ssize_t(work.size_count)));
+  if (!sizes) return nullptr;
+  for (size_t i = 0; i < work.size_count; ++i) {
+    PyObject* number = PyLong_FromLongLong(work.n[i]);
+    if (number == nullptr) return nullptr;
+    PyTuple_SET_ITEM(sizes.get(), Py_ssize_t(i), number);
+  }
+  Owned given(PyObject_Call(work.launch->items, sizes.get(), nullptr));
+  Words words;
+  if (!given || !words.read(given.get())) return nullptr;
+  if (size_t(words.count) != kernel.parts.size()) {
+    return PyErr_SetString(PyExc_ValueError, "there are not as many numbers of work-items as parts"), nullptr;
+  }
+  auto shape = std::make_shared<Shape>();
+  shape->sizes.assign(work.n, work.n + work.size_count);
+  for (size_t i = 0; i < kernel.parts.size(); ++i) {
+    size_t group = kernel.parts[i].group, items = words.data[i] > 0 ? size_t(words.data[i]) : 0;
+    shape->items.push_back((items + group - 1) / group * group);
+  }
+  if (kernel.shapes.size() == kShapes) kernel.shapes.clear();
+  kernel.shapes.push_back(shape);
+  return shape;
+}
+
+// What went wrong with a launch: an error of OpenCL's, or an address.
+struct Trouble {
+  int code = 0;
+  int64_t address = 0, itemsize = 0;
+};
+
+bool start(const Work& work, Queue& queue, Trouble& trouble) {
+  const Kernel& kernel = *work.launch->kernel;
+  for (size_t k = 0; k < kernel.parts.size(); ++k) {
+    size_t items = work.shape->items[k];
+    if (items == 0) continue;
+    const Part& part = kernel.parts[k];
+    unsigned at = 0;
+    auto set = [&](size_t size, const void* value) { trouble.code |= driver.set_argument(part.kernel, at++, size, value); };
+    for (size_t i = 0; i < work.pointer_count; ++i) {
+      Handle memory;
+      int64_t offset;
+      if (!find(uint64_t(work.p[i]), memory, offset) || offset % kernel.itemsizes[i] != 0) {
+        trouble = {0, work.p[i], kernel.itemsizes[i]};
+        return false;
+      }
+      offset /= kernel.itemsizes[i];
+      set(sizeof memory, memory == nullptr ? nullptr : &memory);
+      set(sizeof offset, &offset);
+    }
+    for (size_t i = 0; i < work.size_count; ++i) set(sizeof(int64_t), work.n + i);
+    int64_t place = 0;
+    set(sizeof(Handle), &faults[kernel.device]);
+    set(sizeof place, &place);
+    if (trouble.code == 0)
+      trouble.code = driver.enqueue(queue.handle, part.kernel, 1, nullptr, &items, &part.group, 0, nullptr, nullptr);
+    if (trouble.code != 0) return false;
+    queue.used = true;
+    queue.checked |= kernel.checks;
+  }
+  return true;
+}
+
+bool explain(const Work& work, const Trouble& trouble) {
+  const char* name = PyUnicode_AsUTF8(work.launch->head.name);
+  if (trouble.code != 0)
+    PyErr_Format(PyExc_RuntimeError, "the kernel %s was not launched: OpenCL error %d", name, trouble.code);
+  else
+    PyErr_Format(PyExc_RuntimeError, "the kernel %s was not launched: %p is not memory of the device, or not aligned "
+                 "for elements of %lld bytes", name, reinterpret_cast<void*>(trouble.address), (long long)trouble.itemsize);
+  return false;
+}
+
+// Launch all; false with a Python error.
+bool execute(std::vector<Work>& works) {
+  if (forked) {
+    PyErr_SetString(PyExc_RuntimeError, "this process was forked after OpenCL was used: start processes with "
+                    "multiprocessing's \"spawn\" or \"forkserver\" method");
+    return false;
+  }
+  for (Work& work : works) {
+    const Kernel& kernel = *work.launch->kernel;
+    if (work.pointer_count != kernel.itemsizes.size())
+      return PyErr_Format(PyExc_ValueError, "the kernel takes %zu pointers", kernel.itemsizes.size()), false;
+    if ((work.shape = shaped(work)) == nullptr) return false;
+  }
+  if (works.empty()) return true;
+  int64_t device = works[0].launch->kernel->device;
+  std::pair<int64_t, int64_t> where(device, current_stream == nullptr ? 0 : current_stream(int(device)));
+  std::unique_lock<std::mutex> hold(lock);
+  auto queue = queues.find(where);
+  if (queue == queues.end()) {
+    hold.unlock();
+    Owned made(PyObject_CallFunction(make_queue, "LL", (long long)where.first, (long long)where.second));
+    if (!made) return false;
+    hold.lock();
+    queue = queues.find(where);
+    if (queue == queues.end()) return PyErr_SetString(PyExc_RuntimeError, "the stream has no queue"), false;
+  }
+  Trouble trouble;
+  for (const Work& work : works) {
+    if (!start(work, queue->second, trouble)) {
+      hold.unlock();
+      return explain(work, trouble);
+    }
+  }
+  driver.flush(queue->second.handle);
+  return true;
+}
+
+PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  Words pointers, sizes;
+  if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
+  std::vector<Work> works(1);
+  works[0] = {reinterpret_cast<Launch*>(self), pointers.data, size_t(pointers.count), sizes.data,
+              size_t(sizes.count), nullptr};
+  return execute(works) ? PyLong_FromLong(0) : nullptr;
+}
+
+// Launch(name, device, ((kernel, group), ...), itemsizes, items, checks, owner)
+PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *name, *parts, *itemsizes, *items, *owner;
+  int device, checks;
+  if (!PyArg_ParseTuple(args, "UiO!OOpO", &name, &device, &PyTuple_Type, &parts, &itemsizes, &items, &checks, &owner))
+    return nullptr;
+  auto kernel = std::make_unique<Kernel>();
+  kernel->device = device;
+  kernel->checks = checks != 0;
+  Words bytes;
+  if (!bytes.read(itemsizes)) return nullptr;
+  kernel->itemsizes.assign(bytes.data, bytes.data + bytes.count);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); ++i) {
+    Words part;
+    if (!part.read(PyTuple_GET_ITEM(parts, i))) return nullptr;
+    if (part.count != 2) return PyErr_SetString(PyExc_ValueError, "a part is (kernel, group)"), nullptr;
+    kernel->parts.push_back({reinterpret_cast<Handle>(part.data[0]), size_t(part.data[1])});
+  }
+  Launch* self = PyObject_New(Launch, type);
+  if (self == nullptr) return nullptr;
+  self->head.call = launch_call;
+  self->head.name = Py_NewRef(name);
+  self->items = Py_NewRef(items);
+  self->owner = Py_NewRef(owner);
+  self->kernel = kernel.release();
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void launch_free(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  Launch* self = reinterpret_cast<Launch*>(object);
+  for (PyObject* owned : {self->head.name, self->items, self->owner}) Py_DECREF(owned);
+  delete self->kernel;
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+// ------------------------------------------------------------------------------------------------------ Plan
+
+PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  Words pointers, sizes;
+  if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
+  const Steps& plan = *reinterpret_cast<Plan*>(self)->steps;
+  if (!plan.arguments.enough(pointers, sizes)) return nullptr;
+  std::vector<int64_t> p(plan.arguments.pointers.size()), n(plan.arguments.sizes.size());
+  std::vector<Work> works(plan.steps.size());
+  for (size_t i = 0; i < works.size(); ++i) {
+    const Step& step = plan.steps[i];
+    int64_t *first_p = p.data() + step.range.first_pointer, *first_n = n.data() + step.range.first_size;
+    plan.arguments.pick(step.range, pointers, sizes, first_p, first_n);
+    works[i] = {reinterpret_cast<Launch*>(step.launch), first_p, step.range.pointer_count, first_n,
+                step.range.size_count, nullptr};
+  }
+  if (!execute(works)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"open", open_driver, METH_VARARGS, nullptr},   {"follow", follow, METH_O, nullptr},
+    {"add_block", add_block, METH_VARARGS, nullptr}, {"remove_block", remove_block, METH_O, nullptr},
+    {"start_of", start_of, METH_O, nullptr},        {"add_queue", add_queue, METH_VARARGS, nullptr},
+    {"take_used", taken<&Queue::used>, METH_VARARGS, nullptr},
+    {"take_checked", taken<&Queue::checked>, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "opencl_launcher", nullptr, -1, methods, nullptr, nullptr, nullptr,
+                      nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_opencl_launcher() { return make_module(module, sizeof(Launch)); }
