@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.expr import loads
+from flambeau.ir.expr import Expr, loads, rewrite, where
 from flambeau.ir.index import ZERO, Dyn, Index, Sym, as_index
 from flambeau.ir.nodes import (
     Buffer,
@@ -20,7 +20,18 @@ from flambeau.ir.nodes import (
     contiguous_strides,
     dim_vars,
 )
-from flambeau.ir.program import BufferPlan, Call, ContractKernel, Copy, Kernel, Launch, LoopKernel, Program, ScanKernel
+from flambeau.ir.program import (
+    BufferPlan,
+    Call,
+    ContractKernel,
+    Copy,
+    Item,
+    Kernel,
+    Launch,
+    LoopKernel,
+    Program,
+    ScanKernel,
+)
 from flambeau.ir.verify import verify
 
 from . import numerics as policy
@@ -183,9 +194,10 @@ def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
 def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
     """The kernel in a form in which `new` may be the memory of its input `name`, if there is one."""
     if isinstance(k, LoopKernel):
-        return k if reads_before_write(k, name, new) else None
+        return held(k, name, new) if reads_before_write(k, name, new) else None
     if isinstance(k, ContractKernel):
-        inside = loads(k.left, k.right)
+        writer = next(t for t, i in enumerate(k.items) if new in i.names)
+        inside = loads(k.left, k.right, *(e for i in k.items[writer + 1:] for e in i.exprs))
         after = loads(*(e for i in k.items for e in i.exprs))
         at = dict(k.stores)[new]
         return None if any(e.attr[0] == name for e in inside) or any(
@@ -213,6 +225,26 @@ def reads_before_write(k: LoopKernel, name: str, new: str) -> bool:
             if e.attr[0] == name and (e.attr[1][0] is not at or t > stage):
                 return False
     return k.bounds is None or all(e.attr[0] != name for e in loads(*k.bounds))
+
+
+def held(k: LoopKernel, name: str, new: str) -> LoopKernel:
+    """The same kernel; what it reads of `name` where it also writes `new`, it reads before it writes anything."""
+    t, writer = next((t, i) for t, items in enumerate(k.stages) for i in items if new in i.names)
+    reads = [e for i in k.stages[t] for e in loads(*i.exprs) if e.attr[0] == name]
+    if not reads or writer is k.stages[t][-1]:
+        return k
+    old = f"old {name}"
+    memo: dict[Expr, Expr] = {}
+
+    def stay(e: Expr) -> Expr:
+        if e.op != "load" or e.attr[0] != name:
+            return e
+        value = Expr("local", e.dtype, (), old)
+        return where(e.args[0], value, 0) if e.args else value
+
+    items = [Item((old,), writer.level, (Expr("load", reads[0].dtype, (), reads[0].attr),))]
+    items += [replace(i, exprs=tuple(rewrite(e, stay, None, memo) for e in i.exprs)) for i in k.stages[t]]
+    return replace(k, stages=(*k.stages[:t], tuple(items), *k.stages[t + 1:]))
 
 
 def renamed(x: Any, old: str, new: str) -> Any:
