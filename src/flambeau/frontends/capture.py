@@ -63,7 +63,7 @@ class _Lowering:
         self.exclude, self.device = exclude, device
         self.elsewhere = Elsewhere(device)
         self.env: dict[fx.Node, Any] = {}
-        self.composite: list[tuple[torch.SymInt, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
+        self.composite: list[tuple[Any, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
 
     def run(self) -> None:
         position = 0
@@ -95,8 +95,8 @@ class _Lowering:
             self.env[n] = v
             for k, size in enumerate(val.shape):
                 self.bind(size, ("size", v.buffer, k))
-        elif isinstance(val, torch.SymInt):
-            self.env[n] = self.c.symbols.index(val)
+        elif isinstance(val, (torch.SymInt, torch.SymFloat)):
+            self.env[n] = self.c.symbols.index(val) if isinstance(val, torch.SymInt) else self.c.symbols.host(val)
             self.bind(val, ("arg", position), force=True)
         elif val is None or isinstance(val, (int, float, bool)):
             self.env[n] = val
@@ -108,7 +108,7 @@ class _Lowering:
         return self.g.add_input([to(s) for s in val.shape], val.dtype, [to(s) for s in val.stride()])
 
     def bind(self, size: Any, source: tuple[Any, ...], force: bool = False) -> None:
-        if not isinstance(size, torch.SymInt):
+        if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return
         if not size.node.expr.is_Symbol:
             self.composite.append((size, source))

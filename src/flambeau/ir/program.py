@@ -9,10 +9,12 @@ reduced, the next may use (softmax: max; sum; map).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
 
 from .dtypes import DType
-from .expr import Expr
+from .expr import Expr, loads
 from .index import Index, Sym, as_index
 from .nodes import Combine, Value
 
@@ -53,6 +55,11 @@ class LoopKernel:
     bounds: tuple[Expr, Expr] | None = None  # a segment's first and last-plus-one inner index
     tile: Sym | None = None  # a second contiguous variable: the two are walked in square tiles
     origins: tuple[str, ...] = ()
+
+    def accesses(self) -> list[tuple[str, Index]]:
+        """Where it reads and writes."""
+        exprs = [e for items in self.stages for i in items for e in i.exprs]
+        return [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs)), *self.stores]
 
     def inner_position(self) -> Index:
         """Of an inner point among all of them."""
@@ -121,7 +128,32 @@ class ContractKernel:
     origins: tuple[str, ...] = ()
 
 
+CHUNK = 4096  # elements of a row that one block of a table has at most
+
+
+@dataclass(frozen=True)
+class TableKernel:
+    """A map that is applied to each row of a table: one launch for any number of tensors of any sizes.
+
+    The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or
+    at a single place), then one of lengths. `blocks` says who does what: a row, and the first of up to CHUNK elements.
+    """
+
+    body: LoopKernel
+    params: ClassVar[tuple[Param, ...]] = (Param("table", torch.int64, False), Param("blocks", torch.int64, False))
+    sizes: ClassVar[tuple[Sym, ...]] = (Sym("rows"), Sym("count"))
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return self.body.origins
+
+    def moves(self) -> frozenset[str]:
+        """The pointers that go along with the variable; what the others point to is read or written in every block."""
+        return frozenset(name for name, at in self.body.accesses() if at.symbols())
+
+
 Kernel = LoopKernel | ScanKernel | ScatterKernel | ContractKernel
+AnyKernel = Kernel | TableKernel
 
 
 @dataclass
