@@ -9,6 +9,7 @@ from .triton_loops import THREADS, per_thread
 from .tuning import Tuning
 
 WARPS = THREADS // 32
+GRID = "count2 >> 1"
 
 
 def write_table(k: TableKernel, tuning: Tuning) -> list[Draft]:
@@ -29,6 +30,7 @@ class TableBlocks(BlockWriter):
 
     def render(self) -> Draft:
         k = self.k
+        self.line("rows = rows2 >> 1")
         self.line("block = tl.program_id(0)")
         self.line("row = tl.load(p1 + 2 * block)")
         self.line("first = tl.load(p1 + 2 * block + 1)")
@@ -38,7 +40,7 @@ class TableBlocks(BlockWriter):
                 self.line(f"q{at} = {self.typed(at)}")
         if not k.outer:
             self.items()
-            return Draft(self, "count", 1)
+            return Draft(self, GRID, 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(k.params)} * rows + row) - first, {CHUNK}).to(tl.int32)")
         moving = [at for at, p in enumerate(k.params) if p.name in self.moves]
         size = self.tuning.sized(THREADS * per_thread(e for s in k.stages for i in s for e in i.exprs))
@@ -50,7 +52,7 @@ class TableBlocks(BlockWriter):
                     here = f"{self.typed(at)} + first"
                     self.line(f"q{at} = {f'tl.multiple_of({here}, 16)' if whole else here}")
                 self.pieces(size, whole)
-        return Draft(self, "count", WARPS)
+        return Draft(self, GRID, WARPS)
 
     def typed(self, at: int) -> str:
         return f"a{at}.to(tl.pointer_type({self.d.types[self.k.params[at].dtype]}))"

@@ -40,7 +40,7 @@ from .capture import capture
 from .package import as_number
 from .pipeline import LOCK
 from .symbols import Host
-from .tables import Mirror, blocks_of
+from .tables import Mirror, blocks_of, sizes_of
 
 SCALARS = frozenset(("state_steps",))  # lists with one number for each parameter
 MUST_BE_OFF = ("fused", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
@@ -234,7 +234,9 @@ class _Call:
             key = (id(variant), tuple(rows) if len(rows) < len(c.rows) else None)
             if key not in c.tables:
                 c.tables[key] = Tables(variant, c, rows, prepared.lengths, target_name(c.device, self.target_name))
-            c.tables[key].run(self, addresses, counts)
+            tables = c.tables[key]
+            with tables.target.on(c.device):
+                tables.run(self, addresses, counts)
         written = [t for name in self.fixed for t in self.lists[name]]
         torch._C._increment_version(written)
         return prepared.left
@@ -283,7 +285,8 @@ class Tables:
         self.v, self.rows = v, rows
         self.whole = rows is c.rows and rows == list(range(len(lengths)))
         self.lengths = [lengths[row] for row in rows]
-        targets = {False: (get_target(target), c.device), True: (get_target("cpu"), torch.device("cpu"))}
+        self.target = get_target(target)
+        targets = {False: (self.target, c.device), True: (get_target("cpu"), torch.device("cpu"))}
         self.mirrors: dict[bool, Mirror] = {}
         self.blocks: dict[tuple[bool, bool], torch.Tensor] = {}
         for apart in {t.apart for t in v.launches}:
@@ -302,11 +305,13 @@ class Tables:
         which = {count: k * each for k, count in enumerate(counted)}
         for apart, mirror in self.mirrors.items():
             launches = [t for t in v.launches if t.apart is apart]
-            memory = mirror.memory(len(numbers) + sum(len(t.pointers) + 1 for t in launches) * len(rows))
+            tables = sum(even((len(t.pointers) + 1) * len(rows)) for t in launches)
+            memory = mirror.memory(even(len(numbers)) + tables)
             base = memory.data_ptr()
             words = array("q", array("d", numbers).tobytes())
             starts = []
             for t in launches:
+                words.extend([0] * (len(words) % 2))
                 starts.append(base + 8 * len(words))
                 for p in t.pointers:
                     if p.kind == "list":
@@ -320,11 +325,17 @@ class Tables:
                     else:
                         words.extend([base + 8 * (which[count] + p.which) for count in counts])
                 words.extend([1] * len(rows) if t.single else self.lengths)
+            words.extend([0] * (len(words) % 2))
             mirror.send(torch.frombuffer(words, dtype=torch.int64), memory)
             for t, start in zip(launches, starts, strict=True):
                 blocks = self.blocks[apart, t.single]
                 if len(blocks):
-                    t.launch((start, blocks.data_ptr()), (len(rows), len(blocks)))
+                    t.launch((start, blocks.data_ptr()), sizes_of(len(rows), blocks))
+
+
+def even(count: int) -> int:
+    """Words up to where an address is a multiple of 16 again, as kernels may assume."""
+    return count + count % 2
 
 
 def target_name(device: torch.device, wanted: str | None) -> str:

@@ -10,6 +10,11 @@ from flambeau.ir.program import CHUNK
 from flambeau.targets.base import Target
 
 
+def sizes_of(rows: int, blocks: torch.Tensor) -> tuple[int, int]:
+    """The sizes that a kernel along a table takes."""
+    return 2 * rows + 1, 2 * len(blocks) + 1
+
+
 def blocks_of(lengths: Sequence[int]) -> torch.Tensor:
     """Rows cut into blocks: (row, first element) of each, one after the other."""
     counts = (torch.tensor(lengths, dtype=torch.int64) + (CHUNK - 1)) // CHUNK

@@ -137,11 +137,12 @@ class TableKernel:
 
     The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or
     at a single place), then one of lengths. `blocks` says who does what: a row, and the first of up to CHUNK elements.
+    The sizes are 2n + 1 for n rows and for n blocks: no code assumes anything of an odd number, so one serves all.
     """
 
     body: LoopKernel
     params: ClassVar[tuple[Param, ...]] = (Param("table", torch.int64, False), Param("blocks", torch.int64, False))
-    sizes: ClassVar[tuple[Sym, ...]] = (Sym("rows"), Sym("count"))
+    sizes: ClassVar[tuple[Sym, ...]] = (Sym("rows2"), Sym("count2"))
 
     @property
     def origins(self) -> tuple[str, ...]:
