@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -21,6 +22,24 @@ def blocks_of(lengths: Sequence[int]) -> torch.Tensor:
     rows = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return torch.stack((rows, (torch.arange(len(rows)) - before) * CHUNK), 1).contiguous()
+
+
+class PointerTable:
+    """A table whose rows a program knows: only the addresses differ from call to call."""
+
+    def __init__(self, target: Target, device: torch.device, pointers: Sequence[tuple[int, int]],
+                 lengths: Sequence[int]) -> None:
+        self.mirror = Mirror(target, device)
+        self.pointers, self.lengths = pointers, lengths
+        self.blocks = blocks_of(lengths).to(device)
+
+    def __call__(self, slots: Sequence[int]) -> tuple[torch.Tensor, int, int]:
+        """The memory, which the caller holds for as long as kernels read it, and the addresses of table and blocks."""
+        words = array("q", [slots[slot] + offset for slot, offset in self.pointers])
+        words.extend(self.lengths)
+        memory = self.mirror.memory(len(words))
+        self.mirror.send(torch.frombuffer(words, dtype=torch.int64), memory)
+        return memory, memory.data_ptr(), self.blocks.data_ptr()
 
 
 class Mirror:

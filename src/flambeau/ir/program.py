@@ -172,8 +172,9 @@ class BufferPlan:
 @dataclass
 class Launch:
     kernel: int  # position in Program.kernels
-    args: tuple[str, ...]
+    args: tuple[str, ...]  # along a table: those of one column after the other
     origins: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()  # of the rows, if it goes along a table
 
 
 @dataclass
@@ -201,7 +202,7 @@ class Copy:
 class Program:
     inputs: list[str]
     symbols: list[Sym]
-    kernels: list[Kernel]
+    kernels: list[AnyKernel]
     steps: list[Launch | Call | Copy]
     buffers: dict[str, BufferPlan]
     outputs: list[Any]

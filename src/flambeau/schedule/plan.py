@@ -21,6 +21,7 @@ from flambeau.ir.nodes import (
     dim_vars,
 )
 from flambeau.ir.program import (
+    AnyKernel,
     BufferPlan,
     Call,
     ContractKernel,
@@ -31,6 +32,7 @@ from flambeau.ir.program import (
     LoopKernel,
     Program,
     ScanKernel,
+    TableKernel,
 )
 from flambeau.ir.verify import verify
 
@@ -43,6 +45,7 @@ from .loops import shape_group, shape_scan, shape_scatter
 from .memory import buffers_read, lifetimes, plan_memory, values_in
 from .ordered import order_scatters
 from .split import split_reductions
+from .tables import join_launches
 
 
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
@@ -119,7 +122,7 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
     groups = fuse(graph)
     hard = set(materialised(graph))
     stored = set(reads_elsewhere(groups, hard))
-    kernels: list[Kernel] = []
+    kernels: list[AnyKernel] = []
     steps: list[Launch | Call | Copy] = []
     seen: dict[Kernel, int] = {}
     for g in groups:
@@ -149,6 +152,8 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
     for name, v in graph.mutations:
         if not write_in_place(p, graph, name, v):
             steps.append(Copy(name, v))
+    if caps.tables:
+        join_launches(p)
     forget_unused_kernels(p)
     place_buffers(p, graph)
     plan_memory(p)
@@ -177,7 +182,9 @@ def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
         return False
     launch = p.steps[makers[0]]
     assert isinstance(launch, Launch)
-    kernel = in_place(p.kernels[launch.kernel], name, v.buffer)
+    made = p.kernels[launch.kernel]
+    assert not isinstance(made, TableKernel)
+    kernel = in_place(made, name, v.buffer)
     if kernel is None:
         return False
     params = tuple(replace(x, aliased=True) if x.name in (name, v.buffer) else x for x in kernel.params)
