@@ -63,6 +63,8 @@ class _Lowering:
         self.exclude, self.device = exclude, device
         self.elsewhere = Elsewhere(device)
         self.env: dict[fx.Node, Any] = {}
+        self.scanned: set[str] = set()
+        self.looked_at = 0  # nodes that went into it
         self.composite: list[tuple[Any, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
 
     def run(self) -> None:
@@ -298,10 +300,15 @@ class _Lowering:
     def can_write_to(self, target: Buffer, v: Value) -> bool:
         """Whether the scan or scatter that makes a value could make it there. A copy would not fuse with those."""
         b = self.g.buffers[v.buffer]
-        made = any(isinstance(n, (Scan, Scatter)) and v.buffer in n.names for n in self.g.nodes)
-        taken = any(v.buffer == other.buffer for _, other in self.g.mutations)
-        return (made and not taken and v.is_whole(b) and b.shape == target.shape and b.dtype is target.dtype
+        return (v.buffer in self.by_scans() and all(v.buffer != other.buffer for _, other in self.g.mutations)
+                and v.is_whole(b) and b.shape == target.shape and b.dtype is target.dtype
                 and b.strides == target.strides)
+
+    def by_scans(self) -> set[str]:
+        """What scans and scatters make."""
+        new, self.looked_at = self.g.nodes[self.looked_at:], len(self.g.nodes)
+        self.scanned.update(name for n in new if isinstance(n, (Scan, Scatter)) for name in n.names)
+        return self.scanned
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = n.target

@@ -149,9 +149,7 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
         steps.append(Launch(at, tuple(p.name for p in kernel.params), kernel.origins))
     p = Program(list(graph.inputs), list(graph.symbols), kernels, steps, {}, list(graph.outputs),
                 list(graph.seeds), notes=notes)
-    for name, v in graph.mutations:
-        if not write_in_place(p, graph, name, v):
-            steps.append(Copy(name, v))
+    write_mutations(p, graph)
     if caps.tables:
         join_launches(p)
     forget_unused_kernels(p)
@@ -169,19 +167,32 @@ def forget_unused_kernels(p: Program) -> None:
             s.kernel = place[s.kernel]
 
 
-def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
+def write_mutations(p: Program, graph: Graph) -> None:
+    """New values of inputs: written there by the kernels that compute them, else copied at the end."""
+    users: dict[str, list[int]] = {}  # the steps that read or write a buffer
+    for k, step in enumerate(p.steps):
+        for b in buffers_read(step):
+            users.setdefault(b, []).append(k)
+    returned = {x.buffer for x in values_in(p.outputs)}
+    for name, v in graph.mutations:
+        if v.buffer in returned or not write_in_place(p, graph, name, v, users):
+            for b in (name, v.buffer):
+                users.setdefault(b, []).append(len(p.steps))
+            p.steps.append(Copy(name, v))
+
+
+def write_in_place(p: Program, graph: Graph, name: str, v: Value, users: dict[str, list[int]]) -> bool:
     """Let the kernel that computes an input's new value write it straight into that input, where nobody needs the
     old value any more: the kernel itself may read it, at the very place it writes and not in a later stage."""
     b, target = graph.buffers[v.buffer], graph.buffers[name]
-    returned = {x.buffer for x in values_in(p.outputs)}
-    if not v.is_whole(b) or b.strides != target.strides or v.buffer in returned:
+    if not v.is_whole(b) or b.strides != target.strides:
         return False
-    makers = [k for k, s in enumerate(p.steps) if isinstance(s, Launch) and v.buffer in s.args
-              and any(x.name == v.buffer and x.written for x in p.kernels[s.kernel].params)]
-    if len(makers) != 1 or any(name in buffers_read(s) for s in p.steps[makers[0] + 1:]):
+    mine = [(k, s) for k in users.get(v.buffer, ()) if isinstance(s := p.steps[k], Launch)]
+    makers = [(k, s) for k, s in mine
+              if any(x.name == v.buffer and x.written for x in p.kernels[s.kernel].params)]
+    if len(makers) != 1 or any(k > makers[0][0] for k in users.get(name, ())):
         return False
-    launch = p.steps[makers[0]]
-    assert isinstance(launch, Launch)
+    at, launch = makers[0]
     made = p.kernels[launch.kernel]
     assert not isinstance(made, TableKernel)
     kernel = in_place(made, name, v.buffer)
@@ -189,12 +200,15 @@ def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
         return False
     params = tuple(replace(x, aliased=True) if x.name in (name, v.buffer) else x for x in kernel.params)
     p.kernels.append(replace(kernel, params=params))
-    p.steps[makers[0]] = replace(launch, kernel=len(p.kernels) - 1)
-    for k, s in enumerate(p.steps):
+    p.steps[at] = replace(launch, kernel=len(p.kernels) - 1)
+    moved = users.pop(v.buffer)
+    for k in moved:
+        s = p.steps[k]
         if isinstance(s, Launch):
             p.steps[k] = replace(s, args=tuple(name if a == v.buffer else a for a in s.args))
         elif isinstance(s, Call):
             p.steps[k] = replace(s, args=renamed(s.args, v.buffer, name), kwargs=renamed(s.kwargs, v.buffer, name))
+    users.setdefault(name, []).extend(moved)
     return True
 
 
