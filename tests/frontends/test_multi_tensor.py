@@ -255,3 +255,52 @@ def test_settings_and_states_of_dying_optimizers_are_forgotten() -> None:
     gc.collect()
     assert not f.prepared
 
+
+
+# ---- clipping ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_clipping(order: float, target: str) -> None:
+    clip = torch.compile(torch.nn.utils.clip_grad_norm_, backend="flambeau", options={"target": target})
+    shapes = [s for s in (*SHAPES, (9000,)) if 0 not in s]  # they have no largest element
+    for k in range(2):
+        ours, exact = parameters(shapes), parameters(shapes, torch.float64)
+        for a, b in zip(ours, exact, strict=True):
+            a.grad = torch.randn(a.shape) * 10.0 ** (k - 2)
+            b.grad = a.grad.double()
+        norm = torch.nn.utils.clip_grad_norm_(exact, 1.0, order)
+        torch.testing.assert_close(clip(ours, 1.0, order), norm.float())
+        for a, b in zip(ours, exact, strict=True):
+            torch.testing.assert_close(a.grad, b.grad.float())
+    assert not DECLINED
+
+
+def test_clipping_of_several_dtypes_is_the_same_in_every_run() -> None:
+    clip = torch.compile(torch.nn.utils.clip_grad_norm_, backend="flambeau")
+    found = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        some = [Parameter(torch.randn(50_000).to(d)) for d in (torch.float32, torch.float64, torch.bfloat16)]
+        some.append(Parameter(torch.randn(40, 50)[:, ::2]))
+        for p in some:
+            p.grad = torch.randn(p.shape).to(p.dtype)
+        some.append(Parameter(torch.randn(3)))  # without a gradient
+        found.append((clip(some, 0.5), [p.grad for p in some[:-1]]))
+    assert found[0][0].dtype is torch.float64
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    torch.testing.assert_close(torch.stack([g.double().norm() for g in found[0][1]]).norm().item(), 0.5, rtol=1e-3,
+                               atol=0)
+
+
+def test_norms_of_another_order_are_torchs() -> None:
+    p = parameters([(4,), (5,)])
+    for x in p:
+        x.grad = torch.ones_like(x)
+    clip = torch.compile(torch.nn.utils.clip_grad_norm_, backend="flambeau")
+    torch.testing.assert_close(clip(p, 1.0, 3.0), torch.tensor(9.0) ** (1 / 3))
+    assert any(reason.startswith("get_total_norm") for reason in DECLINED)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        p[0].grad = torch.full((4,), float("inf"))
+        clip(p, 1.0, 2.0, error_if_nonfinite=True)

@@ -1,7 +1,8 @@
-"""Maps along a table in C++: threads share the blocks of all rows."""
+"""Maps and reductions along a table in C++: threads share the blocks of all rows."""
 
 from __future__ import annotations
 
+from flambeau.ir.index import Index
 from flambeau.ir.program import CHUNK, TableKernel
 
 from .cfamily import Dialect
@@ -15,21 +16,29 @@ class TableWriter(LoopWriter):
 
     def __init__(self, dialect: Dialect, kernel: TableKernel) -> None:
         super().__init__(dialect, kernel.body)
-        self.moves = kernel.moves()
-        self.short = {p.name: f"q{at}" for at, p in enumerate(kernel.body.params)}
+        self.kernel, self.moves = kernel, kernel.moves()
+        self.short = {p.name: f"q{at}" for at, p in enumerate((*kernel.columns, *kernel.results))}
+
+    def is_long(self, points: Index) -> bool:
+        return False  # a block is one thread's
 
     def render(self) -> list[str]:
         k = self.k
         items = [i for s in k.stages for i in s]
-        if k.outer:
+        if k.inner:
+            self.rows()
+        elif k.outer:
             self.vector_loop(k.outer[0], "0", "length", items)
         else:
             for i in items:
                 self.map_item(i)
         body = self.scopes[0].lines
+        columns = self.kernel.columns
         row = ["const int64_t row = p1[2*block], first = p1[2*block + 1];",
-               f"const int64_t length = {self.fl}imin(p0[{len(k.params)}*rows + row] - first, {CHUNK});"]
-        for at, p in enumerate(k.params):
+               f"const int64_t length = {self.fl}imin(p0[{len(columns)}*rows + row] - first, {CHUNK});"]
+        row += [f"{self.d.types[p.dtype]}* q{len(columns) + at} = p{2 + at} + block;"
+                for at, p in enumerate(self.kernel.results)]
+        for at, p in enumerate(columns):
             kind = f"{'' if p.written else 'const '}{self.d.types[p.dtype]}*"
             apart = "" if p.aliased else " __restrict__"
             column = f"p0[{at}*rows + row]" if at else "p0[row]"

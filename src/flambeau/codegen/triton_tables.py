@@ -1,8 +1,10 @@
-"""Maps along a table in Triton: a program for each block, whichever row it is of."""
+"""Maps and reductions along a table in Triton: a program for each block, whichever row it is of."""
 
 from __future__ import annotations
 
-from flambeau.ir.program import CHUNK, TableKernel
+from collections.abc import Sequence
+
+from flambeau.ir.program import CHUNK, Item, TableKernel
 
 from .triton import BlockWriter, Draft
 from .triton_loops import THREADS, per_thread
@@ -22,11 +24,12 @@ class TableBlocks(BlockWriter):
 
     def __init__(self, k: TableKernel, tuning: Tuning) -> None:
         super().__init__(k.params, wide=False)
-        self.k = k.body
+        self.kernel, self.k = k, k.body
         self.tuning = tuning
         self.moves = k.moves()
         self.dtypes |= {p.name: p.dtype for p in self.k.params}
-        self.short |= {p.name: f"q{at}" for at, p in enumerate(self.k.params)}
+        self.columns = k.columns
+        self.short |= {p.name: f"q{at}" for at, p in enumerate((*self.columns, *k.results))}
 
     def render(self) -> Draft:
         k = self.k
@@ -34,17 +37,20 @@ class TableBlocks(BlockWriter):
         self.line("block = tl.program_id(0)")
         self.line("row = tl.load(p1 + 2 * block)")
         self.line("first = tl.load(p1 + 2 * block + 1)")
-        for at, p in enumerate(k.params):
+        for at in range(len(self.kernel.results)):
+            self.line(f"q{len(self.columns) + at} = p{2 + at} + block")
+        for at, p in enumerate(self.columns):
             self.line(f"a{at} = tl.load(p0 + {at} * rows + row)")
             if p.name not in self.moves:
                 self.line(f"q{at} = {self.typed(at)}")
-        if not k.outer:
+        vars = (*k.outer, *k.inner)
+        if not vars:
             self.items()
             return Draft(self, GRID, 1)
-        self.line(f"length = tl.minimum(tl.load(p0 + {len(k.params)} * rows + row) - first, {CHUNK}).to(tl.int32)")
-        moving = [at for at, p in enumerate(k.params) if p.name in self.moves]
+        self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
+        moving = [at for at, p in enumerate(self.columns) if p.name in self.moves]
         size = self.tuning.sized(THREADS * per_thread(e for s in k.stages for i in s for e in i.exprs))
-        self.blocks, self.axes = [size], {k.outer[0]: 0}
+        self.blocks, self.axes = [size], {vars[0]: 0}
         aligned = " | ".join(f"a{at}" for at in moving)
         for header, whole in ((f"if (length == {CHUNK}) & ((({aligned}) & 15) == 0):", True), ("else:", False)):
             with self.scope(header, footer=""):
@@ -55,17 +61,35 @@ class TableBlocks(BlockWriter):
         return Draft(self, GRID, WARPS)
 
     def typed(self, at: int) -> str:
-        return f"a{at}.to(tl.pointer_type({self.d.types[self.k.params[at].dtype]}))"
+        return f"a{at}.to(tl.pointer_type({self.d.types[self.columns[at].dtype]}))"
 
     def pieces(self, size: int, whole: bool) -> None:
-        v = self.k.outer[0]
+        v = next(iter(self.axes))
+        reductions = [i for items in self.k.stages for i in items if i.combine is not None]
+        taken = {i.names[0]: self.start(i.combine, self.full()) for i in reductions if i.combine is not None}
         with self.scope(f"for piece in range(0, {CHUNK if whole else 'length'}, {size}):", (v,), footer=""):
             self.line(f"{self.sym(v)} = piece + {self.arange(0)}")
             self.masks = {}
             if not whole:
                 self.masks[0] = self.fresh("m")
                 self.line(f"{self.masks[0]} = {self.sym(v)} < length")
-            self.items()
+            if reductions:
+                self.join(reductions, taken)
+            else:
+                self.items()
+        for i in reductions:
+            assert i.combine is not None
+            for name, text in zip(i.names, self.reduced(i.combine, taken[i.names[0]], 0), strict=True):
+                self.line(f"tl.store({self.short[name]}, {text})")
+
+    def join(self, reductions: Sequence[Item], taken: dict[str, list[str]]) -> None:
+        """What lies in this piece, lane by lane."""
+        for i in reductions:
+            assert i.combine is not None
+            slots = taken[i.names[0]]
+            values = self.operands(i.combine, i.exprs, 0)
+            for slot, new in zip(slots, self.combined(i.combine, slots, values), strict=True):
+                self.line(f"{slot} = {new}")
 
     def items(self) -> None:
         places = dict(self.k.stores)

@@ -44,6 +44,7 @@ from .tables import Mirror, blocks_of, sizes_of
 
 SCALARS = frozenset(("state_steps",))  # lists with one number for each parameter
 MUST_BE_OFF = ("fused", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
+CHANGING = ("grads", "d_p_list")
 COUNT = "_get_value"  # makes a Python number of a count of steps
 SIZE = 1009  # of the row that is traced; it stands for any
 
@@ -99,7 +100,8 @@ class Prepared:
 
     ids: tuple[int, ...]
     lengths: list[int]
-    strides: list[tuple[int, ...]]  # of the gradients
+    strides: list[tuple[int, ...]]  # of the tensors that change, as are the shapes
+    shapes: list[torch.Size]
     classes: list[Class]
     left: list[int]  # rows that are not dense, or laid out in different ways
     refs: list[Any]
@@ -113,7 +115,8 @@ class ListFunction:
         self.original, self.module = original, importlib.import_module(module)
         self.name = original.__name__
         self.names = list(inspect.signature(self.original).parameters)
-        self.grads = self.names[1]
+        # The list whose tensors are others in every call: they are compared one by one.
+        self.changing = self.names[1] if self.names[1] in CHANGING else self.names[0]
         self.compiled: dict[Any, list[Variant | Declined]] = {}
         self.prepared: dict[Any, Prepared] = {}
         self.lock = threading.RLock()
@@ -154,14 +157,17 @@ class _Call:
         self.lists = {name: value for name, value in every.items() if value and any(t is not None for t in value)}
         self.empty = {name: [None] if value else [] for name, value in every.items() if name not in self.lists}
         self.numbers = {name: value for name, value in given.items() if isinstance(value, float)}
-        self.rest = {name: value for name, value in given.items() if not isinstance(value, (list, float))}
-        for name, value in self.rest.items():
-            if isinstance(value, torch.Tensor):
-                raise Declined(f"{name} is a tensor")
+        self.shared = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        self.rest = {name: value for name, value in given.items()
+                     if not isinstance(value, (list, float, torch.Tensor))}
+        for name, t in self.shared.items():
+            check_plain(name, t)
+            if t.dim() or t.device != given["params"][0].device:
+                raise Declined(f"{name} is no scalar, or is elsewhere")
         self.rows = len(given["params"])
         if any(len(x) != self.rows for x in self.lists.values()):
             raise Declined("lists of different lengths")
-        self.fixed = [name for name in self.lists if name != self.f.grads]
+        self.fixed = [name for name in self.lists if name != self.f.changing]
         self.scalars = [name for name in self.lists if name in SCALARS]
         self.counts = "state_steps" in self.lists and not given.get("capturable") and hasattr(self.f.module, COUNT)
 
@@ -169,23 +175,25 @@ class _Call:
 
     def kind(self) -> tuple[Any, ...]:
         """All that kernels depend on, but for the tensors."""
-        return (self.target_name, self.numerics, *self.lists, *self.numbers, *self.rest.items())
+        shared = ((name, t.dtype, t.device) for name, t in self.shared.items())
+        return (self.target_name, self.numerics, *self.lists, *self.numbers, *self.rest.items(), *shared)
 
     def prepare(self) -> Prepared:
         ids = tuple(map(id, chain.from_iterable(self.lists[n] for n in self.fixed)))
-        key = (ids[0], self.kind())
+        key = (ids[0] if ids else self.rows, self.kind())
         found = self.f.prepared.get(key)
         if found is None or found.ids != ids or not self.unchanged(found):
             found = self.f.prepared[key] = self.classify(ids, key)
         return found
 
     def unchanged(self, p: Prepared) -> bool:
-        """Whether tensors still have their sizes, and new gradients the layouts of those before."""
-        grads = self.lists[self.f.grads]
+        """Whether tensors still have their sizes, and those that change the layouts of the ones before."""
+        new, name = self.lists[self.f.changing], self.f.changing
         return ([t.numel() for t in self.lists["params"]] == p.lengths
-                and all(type(g) is torch.Tensor and g.layout is torch.strided and not g.is_neg() for g in grads)
-                and all(map(operator.eq, (g.stride() for g in grads), p.strides))
-                and all(grads[row].dtype is c.dtypes[self.f.grads] and grads[row].device == c.device
+                and all(type(t) is torch.Tensor and t.layout is torch.strided and not t.is_neg() for t in new)
+                and all(map(operator.eq, (t.stride() for t in new), p.strides))
+                and all(map(operator.eq, (t.shape for t in new), p.shapes))
+                and all(new[row].dtype is c.dtypes[name] and new[row].device == c.device
                         for c in p.classes for row in c.rows))
 
     def classify(self, ids: tuple[int, ...], key: Any) -> Prepared:
@@ -214,8 +222,9 @@ class _Call:
                 f.prepared.pop(key, None)
 
         refs = [weakref.ref(t, forget) for n in self.fixed for t in self.lists[n]]
-        return Prepared(ids, [t.numel() for t in self.lists["params"]], [t.stride() for t in self.lists[self.f.grads]],
-                        classes, left, refs)
+        new = self.lists[self.f.changing]
+        return Prepared(ids, [t.numel() for t in self.lists["params"]], [t.stride() for t in new],
+                        [t.shape for t in new], classes, left, refs)
 
     # ---- the run -----------------------------------------------------------------------------------------
 
@@ -228,6 +237,7 @@ class _Call:
         if addresses != prepared.addresses:
             check_apart(self.lists, addresses)
             prepared.addresses = addresses
+        addresses |= {name: [t.data_ptr()] * self.rows for name, t in self.shared.items()}
         # All are compiled before the first of them runs: what cannot be compiled, is left to torch as a whole.
         parts = [(c, *part) for c in prepared.classes for part in self.parts(c)]
         for c, variant, rows, counts in parts:
@@ -237,7 +247,7 @@ class _Call:
             tables = c.tables[key]
             with tables.target.on(c.device):
                 tables.run(self, addresses, counts)
-        written = [t for name in self.fixed for t in self.lists[name]]
+        written = [t for name in {*self.fixed, "params"} for t in self.lists[name]]
         torch._C._increment_version(written)
         return prepared.left
 
@@ -345,14 +355,18 @@ def target_name(device: torch.device, wanted: str | None) -> str:
     return name
 
 
+def check_plain(name: str, t: torch.Tensor) -> None:
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided or t.is_neg():
+        raise Declined(f"{name} holds what is no plain tensor")
+    if t.dtype not in SUPPORTED or not t.is_floating_point():
+        raise Declined(f"{name} of {t.dtype}")
+
+
 def is_row(row: dict[str, torch.Tensor]) -> bool:
     """Whether one element after the other of its tensors belongs together. What is no plain tensor is torch's."""
     p = row["params"]
     for name, t in row.items():
-        if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided or t.is_neg():
-            raise Declined(f"{name} holds what is no plain tensor")
-        if t.dtype not in SUPPORTED or not t.is_floating_point():
-            raise Declined(f"{name} of {t.dtype}")
+        check_plain(name, t)
         if name in SCALARS:
             if t.dim():
                 raise Declined(f"{name} that are no scalars")
@@ -385,7 +399,7 @@ def compile_class(call: _Call, c: Class, count: float) -> Variant:
     if not target.capabilities().tables:
         raise Declined(f"the target {target.name} has no tables")
     gm, guards, symbols = trace(call, c, count)
-    names = list(call.lists)
+    names = [*call.lists, *call.shared]
     with target.on(c.device):
         captured = capture(gm, target.capabilities(), device=c.device)
         keep_scalars(captured.graph)
@@ -400,6 +414,9 @@ def compile_class(call: _Call, c: Class, count: float) -> Variant:
             pointers = tuple(
                 Pointer("list", inputs[a]) if a in inputs else Pointer("number", list(numbers).index(a)) if a in numbers
                 else Pointer("temporary", temporaries.setdefault(a, len(temporaries))) for a in rows.args)
+            written = {p.which for p, x in zip(pointers, rows.kernel.columns, strict=True) if x.written}
+            if written & {*call.shared, *(() if call.f.changing == "params" else (call.f.changing,))}:
+                raise Declined("what it updates is not its parameters or states")
             scalars = {p.kind == "list" and p.which in SCALARS for p in pointers}
             if apart and scalars == {True, False}:
                 raise Declined("numbers on the CPU meet tensors elsewhere")
@@ -422,11 +439,9 @@ def compile_class(call: _Call, c: Class, count: float) -> Variant:
 def function_of(names: dict[str, str], text: str) -> Callable[..., Any]:
     """A function of numbers by name, from an expression over their symbols."""
     scope: dict[str, Any] = {"math": math}
-    inner = ", ".join(f"{symbol}={name}" for symbol, name in names.items())
-    exec(f"def inner({', '.join(names)}): return {text}\n"
-         f"def outer(*, {''.join(n + ', ' for n in names.values())}**_): return inner({inner})", scope)
-    made: Callable[..., Any] = scope["outer"]
-    return made
+    exec(f"def inner({', '.join(names)}): return {text}", scope)
+    inner, order = scope["inner"], list(names.values())
+    return lambda **given: inner(*[given[name] for name in order])
 
 
 def trace(call: _Call, c: Class, count: float) -> tuple[torch.fx.GraphModule, list[str], dict[str, Any]]:
@@ -449,12 +464,14 @@ def trace(call: _Call, c: Class, count: float) -> tuple[torch.fx.GraphModule, li
         # Numbers of parameters on the CPU are traced as if they were not: their kernels are the same.
         row = [torch.empty(() if name in SCALARS else (length,), dtype=c.dtypes[name], device=c.device)
                for name in call.lists]
+        row += [torch.empty((), dtype=t.dtype, device=c.device) for t in call.shared.values()]
 
     def step(tensors: list[torch.Tensor], numbers: list[Any]) -> None:
         named = dict(zip(given, numbers, strict=True))
         count_now = named.pop("step", None)
         lists: dict[str, list[Any]] = {name: list(value) for name, value in call.empty.items()}
-        lists |= {name: [t] for name, t in zip(call.lists, tensors, strict=True)}
+        lists |= {name: [t] for name, t in zip(call.lists, tensors, strict=False)}
+        named |= dict(zip(call.shared, tensors[len(call.lists):], strict=True))
         before = {name: list(value) for name, value in lists.items()}
         with ExitStack() as stack:
             if call.counts:

@@ -133,20 +133,34 @@ CHUNK = 4096  # elements of a row that one block of a table has at most
 
 @dataclass(frozen=True)
 class TableKernel:
-    """A map that is applied to each row of a table: one launch for any number of tensors of any sizes.
+    """A map or a reduction of each row of a table: one launch for any number of tensors of any sizes.
 
     The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or
     at a single place), then one of lengths. `blocks` says who does what: a row, and the first of up to CHUNK elements.
+    A reduction gives one value for each block; `body` stores it, and the third argument is where to.
     The sizes are 2n + 1 for n rows and for n blocks: no code assumes anything of an odd number, so one serves all.
     """
 
     body: LoopKernel
-    params: ClassVar[tuple[Param, ...]] = (Param("table", torch.int64, False), Param("blocks", torch.int64, False))
     sizes: ClassVar[tuple[Sym, ...]] = (Sym("rows2"), Sym("count2"))
 
     @property
     def origins(self) -> tuple[str, ...]:
         return self.body.origins
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return (Param("table", torch.int64, False), Param("blocks", torch.int64, False), *self.results)
+
+    @property
+    def columns(self) -> tuple[Param, ...]:
+        """The pointers that stand in the table."""
+        return tuple(p for p in self.body.params if p not in self.results)
+
+    @property
+    def results(self) -> tuple[Param, ...]:
+        """What has an element for each block."""
+        return tuple(p for p in self.body.params if p.written) if self.body.inner else ()
 
     def moves(self) -> frozenset[str]:
         """The pointers that go along with the variable; what the others point to is read or written in every block."""
