@@ -78,8 +78,8 @@ def fuse(graph: Graph) -> list[Group | Single]:
         place = None
         if isinstance(n, (Pointwise, Reduce)) and not isinstance(n, Contract):
             # What very many share, such as a learning rate, brings the latest of them together.
-            where = sorted({q for r in reads for q in near.get(r, ())[-MOST_NEAR:] if q >= first})
-            place = _find(groups, n, reads, where, sizes)
+            known = {q for r in reads for q in (*near.get(r, ())[-MOST_NEAR:], home.get(r, -1)) if q >= max(first, 0)}
+            place = _find(groups, n, reads, sorted(known), sizes)
         if place is None:
             if isinstance(n, (Pointwise, Reduce)):
                 g = Group(len(groups), tuple(v.extent for v in n.vars if v.extent is not ONE))  # type: ignore[misc]
@@ -93,9 +93,8 @@ def fuse(graph: Graph) -> list[Group | Single]:
         for name in n.names:
             home[name] = place
         for name in (*reads, *n.names):
-            if (known := near.setdefault(name, [])) and known[-1] == place:
-                continue
-            known.append(place)
+            if not (there := near.setdefault(name, [])) or there[-1] != place:
+                there.append(place)
         if isinstance(n, Extern):
             given = set(born).union(*(i.symbols() for v in n.values() for i in v.shape))
             made = frozenset().union(*(i.symbols() for name in n.names for i in graph.buffers[name].shape))
