@@ -291,7 +291,7 @@ def test_constants_parameters_and_optimizers() -> None:
     def run() -> list[Tensor]:
         torch.manual_seed(0)
         net = nn.Linear(4, 4)
-        step = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=True)
+        step = torch.optim.NAdam(net.parameters(), lr=0.1, foreach=True)
         model = torch.compile(lambda x: net(x) + torch.tensor([1.0, 2.0, 3.0, 4.0]) + table, backend="flambeau")
         update = torch.compile(step.step, backend="flambeau")
         for _ in range(2):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from flambeau.ir.dtypes import DType
-from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
 
 from .cfamily import CLike, float_text
 from .loops import LoopWriter
 from .scan import ScanWriter
 from .scatter import ScatterWriter
 from .source import KernelSource
+from .tables import TableWriter
 
 SPECIAL = frozenset((
     "lgamma", "digamma", "polygamma", "zeta", "i0", "i0e", "i1", "i1e", "ndtri", "ndtr", "log_ndtr", "erfcx", "igamma",
@@ -63,13 +64,15 @@ class Cpp(CLike):
 CPP = Cpp()
 
 
-def render(kernel: Kernel, name: str) -> KernelSource:
+def render(kernel: AnyKernel, name: str) -> KernelSource:
     """The text of one kernel."""
     writer: LoopWriter | ScanWriter | ScatterWriter
     if isinstance(kernel, LoopKernel):
         writer = LoopWriter(CPP, kernel)
     elif isinstance(kernel, ScanKernel):
         writer = ScanWriter(CPP, kernel)
+    elif isinstance(kernel, TableKernel):
+        writer = TableWriter(CPP, kernel)
     else:
         assert isinstance(kernel, ScatterKernel)
         writer = ScatterWriter(CPP, kernel)

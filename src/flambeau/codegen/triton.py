@@ -19,7 +19,7 @@ from flambeau.ir.dtypes import DType, is_bool, is_float
 from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
 from flambeau.ir.index import ONE, Dyn, Index, Op, Sym, as_index, product
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Kernel, LoopKernel, Param, ScanKernel, ScatterKernel
+from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
 
 from .cfamily import Dialect, Scope, Writer
 from .cpp import SPECIAL
@@ -72,7 +72,7 @@ SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
 CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
                             serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
-                            masked_reads=True, gathers_rows=True)
+                            masked_reads=True, gathers_rows=True, tables=True)
 POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
            .replace("int", "i") for d, t in Triton.types.items()}
 
@@ -466,16 +466,19 @@ def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sy
     return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
 
 
-def render(kernel: Kernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSource:
+def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSource:
     """The text of one kernel, in the block shape that the heuristics say or one beside it."""
     from .triton_loops import write_loops
     from .triton_scan import write_scan
     from .triton_scatter import write_scatter
+    from .triton_tables import write_table
 
     if isinstance(kernel, LoopKernel):
         drafts = write_loops(kernel, tuning)
     elif isinstance(kernel, ScanKernel):
         drafts = write_scan(kernel, tuning)
+    elif isinstance(kernel, TableKernel):
+        drafts = write_table(kernel, tuning)
     else:
         assert isinstance(kernel, ScatterKernel)
         drafts = write_scatter(kernel)

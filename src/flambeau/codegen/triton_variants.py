@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flambeau.ir.index import Dyn, Index, as_index, upper
-from flambeau.ir.program import Kernel, ScatterKernel
+from flambeau.ir.program import AnyKernel, ScatterKernel, TableKernel
 
 from .source import BlockSource
 from .triton import host_text, renamed, render
 from .tuning import AROUND
 
 
-def variants(kernel: Kernel, source: BlockSource) -> BlockSource:
+def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
     """The source of a kernel with alternatives beside it.
 
     Kernels that start from what lies in their own results, as updates in place and scatters do, have none: they cannot
-    be launched twice. Neither have those whose results nobody could compare, since no size says how long they are.
+    be launched twice. Neither have those whose results nobody could compare, since no size says how long they are, or
+    since they lie all over memory.
     """
-    if isinstance(kernel, ScatterKernel) or any(p.aliased for p in kernel.params):
+    if isinstance(kernel, (ScatterKernel, TableKernel)) or any(p.aliased for p in kernel.params):
         return source
     results = []
     for at, p in enumerate(kernel.params):

@@ -72,7 +72,9 @@ class _Lowering:
         self.elsewhere = Elsewhere(device)
         self.env: dict[fx.Node, Any] = {}
         self.numbers: list[Sym] = []  # numbers of the run
-        self.composite: list[tuple[torch.SymInt, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
+        self.scanned: set[str] = set()
+        self.looked_at = 0  # nodes that went into it
+        self.composite: list[tuple[Any, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
 
     def run(self) -> None:
         position = 0
@@ -106,8 +108,8 @@ class _Lowering:
                 self.bind(size, ("size", v.buffer, k))
         elif isinstance(val, RunNumber):
             self.env[n] = self.run_number(val, position)
-        elif isinstance(val, torch.SymInt):
-            self.env[n] = self.c.symbols.index(val)
+        elif isinstance(val, (torch.SymInt, torch.SymFloat)):
+            self.env[n] = self.c.symbols.index(val) if isinstance(val, torch.SymInt) else self.c.symbols.host(val)
             self.bind(val, ("arg", position), force=True)
         elif val is None or isinstance(val, (int, float, bool)):
             self.env[n] = val
@@ -131,7 +133,7 @@ class _Lowering:
         return self.g.add_input([to(s) for s in val.shape], val.dtype, [to(s) for s in val.stride()])
 
     def bind(self, size: Any, source: tuple[Any, ...], force: bool = False) -> None:
-        if not isinstance(size, torch.SymInt):
+        if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return
         if not size.node.expr.is_Symbol:
             self.composite.append((size, source))
@@ -323,10 +325,15 @@ class _Lowering:
     def can_write_to(self, target: Buffer, v: Value) -> bool:
         """Whether the scan or scatter that makes a value could make it there. A copy would not fuse with those."""
         b = self.g.buffers[v.buffer]
-        made = any(isinstance(n, (Scan, Scatter)) and v.buffer in n.names for n in self.g.nodes)
-        taken = any(v.buffer == other.buffer for _, other in self.g.mutations)
-        return (made and not taken and v.is_whole(b) and b.shape == target.shape and b.dtype is target.dtype
+        return (v.buffer in self.by_scans() and all(v.buffer != other.buffer for _, other in self.g.mutations)
+                and v.is_whole(b) and b.shape == target.shape and b.dtype is target.dtype
                 and b.strides == target.strides)
+
+    def by_scans(self) -> set[str]:
+        """What scans and scatters make."""
+        new, self.looked_at = self.g.nodes[self.looked_at:], len(self.g.nodes)
+        self.scanned.update(name for n in new if isinstance(n, (Scan, Scatter)) for name in n.names)
+        return self.scanned
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = n.target

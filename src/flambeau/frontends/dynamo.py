@@ -19,6 +19,7 @@ from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
+from .steps import install
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
@@ -81,3 +82,6 @@ def compile_anew(
                            partition_fn=partition, decompositions=table(), keep_inference_input_mutations=True)
     with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(), cache.recording():
         return backend(gm, example_inputs)
+
+
+install(flambeau_backend)

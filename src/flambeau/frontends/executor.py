@@ -19,8 +19,9 @@ from flambeau.schedule.memory import nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
 
-from .package import Package, Step, View, is_operator, operator_path
+from .package import Package, Step, Table, View, is_operator, operator_path
 from .symbols import Host, python_text
+from .tables import blocks_of, sizes_of
 
 LARGE = 16 << 20  # bytes from which a target is told of fresh memory
 
@@ -34,7 +35,7 @@ def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym,
     """
     w = Writer(p, sources, positions, count)
     return Package(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
-                   len(w.slots) + 1, device or torch.device("cpu"))
+                   w.tables, len(w.slots) + 1, device or torch.device("cpu"))
 
 
 class Writer:
@@ -49,6 +50,7 @@ class Writer:
         self.operators: dict[str, str] = {}
         self.plans: dict[str, tuple[Step, ...]] = {}
         self.views: list[View] = []
+        self.tables: dict[str, Table] = {}
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
         self.bound: set[Sym] = set()
@@ -193,13 +195,13 @@ class Writer:
     def steps(self, launched: set[str]) -> None:
         p = self.p
         pending: list[tuple[Step, tuple[str, ...]]] = []  # with the operators that the kernel computes
-        sizes: dict[Sym, int] = {}
+        sizes: dict[str, int] = {}  # texts
 
         def flush() -> None:
             if not pending:
                 return
             plan = self.named(self.plans, "plan", tuple(step for step, _ in pending))
-            table = "(" + "".join(s.name + ", " for s in sizes) + ")"
+            table = "(" + "".join(s + ", " for s in sizes) + ")"
             where = self.const([origins for _, origins in pending], "w")
             self.line(f"bad = {plan}(P, {table})")
             self.line(f"if bad is not None: check(bad, {where})")
@@ -211,7 +213,10 @@ class Writer:
                 places = [p.buffers[name] for name in step.args]
                 pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
                                  for b in places)
-                slots = tuple(sizes.setdefault(s, len(sizes)) for s in p.kernels[step.kernel].sizes)
+                names = [s.name for s in p.kernels[step.kernel].sizes]
+                if step.lengths:
+                    pointers, names = self.table(pointers, step.lengths)
+                slots = tuple(sizes.setdefault(s, len(sizes)) for s in names)
                 pending.append((Step(step.kernel, pointers, slots), step.origins))
             else:
                 flush()
@@ -220,6 +225,14 @@ class Writer:
             if dead and not pending:
                 self.line(f"del {', '.join(dead)}")
         flush()
+
+    def table(self, pointers: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
+              ) -> tuple[tuple[tuple[int, int], ...], list[str]]:
+        """A table for these pointers: its own two, and the sizes that go with them."""
+        name = self.named(self.tables, "table", Table(pointers, lengths))
+        slots = self.slot(f"{name} addresses"), self.slot(f"{name} blocks")
+        self.line(f"m{name}, P[{slots[0]}], P[{slots[1]}] = {name}(P)")
+        return tuple((slot, 0) for slot in slots), [str(n) for n in sizes_of(len(lengths), blocks_of(lengths))]
 
     def copy(self, c: Copy) -> None:
         self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)})")

@@ -23,6 +23,8 @@ from flambeau.errors import CompileError
 from flambeau.ir.faults import error_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
+from .tables import PointerTable
+
 
 @dataclass(frozen=True)
 class View:
@@ -49,6 +51,14 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Table:
+    """The pointers of a launch along a table."""
+
+    pointers: tuple[tuple[int, int], ...]  # as those of a step, one column after the other
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Package:
     target: str
     source: str  # def run(args): ...
@@ -57,6 +67,7 @@ class Package:
     constants: dict[str, Any] = field(default_factory=dict)
     operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out": they do not pickle themselves
     views: tuple[View, ...] = ()
+    tables: dict[str, Table] = field(default_factory=dict)
     slots: int = 1  # of the pointer table
     device: torch.device = torch.device("cpu")
 
@@ -84,6 +95,7 @@ class Package:
             **{name: operator_named(path) for name, path in self.operators.items()},
             **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
                for name, steps in self.plans.items()},
+            **{name: PointerTable(target, self.device, t.pointers, t.lengths) for name, t in self.tables.items()},
             "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
             "fresh": target.fresh,
             "PROTO": [0] * self.slots, "KEY": next(_keys),

@@ -29,6 +29,7 @@ class Capabilities:
     gathers_rows: bool = False
     # A read under a mask costs no more than one without; otherwise one reads elsewhere and drops what it gets.
     masked_reads: bool = False
+    tables: bool = False  # kernels can follow addresses that they read from memory
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
     scatters: frozenset[tuple[str, DType]] | None = None  # (mode, dtype) it can join; None: all
     contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls

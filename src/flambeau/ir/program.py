@@ -9,10 +9,12 @@ reduced, the next may use (softmax: max; sum; map).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
 
 from .dtypes import DType
-from .expr import Expr
+from .expr import Expr, loads
 from .index import Index, Sym, as_index
 from .nodes import Combine, Value
 
@@ -53,6 +55,11 @@ class LoopKernel:
     bounds: tuple[Expr, Expr] | None = None  # a segment's first and last-plus-one inner index
     tile: Sym | None = None  # a second contiguous variable: the two are walked in square tiles
     origins: tuple[str, ...] = ()
+
+    def accesses(self) -> list[tuple[str, Index]]:
+        """Where it reads and writes."""
+        exprs = [e for items in self.stages for i in items for e in i.exprs]
+        return [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs)), *self.stores]
 
     def inner_position(self) -> Index:
         """Of an inner point among all of them."""
@@ -121,7 +128,47 @@ class ContractKernel:
     origins: tuple[str, ...] = ()
 
 
+CHUNK = 4096  # elements of a row that one block of a table has at most
+
+
+@dataclass(frozen=True)
+class TableKernel:
+    """A map or a reduction of each row of a table: one launch for any number of tensors of any sizes.
+
+    The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or
+    at a single place), then one of lengths. `blocks` says who does what: a row, and the first of up to CHUNK elements.
+    A reduction gives one value for each block; `body` stores it, and the third argument is where to.
+    The sizes are 2n + 1 for n rows and for n blocks: no code assumes anything of an odd number, so one serves all.
+    """
+
+    body: LoopKernel
+    sizes: ClassVar[tuple[Sym, ...]] = (Sym("rows2"), Sym("count2"))
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return self.body.origins
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return (Param("table", torch.int64, False), Param("blocks", torch.int64, False), *self.results)
+
+    @property
+    def columns(self) -> tuple[Param, ...]:
+        """The pointers that stand in the table."""
+        return tuple(p for p in self.body.params if p not in self.results)
+
+    @property
+    def results(self) -> tuple[Param, ...]:
+        """What has an element for each block."""
+        return tuple(p for p in self.body.params if p.written) if self.body.inner else ()
+
+    def moves(self) -> frozenset[str]:
+        """The pointers that go along with the variable; what the others point to is read or written in every block."""
+        return frozenset(name for name, at in self.body.accesses() if at.symbols())
+
+
 Kernel = LoopKernel | ScanKernel | ScatterKernel | ContractKernel
+AnyKernel = Kernel | TableKernel
 
 
 @dataclass
@@ -139,8 +186,9 @@ class BufferPlan:
 @dataclass
 class Launch:
     kernel: int  # position in Program.kernels
-    args: tuple[str, ...]
+    args: tuple[str, ...]  # along a table: those of one column after the other
     origins: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()  # of the rows, if it goes along a table
 
 
 @dataclass
@@ -168,7 +216,7 @@ class Copy:
 class Program:
     inputs: list[str]
     symbols: list[Sym]
-    kernels: list[Kernel]
+    kernels: list[AnyKernel]
     steps: list[Launch | Call | Copy]
     buffers: dict[str, BufferPlan]
     outputs: list[Any]

@@ -130,7 +130,8 @@ def pointwise(fn: Callable[..., Any] | None = None, *, kind: str = "default", op
 def scalar_at(a: Any, where: Sequence[Index], common: DType, compute: DType) -> Expr:
     """Operand `a` at an index, in the dtype the formula computes in."""
     if isinstance(a, Value):
-        return cast(cast(load_at(a, where), common), compute)
+        read = load_at(a, where)
+        return cast(read if a.number else cast(read, common), compute)  # numbers are not rounded to the tensors' dtype
     if isinstance(a, Index):
         return index_value(a, compute)
     return const(a, compute)

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from flambeau.frontends.pipeline import Compiled
 from flambeau.ir.index import Sym
-from flambeau.ir.program import Call, ContractKernel, Copy, Kernel, Launch, LoopKernel, ScanKernel
+from flambeau.ir.program import AnyKernel, Call, ContractKernel, Copy, Launch, LoopKernel, ScanKernel, TableKernel
 from flambeau.ops.registry import FAMILIES
 from flambeau.schedule.memory import nbytes, values_in
 
@@ -142,7 +142,7 @@ def steps(graph: Compiled) -> list[Step]:
     return out
 
 
-def loops(kernel: Kernel) -> tuple[str, str, str]:
+def loops(kernel: AnyKernel) -> tuple[str, str, str]:
     """As text: what the kernel is parallel over, what it walks inside, and the variable that vectorises."""
 
     def extents(variables: Iterable[Sym]) -> str:
@@ -158,6 +158,8 @@ def loops(kernel: Kernel) -> tuple[str, str, str]:
     if isinstance(kernel, ScanKernel):
         inner = f"scan {extents([kernel.axis])}{' reversed' if kernel.reverse else ''}"
         return extents(kernel.outer), inner, kernel.vector.name if kernel.vector else ""
+    if isinstance(kernel, TableKernel):
+        return "rows of a table", extents(kernel.body.outer), kernel.body.vector.name if kernel.body.vector else ""
     free = [v for v in kernel.vars if v in kernel.free]
     rest = [v for v in kernel.vars if v not in kernel.free]
     return extents(free), f"scatter {kernel.mode} {extents(rest)}", ""

@@ -16,6 +16,7 @@ from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, 
 
 MOST_MEMBERS = 48
 MOST_BUFFERS = 48
+MOST_NEAR = 64  # groups that read the same and are looked at
 
 Mapping = dict[Sym, Index]
 
@@ -68,6 +69,7 @@ def fuse(graph: Graph) -> list[Group | Single]:
     home: dict[str, int] = {}  # buffer -> position of the group that computes it
     sizes = {name: b.numel for name, b in graph.buffers.items()}
     born: dict[Sym, int] = {}  # a size that data decides -> position of the call whose result has it
+    near: dict[str, list[int]] = {}  # buffer -> positions of the groups that read or write it
     for n in graph.nodes:
         reads = n.reads()
         first = max((home[r] for r in reads if r in home), default=-1)
@@ -75,7 +77,9 @@ def fuse(graph: Graph) -> list[Group | Single]:
             first = max((first, *(born[s] for s in symbols_of(n) if s in born)))
         place = None
         if isinstance(n, (Pointwise, Reduce)) and not isinstance(n, Contract):
-            place = _find(groups, n, reads, first, sizes)
+            # What very many share, such as a learning rate, brings the latest of them together.
+            known = {q for r in reads for q in (*near.get(r, ())[-MOST_NEAR:], home.get(r, -1)) if q >= max(first, 0)}
+            place = _find(groups, n, reads, sorted(known), sizes)
         if place is None:
             if isinstance(n, (Pointwise, Reduce)):
                 g = Group(len(groups), tuple(v.extent for v in n.vars if v.extent is not ONE))  # type: ignore[misc]
@@ -88,10 +92,13 @@ def fuse(graph: Graph) -> list[Group | Single]:
             place = len(groups) - 1
         for name in n.names:
             home[name] = place
+        for name in (*reads, *n.names):
+            if not (there := near.setdefault(name, [])) or there[-1] != place:
+                there.append(place)
         if isinstance(n, Extern):
-            known = set(born).union(*(i.symbols() for v in n.values() for i in v.shape))
+            given = set(born).union(*(i.symbols() for v in n.values() for i in v.shape))
             made = frozenset().union(*(i.symbols() for name in n.names for i in graph.buffers[name].shape))
-            born |= dict.fromkeys(made - known, place)
+            born |= dict.fromkeys(made - given, place)
     return groups
 
 
@@ -103,10 +110,11 @@ def symbols_of(n: Node) -> set[Sym]:
     return out
 
 
-def _find(groups: list[Group | Single], n: Node, reads: set[str], first: int, sizes: dict[str, Index]) -> int | None:
+def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[int], sizes: dict[str, Index]
+          ) -> int | None:
     best: tuple[int, int] | None = None
     chosen = None
-    for position in range(max(first, 0), len(groups)):
+    for position in where:
         g = groups[position]
         if not isinstance(g, Group) or len(g.members) >= MOST_MEMBERS:
             continue

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.expr import loads
+from flambeau.ir.expr import Expr, loads, rewrite, where
 from flambeau.ir.index import ZERO, Dyn, Index, Sym, as_index
 from flambeau.ir.nodes import (
     Buffer,
@@ -20,7 +20,20 @@ from flambeau.ir.nodes import (
     contiguous_strides,
     dim_vars,
 )
-from flambeau.ir.program import BufferPlan, Call, ContractKernel, Copy, Kernel, Launch, LoopKernel, Program, ScanKernel
+from flambeau.ir.program import (
+    AnyKernel,
+    BufferPlan,
+    Call,
+    ContractKernel,
+    Copy,
+    Item,
+    Kernel,
+    Launch,
+    LoopKernel,
+    Program,
+    ScanKernel,
+    TableKernel,
+)
 from flambeau.ir.verify import verify
 
 from . import numerics as policy
@@ -32,6 +45,7 @@ from .loops import shape_group, shape_scan, shape_scatter
 from .memory import buffers_read, lifetimes, plan_memory, values_in
 from .ordered import order_scatters
 from .split import split_reductions
+from .tables import join_launches
 
 
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
@@ -108,7 +122,7 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
     groups = fuse(graph)
     hard = set(materialised(graph))
     stored = set(reads_elsewhere(groups, hard))
-    kernels: list[Kernel] = []
+    kernels: list[AnyKernel] = []
     steps: list[Launch | Call | Copy] = []
     seen: dict[Kernel, int] = {}
     for g in groups:
@@ -135,9 +149,9 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
         steps.append(Launch(at, tuple(p.name for p in kernel.params), kernel.origins))
     p = Program(list(graph.inputs), list(graph.symbols), kernels, steps, {}, list(graph.outputs),
                 list(graph.seeds), notes=notes)
-    for name, v in graph.mutations:
-        if not write_in_place(p, graph, name, v):
-            steps.append(Copy(name, v))
+    write_mutations(p, graph)
+    if caps.tables:
+        join_launches(p)
     forget_unused_kernels(p)
     place_buffers(p, graph)
     plan_memory(p)
@@ -153,39 +167,58 @@ def forget_unused_kernels(p: Program) -> None:
             s.kernel = place[s.kernel]
 
 
-def write_in_place(p: Program, graph: Graph, name: str, v: Value) -> bool:
+def write_mutations(p: Program, graph: Graph) -> None:
+    """New values of inputs: written there by the kernels that compute them, else copied at the end."""
+    users: dict[str, list[int]] = {}  # the steps that read or write a buffer
+    for k, step in enumerate(p.steps):
+        for b in buffers_read(step):
+            users.setdefault(b, []).append(k)
+    returned = {x.buffer for x in values_in(p.outputs)}
+    for name, v in graph.mutations:
+        if v.buffer in returned or not write_in_place(p, graph, name, v, users):
+            for b in (name, v.buffer):
+                users.setdefault(b, []).append(len(p.steps))
+            p.steps.append(Copy(name, v))
+
+
+def write_in_place(p: Program, graph: Graph, name: str, v: Value, users: dict[str, list[int]]) -> bool:
     """Let the kernel that computes an input's new value write it straight into that input, where nobody needs the
     old value any more: the kernel itself may read it, at the very place it writes and not in a later stage."""
     b, target = graph.buffers[v.buffer], graph.buffers[name]
-    returned = {x.buffer for x in values_in(p.outputs)}
-    if not v.is_whole(b) or b.strides != target.strides or v.buffer in returned:
+    if not v.is_whole(b) or b.strides != target.strides:
         return False
-    makers = [k for k, s in enumerate(p.steps) if isinstance(s, Launch) and v.buffer in s.args
-              and any(x.name == v.buffer and x.written for x in p.kernels[s.kernel].params)]
-    if len(makers) != 1 or any(name in buffers_read(s) for s in p.steps[makers[0] + 1:]):
+    mine = [(k, s) for k in users.get(v.buffer, ()) if isinstance(s := p.steps[k], Launch)]
+    makers = [(k, s) for k, s in mine
+              if any(x.name == v.buffer and x.written for x in p.kernels[s.kernel].params)]
+    if len(makers) != 1 or any(k > makers[0][0] for k in users.get(name, ())):
         return False
-    launch = p.steps[makers[0]]
-    assert isinstance(launch, Launch)
-    kernel = in_place(p.kernels[launch.kernel], name, v.buffer)
+    at, launch = makers[0]
+    made = p.kernels[launch.kernel]
+    assert not isinstance(made, TableKernel)
+    kernel = in_place(made, name, v.buffer)
     if kernel is None:
         return False
     params = tuple(replace(x, aliased=True) if x.name in (name, v.buffer) else x for x in kernel.params)
     p.kernels.append(replace(kernel, params=params))
-    p.steps[makers[0]] = replace(launch, kernel=len(p.kernels) - 1)
-    for k, s in enumerate(p.steps):
+    p.steps[at] = replace(launch, kernel=len(p.kernels) - 1)
+    moved = users.pop(v.buffer)
+    for k in moved:
+        s = p.steps[k]
         if isinstance(s, Launch):
             p.steps[k] = replace(s, args=tuple(name if a == v.buffer else a for a in s.args))
         elif isinstance(s, Call):
             p.steps[k] = replace(s, args=renamed(s.args, v.buffer, name), kwargs=renamed(s.kwargs, v.buffer, name))
+    users.setdefault(name, []).extend(moved)
     return True
 
 
 def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
     """The kernel in a form in which `new` may be the memory of its input `name`, if there is one."""
     if isinstance(k, LoopKernel):
-        return k if reads_before_write(k, name, new) else None
+        return held(k, name, new) if reads_before_write(k, name, new) else None
     if isinstance(k, ContractKernel):
-        inside = loads(k.left, k.right)
+        writer = next(t for t, i in enumerate(k.items) if new in i.names)
+        inside = loads(k.left, k.right, *(e for i in k.items[writer + 1:] for e in i.exprs))
         after = loads(*(e for i in k.items for e in i.exprs))
         at = dict(k.stores)[new]
         return None if any(e.attr[0] == name for e in inside) or any(
@@ -213,6 +246,26 @@ def reads_before_write(k: LoopKernel, name: str, new: str) -> bool:
             if e.attr[0] == name and (e.attr[1][0] is not at or t > stage):
                 return False
     return k.bounds is None or all(e.attr[0] != name for e in loads(*k.bounds))
+
+
+def held(k: LoopKernel, name: str, new: str) -> LoopKernel:
+    """The same kernel; what it reads of `name` where it also writes `new`, it reads before it writes anything."""
+    t, writer = next((t, i) for t, items in enumerate(k.stages) for i in items if new in i.names)
+    reads = [e for i in k.stages[t] for e in loads(*i.exprs) if e.attr[0] == name]
+    if not reads or writer is k.stages[t][-1]:
+        return k
+    old = f"old {name}"
+    memo: dict[Expr, Expr] = {}
+
+    def stay(e: Expr) -> Expr:
+        if e.op != "load" or e.attr[0] != name:
+            return e
+        value = Expr("local", e.dtype, (), old)
+        return where(e.args[0], value, 0) if e.args else value
+
+    items = [Item((old,), writer.level, (Expr("load", reads[0].dtype, (), reads[0].attr),))]
+    items += [replace(i, exprs=tuple(rewrite(e, stay, None, memo) for e in i.exprs)) for i in k.stages[t]]
+    return replace(k, stages=(*k.stages[:t], tuple(items), *k.stages[t + 1:]))
 
 
 def renamed(x: Any, old: str, new: str) -> Any:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from flambeau.ir.capabilities import Capabilities
-    from flambeau.ir.program import Kernel
+    from flambeau.ir.program import AnyKernel
 
 Source: TypeAlias = KernelSource | BlockSource | RangeSource  # which of them, the target decides
 Run: TypeAlias = Callable[[list[Any]], list[Any]]  # a program's function: it clears the list of its arguments
@@ -88,10 +88,10 @@ class Target(ABC):
         return self.name
 
     @abstractmethod
-    def render(self, kernel: Kernel, name: str) -> Source:
+    def render(self, kernel: AnyKernel, name: str) -> Source:
         """The text of a kernel, in the language that `build` takes."""
 
-    def variants(self, kernel: Kernel, source: Source) -> Source:
+    def variants(self, kernel: AnyKernel, source: Source) -> Source:
         """The text of a kernel with others beside it that compute the same, for the fastest to be found at a call."""
         return source
 

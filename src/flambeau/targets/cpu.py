@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from flambeau.ir.capabilities import Capabilities
-    from flambeau.ir.program import Kernel
+    from flambeau.ir.program import AnyKernel
 
 T = TypeVar("T")
 
@@ -84,9 +84,9 @@ class CpuTarget(Target):
         from flambeau.ir.capabilities import Capabilities
 
         return Capabilities(name=self.name, vector_bytes=vector_bytes(), threads=torch.get_num_threads(),
-                            ordered_scatter=True)
+                            ordered_scatter=True, tables=True)
 
-    def render(self, kernel: Kernel, name: str) -> KernelSource:
+    def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.cpp import render
 
         return render(kernel, name)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from flambeau.ir.capabilities import Capabilities
-    from flambeau.ir.program import Kernel
+    from flambeau.ir.program import AnyKernel
 
 _EXTENSION = "cuda_launcher"
 _DRIVER = "libcuda.so.1"
@@ -99,12 +99,12 @@ class CudaTarget(Target):
 
     # ---- kernels ---------------------------------------------------------------------------------------
 
-    def render(self, kernel: Kernel, name: str) -> BlockSource:
+    def render(self, kernel: AnyKernel, name: str) -> BlockSource:
         from flambeau.codegen.triton import render
 
         return render(kernel, name)
 
-    def variants(self, kernel: Kernel, source: Source) -> Source:
+    def variants(self, kernel: AnyKernel, source: Source) -> Source:
         from flambeau.codegen.triton_variants import variants
 
         assert isinstance(source, BlockSource)

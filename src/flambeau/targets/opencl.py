@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from flambeau.ir.capabilities import Capabilities
-    from flambeau.ir.program import Kernel as LoopNest
+    from flambeau.ir.program import AnyKernel
     from flambeau.targets.opencl_driver import ClDriver
     from flambeau.targets.opencl_eager import ClDeviceTarget
 
@@ -64,8 +64,11 @@ class OpenClTarget(Target):
     def identity(self) -> str:
         return f"{self.name} {self.device.identity}"
 
-    def render(self, kernel: LoopNest, name: str) -> RangeSource:
+    def render(self, kernel: AnyKernel, name: str) -> RangeSource:
         from flambeau.codegen.opencl import dtypes_of, render
+        from flambeau.ir.program import TableKernel
+
+        assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
 
         self.device.check_dtypes(dtypes_of(kernel))
         return render(kernel, name, self.device.shape)

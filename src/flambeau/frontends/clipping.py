@@ -1,0 +1,114 @@
+"""Clipping of gradients by their norm: one pass along a table for the norm, and one to scale.
+
+The norm of all tensors together is that of the blocks that they are cut into: which thread or program takes which block
+decides nothing, so results do not depend on the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from flambeau.errors import CompileError
+from flambeau.ir.build import simple_combine
+from flambeau.ir.dtypes import DType, opmath
+from flambeau.ir.expr import Expr, cast, load
+from flambeau.ir.index import ZERO, as_index
+from flambeau.ir.program import Item, LoopKernel, Param, TableKernel
+from flambeau.ir.scalar import abs_
+from flambeau.schedule.tables import PLACE
+from flambeau.targets.base import Launch, get_target
+
+from .multi_tensor import DECLINED, Declined, ListFunction, check_plain, target_name
+from .pipeline import LOCK
+from .tables import PointerTable, sizes_of
+
+# Order of the norm: how an element joins, what joins them, and the norm of what comes out.
+ORDERS: dict[float, tuple[Callable[[Expr], Expr], str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    1.0: (abs_, "sum", torch.sum),
+    2.0: (lambda x: x * x, "sum", lambda t: t.sum().sqrt()),
+    math.inf: (abs_, "max", torch.amax),
+}
+
+
+def total_norm(original: Callable[..., torch.Tensor], options: tuple[str | None, str], tensors: Any,
+               norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> torch.Tensor:
+    """torch.nn.utils.get_total_norm."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    try:
+        if not tensors or error_if_nonfinite or float(norm_type) not in ORDERS:
+            raise Declined("nothing to norm, an order without a kernel, or a check of the result")
+        return norm_of(tensors, float(norm_type), options[0])
+    except Declined as reason:
+        DECLINED[f"get_total_norm: {reason}"] += 1
+        return original(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def norm_of(tensors: Sequence[torch.Tensor], order: float, wanted: str | None) -> torch.Tensor:
+    groups: dict[tuple[torch.device, DType], list[torch.Tensor]] = {}
+    for t in tensors:
+        check_plain("tensors", t)
+        if not torch.ops.aten.is_non_overlapping_and_dense(t):
+            raise Declined("tensors with gaps")
+        groups.setdefault((t.device, t.dtype), []).append(t)
+    parts = []
+    for (device, dtype), mine in groups.items():
+        target = get_target(target_name(device, wanted))
+        launch = kernel_of(target.name, dtype, order)
+        with target.on(device):
+            table = PointerTable(target, device, [(k, 0) for k in range(len(mine))], [t.numel() for t in mine])
+            memory, address, blocks = table([t.data_ptr() for t in mine])
+            partial = torch.empty(len(table.blocks), dtype=opmath(dtype), device=device)
+            if len(partial):
+                launch((address, blocks, partial.data_ptr()), sizes_of(len(mine), table.blocks))
+            del memory
+        parts.append(partial.to(tensors[0].device))
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+    every = torch.cat([part.to(dtype) for part in parts])
+    norm = ORDERS[order][2](every) if len(every) else torch.zeros((), dtype=dtype, device=tensors[0].device)
+    result = tensors[0].dtype
+    for _, other in groups:
+        result = torch.promote_types(result, other)
+    return norm.to(result)
+
+
+@cache
+def kernel_of(name: str, dtype: DType, order: float) -> Launch:
+    target = get_target(name)
+    if not target.capabilities().tables:
+        raise Declined(f"the target {name} has no tables")
+    each, join, _ = ORDERS[order]
+    compute = opmath(dtype)
+    with LOCK:
+        value = each(cast(load("r0", (as_index(PLACE),), dtype), compute))
+        body = LoopKernel((), (PLACE,), PLACE, ((Item(("r1",), "full", (value,), simple_combine(join, compute)),),),
+                          (("r1", ZERO),), frozenset(), (Param("r0", dtype, False), Param("r1", compute, True)), ())
+        launch = target.build([target.render(TableKernel(body), "norm")]).wait()["norm"]
+    if isinstance(launch, CompileError):
+        raise Declined(f"a kernel did not build: {launch}")
+    return launch
+
+
+def scaled(params: list[torch.Tensor], factor: torch.Tensor) -> None:
+    torch._foreach_mul_(params, factor)
+
+
+SCALED = ListFunction(scaled, __name__)
+
+
+def clip_with_norm(original: Callable[..., None], options: tuple[str | None, str], parameters: Any, max_norm: float,
+                   total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+    """torch.nn.utils.clip_grads_with_norm_."""
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if len({g.device for g in grads}) > 1:
+        return original(parameters, max_norm, total_norm, foreach)
+    factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+    SCALED((grads, factor), {}, options)
+    return None

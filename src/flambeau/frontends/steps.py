@@ -1,0 +1,100 @@
+"""torch.compile of an optimizer's step, or of the clipping of gradients: Dynamo traces none of it.
+
+To trace a step over two thousand parameters takes Dynamo and AOTAutograd minutes, and most of it is bookkeeping of
+tensors one by one. So where this backend compiles, the frames of torch's optimizers run as they are, and the functions
+over lists of tensors that they end in (`torch.optim.adam.adam`) are ours (multi_tensor.py). For all other callers,
+other backends among them, those functions are torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import convert_frame
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+
+# The functions: module, name, and who runs it. A step updates the tensors of its lists row by row, and returns nothing.
+FUNCTIONS = (
+    *((f"torch.optim.{name}", name, "step") for name in
+      ("adam", "sgd", "rmsprop", "adagrad", "adadelta", "adamax", "radam")),
+    ("torch.nn.utils.clip_grad", "_get_total_norm", "total_norm"),
+    ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "clip_with_norm"),
+)
+_SKIP = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)
+
+
+@cache
+def install(backend: Callable[..., Any]) -> None:
+    """Once for a process: from now on, steps that `backend` compiles are ours."""
+    ours = functools.partial(options_of, backend)
+    files = {__file__, inspect.getfile(torch.optim.Optimizer)}
+    for module, name, kind in FUNCTIONS:
+        loaded = importlib.import_module(module)
+        files.add(inspect.getfile(loaded))
+        setattr(loaded, name, routed(getattr(loaded, name), module, kind, ours))
+    convert_frame.CatchErrorsWrapper.__call__ = passing(  # type: ignore[method-assign]
+        convert_frame.CatchErrorsWrapper.__call__, frozenset(files), ours)
+
+
+def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | None:
+    """The options of a compilation by this backend; None if the callback of frames is of another."""
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    if getattr(callback, "compiler_fn", callback) is not backend:
+        return None
+    given: dict[str, Any] = getattr(callback, "kwargs", {})
+    return given
+
+
+def passing(convert: Callable[..., Any], files: frozenset[str], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Any, frame: Any, *rest: Any) -> Any:
+        if frame.f_code.co_filename in files and ours(self) is not None:
+            return _SKIP
+        return convert(self, frame, *rest)
+
+    return __call__
+
+
+def routed(original: Callable[..., Any], module: str, kind: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    @torch._dynamo.assume_constant_result
+    def traced_for_us() -> bool:
+        """While Dynamo traces: whether for us, and whether it may leave what it traces for a call."""
+        tx = InstructionTranslator.current_tx()
+        return ours(tx.output.compiler_fn) is not None and not (tx.one_graph or tx.error_on_graph_break)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if traced_for_us():
+                torch._dynamo.graph_break()
+        else:
+            callback = get_eval_frame_callback()
+            given = ours(callback) if callable(callback) else None
+            if given is not None:
+                return run(original, module, kind, args, kwargs, given)
+        return original(*args, **kwargs)
+
+    return function
+
+
+@torch._dynamo.disable
+def run(original: Callable[..., Any], module: str, kind: str, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
+    # Imported here: a process that compiles no optimizer needs none of this.
+    from . import clipping
+    from .dynamo import check_options
+    from .multi_tensor import list_function
+
+    settings = check_options(given.get("options"), given.get("mode"))
+    options = settings["target"], settings["numerics"]
+    if kind == "step":
+        return list_function(original, module)(args, kwargs, options)
+    with torch.no_grad():
+        return getattr(clipping, kind)(original, options, *args, **kwargs)

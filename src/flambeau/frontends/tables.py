@@ -1,0 +1,80 @@
+"""Tables of addresses, where the kernels that go along them can read them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from flambeau.ir.program import CHUNK
+from flambeau.targets.base import Target
+
+
+def sizes_of(rows: int, blocks: torch.Tensor) -> tuple[int, int]:
+    """The sizes that a kernel along a table takes."""
+    return 2 * rows + 1, 2 * len(blocks) + 1
+
+
+def blocks_of(lengths: Sequence[int]) -> torch.Tensor:
+    """Rows cut into blocks: (row, first element) of each, one after the other."""
+    counts = (torch.tensor(lengths, dtype=torch.int64) + (CHUNK - 1)) // CHUNK
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return torch.stack((rows, (torch.arange(len(rows)) - before) * CHUNK), 1).contiguous()
+
+
+class PointerTable:
+    """A table whose rows a program knows: only the addresses differ from call to call."""
+
+    def __init__(self, target: Target, device: torch.device, pointers: Sequence[tuple[int, int]],
+                 lengths: Sequence[int]) -> None:
+        self.mirror = Mirror(target, device)
+        self.pointers, self.lengths = pointers, lengths
+        self.blocks = blocks_of(lengths).to(device)
+
+    def __call__(self, slots: Sequence[int]) -> tuple[torch.Tensor, int, int]:
+        """The memory, which the caller holds for as long as kernels read it, and the addresses of table and blocks."""
+        words = array("q", [slots[slot] + offset for slot, offset in self.pointers])
+        words.extend(self.lengths)
+        memory = self.mirror.memory(len(words))
+        self.mirror.send(torch.frombuffer(words, dtype=torch.int64), memory)
+        return memory, memory.data_ptr(), self.blocks.data_ptr()
+
+
+class Mirror:
+    """Words of the host where a target's kernels read them; copied only when they differ from those of the call before.
+
+    Where kernels are waited for and read the host's memory, that is the words themselves. Elsewhere each queue has
+    its own memory: a copy waits for the kernels of its queue that still read what was there.
+    """
+
+    def __init__(self, target: Target, device: torch.device) -> None:
+        self.target, self.device = target, device
+        self.there: dict[Hashable, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what captured graphs will read again
+
+    def memory(self, count: int) -> torch.Tensor:
+        """Where the words of this call will lie."""
+        queue = self.target.queue() if self.device.type != "cpu" else None
+        if queue is None:
+            return torch.empty(count, dtype=torch.int64, device=self.device)
+        if queue not in self.there or self.there[queue][0].numel() != count:
+            self.there[queue] = torch.empty(count, dtype=torch.int64, device=self.device), None
+        return self.there[queue][0]
+
+    def send(self, words: torch.Tensor, memory: torch.Tensor) -> None:
+        if self.device.type == "cpu":
+            memory.copy_(words)
+            return
+        queue = self.target.queue()
+        before = None if queue is None else self.there[queue][1]
+        if before is not None and torch.equal(before, words):
+            return
+        # From pinned memory nothing waits; torch does not reuse it before the copy is done.
+        pinned = words.pin_memory() if self.device.type == "cuda" else words
+        memory.copy_(pinned, non_blocking=True)
+        if queue is None:
+            self.kept.append((pinned, memory))
+        else:
+            self.there[queue] = memory, words.clone()

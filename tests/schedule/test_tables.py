@@ -1,0 +1,114 @@
+"""Launches along a table: kernels of one form become one, and only those that do not wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flambeau.config import config
+from flambeau.frontends import pipeline
+from flambeau.frontends.pipeline import Compiled
+from flambeau.ir.program import Launch, LoopKernel, Param, Program, TableKernel
+from flambeau.schedule.tables import ranks_of
+
+TARGETS = ["cpu", pytest.param("interpreter", marks=pytest.mark.skipif(find_spec("triton") is None,
+                                                                       reason="Triton is not installed"))]
+SHAPES = [(3,), (0,), (4, 5), (1,), (5000,), (), (2, 2, 2), (4096,), (8193,)]
+Tensors = list[Tensor]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
+    found: list[Compiled] = []
+    monkeypatch.setattr(pipeline, "OBSERVERS", [found.append])
+    with config.override(graph_cache=False, verify=True):
+        yield found
+
+
+def agree(f: Callable[..., Any], lists: list[Tensors], target: str = "cpu", times: int = 2) -> None:
+    """The compiled function against eager, inputs and results; each time with tensors in other memory."""
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="flambeau", options={"target": target})
+    for _ in range(times):
+        ours, eager = ([[t.clone() for t in tensors] for tensors in lists] for _ in range(2))
+        a, b = compiled(*ours), f(*eager)
+        torch.testing.assert_close([*ours, a], [*eager, b])
+
+
+def random(shapes: list[tuple[int, ...]] = SHAPES) -> Tensors:
+    return [torch.rand(s) + 0.5 for s in shapes]
+
+
+def launches(c: Compiled) -> list[Launch]:
+    return [s for s in c.program.steps if isinstance(s, Launch)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_operators_on_lists_are_one_launch(target: str, graphs: list[Compiled]) -> None:
+    def f(xs: Tensors, ys: Tensors) -> Any:
+        torch._foreach_mul_(xs, 0.9)
+        torch._foreach_addcmul_(xs, ys, ys, 0.1)
+        return torch._foreach_sqrt(ys)
+
+    agree(f, [random(), random()], target)
+    (step,) = launches(graphs[0])
+    assert len(graphs[0].program.steps) == 1 and len(step.lengths) == len(SHAPES) - 1  # nothing is done over nothing
+
+
+def test_the_text_does_not_depend_on_how_many_there_are(graphs: list[Compiled]) -> None:
+    for count in (5, 40):
+        agree(lambda xs: torch._foreach_exp(xs), [random([(k + 1, 3) for k in range(count)])], times=1)
+    assert graphs[0].texts == graphs[1].texts and len(graphs[0].texts) == 1
+
+
+def test_what_waits_comes_later(graphs: list[Compiled]) -> None:
+    """Sums of neighbours, of which each reads the one before: nothing can be joined."""
+    def f(xs: Tensors) -> Tensors:
+        out = [xs[0]]
+        for x in xs[1:]:
+            out.append(out[-1].sin() + x)
+        return out[1:]
+
+    agree(f, [random(8 * [(600,)])])
+    made = {}
+    for s in launches(graphs[0]):
+        kernel = graphs[0].program.kernels[s.kernel]
+        if isinstance(kernel, TableKernel):
+            written = {a for at, p in enumerate(kernel.body.params) if p.written
+                       for a in s.args[at * len(s.lengths):(at + 1) * len(s.lengths)]}
+            assert not written & (set(s.args) - written)
+        made[id(s)] = s
+    assert made
+
+
+def test_ranks() -> None:
+    """Reads come after writes, writes after reads and after other writes; reads do not wait for reads."""
+    params = (Param("from", torch.float32, False), Param("to", torch.float32, True))
+    kernel = LoopKernel((), (), None, (), (), frozenset(), params, ())
+    program = Program([], [], [kernel], [], {}, [])
+
+    def ranks(*pairs: str) -> list[int]:
+        return ranks_of(program, [Launch(0, tuple(pair)) for pair in pairs])
+
+    assert ranks("ab", "ac", "de") == [0, 0, 0]
+    assert ranks("ab", "bc", "cd", "ae") == [0, 1, 2, 0]
+    assert ranks("ab", "ca", "da") == [0, 1, 2]  # a is read, then written, then written again
+    assert ranks("ab", "aa", "ac") == [0, 1, 2]
+
+
+def test_mixed_dtypes_and_layouts(graphs: list[Compiled]) -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int32)
+    xs = [(torch.rand(5, k + 2) * 9).to(d) for d in dtypes for k in range(4)]
+    xs += [torch.rand(4, k + 5).t() for k in range(4)] + [torch.rand(4, 10)[:, ::2] for _ in range(4)]
+    agree(lambda xs: [x * 3 + 1 for x in xs], [xs])
+    assert sorted(len(s.lengths) for s in launches(graphs[0]) if s.lengths)[-1] == 12  # float32, whatever the order
+
+
+def test_a_few_launches_stay_as_they_are(graphs: list[Compiled]) -> None:
+    agree(lambda xs: torch._foreach_exp(xs), [random([(3,), (4,), (5,)])])
+    assert not any(s.lengths for s in launches(graphs[0]))
