@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import innermost_fn
 
 from flambeau.config import config
 from flambeau.errors import OptionError
@@ -19,11 +20,14 @@ from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
+from .outline import calls_subgraphs, example, link, outline
+from .regions import Pieces, cut
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
     "target": (None, "runs the graphs, in place of the target of their device"),
+    "regions": ((True, False), "compile repeated parts of a graph once"),
     "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -32,7 +36,7 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
     # Read now: a backward may be compiled later, in a thread where an override does not hold.
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
-                           "deterministic": torch.are_deterministic_algorithms_enabled()}
+                           "regions": config.regions, "deterministic": torch.are_deterministic_algorithms_enabled()}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
@@ -50,9 +54,29 @@ def flambeau_backend(
     mode: str | None = None, **_: Any
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
+    without_marks()
+    if settings.pop("regions") or calls_subgraphs(gm):
+        found = cut(gm, example_inputs)
+        if found.regions or (found.pieces and calls_subgraphs(gm)):
+            return in_pieces(found, settings)
+    return compile_whole(gm, example_inputs, settings)
+
+
+def in_pieces(found: Pieces, settings: dict[str, Any]) -> Callable[..., Any]:
+    """A graph whose equal pieces are compiled once."""
+    compiled: dict[Any, Callable[..., Any]] = {}
+    for p in found.pieces:
+        if p.key not in compiled:
+            inputs = [example(found.gm, x) for x in p.inputs]
+            made = compile_whole(outline(found.gm, p, found.ambient), inputs, settings)
+            compiled[p.key] = innermost_fn(made)  # the whole is hidden from Dynamo, and so are its parts
+    run = link(found, [compiled[p.key] for p in found.pieces])
+    return torch._dynamo.disable(run, reason="calls compiled graphs")
+
+
+def compile_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
     target = target_of(common_device([*held(gm).values(), *example_inputs]), settings["target"])
     cache = GraphCache(gm, example_inputs, settings, target)
-    without_marks()
     with lean_wrappers(gm, example_inputs):
         found = cache.load()
         if found is not None:
