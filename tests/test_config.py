@@ -43,6 +43,7 @@ ENVIRONMENT = [
     ("numerics", "FLAMBEAU_NUMERICS", "eager", "eager"),
     ("target", "FLAMBEAU_TARGET", "interpreter", "interpreter"),
     ("fallback", "FLAMBEAU_FALLBACK", "error", "error"),
+    ("regions", "FLAMBEAU_REGIONS", "0", False),
     ("search", "FLAMBEAU_SEARCH", "on", True),
     ("log", "FLAMBEAU_LOG", "debug", "debug"),
     ("log", "FLAMBEAU_LOG", "", "warning"),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import innermost_fn
 
 from flambeau.config import config
 from flambeau.errors import OptionError
@@ -20,8 +19,8 @@ from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
-from .outline import calls_subgraphs, example, link, outline
-from .regions import Pieces, cut
+from .outline import calls_subgraphs, in_pieces
+from .regions import OBSERVERS, cut
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
@@ -55,23 +54,15 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
     without_marks()
-    if settings.pop("regions") or calls_subgraphs(gm):
+    nested = calls_subgraphs(gm)
+    if settings.pop("regions") or nested:
         found = cut(gm, example_inputs)
-        if found.regions or (found.pieces and calls_subgraphs(gm)):
-            return in_pieces(found, settings)
+        for observe in OBSERVERS:
+            observe(found)
+        if found.regions or (found.pieces and nested):
+            run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings))
+            return torch._dynamo.disable(run, reason="calls compiled graphs")
     return compile_whole(gm, example_inputs, settings)
-
-
-def in_pieces(found: Pieces, settings: dict[str, Any]) -> Callable[..., Any]:
-    """A graph whose equal pieces are compiled once."""
-    compiled: dict[Any, Callable[..., Any]] = {}
-    for p in found.pieces:
-        if p.key not in compiled:
-            inputs = [example(found.gm, x) for x in p.inputs]
-            made = compile_whole(outline(found.gm, p, found.ambient), inputs, settings)
-            compiled[p.key] = innermost_fn(made)  # the whole is hidden from Dynamo, and so are its parts
-    run = link(found, [compiled[p.key] for p in found.pieces])
-    return torch._dynamo.disable(run, reason="calls compiled graphs")
 
 
 def compile_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._dynamo.eval_frame import innermost_fn
 
 from .region_nodes import ENTER, EXIT, GRADIENTS, held_by, value
 from .regions import Piece, Pieces
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+def in_pieces(found: Pieces, compile_piece: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+              ) -> Callable[..., Any]:
+    """A graph whose equal pieces are compiled once, each as a graph of its own."""
+    compiled: dict[Any, Callable[..., Any]] = {}
+    for p in found.pieces:
+        if p.key not in compiled:
+            start = time.perf_counter()
+            inputs = [example(found.gm, x) for x in p.inputs]
+            # The whole is hidden from Dynamo, so its parts need not be.
+            compiled[p.key] = innermost_fn(compile_piece(outline(found.gm, p, found.ambient), inputs))
+            found.seconds[p.key] = time.perf_counter() - start
+    return link(found, [compiled[p.key] for p in found.pieces])
 
 
 def calls_subgraphs(gm: fx.GraphModule) -> bool:
@@ -30,14 +46,26 @@ def outline(gm: fx.GraphModule, p: Piece, ambient: dict[fx.Node, Any]) -> fx.Gra
     for n in p.nodes:
         modes.change(*ambient[n])
         for x in n.all_input_nodes:
-            if x not in made:  # the body of a higher-order operator
-                setattr(root, str(x.target), held_by(gm, x))
-                made[x] = graph.node_copy(x)
+            bring(gm, graph, x, made, root)
         made[n] = copied(gm, graph, n, made, root)
     modes.change((), None)
     graph.output(tuple(made[n] for n in p.outputs))
     graph.eliminate_dead_code(lambda n: n.op != "get_attr")
     return fx.GraphModule(root, graph)
+
+
+def bring(gm: fx.GraphModule, graph: fx.Graph, x: fx.Node, made: dict[fx.Node, Any], root: torch.nn.Module) -> None:
+    """The body of a higher-order operator, or a number that is computed from arguments."""
+    if x in made:
+        return
+    if isinstance(value(x), int):
+        made[x] = value(x)
+        return
+    if x.op == "get_attr":
+        setattr(root, str(x.target), held_by(gm, x))
+    for y in x.all_input_nodes:
+        bring(gm, graph, y, made, root)
+    made[x] = graph.node_copy(x, made.__getitem__)
 
 
 def copied(gm: fx.GraphModule, graph: fx.Graph, n: fx.Node, made: dict[fx.Node, Any], root: torch.nn.Module) -> Any:
@@ -100,8 +128,6 @@ def example(gm: fx.GraphModule, n: fx.Node) -> Any:
 def link(cut: Pieces, compiled: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """The whole graph, from its pieces' functions: straight-line Python, in which a value goes with its last reader."""
     w = _Writer(cut.gm)
-    for n in cut.sizes:
-        w.size(n)
     uses = [set(p.inputs) for p in cut.pieces]
     returned = set(w.output.all_input_nodes)
     for k, (p, f) in enumerate(zip(cut.pieces, compiled)):
@@ -121,11 +147,23 @@ class _Writer:
         self.output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
 
     def name(self, n: fx.Node) -> str:
+        """Of a value; what no piece computes is a tensor that the graph holds, or a number made of its arguments."""
         if n not in self.names:
-            self.names[n] = f"v{len(self.names)}"
             if n.op == "get_attr":
-                self.scope[self.names[n]] = held_by(self.gm, n)
+                self.names[n] = self.constant(held_by(self.gm, n))
+            else:
+                text = self.number(n)
+                self.names[n] = f"v{len(self.names)}"
+                self.lines.append(f"{self.names[n]} = {text}")
         return self.names[n]
+
+    def number(self, n: fx.Node) -> str:
+        args = [self.text(a) for a in n.args]
+        if isinstance(value(n), int):
+            return repr(value(n))
+        if n.op == "call_method":
+            return f"{args[0]}.{n.target}({', '.join(args[1:])})"
+        return f"{self.constant(n.target)}({', '.join(args)})"
 
     def constant(self, x: Any) -> str:
         name = f"c{len(self.scope)}"
@@ -140,17 +178,10 @@ class _Writer:
             return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
         return repr(x) if x is None or isinstance(x, (bool, int)) else self.constant(x)
 
-    def size(self, n: fx.Node) -> None:
-        args = "".join(f"{self.text(a)}, " for a in n.args)
-        if n.op == "call_method":
-            first, _, rest = args.partition(", ")
-            self.lines.append(f"{self.name(n)} = {first}.{n.target}({rest})")
-        else:
-            self.lines.append(f"{self.name(n)} = {self.constant(n.target)}({args})")
-
     def call(self, p: Piece, f: Callable[..., Any], dead: Sequence[fx.Node]) -> None:
-        outs = "".join(f"{self.name(n)}, " for n in p.outputs)
         args = ", ".join(map(self.name, p.inputs))
+        self.names |= {n: f"v{len(self.names) + k}" for k, n in enumerate(p.outputs)}
+        outs = "".join(f"{self.names[n]}, " for n in p.outputs)
         self.lines.append(f"{outs + '= ' if outs else ''}{self.constant(f)}({args})")
         gone = [self.name(n) for n in dict.fromkeys(dead) if n.op != "get_attr"]
         if gone:

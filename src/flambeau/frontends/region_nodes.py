@@ -25,7 +25,7 @@ SPACES = ("aten", "prims", "prim", "flambeau")
 BODIES = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
 # Methods that are about autograd or memory, not about values.
 METHODS = ("backward", "register_hook", "retain_grad", "requires_grad_", "set_", "resize_", "detach_", "record_stream",
-           "item", "tolist", "numpy")
+           "tolist", "numpy")
 INPLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
            "imatmul", "setitem", "delitem")
 RUNNING = {"batch_norm": (1, 2), "instance_norm": (1, 2)}  # statistics, by position
@@ -59,8 +59,9 @@ def subgraph(gm: fx.GraphModule, n: fx.Node) -> fx.GraphModule | None:
     return found if isinstance(found, fx.GraphModule) else None
 
 
-def is_symbolic(x: Any) -> bool:
-    return isinstance(x, SYMBOLIC)
+def is_number(x: Any) -> bool:
+    """A number or several, symbolic or not."""
+    return all(map(is_number, x)) if isinstance(x, tuple) else isinstance(x, (*SYMBOLIC, int, float))
 
 
 def storage(x: Any) -> int | None:

@@ -8,7 +8,8 @@ arguments, wiring, what is known of every value, which inputs share memory, what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,8 @@ from .region_nodes import (
     frozen,
     held_by,
     is_heavy,
+    is_number,
     is_state,
-    is_symbolic,
     mutated,
     operators_in,
     size_in_bytes,
@@ -64,7 +65,8 @@ class Pieces:
     regions: list[Region] = field(default_factory=list)
     why: str = ""
     ambient: dict[fx.Node, Any] = field(default_factory=dict)  # modes that hold at each node
-    sizes: list[fx.Node] = field(default_factory=list)  # what the caller computes, from sizes of its arguments
+    search: float = 0.0  # seconds that it took to find them
+    seconds: dict[Any, float] = field(default_factory=dict)  # that each key took, until its kernels began to build
 
     def groups(self) -> list[list[list[fx.Node]]]:
         """The nodes of each instance of each region whose instances are equal."""
@@ -77,14 +79,17 @@ class Pieces:
 
 def cut(gm: fx.GraphModule, inputs: Sequence[Any]) -> Pieces:
     """The graph in pieces."""
+    start = time.perf_counter()
     try:
         body = _Body(gm, inputs)
         regions = find_regions(body.tokens(), [operators_in(gm, n) for n in body.nodes], body.costs())
     except Refused as reason:
         return Pieces(gm, why=str(reason))
-    sizes = [n for n in gm.graph.nodes if n in body.sizes and n.op != "placeholder"]
     why = "" if regions else "nothing repeats often enough"
-    return Pieces(gm, body.pieces(regions), regions, why, body.ambient, sizes)
+    return Pieces(gm, body.pieces(regions), regions, why, body.ambient, time.perf_counter() - start)
+
+
+OBSERVERS: list[Callable[[Pieces], None]] = []  # called with every graph that was searched; see flambeau.debug
 
 
 class _Body:
@@ -94,11 +99,14 @@ class _Body:
         check_plain(gm, inputs)
         self.gm = gm
         self.ambient = ambient_states(gm.graph)
-        self.sizes: set[fx.Node] = set()  # computed from the sizes of inputs alone: the caller does that
+        self.sizes: set[fx.Node] = set()  # computed from sizes and numbers among the arguments alone
         for n in gm.graph.nodes:
-            computed = n.op not in ("output", "get_attr") and is_symbolic(value(n)) and not n.kwargs
+            computed = n.op not in ("output", "get_attr") and is_number(value(n)) and not n.kwargs
             if n.op == "placeholder" or (computed and all(a in self.sizes for a in n.all_input_nodes)):
                 self.sizes.add(n)
+            returned = any(u.op == "output" for u in n.users)
+            if returned and not isinstance(value(n), (torch.Tensor, torch.SymInt) if n in self.sizes else torch.Tensor):
+                raise Refused(f"{n.name} is returned and is no tensor")
         outside = ("placeholder", "output", "get_attr")
         self.nodes = [n for n in gm.graph.nodes
                       if n.op not in outside and not is_state(n) and n not in self.sizes]
@@ -131,8 +139,6 @@ class _Body:
         depth, heavy, views = self.kernels()
         for i, n in enumerate(self.nodes):
             readers = sorted(self.at[u] for u in n.users if u in self.at)
-            if any(u.op == "output" for u in n.users) and not isinstance(value(n), torch.Tensor):
-                raise Refused(f"{n.name} is returned and is no tensor")
             if readers and readers[-1] > i and not isinstance(value(n), torch.Tensor):
                 forbidden[i + 1] += 1
                 forbidden[readers[-1] + 1] -= 1
@@ -220,6 +226,11 @@ class _Body:
                 return self.key(x)
             if x in inside:
                 return "inside", inside[x]
+            if isinstance(value(x), int):
+                return frozen(value(x), reference)
+            if x in self.sizes and x.op != "placeholder" and not isinstance(value(x), torch.SymInt):
+                # A number that is no size is no argument of a graph: each piece computes it.
+                return x.target, frozen(x.args, reference)
             return "given", taken.setdefault(x, len(taken))
 
         lines = [(self.shell(n), frozen(arguments(n), reference)) for n in p.nodes]

@@ -23,7 +23,8 @@ COUNT = 4  # instances that a region has at least
 WEIGHT = 10.0  # operators in it, at least
 SHARE = 0.15  # of all operators, that a region saves at least
 KEEP = 0.6  # of the work that a region could save: what a cheaper place for its cuts may not go below
-TRIED = 4  # candidates whose places are compared
+TRIED = 4  # candidates of one length whose places are compared
+ABOUT = 1.05  # prices within this factor are equal
 OFFSETS = 512  # places within a stretch that are compared
 NEVER = float("inf")
 
@@ -74,9 +75,16 @@ class _Search:
 
     def best(self, segments: Sequence[tuple[int, int]]) -> Region | None:
         """The region that saves most, at the place where its cuts cost least."""
-        candidates = sorted(self.candidates(segments), key=lambda c: (-c[0], c[1], c[2]))[:TRIED]
-        places = [p for saved, length, starts in candidates for p in self.places(starts, length, segments, saved)]
-        return min(places, key=lambda p: p[:2])[2] if places else None
+        # Of a run of layers, pairs of layers save about as much as layers; but what is rare saves less than it seems,
+        # because it leaves single layers over.
+        candidates = sorted(self.candidates(segments), key=lambda c: (-(len(c[2]) - 2) * c[0] / (len(c[2]) - 1), c[1]))
+        for k, (_, length, _) in enumerate(candidates):
+            same = [c for c in candidates[k:] if c[1] == length][:TRIED]
+            places = [p for saved, _, starts in same for p in self.places(starts, length, segments, saved)]
+            if places:
+                cheapest = min(price for price, _, _ in places)
+                return max((p for p in places if p[0] <= cheapest * ABOUT), key=lambda p: p[1])[2]
+        return None
 
     # ---- what repeats ----------------------------------------------------------------------------------
 
@@ -109,7 +117,7 @@ class _Search:
 
     def places(self, starts: list[int], length: int, segments: Sequence[tuple[int, int]],
                saved: float) -> Iterator[tuple[float, float, Region]]:
-        """(cost for each instance, -work saved, region) of the best place of a stretch, moved and trimmed."""
+        """(cost for each instance, work saved, region) of the best place of a stretch, moved and trimmed."""
         for chosen in (starts, starts[:-1]):  # without the last one, a run of one period can start anywhere in it
             if len(chosen) < COUNT:
                 continue
@@ -131,9 +139,9 @@ class _Search:
                 continue
             total = np.where(fits, total, NEVER)
             # Among places of about one price, the one that saves most.
-            k = int(np.argmax(np.where(total <= total.min() * 1.05, kept, -1.0)))
+            k = int(np.argmax(np.where(total <= total.min() * ABOUT, kept, -1.0)))
             a, b = int(first.flat[k]), int(last.flat[k])
-            yield float(total.flat[k]), -float(kept.flat[k]), Region(tuple(s + a for s in chosen), b - a)
+            yield float(total.flat[k]), float(kept.flat[k]), Region(tuple(s + a for s in chosen), b - a)
 
     def reach(self, starts: list[int], length: int, step: int, segments: Sequence[tuple[int, int]]) -> int:
         """How far all instances agree beyond their ends, up to a period."""
