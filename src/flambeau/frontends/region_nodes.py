@@ -21,6 +21,7 @@ GRADIENTS = torch._C._set_grad_enabled
 # Whose functions act on their arguments and on nothing else.
 MODULES = ("torch", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "torch._C._special", "torch._C._fft",
            "torch.functional", "_operator", "math", "torch._tensor")
+ALSO = (torch._C._log_api_usage_once,)
 SPACES = ("aten", "prims", "prim", "flambeau")
 BODIES = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
 # Methods that are about autograd or memory, not about values.
@@ -164,7 +165,7 @@ def check_function(gm: fx.GraphModule, n: fx.Node) -> None:
         space = f.namespace if isinstance(f, torch._ops.OpOverload) else f._qualified_op_name.partition("::")[0]
         if space not in SPACES:
             raise Refused(f"it calls {f}, whose effects are unknown")
-    elif not is_state(n) and getattr(f, "__module__", None) not in MODULES:
+    elif not is_state(n) and f not in ALSO and getattr(f, "__module__", None) not in MODULES:
         raise Refused(f"it calls {getattr(f, '__module__', '')}.{name_of(n)}, whose effects are unknown")
 
 

@@ -37,12 +37,12 @@ from .region_nodes import (
 )
 
 # What a cut costs, in bytes of traffic: it ends one call and begins another, and hands tensors over.
-CUT, HANDED = 256 << 10, 16 << 10
-# How many times the bytes of a value that crosses a cut are paid for.
-APART = 1.0  # its writer and its readers would not share a kernel anyway
-NEXT_TO_A_CALL = 2.0  # one of them is a library call; but it might have been computed again rather than saved
-TORN = 6.0  # a kernel that would have held both becomes two
-VIEW = 12.0  # autograd has to be told of it
+CUT = 256 << 10
+# For each value that crosses it: bytes of traffic, and how many times its own bytes.
+APART = 16 << 10, 1.0  # its writer and its readers would not share a kernel anyway
+NEXT_TO_A_CALL = 64 << 10, 2.0  # one of them is a library call; but it might have been computed again, not saved
+TORN = 1 << 20, 6.0  # a kernel that would have held both becomes two, and rounds where one would not have
+VIEW = 1 << 20, 12.0  # autograd has to be told of it
 
 
 @dataclass
@@ -127,7 +127,7 @@ class _Body:
 
     def shell(self, n: fx.Node) -> Any:
         """All of a node but what it is applied to."""
-        return n.op, n.target, self.key(n), self.ambient[n], frozen(n.meta.get("custom"), self.key)
+        return n.op, n.target, len(n.users), self.key(n), self.ambient[n], frozen(n.meta.get("custom"), self.key)
 
     # ---- costs -----------------------------------------------------------------------------------------
 
@@ -148,8 +148,8 @@ class _Body:
                 for k, r in enumerate(readers):
                     if r > start:
                         rest = [self.nodes[x] for x in readers[k:]]
-                        factor = VIEW if n in views else max(self.factor(n, u, depth, heavy) for u in rest)
-                        change[start + 1] += (price := HANDED + factor * size)
+                        fixed, times = VIEW if n in views else max(self.price(n, u, depth, heavy) for u in rest)
+                        change[start + 1] += (price := fixed + times * size)
                         change[r + 1] -= price
                         start = r
         for first, last in self.written():
@@ -181,7 +181,7 @@ class _Body:
         return depth, heavy, views
 
     @staticmethod
-    def factor(n: fx.Node, reader: fx.Node, depth: dict[fx.Node, int], heavy: set[fx.Node]) -> float:
+    def price(n: fx.Node, reader: fx.Node, depth: dict[fx.Node, int], heavy: set[fx.Node]) -> tuple[int, float]:
         if is_heavy(n) or reader in heavy:
             return APART if is_heavy(n) and reader in heavy else NEXT_TO_A_CALL
         return APART if depth[reader] > depth[n] else TORN
