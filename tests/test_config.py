@@ -44,6 +44,7 @@ ENVIRONMENT = [
     ("target", "FLAMBEAU_TARGET", "interpreter", "interpreter"),
     ("device", "FLAMBEAU_DEVICE", "echo", "echo"),
     ("fallback", "FLAMBEAU_FALLBACK", "error", "error"),
+    ("regions", "FLAMBEAU_REGIONS", "0", False),
     ("search", "FLAMBEAU_SEARCH", "on", True),
     ("log", "FLAMBEAU_LOG", "debug", "debug"),
     ("log", "FLAMBEAU_LOG", "", "warning"),

@@ -4,6 +4,8 @@
         torch.compile(function, backend="flambeau")(x)
     for graph in graphs:
         print(graph.program.notes, graph.texts[0].text)
+
+    graph, groups = flambeau.debug.regions(model, x)
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from flambeau.config import config
 from flambeau.frontends import pipeline
+from flambeau.frontends import regions as region_search
+from flambeau.frontends.outline import in_pieces
 from flambeau.frontends.pipeline import Compiled
+from flambeau.frontends.regions import Pieces
 
 
 @contextmanager
@@ -32,6 +38,35 @@ def collect() -> Iterator[list[Compiled]]:
             yield found
     finally:
         pipeline.OBSERVERS.remove(observer)
+
+
+@contextmanager
+def collect_regions() -> Iterator[list[Pieces]]:
+    """What became of the graphs in which repeated regions were looked for, inside the block."""
+    found: list[Pieces] = []
+    observer = found.append
+    region_search.OBSERVERS.append(observer)
+    try:
+        yield found
+    finally:
+        region_search.OBSERVERS.remove(observer)
+
+
+def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[list[list[fx.Node]]]]:
+    """The graph that Dynamo captures of a call, and its repeated regions: for each, the nodes of every instance.
+
+    Of several graphs it is the largest. Nothing is compiled; the call runs as it is.
+    """
+    found: list[Pieces] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(cut := region_search.cut(gm, inputs))
+        return in_pieces(cut, lambda piece, _: piece.forward) if cut.pieces else gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(*args)
+    largest = max(found, key=lambda f: len(f.gm.graph.nodes), default=None)
+    return (largest.gm.graph, largest.groups()) if largest is not None else (fx.Graph(), [])
 
 
 def compile_once(function: Callable[..., Any], inputs: Sequence[Any], *, backward: bool = True,

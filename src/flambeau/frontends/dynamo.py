@@ -19,12 +19,15 @@ from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
+from .outline import calls_subgraphs, in_pieces
+from .regions import OBSERVERS, cut
 from .steps import install
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
     "target": (None, "runs the graphs, in place of the target of their device"),
+    "regions": ((True, False), "compile repeated parts of a graph once"),
     "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -33,7 +36,7 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
     # Read now: a backward may be compiled later, in a thread where an override does not hold.
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
-                           "deterministic": torch.are_deterministic_algorithms_enabled()}
+                           "regions": config.regions, "deterministic": torch.are_deterministic_algorithms_enabled()}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
@@ -51,9 +54,21 @@ def flambeau_backend(
     mode: str | None = None, **_: Any
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
+    without_marks()
+    nested = calls_subgraphs(gm)
+    if settings.pop("regions") or nested:
+        found = cut(gm, example_inputs)
+        for observe in OBSERVERS:
+            observe(found)
+        if found.regions or (found.pieces and nested):
+            run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings))
+            return torch._dynamo.disable(run, reason="calls compiled graphs")
+    return compile_whole(gm, example_inputs, settings)
+
+
+def compile_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
     target = target_of(common_device([*held(gm).values(), *example_inputs]), settings["target"])
     cache = GraphCache(gm, example_inputs, settings, target)
-    without_marks()
     with lean_wrappers(gm, example_inputs):
         found = cache.load()
         if found is not None:

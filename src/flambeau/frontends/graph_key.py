@@ -19,6 +19,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 import flambeau
 from flambeau.config import SETTINGS, config
@@ -29,12 +30,12 @@ SOURCES = (".py", ".h", ".cpp")
 # Whose functions and operators are as fixed as their package's version, which is in the key.
 MODULES = ("torch", "operator", "_operator", "math", "builtins")
 NAMESPACES = ("aten", "prims", "prim", "flambeau")
-TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)  # what flows between pieces is fake
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device,
              torch.layout, torch.memory_format)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Settings that say where and how to work, not what comes out.
-ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "compiler", "compile_jobs", "verify", "log",
+ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "regions", "compiler", "compile_jobs", "verify", "log",
          "debug_dir")
 # What a subgraph's meta may hold that changes how it is compiled.
 REGION_META = ("_checkpoint_context_fn", "nested_region_config")

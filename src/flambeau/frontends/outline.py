@@ -1,0 +1,195 @@
+"""Pieces of a graph as graphs of their own, and the function that calls them one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.eval_frame import innermost_fn
+
+from .region_nodes import ENTER, EXIT, GRADIENTS, held_by, value
+from .regions import Piece, Pieces
+
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+def in_pieces(found: Pieces, compile_piece: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+              ) -> Callable[..., Any]:
+    """A graph whose equal pieces are compiled once, each as a graph of its own."""
+    compiled: dict[Any, Callable[..., Any]] = {}
+    for p in found.pieces:
+        if p.key not in compiled:
+            start = time.perf_counter()
+            inputs = [example(found.gm, x) for x in p.inputs]
+            # The whole is hidden from Dynamo, so its parts need not be.
+            compiled[p.key] = innermost_fn(compile_piece(outline(found.gm, p, found.ambient), inputs))
+            found.seconds[p.key] = time.perf_counter() - start
+    return link(found, [compiled[p.key] for p in found.pieces])
+
+
+def calls_subgraphs(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo, asked by the user, has put repeated parts into subgraphs."""
+    return any(n.target is INVOKE for n in gm.graph.nodes)
+
+
+def outline(gm: fx.GraphModule, p: Piece, ambient: dict[fx.Node, Any]) -> fx.GraphModule:
+    """A piece as a graph, under the modes that hold at each of its nodes."""
+    graph, root = fx.Graph(), torch.nn.Module()
+    made: dict[fx.Node, Any] = {}
+    for k, x in enumerate(p.inputs):
+        made[x] = graph.placeholder(f"given_{k}")
+        made[x].meta["example_value"] = example(gm, x)
+    modes = Modes(graph)
+    for n in p.nodes:
+        modes.change(*ambient[n])
+        for x in n.all_input_nodes:
+            bring(gm, graph, x, made, root)
+        made[n] = copied(gm, graph, n, made, root)
+    modes.change((), None)
+    graph.output(tuple(made[n] for n in p.outputs))
+    graph.eliminate_dead_code(lambda n: n.op != "get_attr")
+    return fx.GraphModule(root, graph)
+
+
+def bring(gm: fx.GraphModule, graph: fx.Graph, x: fx.Node, made: dict[fx.Node, Any], root: torch.nn.Module) -> None:
+    """The body of a higher-order operator, or a number that is computed from arguments."""
+    if x in made:
+        return
+    if isinstance(value(x), int):
+        made[x] = value(x)
+        return
+    if x.op == "get_attr":
+        setattr(root, str(x.target), held_by(gm, x))
+    for y in x.all_input_nodes:
+        bring(gm, graph, y, made, root)
+    made[x] = graph.node_copy(x, made.__getitem__)
+
+
+def copied(gm: fx.GraphModule, graph: fx.Graph, n: fx.Node, made: dict[fx.Node, Any], root: torch.nn.Module) -> Any:
+    """A node in another graph; a call of a repeated subgraph becomes what it calls."""
+    if n.target is not INVOKE:
+        seq = n.args[0] if n.args else None
+        if isinstance(seq, fx.Node) and isinstance(made.get(seq), (tuple, list)):
+            return made[seq][n.args[1]]  # an element of what a subgraph returned
+        return graph.node_copy(n, made.__getitem__)
+    body = held_by(gm, n.args[0])  # type: ignore[arg-type]
+    inner: dict[fx.Node, Any] = {}
+    given = iter(n.args[2:])
+    for m in body.graph.nodes:
+        if m.op == "placeholder":
+            x = next(given)
+            inner[m] = made[x] if isinstance(x, fx.Node) else x
+        elif m.op == "output":
+            return fx.node.map_arg(m.args[0], inner.__getitem__)
+        elif m.op == "get_attr":
+            name = f"{n.args[0].target}_{m.target}"  # type: ignore[union-attr]
+            setattr(root, name, held_by(body, m))
+            inner[m] = graph.get_attr(name)
+        else:
+            inner[m] = copied(body, graph, m, inner, root)
+    raise AssertionError("a graph without an output")
+
+
+class Modes:
+    """Nodes that bring autocast and the grad mode from one state to the next, ending as they began."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.opened: list[tuple[Any, fx.Node]] = []
+        self.gradients: bool | None = None
+
+    def change(self, autocasts: tuple[Any, ...], gradients: bool | None) -> None:
+        same = 0
+        while same < min(len(self.opened), len(autocasts)) and self.opened[same][0] == autocasts[same]:
+            same += 1
+        while len(self.opened) > same:
+            self.graph.call_function(EXIT, (self.opened.pop()[1],))
+        for args in autocasts[same:]:
+            self.opened.append((args, self.graph.call_function(ENTER, args)))
+        if gradients != self.gradients:
+            self.graph.call_function(GRADIENTS, (torch.is_grad_enabled() if gradients is None else gradients,))
+            self.gradients = gradients
+
+
+def example(gm: fx.GraphModule, n: fx.Node) -> Any:
+    """What AOTAutograd is told about an input of a piece: between pieces, tensors are nobody's views."""
+    if n.op == "get_attr":
+        return held_by(gm, n)
+    v = value(n)
+    return v.detach() if isinstance(v, torch.Tensor) and n.op != "placeholder" and not v.requires_grad else v
+
+
+# ---- the function that calls them --------------------------------------------------------------------------
+
+
+def link(cut: Pieces, compiled: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """The whole graph, from its pieces' functions: straight-line Python, in which a value goes with its last reader."""
+    w = _Writer(cut.gm)
+    uses = [set(p.inputs) for p in cut.pieces]
+    returned = set(w.output.all_input_nodes)
+    for k, (p, f) in enumerate(zip(cut.pieces, compiled)):
+        later = returned.union(*uses[k + 1:])
+        w.call(p, f, [n for n in (*p.inputs, *p.outputs) if n not in later])
+    return w.function()
+
+
+class _Writer:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.scope: dict[str, Any] = {}
+        self.lines: list[str] = []
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        self.names = {n: f"a{k}" for k, n in enumerate(placeholders)}
+        self.parameters = ", ".join(self.names.values())
+        self.output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+
+    def name(self, n: fx.Node) -> str:
+        """Of a value; what no piece computes is a tensor that the graph holds, or a number made of its arguments."""
+        if n not in self.names:
+            if n.op == "get_attr":
+                self.names[n] = self.constant(held_by(self.gm, n))
+            else:
+                text = self.number(n)
+                self.names[n] = f"v{len(self.names)}"
+                self.lines.append(f"{self.names[n]} = {text}")
+        return self.names[n]
+
+    def number(self, n: fx.Node) -> str:
+        args = [self.text(a) for a in n.args]
+        if isinstance(value(n), int):
+            return repr(value(n))
+        if n.op == "call_method":
+            return f"{args[0]}.{n.target}({', '.join(args[1:])})"
+        return f"{self.constant(n.target)}({', '.join(args)})"
+
+    def constant(self, x: Any) -> str:
+        name = f"c{len(self.scope)}"
+        self.scope[name] = x
+        return name
+
+    def text(self, x: Any) -> str:
+        if isinstance(x, fx.Node):
+            return self.name(x)
+        if isinstance(x, (tuple, list)):
+            inside = "".join(f"{self.text(y)}, " for y in x)
+            return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
+        return repr(x) if x is None or isinstance(x, (bool, int)) else self.constant(x)
+
+    def call(self, p: Piece, f: Callable[..., Any], dead: Sequence[fx.Node]) -> None:
+        args = ", ".join(map(self.name, p.inputs))
+        self.names |= {n: f"v{len(self.names) + k}" for k, n in enumerate(p.outputs)}
+        outs = "".join(f"{self.names[n]}, " for n in p.outputs)
+        self.lines.append(f"{outs + '= ' if outs else ''}{self.constant(f)}({args})")
+        gone = [self.name(n) for n in dict.fromkeys(dead) if n.op != "get_attr"]
+        if gone:
+            self.lines.append(f"del {', '.join(gone)}")
+
+    def function(self) -> Callable[..., Any]:
+        self.lines.append(f"return {self.text(self.output.args[0])}")
+        source = f"def run({self.parameters}):\n" + "".join(f"    {line}\n" for line in self.lines)
+        exec(compile(source, "<flambeau regions>", "exec"), self.scope)
+        made: Callable[..., Any] = self.scope["run"]
+        return made

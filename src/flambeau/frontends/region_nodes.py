@@ -1,0 +1,236 @@
+"""What has to be known of the nodes of Dynamo's graph before it is cut: values, memory, modes, who writes where."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+GRADIENTS = torch._C._set_grad_enabled
+# Whose functions act on their arguments and on nothing else.
+MODULES = ("torch", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "torch._C._special", "torch._C._fft",
+           "torch.functional", "_operator", "math", "torch._tensor")
+ALSO = (torch._C._log_api_usage_once,)
+SPACES = ("aten", "prims", "prim", "flambeau")
+BODIES = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
+# Methods that are about autograd or memory, not about values.
+METHODS = ("backward", "register_hook", "retain_grad", "requires_grad_", "set_", "resize_", "detach_", "record_stream",
+           "tolist", "numpy")
+INPLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
+           "imatmul", "setitem", "delitem")
+RUNNING = {"batch_norm": (1, 2), "instance_norm": (1, 2)}  # statistics, by position
+CALLS = ("linear", "bilinear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum",
+         "tensordot", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+         "conv_transpose2d", "conv_transpose3d", "__matmul__", "imatmul")
+
+
+class Refused(Exception):
+    """Why a graph is not cut."""
+
+
+# ---- values ------------------------------------------------------------------------------------------------
+
+
+def value(n: fx.Node) -> Any:
+    return n.meta.get("example_value")
+
+
+def held_by(gm: fx.GraphModule, n: fx.Node) -> Any:
+    found: Any = gm
+    for part in str(n.target).split("."):
+        found = getattr(found, part)
+    return found
+
+
+def subgraph(gm: fx.GraphModule, n: fx.Node) -> fx.GraphModule | None:
+    if n.op != "get_attr":
+        return None
+    found = held_by(gm, n)
+    return found if isinstance(found, fx.GraphModule) else None
+
+
+def is_number(x: Any) -> bool:
+    """A number or several, symbolic or not."""
+    return all(map(is_number, x)) if isinstance(x, tuple) else isinstance(x, (*SYMBOLIC, int, float))
+
+
+def storage(x: Any) -> int | None:
+    """Which memory a tensor lies in."""
+    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
+
+
+def size_in_bytes(t: torch.Tensor) -> float:
+    return float(math.prod(s if isinstance(s, int) else s.node.hint for s in t.shape)) * t.dtype.itemsize
+
+
+def number(s: Any) -> Any:
+    if not isinstance(s, SYMBOLIC):
+        return s
+    if not s.node.has_hint():
+        raise Refused("a size that only data decides")
+    return s.node.expr
+
+
+def value_key(x: Any) -> Any:
+    """All that is known of a value. What has no key is equal to itself alone."""
+    if isinstance(x, torch.Tensor):
+        if x.layout is not torch.strided:
+            return id(x)
+        sizes, strides = tuple(map(number, x.shape)), tuple(map(number, x.stride()))
+        return (sizes, strides, number(x.storage_offset()), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg(),
+                x.is_inference())
+    return frozen(x, id)
+
+
+def frozen(x: Any, of_node: Callable[[fx.Node], Any]) -> Any:
+    """Arguments as something that hashes, in which 1, 1.0 and True differ, and 0.0 and -0.0."""
+    if isinstance(x, fx.Node):
+        return of_node(x)
+    if isinstance(x, torch.Tensor):
+        return value_key(x)
+    if isinstance(x, (list, tuple)):
+        return (type(x), *[frozen(y, of_node) for y in x])
+    if isinstance(x, dict):
+        return (dict, *[(k, frozen(y, of_node)) for k, y in x.items()])
+    if isinstance(x, slice):
+        return (slice, *[frozen(y, of_node) for y in (x.start, x.stop, x.step)])
+    if isinstance(x, SYMBOLIC):
+        return type(x), number(x)
+    if isinstance(x, (float, complex)):
+        return type(x), repr(x)
+    if x is None or isinstance(x, (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return type(x), x
+    return id(x)
+
+
+# ---- operators ---------------------------------------------------------------------------------------------
+
+
+def name_of(n: fx.Node) -> str:
+    return n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+
+
+def is_heavy(n: fx.Node) -> bool:
+    """A call of a library, which no kernel reaches across."""
+    name = name_of(n)
+    return (name.partition(".")[0] if isinstance(n.target, torch._ops.OpOverload) else name) in CALLS
+
+
+def operators_in(gm: fx.GraphModule, n: fx.Node) -> float:
+    """How much there is to compile in a node."""
+    if n.target is operator.getitem:
+        return 0.25
+    bodies = [b for x in n.all_input_nodes if (b := subgraph(gm, x)) is not None]
+    return 1.0 + sum(operators_in(b, m) for b in bodies for m in b.graph.nodes if m.op.startswith("call"))
+
+
+def check_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Raise Refused for a graph in which something may depend on more than values and their order."""
+    for x in inputs:
+        if not isinstance(x, (*SYMBOLIC, int, float)) and type(x) not in TENSORS:
+            raise Refused(f"an input is a {type(x).__name__}")
+    for n in gm.graph.nodes:
+        if n.op == "placeholder" and isinstance(value(n), torch.Tensor) and type(value(n)) not in TENSORS:
+            raise Refused(f"{n.name} is a {type(value(n)).__name__}")
+        if n.op == "call_module":
+            raise Refused(f"it calls the module {n.target}")
+        if n.op == "call_method" and n.target in METHODS:
+            raise Refused(f"it calls {n.target}")
+        if n.op == "call_function":
+            check_function(gm, n)
+        if "stream" in (n.meta.get("custom") or {}):
+            raise Refused("it changes streams")
+
+
+def check_function(gm: fx.GraphModule, n: fx.Node) -> None:
+    f: Any = n.target
+    if isinstance(f, torch._ops.HigherOrderOperator):
+        if f.name() not in BODIES:
+            raise Refused(f"it calls {f.name()}")
+        for x in n.all_input_nodes:
+            if (body := subgraph(gm, x)) is not None:
+                check_plain(body, ())
+    elif isinstance(f, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        space = f.namespace if isinstance(f, torch._ops.OpOverload) else f._qualified_op_name.partition("::")[0]
+        if space not in SPACES:
+            raise Refused(f"it calls {f}, whose effects are unknown")
+    elif not is_state(n) and f not in ALSO and getattr(f, "__module__", None) not in MODULES:
+        raise Refused(f"it calls {getattr(f, '__module__', '')}.{name_of(n)}, whose effects are unknown")
+
+
+def mutated(gm: fx.GraphModule, n: fx.Node) -> Iterator[fx.Node]:
+    """Whose memory a node writes to."""
+    first = [a for a in n.args[:1] if isinstance(a, fx.Node)]
+    name = name_of(n)
+    if isinstance(n.target, torch._ops.OpOverload):
+        for argument, x in zip(n.target._schema.arguments, n.args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from nodes_in(x)
+    elif (name.endswith("_") and not name.endswith("__")) or name in INPLACE or name in INPLACE_METHODS:
+        yield from first
+    elif name in RUNNING:
+        yield from (x for k in RUNNING[name] for x in nodes_in(n.args[k:k + 1]))
+        yield from (x for k in ("running_mean", "running_var") for x in nodes_in(n.kwargs.get(k)))
+    elif (at := inplace_position(n.target)) is not None and (n.kwargs.get("inplace") or any(n.args[at:at + 1])):
+        yield from first
+    yield from nodes_in(n.kwargs.get("out"))
+    bodies = [b for x in n.all_input_nodes if (b := subgraph(gm, x)) is not None]
+    if any(list(mutated(b, m)) for b in bodies for m in b.graph.nodes if m.op.startswith("call")):
+        yield from (x for x in n.all_input_nodes if isinstance(value(x), torch.Tensor))
+
+
+INPLACE_METHODS = tuple(f"__{name}__" for name in INPLACE)
+
+
+def nodes_in(x: Any) -> list[fx.Node]:
+    return [y for y in pytree.tree_leaves(x) if isinstance(y, fx.Node)]
+
+
+@cache
+def inplace_position(f: Any) -> int | None:
+    """Where a function of torch.nn.functional takes `inplace`."""
+    if getattr(f, "__module__", None) != "torch.nn.functional":
+        return None
+    try:
+        names = list(inspect.signature(f).parameters)
+    except ValueError:  # a builtin
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+# ---- modes -------------------------------------------------------------------------------------------------
+
+
+def is_state(n: fx.Node) -> bool:
+    return n.op == "call_function" and n.target in (ENTER, EXIT, GRADIENTS)
+
+
+def ambient_states(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[Any, ...], bool | None]]:
+    """For each node the autocast modes around it, from outside to inside, and the grad mode (None: the caller's)."""
+    entered: list[fx.Node] = []
+    gradients: bool | None = None
+    out = {}
+    for n in graph.nodes:
+        if n.op == "call_function" and n.target is ENTER:
+            entered.append(n)
+        elif n.op == "call_function" and n.target is EXIT:
+            entered.remove(n.args[0])
+        elif n.op == "call_function" and n.target is GRADIENTS:
+            wanted = n.args[0]
+            gradients = None if wanted == torch.is_grad_enabled() else bool(wanted)
+        elif n.op == "output" and (entered or gradients is not None):
+            raise Refused("it leaves modes changed")
+        else:
+            out[n] = tuple(e.args for e in entered), gradients
+    return out
