@@ -184,6 +184,18 @@ FUNCTIONS = {
 }
 
 
+def many(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(x * y).sum(1) for y in others])
+
+
+def test_rows_of_many_tensors_fit_into_shared_memory(compiler: TritonCompiler) -> None:
+    k = next(k for k in kernels(many, *[(2048, 1 << 15)] * 20) if k.text.count("tl.load") == 20)
+    assert "for base0" in k.text  # rows in pieces, several of them on their way at once
+    code = built(compiler, k)
+    assert isinstance(code, Code), str(code)
+    assert code.shared <= 227 << 10  # what a program may have on that chip
+
+
 ORDERED = {
     "sum by row": (lambda x, y: x.index_add(0, indices(2000), y), (33, 16), (2000, 16)),
     "sum by element": (lambda x, y: x.scatter_add(1, indices(9, 8), y), (9, 16), (9, 8)),

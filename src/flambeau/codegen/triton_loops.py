@@ -31,6 +31,13 @@ COLUMNS = 64  # columns side by side where they are what is contiguous
 GATHERED = 8  # items of a segment read at once
 BAGS = 256  # elements of the segments that one program reduces side by side
 STAGES = 4  # pieces of a row on their way at once
+SHARED = 96 << 10  # bytes of shared memory that they may take: two programs on a processor
+
+
+def stages_for(exprs: Iterable[Expr], elements: int, tuning: Tuning) -> int:
+    """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory."""
+    piece = sum(e.dtype.itemsize * elements for e in {e for e in walk(*exprs) if e.op == "load"})
+    return min(tuning.staged(STAGES), 1 + SHARED // piece) if piece else 1
 
 
 def write_loops(k: LoopKernel, tuning: Tuning) -> list[Draft]:
@@ -295,7 +302,7 @@ class LoopBlocks(BlockWriter):
                 self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
             taken = self.carries(items)
             first = Sym(f"base{n}", self.inner)
-            ahead = f"num_stages={self.tuning.staged(STAGES)}"
+            ahead = f"num_stages={stages_for([e for i in items for e in i.exprs], math.prod(self.blocks), self.tuning)}"
             with self.loop(first, "0", self.index(self.inner), str(length), pragma=ahead) as s:
                 s.vars.update(k.inner)
                 self.open_row(self.sym(first), None if exact else self.inner)

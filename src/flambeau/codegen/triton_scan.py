@@ -18,7 +18,7 @@ from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel
 
 from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, host_text, is_aligned, is_wide, power
-from .triton_loops import spans
+from .triton_loops import spans, stages_for
 from .tuning import Tuning
 
 PIECE = 2048  # elements of a tile of columns
@@ -26,7 +26,6 @@ ALONE = 8192  # elements of a piece of a single row
 ROW = 16384  # elements of a row that is scanned in one piece
 COLUMNS = 32  # columns side by side where they are what is contiguous
 PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
-STAGES = 4
 PER_THREAD = 64  # elements of 32 bits
 NARROW_EACH = 16  # the same where each is an access of its own
 DEAR = 10  # operations of a combine above which it, and not memory, takes the time
@@ -208,7 +207,8 @@ class ScanBlocks(BlockWriter):
             carry = self.start(self.k.combine, self.outside())
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
-            with self.loop(step, "0", count, pragma=f"num_stages={self.tuning.staged(STAGES)}") as s:
+            ahead = stages_for(self.k.exprs, math.prod(self.blocks), self.tuning)
+            with self.loop(step, "0", count, pragma=f"num_stages={ahead}") as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")
                 scanned = self.piece("first")
