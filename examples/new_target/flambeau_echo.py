@@ -56,6 +56,9 @@ class EchoTarget(Target):
     def driver(self):
         return self._driver
 
+    def on_its_memory(self):
+        return self
+
 
 class EchoBuild(Build):
     """Kernels that are compiled at once; others may start a compiler here and wait for it in `wait`."""

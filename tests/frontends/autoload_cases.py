@@ -124,8 +124,6 @@ CASES: dict[str, Callable[[], None]] = {
         a_fork_after_a_look_at_the_devices, there_is_no_pyopencl, there_is_no_compiler)
 } | {
     "a_stream_starts_it": starts(lambda: torch.flambeau.Stream("flambeau")),
-    "a_module_starts_it": starts(lambda: torch.nn.Linear(2, 2).to("flambeau")),
-    "a_question_starts_it": starts(lambda: torch.flambeau.current_device()),
     "loading_starts_it": starts(load),
 }
 

@@ -174,8 +174,8 @@ def ddp(rank: int, world: int) -> None:
         twin = copy.deepcopy(model).to(DEV)
         start = [copy.deepcopy(model) if rank == 0 else None]
         dist.broadcast_object_list(start, src=0)
-        alone = trained(start[0], 4, "cpu", 0, 1, unused)
-        together = trained(DistributedDataParallel(twin, **options), 4, DEV, rank, world, unused)
+        alone = trained(start[0], 3, "cpu", 0, 1, unused)
+        together = trained(DistributedDataParallel(twin, **options), 3, DEV, rank, world, unused)
         for a, b in zip(together.module.parameters(), alone.parameters(), strict=True):
             assert a.device.type == DEV
             torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)
@@ -186,13 +186,13 @@ def fsdp(rank: int, world: int) -> None:
     torch.manual_seed(3)
     model = Model()
     del model.other
-    alone = trained(copy.deepcopy(model), 4, "cpu", 0, 1)
+    alone = trained(copy.deepcopy(model), 3, "cpu", 0, 1)
     model = model.to(DEV)
     mesh = dist.device_mesh.init_device_mesh(DEV, (world,))
     for layer in (model.layers, model.head):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    together = trained(model, 4, DEV, rank, world)
+    together = trained(model, 3, DEV, rank, world)
     for a, b in zip(together.parameters(), alone.parameters(), strict=True):
         assert a.to_local().shape[0] < b.shape[0] or b.shape[0] == 1
         torch.testing.assert_close(a.full_tensor().cpu(), b, rtol=1e-4, atol=1e-5)

@@ -24,6 +24,10 @@ def test_areas_of_the_checklist() -> None:
     run_apart(HERE / "device_areas.py", POCL_DEVICES=TWO)
 
 
+def test_errors() -> None:
+    run_apart(HERE / "device_errors.py")
+
+
 def test_streams() -> None:
     run_apart(HERE / "device_streams.py", POCL_DEVICES=TWO, FLAMBEAU_TEST_ROUNDS="10")
 

@@ -28,6 +28,7 @@ from .device_composed import register_composed
 from .device_copy import Copies
 from .device_module import NAME
 from .device_native import load_core
+from .device_ops import load as load_gates
 from .device_ops import open_gates
 from .device_random import Seeds
 from .fallback import Fallback
@@ -40,13 +41,16 @@ _LIBRARIES: list[torch.library.Library] = []  # what they register goes when the
 def enable_device() -> None:
     """Make `torch.device("flambeau")` known, for the rest of the process. UnsupportedError if there is none."""
     with _LOCK:
-        if _LIBRARIES:
+        if device_module.is_initialized():
             return
         if other := taken():
             raise Error(f"PyTorch takes one device from outside, and {other!r} is there already")
         target = device_target()
         driver, core = target.driver(), load_core()
-        announce()
+        if own := target.on_its_memory() is not None:
+            load_gates()
+            driver.follow(core.stream_function)
+        announce()  # what may fail has been done
         core.start(driver)
         device_module._start(core, tuple(device.name for device in driver.found))
         started()
@@ -64,10 +68,10 @@ def enable_device() -> None:
         fallback.register(everything, aten)
         register_composed(aten, fallback.call)
         _LIBRARIES.extend((aten, everything))
-        if target.on_its_memory() is not None:
-            driver.follow(core.stream_function)
+        if own:
             SEEDS[NAME] = Seeds(copies, core.generator)
             open_gates()
+        device_module._finish()
 
 
 class Found(NamedTuple):

@@ -22,6 +22,7 @@ NAME = "flambeau"
 Which = torch.device | str | int | None
 
 _core: Core | None = None
+_ready = False  # for other threads than the one that starts the device
 _names: tuple[str, ...] = ()
 _pid = os.getpid()
 _seed: int | None = None  # for the generators that are still to come
@@ -32,6 +33,11 @@ def _start(core: Core, names: tuple[str, ...]) -> None:
     _core, _names, _pid = core, names, os.getpid()
     if _seed is not None:
         manual_seed_all(_seed)
+
+
+def _finish() -> None:
+    global _ready
+    _ready = True
 
 
 def _native() -> Core:
@@ -79,7 +85,7 @@ def is_initialized() -> bool:
 
 def init() -> None:
     """Start the device, if that was not done yet; contexts are made at their first use. Says why there is none."""
-    if _core is None:
+    if not _ready:
         importlib.import_module("flambeau.frontends.device").enable_device()
 
 

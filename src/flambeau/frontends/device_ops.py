@@ -7,6 +7,7 @@ is none for goes on to the kernel that PyTorch or fallback.py has.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flambeau.errors import UnsupportedError
+from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 
@@ -23,6 +24,7 @@ from .decompositions import table
 from .device_random import with_generator
 from .eager_graph import OtherShapes, build, described
 from .eager_ops import Form, overloads
+from .fallback import REASONS
 from .gate import loader, text
 from .instead import INSTEAD
 from .native import load_native
@@ -81,6 +83,11 @@ def ask(gate: int, args: tuple[Any, ...], lift: bool) -> Run | list[tuple[int, .
     except Exception as error:  # whatever is wrong with the compiler, the operator works
         reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
         REFUSED.setdefault(form.name, Counter())[reason] += 1
+        REASONS[form.op.name()] = "; ".join(filter(None, (reason, *getattr(error, "dtypes", ()),
+                                                          getattr(error, "target", None))))
+        if isinstance(error, CompileError):
+            warnings.warn(f"flambeau: a kernel of {form.name} did not build, and the CPU computes it. Please report "
+                          f"this with the following text.\n{error}", RuntimeWarning, stacklevel=2)
         log.debug("%s has no program: %s", form.name, reason)
         return None
 

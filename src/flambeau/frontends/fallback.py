@@ -41,6 +41,7 @@ class FallbackRow(NamedTuple):
 
 
 _COUNTS: dict[str, tuple[int, int]] = {}
+REASONS: dict[str, str] = {}  # why an operator got no kernel, where that was tried
 _LOCK = threading.Lock()
 
 
@@ -274,7 +275,8 @@ class Fallback:
     def _announce(self, name: str, values: Iterable[Any]) -> None:
         if config.fallback == "error":
             tensors = [v for v in values if isinstance(v, Tensor)]
-            raise UnsupportedError("there is no kernel on the device, and FLAMBEAU_FALLBACK forbids the CPU's",
+            reason = f" ({REASONS[name]})" if name in REASONS else ""
+            raise UnsupportedError(f"there is no kernel on the device{reason}, and FLAMBEAU_FALLBACK forbids the CPU's",
                                    operator=name, shapes=[t.shape for t in tensors], dtypes=[t.dtype for t in tensors],
                                    hint="unset FLAMBEAU_FALLBACK to compute it on the CPU")
         if name not in _COUNTS:
