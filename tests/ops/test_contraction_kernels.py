@@ -109,7 +109,7 @@ def test_sizes_known_only_at_the_call(on: str) -> None:
 def test_updates_in_place_unless_a_factor_is_updated(on: str) -> None:
     x, w = random(9, 12), random(12, 12)
     gm = make_fx(lambda x, w: [x.copy_(torch.addmm(x, x, w))], tracing_mode="fake")(x, w)
-    other = make_fx(lambda x, a, w: [x.copy_(torch.addmm(x, a, w))], tracing_mode="fake")(x, x, w)
+    other = make_fx(lambda x, a, w: [x.copy_(torch.addmm(x, a, w))], tracing_mode="fake")(x, x.clone(), w)
     for graph, args, copies in (gm, [x.clone(), w], 1), (other, [x.clone(), x, w], 0):
         y = args[0]
         run = compile_graph(graph)
