@@ -24,7 +24,15 @@ def random(*shape: int) -> torch.Tensor:
 def test_causal(on: str) -> None:
     with config.override(target=on):
         agree(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-              *(random(2, 3, 9, 16) for _ in range(3)))
+              *(random(2, 3, 9, 16).detach() for _ in range(3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", FORMS)
+def test_gradients_with_sizes_known_only_at_the_call(on: str) -> None:
+    with config.override(target=on):
+        agree(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+              *(random(2, 3, 9, 16) for _ in range(3)), dynamic=True)
 
 
 def test_a_mask_that_hides_a_row() -> None:

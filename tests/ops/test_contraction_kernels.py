@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from agreement import agree, through
 from flambeau.config import config
 from flambeau.frontends.pipeline import compile_graph
-from flambeau.ir.program import Call, ContractKernel, Launch
+from flambeau.ir.program import Call, ContractKernel, Copy, Launch
 from opencl_forms import FORMS
 
 
@@ -104,6 +104,18 @@ def test_sizes_known_only_at_the_call(on: str) -> None:
     for m, k, n in (70, 33, 45), (7, 300, 20):
         a, b = random(m, k), random(k, n)
         torch.testing.assert_close(run(a, b), (a @ b).relu())
+
+
+def test_updates_in_place_unless_a_factor_is_updated(on: str) -> None:
+    x, w = random(9, 12), random(12, 12)
+    gm = make_fx(lambda x, w: [x.copy_(torch.addmm(x, x, w))], tracing_mode="fake")(x, w)
+    other = make_fx(lambda x, a, w: [x.copy_(torch.addmm(x, a, w))], tracing_mode="fake")(x, x.clone(), w)
+    for graph, args, copies in (gm, [x.clone(), w], 1), (other, [x.clone(), x, w], 0):
+        y = args[0]
+        run = compile_graph(graph)
+        run(args)
+        torch.testing.assert_close(y, x + x @ w)
+        assert sum(isinstance(s, Copy) for s in run.compiled.program.steps) == copies
 
 
 def test_thin_products_are_plain_reductions(on: str) -> None:

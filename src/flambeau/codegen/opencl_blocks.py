@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Sym
+from flambeau.ir.index import Index, Sym
+from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
 from .opencl import Draft, OpenCL, Shape
@@ -34,18 +35,26 @@ class Blocks(ContractWriter):
         self.wide = VECTORS * self.lanes
         rows, columns, depth = (self.number(vars) for vars in (kernel.rows, kernel.columns, kernel.depth))
         self.high = best_height(rows.const) if rows.is_const else ROWS
+        self.most_columns = MOST_COLUMNS * 4 // size
         self.block_rows = fitted(rows.const if rows.is_const else MOST_ROWS, self.high, MOST_ROWS)
-        self.block_columns = fitted(columns.const if columns.is_const else MOST_COLUMNS, self.wide,
-                                    MOST_COLUMNS * 4 // size)
+        self.block_columns = fitted(columns.const if columns.is_const else self.most_columns, self.wide,
+                                    self.most_columns)
         if rows.is_const and columns.is_const:
             self.balance(rows.const, columns.const, shape.units)
-        self.depth = min(depth.const, DEPTH) if depth.is_const and depth.const else DEPTH
+        self.depth = self.stretch(depth)
         self.small = all(n.is_const for n in (rows, columns, depth, self.number(kernel.batch))) and \
             (rows * columns * depth * self.number(kernel.batch)).const < SMALL
         gap = GAP // size
-        self.deep_left = self.is_deep(kernel.left, kernel.rows)
+        self.deep_left = is_deep(kernel.left, kernel.rows, kernel.depth)
         self.left_row = (self.depth if self.deep_left else self.block_rows) + gap
         self.right_row = self.block_columns + gap
+
+    def stretch(self, depth: Index) -> int:
+        """Of the depth at once: whole lines of the innermost variable, if they are short."""
+        n = depth.const if depth.is_const and depth.const else DEPTH
+        line = self.number(self.k.depth[-1:])
+        whole = line.const if line.is_const and 1 < line.const < DEPTH else 1
+        return min(n, DEPTH // whole * whole)
 
     def balance(self, rows: int, columns: int, units: int) -> None:
         """Smaller blocks where there would be too few for all cores."""
@@ -53,9 +62,9 @@ class Blocks(ContractWriter):
         known = batch.const if batch.is_const else 1
         while known * -(-rows // self.block_rows) * -(-columns // self.block_columns) < 4 * units:
             if self.block_columns >= max(self.block_rows, 8 * self.wide):
-                self.block_columns = fitted(self.block_columns // 2, self.wide, MOST_COLUMNS)
+                self.block_columns = fitted(self.block_columns // 2, self.wide, self.most_columns)
             elif self.block_rows >= 8 * self.high:
-                self.block_rows = fitted(self.block_rows // 2, self.high, MOST_ROWS)
+                self.block_rows = fitted(self.block_rows // 2, self.high, self.block_rows)
             else:
                 return
 
@@ -79,7 +88,7 @@ class Blocks(ContractWriter):
             self.line(f"const long item = line / {high};")
             self.decompose("item", k.batch)
             self.multiply()
-            with self.walk(k.rows, "r0", "r1") as r, self.walk(k.columns, "c0", "c1", self.d.simd) as c:
+            with self.walk(self.rows, "r0", "r1") as r, self.walk(self.columns, "c0", "c1", self.d.simd) as c:
                 self.finish(f"sums[{r} * {self.block_columns} + {c}]")
         return Draft(self, "1" if self.small else SHARES, before=tuple(self.tile()))
 
@@ -105,7 +114,7 @@ class Blocks(ContractWriter):
 
     def bring_right(self) -> None:
         place = f"rights[{{k}} * {self.right_row} + {{c}}]"
-        deep = self.is_deep(self.k.right, self.k.columns)
+        deep = is_deep(self.k.right, self.k.columns, self.k.depth)
         self.bring(self.k.right, self.k.columns, "c", place, self.wide, deep, True)
 
     def bring(self, factor: Expr, own: Sequence[Sym], name: str, place: str, step: int, deep: bool, lined: bool
@@ -118,7 +127,9 @@ class Blocks(ContractWriter):
             self.line(f"for (long k = 0; k < k1 - k0; ++k) for (long x = {hi} - {lo}; x % {step} != 0; ++x) "
                       f"{place.format(**{name: 'x', 'k': 'k'})} = 0;")
         simd = self.d.simd if deep != lined else ""
-        outer, inner = ((own, lo, hi), (self.k.depth, "k0", "k1"))[::1 if deep else -1]
+        own, (factor,) = joined(own, factor)
+        depth, (factor,) = joined(self.k.depth, factor)
+        outer, inner = ((own, lo, hi), (depth, "k0", "k1"))[::1 if deep else -1]
         with self.walk(*outer) as x, self.walk(*inner, simd) as y:
             at, k = (x, y) if deep else (y, x)
             self.line(place.format(**{name: at, "k": k}) + f" = {self.value(factor)};")

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr, loads
-from flambeau.ir.index import ONE, Index, Sym, product
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Index, Sym, as_index, product
+from flambeau.ir.lines import joined
 from flambeau.ir.program import ContractKernel
 
 from .nest import NestWriter
@@ -24,9 +25,16 @@ class ContractWriter(ClWriter, NestWriter):
     def __init__(self, dialect: OpenCL, kernel: ContractKernel) -> None:
         super().__init__(dialect, kernel)
         self.k = kernel
-        self.address = dict(kernel.stores)
         self.dtype: DType = kernel.left.dtype
         self.kind = SUMS[self.dtype]
+        # What follows the sum walks points as its own addresses do: often several variables as one.
+        places = [Expr("index", torch.int64, (), address) for _, address in kernel.stores]
+        exprs: tuple[Expr, ...] = (*(i.exprs[0] for i in kernel.items), *places)
+        self.rows, exprs = joined(kernel.rows, *exprs)
+        self.columns, exprs = joined(kernel.columns, *exprs)
+        self.bodies = dict(zip((i.names[0] for i in kernel.items), exprs, strict=False))
+        self.address = {name: e.attr if e.op == "index" else as_index(e.attr)
+                        for (name, _), e in zip(kernel.stores, exprs[len(kernel.items):], strict=True)}
 
     def number(self, vars: Sequence[Sym]) -> Index:
         return product(v.extent for v in vars if v.extent is not None)
@@ -57,15 +65,6 @@ class ContractWriter(ClWriter, NestWriter):
                 yield f"({off} + {self.sym(last)})"
             self.line(f"{at} += {end} - {first};")
 
-    def is_deep(self, factor: Expr, own: Sequence[Sym]) -> bool:
-        """Whether what is summed lies next to each other in memory, and not the points."""
-        votes = 0
-        for e in loads(factor):
-            address = e.attr[1][0]
-            votes += any(address.coefficient(v) is ONE for v in self.k.depth[-1:])
-            votes -= any(address.coefficient(v) is ONE for v in own[-1:])
-        return votes > 0
-
     def finish(self, total: str) -> None:
         """Everything that is computed from one sum, in the scope of its point."""
         sum = self.fresh("sum")
@@ -73,9 +72,9 @@ class ContractWriter(ClWriter, NestWriter):
         scope = self.scopes[-1]
         scope.locals[self.k.name] = sum
         self.keep(self.k.name, sum)
-        for item in self.k.items:
-            text = scope.locals[item.names[0]] = self.value(item.exprs[0])
-            self.keep(item.names[0], text)
+        for name, body in self.bodies.items():
+            text = scope.locals[name] = self.value(body)
+            self.keep(name, text)
 
     def keep(self, name: str, text: str) -> None:
         if name in self.address:

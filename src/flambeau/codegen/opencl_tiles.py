@@ -11,6 +11,7 @@ from math import isqrt
 
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Sym
+from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
 from .opencl import Draft, OpenCL, Shape
@@ -51,24 +52,26 @@ class Tiles(ContractWriter):
             with self.scope(f"for (int s = 0; s < {EACH * EACH}; ++s) {{", pragma="#pragma unroll"):
                 self.line(f"const {long} row = r0 + mine_r + s / {EACH} * {self.side};")
                 self.line(f"const {long} column = c0 + mine_c + s % {EACH} * {self.side};")
-                with self.scope(f"if (row < {rows} && column < {columns}) {{", (*k.rows, *k.columns)):
-                    self.decompose("row", k.rows)
-                    self.decompose("column", k.columns)
+                with self.scope(f"if (row < {rows} && column < {columns}) {{", (*self.rows, *self.columns)):
+                    self.decompose("row", self.rows)
+                    self.decompose("column", self.columns)
                     self.finish("sums[s]")
         return Draft(self, high * wide * counts[2] * self.group, self.group)
 
     def bring(self, array: str, factor: Expr, own: Sequence[Sym], start: str, end: str) -> None:
         """A part of a factor into local memory, neighbours in memory by neighbours in the group."""
         k, long, at, x, y = self.k, self.d.long, *(self.fresh(n) for n in ("at", "point", "deep"))
-        places = (f"{at} / {DEPTH}", f"{at} % {DEPTH}") if self.is_deep(factor, own) \
+        places = (f"{at} / {DEPTH}", f"{at} % {DEPTH}") if is_deep(factor, own, k.depth) \
             else (f"{at} % {self.tile}", f"{at} / {self.tile}")
         value = self.fresh("v")
         with self.scope(f"for ({long} {at} = me; {at} < {self.tile * DEPTH}; {at} += {self.group}) {{"):
             self.line(f"const {long} {x} = {start} + {places[0]}, {y} = k0 + {places[1]};")
             self.line(f"{self.kind} {value} = 0;")
-            with self.scope(f"if ({x} < {end} && {y} < {self.length(k.depth)}) {{", (*own, *k.depth)):
+            own, (factor,) = joined(own, factor)
+            depth, (factor,) = joined(k.depth, factor)
+            with self.scope(f"if ({x} < {end} && {y} < {self.length(k.depth)}) {{", (*own, *depth)):
                 self.decompose(x, own)
-                self.decompose(y, k.depth)
+                self.decompose(y, depth)
                 self.line(f"{value} = {self.value(factor)};")
             self.line(f"{array}[({y} - k0) * {self.row} + {x} - {start}] = {value};")
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import is_bool, opmath
+from flambeau.ir.dtypes import DType, is_bool, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import eq, exp, log
+from flambeau.ir.scalar import eq, exp, log, sqrt
 from flambeau.ops.reduction import accumulate
 from flambeau.ops.registry import load_at, lower
 
@@ -27,8 +27,14 @@ Where = tuple[Index, ...]
 
 def is_ours(q: Value, k: Value, v: Value, dropout: Any, scale: Any) -> bool:
     return (build.graph().capabilities.contracts and dropout == 0 and isinstance(scale, (int, float, type(None)))
-            and q.rank == k.rank == v.rank == 4 and q.shape[1] is k.shape[1] is v.shape[1]
-            and (scale is not None or q.shape[-1].is_const))
+            and q.rank == k.rank == v.rank == 4 and q.shape[1] is k.shape[1] is v.shape[1])
+
+
+def factor(q: Value, scale: float | None, dtype: DType) -> Expr:
+    if scale is not None:
+        return const(scale, dtype)
+    n = q.shape[-1]
+    return const(1 / math.sqrt(n.const), dtype) if n.is_const else 1 / sqrt(index_value(n, dtype))
 
 
 def product(a: Value, b: Value) -> Value:
@@ -45,10 +51,9 @@ def scores(q: Value, k: Value, causal: bool, mask: Value | None, scale: float | 
     """scale * q @ k.T, with the mask; -inf where nothing may be seen."""
     total = product(q, transposed(k))
     wide = total.dtype
-    factor = 1 / math.sqrt(q.shape[-1].const) if scale is None else scale
 
     def body(i: Where) -> Expr:
-        s = total.load(i) * const(factor, wide)
+        s = total.load(i) * factor(q, scale, wide)
         hidden = const(-math.inf, wide)
         if mask is not None:
             m = load_at(mask, i)
@@ -94,7 +99,6 @@ def attention_backward(grad: Value, q: Value, k: Value, v: Value, out: Value, lo
         return NotImplemented
     s = scores(q, k, is_causal, attn_mask, scale)
     wide = s.dtype
-    factor = 1 / math.sqrt(q.shape[-1].const) if scale is None else scale
 
     def softmax(i: Where) -> Expr:
         n = cast(logsumexp.load(i[:-1]), wide)
@@ -104,6 +108,6 @@ def attention_backward(grad: Value, q: Value, k: Value, v: Value, out: Value, lo
     inner = accumulate("sum", grad.shape, [grad.rank - 1], wide,
                        lambda i: cast(grad.load(i), wide) * cast(out.load(i), wide))
     dp = product(grad, transposed(v))
-    ds = build.pointwise(s.shape, lambda i: const(factor, wide) * p.load(i) * (dp.load(i) - inner.load(i[:-1])))
+    ds = build.pointwise(s.shape, lambda i: factor(q, scale, wide) * p.load(i) * (dp.load(i) - inner.load(i[:-1])))
     made = product(ds, k), product(transposed(ds), q), product(transposed(p), grad)
     return tuple(build.pointwise(m.shape, m.load, x.dtype) for m, x in zip(made, (q, k, v), strict=True))

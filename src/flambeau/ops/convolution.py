@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import accumulator, is_bool
-from flambeau.ir.expr import Expr, cast, const, index_value
+from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq
@@ -30,6 +32,7 @@ from flambeau.ops.registry import lower, to_dtype
 aten = torch.ops.aten
 
 Sizes = tuple[Index, ...]
+MOST_PARTS = 8  # that places are divided into by a stride
 
 
 @dataclass(frozen=True)
@@ -91,32 +94,45 @@ def forward(x: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
 def backward(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
     """x from y. Places of x that are the stride apart meet the same steps of the window: k = stride j + r belongs to
     p + padding = stride (q + j) + r, so for each of the stride's r this is a convolution with stride 1."""
-    if all(s == 1 for s in g.stride) or any(s > 1 and d > 1 for s, d in zip(g.stride, g.dilation, strict=True)):
+    apart = prod(g.stride)
+    if apart == 1 or apart > MOST_PARTS or not all(n.is_const for n in w.shape[2:]) or any(
+            s > 1 and d > 1 for s, d in zip(g.stride, g.dilation, strict=True)):
         return backward_by_step(y, w, sizes, g)
+    each = [range(min(s, n.const)) for s, n in zip(g.stride, w.shape[2:], strict=True)]
+    parts = {r: backward_part(y, w, sizes, g, r) for r in product(*each)}
+
+    def body(i: Sizes) -> Expr:
+        whole = [n + p for n, p in zip(i[2:], g.padding, strict=True)]
+        total = const(0, accumulator(y.dtype))
+        for r, part in parts.items():
+            here = const(True, torch.bool)
+            for p, s, rest in zip(whole, g.stride, r, strict=True):
+                here = here & eq(index_value(p % s), const(rest, torch.int64))
+            at = (*i[:2], *(p // s for p, s in zip(whole, g.stride, strict=True)))
+            total = where(here, part.load(at, here), total)
+        return total
+
+    return build.pointwise((y.shape[0], w.shape[1] * g.groups, *sizes), body)
+
+
+def backward_part(y: Value, w: Value, sizes: Sizes, g: Geometry, r: tuple[int, ...]) -> Value:
+    """Of x from y: the places that leave r when the stride divides them, all of them next to each other."""
     y, w = grouped(y, 1, g.groups), grouped(w, 0, g.groups)
-    rank, window = len(sizes), w.shape[3:]
-    steps = [(n + (s - 1)) // s for n, s in zip(window, g.stride, strict=True)]
+    end = 3 + len(sizes)
+    steps = [(n - rest + (s - 1)) // s for n, rest, s in zip(w.shape[3:], r, g.stride, strict=True)]
     many = [(n + p + (s - 1)) // s for n, p, s in zip(sizes, g.padding, g.stride, strict=True)]
-    at, end = 3 + rank, 3 + 2 * rank
 
     def weight(i: Sizes) -> Expr:
-        k = [s * j + r for s, j, r in zip(g.stride, i[end + 1:], i[3:at], strict=True)]
-        return w.load((i[1], i[end], i[2], *k), inside(k, window))
+        k = [s * j + rest for s, j, rest in zip(g.stride, i[end + 1:], r, strict=True)]
+        return w.load((i[1], i[end], i[2], *k))
 
     def source(i: Sizes) -> Expr:
-        q = [m - d * j for m, j, d in zip(i[at:end], i[end + 1:], g.dilation, strict=True)]
+        q = [m - d * j for m, j, d in zip(i[3:end], i[end + 1:], g.dilation, strict=True)]
         return read(y, i[0], i[1], i[end], q)
 
-    x = build.contract((y.shape[0], g.groups, w.shape[2], *g.stride, *many), (w.shape[1], *steps), weight, source,
+    x = build.contract((y.shape[0], g.groups, w.shape[2], *many), (w.shape[1], *steps), weight, source,
                        accumulator(y.dtype))
-    x = ungrouped(x, 1)
-
-    def element(i: Sizes) -> Sizes:
-        whole = [n + p for n, p in zip(i[2:], g.padding, strict=True)]
-        return (*i[:2], *(p % s for p, s in zip(whole, g.stride, strict=True)),
-                *(p // s for p, s in zip(whole, g.stride, strict=True)))
-
-    return x.view((*x.shape[:2], *sizes), element)
+    return ungrouped(x, 1)
 
 
 def backward_by_step(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:

@@ -9,6 +9,7 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import Expr, const, index_value, loads, masked, where
 from flambeau.ir.index import ONE, Index, Sym, as_index, product
+from flambeau.ir.lines import is_deep
 from flambeau.ir.nodes import Buffer, Contract, Graph, Node, Reduce, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import ContractKernel, Item
 
@@ -17,7 +18,10 @@ from .loops import Draft, draft_group, merge, order, params_of, sizes_of, split_
 
 TILE = 64  # rows or columns of a result that are worth a worker
 DEEP = 512  # points of a sum below which a piece is not worth its own result
-NARROW = 8  # columns below which a vector of them is mostly empty
+# Of a machine with vectors, in its own unit, the time of 16 products: what it takes to turn a factor around on its way
+# into a tile, per element, and to write results that are not next to each other.
+TURN, APART = 24, 16
+HIGH, WIDE, AGAIN = 6, 16, 192  # a tile, and the rows after which the right factor is read again
 
 
 def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
@@ -78,8 +82,9 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     return [partial, total] if partial.is_tiled else [n]
 
 
-def size_of(vars: Sequence[Sym]) -> int:
-    return int(product(v.extent for v in vars if v.extent is not None))
+def size_of(vars: Sequence[Sym], unknown: int = 1) -> int:
+    n = product(v.extent for v in vars if v.extent is not None)
+    return n.const if n.is_const else unknown
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------
@@ -99,7 +104,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Co
     depth = merge(inside_first(depth, d), d)
     # Draft.substitute has renamed what was merged.
     (a, b), items = d.items[0].exprs, d.items[1:]
-    if better_swapped(d, rows, columns):
+    if cost(d, b, rows, columns, depth) > cost(d, a, columns, rows, depth):
         a, b, rows, columns = b, a, columns, rows
     d.outer, d.inner = [*batch, *rows, *columns], depth
     return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
@@ -116,18 +121,12 @@ def inside_first(depth: list[Sym], d: Draft) -> list[Sym]:
     return depth
 
 
-def better_swapped(d: Draft, rows: Sequence[Sym], columns: Sequence[Sym]) -> bool:
-    """Whether the rows should be columns: those are vectors, so they should be many, and contiguous in memory."""
-    short, other = (is_short(vars) for vars in (columns, rows))
-    if short != other:
-        return short
-
-    def contiguous(vars: Sequence[Sym]) -> int:
-        return sum(a.coefficient(v) is ONE for a in d.stores.values() for v in vars)
-
-    return contiguous(rows) > contiguous(columns)
-
-
-def is_short(vars: Sequence[Sym]) -> bool:
-    n = product(v.extent for v in vars if v.extent is not None)
-    return n.is_const and n.const < NARROW
+def cost(d: Draft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym]) -> int:
+    """Of a kernel with these columns, which are vectors: they should be many, and next to each other in memory."""
+    high, wide, deep = (size_of(vars, 1024) for vars in (rows, columns, depth))
+    work = -(-high // HIGH) * HIGH * (-(-wide // WIDE) * WIDE) * deep
+    if is_deep(right, columns, depth):
+        work += TURN * wide * deep * -(-high // AGAIN)
+    if not any(a.coefficient(v) is ONE for a in d.stores.values() for v in columns):
+        work += APART * high * wide
+    return work

@@ -1,0 +1,41 @@
+"""How an expression walks memory: which variables it walks as one, and whose elements lie next to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .expr import Expr, loads, walk
+from .index import Index, Sym, as_index, walks_as_one
+
+LINE = 64  # elements next to each other that are as good as any more
+
+
+def joined(vars: Sequence[Sym], *exprs: Expr) -> tuple[tuple[Sym, ...], tuple[Expr, ...]]:
+    """The expressions with neighbouring variables as one, where they walk these as one. Joint positions stay."""
+    left = list(vars)
+    for k in range(len(left) - 2, -1, -1):
+        a, b = left[k], left[k + 1]
+        assert a.extent is not None and b.extent is not None
+        if all(walks_as_one(i, a, b) for e in walk(*exprs) for i in e.own_indices()):
+            both = Sym(f"{a.name}{b.name}", a.extent * b.extent)
+            exprs = tuple(e.subs({a: as_index(both) // b.extent, b: as_index(both) % b.extent}) for e in exprs)
+            left[k:k + 2] = [both]
+    return tuple(left), exprs
+
+
+def is_deep(factor: Expr, own: Sequence[Sym], depth: Sequence[Sym]) -> bool:
+    """Whether what is summed lies next to each other in memory, in longer lines than a factor's own points."""
+    own, (factor,) = joined(own, factor)
+    depth, (factor,) = joined(depth, factor)
+    return sum(line(e.attr[1][0], depth) - line(e.attr[1][0], own) for e in loads(factor)) > 0
+
+
+def line(address: Index, vars: Sequence[Sym]) -> float:
+    """How many elements of the innermost variable lie next to each other, about."""
+    if not vars:
+        return 0
+    step, n = address.coefficient(vars[-1]), vars[-1].extent
+    assert n is not None
+    if step is None or not step.is_const or step.const == 0:
+        return 0
+    return min(n.const if n.is_const else LINE, LINE) / abs(step.const)
