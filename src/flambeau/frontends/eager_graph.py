@@ -99,11 +99,11 @@ class OtherShapes(Exception):
         self.shapes = shapes
 
 
-def build(form: Form, args: Arguments, lift: bool = False) -> Run:
+def build(form: Form, args: Arguments, lift: int = 0) -> Run:
     """The function that serves such calls: it takes their tensors as a list, in order, and returns the results.
 
-    With `lift` the numbers of the call follow in the list, as the bits of 64-bit words. UnsupportedError says why there
-    is none.
+    The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits. UnsupportedError says why
+    there is none.
     """
     made = compiled(graph_of(form, args, lift), Options(config.numerics))
     if made.captured.externs or any(
@@ -117,14 +117,15 @@ def build(form: Form, args: Arguments, lift: bool = False) -> Run:
     return made.finish()
 
 
-def graph_of(form: Form, args: Arguments, lift: bool = False) -> fx.GraphModule:
+def graph_of(form: Form, args: Arguments, lift: int = 0) -> fx.GraphModule:
     with FakeTensorMode():
         return _Graph(form, args, lift).made()
 
 
 class _Graph:
-    def __init__(self, form: Form, args: Arguments, lift: bool) -> None:
+    def __init__(self, form: Form, args: Arguments, lift: int) -> None:
         self.form, self.args, self.lift = form, args, lift
+        self.count = 0  # of numbers so far, as the gate counts them
         self.graph = fx.Graph()
         self.held: dict[str, torch.Tensor] = {}
         self.same: dict[TensorLike, fx.Node] = {}
@@ -132,8 +133,7 @@ class _Graph:
 
     def made(self) -> fx.GraphModule:
         form, schema = self.form, self.form.op._schema.arguments
-        nodes = [self.placeholder(x, str(a.type) in ("number", "Tensor", "Optional[Tensor]"))
-                 for a, x in zip(schema, self.args, strict=True)]
+        nodes = [self.placeholder(x, str(a.type)) for a, x in zip(schema, self.args, strict=True)]
         nodes = [fx.node.map_aggregate(x, self.number) for x in nodes]
         given = {schema[k].name: nodes[k] for k in form.inputs if "Generator" not in str(schema[k].type)}
         by_name = {schema[k].name for k in form.inputs if schema[k].kwarg_only}
@@ -152,25 +152,35 @@ class _Graph:
         self.graph.output([] if targets else results)
         return _LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
 
-    def placeholder(self, x: Any, may_lift: bool) -> Any:
+    def placeholder(self, x: Any, kind: str) -> Any:
         if isinstance(x, (list, tuple)):
-            return type(x)(self.placeholder(y, False) for y in x)
+            return type(x)(self.placeholder(y, "") for y in x)
         if isinstance(x, TensorLike):
             node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
             node.meta["val"] = x.fake()
             return self.same.setdefault(x, node) if self.form.written else node
-        if self.lift and isinstance(x, Number):
-            return self.later(x, RunNumber(x.dtype, False))
+        lifted = self.is_lifted(x, kind)
         if isinstance(x, Number):
+            if lifted:
+                return self.later(x, RunNumber(x.dtype, False))
             name = f"number{len(self.held)}"
             with unset_fake_temporarily():
                 self.held[name] = torch.scalar_tensor(x.value, dtype=x.dtype, device="cpu")
             node = self.graph.get_attr(name)
             node.meta["val"] = x.fake()
             return node
-        if self.lift and may_lift and isinstance(x, (int, float)) and not isinstance(x, bool):
-            return self.later(x, RunNumber(torch.int64 if isinstance(x, int) else torch.float64, True))
-        return x
+        return self.later(x, RunNumber(torch.int64 if isinstance(x, int) else torch.float64, True)) if lifted else x
+
+    def is_lifted(self, x: Any, kind: str) -> bool:
+        counts = isinstance(x, Number) or (isinstance(x, (int, float)) and (
+            kind == "number" and not isinstance(x, bool) or kind in ("Tensor", "Optional[Tensor]")))
+        if not counts:
+            return False
+        self.count += 1
+        lifted = bool(self.lift >> (self.count - 1) & 1)
+        if lifted and isinstance(x.value if isinstance(x, Number) else x, bool):
+            raise UnsupportedError("a truth value is part of a program")
+        return lifted
 
     def later(self, x: Any, kind: RunNumber) -> RunNumber:
         """Placeholders of numbers come after those of tensors."""
