@@ -1,4 +1,4 @@
-"""Operators of the device "flambeau", run by test_device.py in a process of its own: two devices, as device_cases.py."""
+"""Operators of the device "flambeau", in a process of its own (test_device.py): two devices, as device_cases.py."""
 
 from __future__ import annotations
 
@@ -73,6 +73,9 @@ def test_an_operator_in_all_its_forms() -> None:
     close(out, x / y)
     wide = torch.empty(4, 5, dtype=torch.float64, device=DEV)
     close(torch.div(a, b, out=wide), (x / y).double())
+    many = numbers(4, 999) / 7
+    close(torch.sum(many.to(DEV), 1, out=torch.empty(4, dtype=torch.float64, device=DEV)),
+          torch.sum(many, 1, out=torch.empty(4, dtype=torch.float64)))  # not in float32
     gaps = torch.full((4, 10), 7.0, device=DEV)
     torch.div(a, b, out=gaps[:, ::2])
     close(gaps[:, ::2], x / y)

@@ -78,7 +78,7 @@ def ask(gate: int, args: tuple[Any, ...], lift: int) -> Run | list[tuple[int, ..
     form = _FORMS[gate]
     try:
         with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
-            return build(form, described(args, numbers=True), lift)
+            return build(form, described(args, numbers=True), lift, into_any=True)
     except OtherShapes as other:
         return other.shapes
     except Exception as error:  # whatever is wrong with the compiler, the operator works
