@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,10 @@ def test_device() -> None:
     run_apart(HERE / "device_cases.py")
 
 
+def test_operators() -> None:
+    run_apart(HERE / "device_op_cases.py")
+
+
 def test_areas_of_the_checklist() -> None:
     run_apart(HERE / "device_areas.py", POCL_DEVICES=TWO)
 
@@ -35,6 +40,17 @@ def test_streams() -> None:
 @pytest.mark.sweep
 def test_streams_many_times() -> None:
     run_apart(HERE / "device_streams.py", POCL_DEVICES=TWO, FLAMBEAU_TEST_ROUNDS="200")
+
+
+@pytest.mark.sweep
+def test_the_operator_database_on_the_device(tmp_path: Path) -> None:
+    found = tmp_path / "entries.json"
+    command = [sys.executable, "-m", "flambeau.frontends.device_testing", "--limit", "3", "--json", str(found)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    rows = json.loads(found.read_text())
+    assert sum(row["ok"] for row in rows) >= 0.98 * len(rows), done.stdout
+    assert sum(row["ok"] and row["native"] for row in rows) >= 320, done.stdout
 
 
 def test_nothing_happens_unasked() -> None:

@@ -30,7 +30,8 @@ using c10::IValue;
 using torch::jit::Stack;
 using Words = c10::SmallVector<int64_t, 64>;
 
-PyObject* ask_python = nullptr;     // (gate, arguments, numbers as arguments?) -> a program, shapes to resize to, None
+// (gate, arguments, which of its numbers are arguments, as bits) -> a program, shapes to resize to, or None
+PyObject* ask_python = nullptr;
 PyObject* with_generator = nullptr;  // (program, its list, generator) -> what the program returns
 
 constexpr int kPatience = 2;  // kinds of numbers that get programs of their own
@@ -42,10 +43,16 @@ enum Turn : int { kUnknown, kOriginal, kOurs, kResize };
 struct Entry {
   Words key;
   std::atomic<int> turn{kUnknown};
-  std::atomic<int> kinds{0};       // of numbers that were seen with it
-  bool lifted = false;             // whether numbers are arguments of the program
+  uint64_t lifted = 0;             // the numbers that are arguments of the program, as bits
   PyObject* run = nullptr;         // takes the list of tensors, then of numbers; returns that of the results
   std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
+};
+
+// The numbers of calls that are alike but for them.
+struct Numbers {
+  Words first;
+  uint64_t changed = 0;  // positions at which others were seen, as bits
+  int kinds = 0;
 };
 
 struct State {
@@ -79,6 +86,8 @@ struct State {
 
   std::shared_mutex lock;
   std::unordered_multimap<size_t, Entry*> entries;
+  std::mutex numbers_lock;
+  std::unordered_map<Entry*, Numbers> seen;  // by the entry of the call without its numbers
 };
 
 // Of a tensor of the device that is nothing but memory: not conjugate, wrapped, named.
@@ -272,15 +281,15 @@ bool shapes_of(PyObject* list, std::vector<std::vector<int64_t>>& out) {
 }
 
 // What serves calls like this one from now on.
-void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, bool lift) {
+void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
   Gil gil;
   // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
   c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
   Owned given(PyTuple_New(Py_ssize_t(args.size())));
   for (size_t i = 0; i < args.size(); ++i)
     PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), shown(args[i], s.dtypes[i]));
-  Owned number(PyLong_FromSize_t(s.number));
-  Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), lift ? Py_True : Py_False, nullptr));
+  Owned number(PyLong_FromSize_t(s.number)), which(PyLong_FromUnsignedLongLong(lift));
+  Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), which.get(), nullptr));
   if (said == nullptr) {
     if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
     PyErr_WriteUnraisable(ask_python);
@@ -297,32 +306,50 @@ void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, bool lift) {
   e.turn.store(turn, std::memory_order_release);
 }
 
+// The positions of the numbers that change from call to call, as bits; none while few calls were seen.
+uint64_t changing(State& s, Entry* alike, const Words& values) {
+  if (values.size() > 64) return 0;
+  std::lock_guard<std::mutex> hold(s.numbers_lock);
+  Numbers& n = s.seen[alike];
+  if (n.first.empty()) n.first = values;
+  for (size_t i = 0; i < values.size(); ++i) n.changed |= uint64_t(values[i] != n.first[i]) << i;
+  return n.kinds < kPatience ? 0 : n.changed;
+}
+
 Entry* decide(State& s, Call& call, c10::ArrayRef<IValue> args) {
   Entry* e = entry(s, call.words);
   if (!call.values.empty()) {
-    if (e->turn.load(std::memory_order_acquire) == kOurs) return e;
+    Entry* alike = e;
+    if (uint64_t lift = changing(s, alike, call.values)) {
+      Words key = call.words;
+      key.append({-2, int64_t(lift)});
+      for (size_t i = 0; i < call.values.size(); ++i)
+        if (!(lift >> i & 1)) key.push_back(call.values[i]);
+      e = entry(s, key);
+      if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, args, lift);
+      if (e->turn.load(std::memory_order_acquire) == kOurs) return e;
+    }
     Words key = call.words;
     key.append(call.values.begin(), call.values.end());
     key.push_back(-1);
-    Entry* exact = entry(s, key);
-    if (exact->turn.load(std::memory_order_acquire) != kUnknown) return exact;
-    if (++e->kinds > kPatience && e->turn.load() == kUnknown) {
-      ask(s, *e, args, true);
-      if (e->turn.load() == kOurs) return e;
+    e = entry(s, key);
+    if (e->turn.load(std::memory_order_acquire) == kUnknown) {
+      std::lock_guard<std::mutex> hold(s.numbers_lock);
+      ++s.seen[alike].kinds;
     }
-    e = exact;
   }
-  if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, args, false);
+  if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, args);
   return e;
 }
 
 bool run(const Entry& e, const Call& call, std::vector<Tensor>& out, Failure& failure) {
   Gil gil;
   Private guard;
-  size_t count = call.tensors.size(), numbers = e.lifted ? call.values.size() : 0;
-  Owned list(PyList_New(Py_ssize_t(count + numbers)));
-  for (size_t i = 0; i < count; ++i) PyList_SET_ITEM(list.get(), Py_ssize_t(i), THPVariable_Wrap(call.tensors[i]));
-  for (size_t i = 0; i < numbers; ++i) PyList_SET_ITEM(list.get(), Py_ssize_t(count + i), python(call.values[i]));
+  Py_ssize_t at = 0;
+  Owned list(PyList_New(Py_ssize_t(call.tensors.size()) + __builtin_popcountll(e.lifted)));
+  for (const Tensor& t : call.tensors) PyList_SET_ITEM(list.get(), at++, THPVariable_Wrap(t));
+  for (size_t i = 0; e.lifted >> i; ++i)
+    if (e.lifted >> i & 1) PyList_SET_ITEM(list.get(), at++, python(call.values[i]));
   if (!call.generator.defined()) return answer(PyObject_CallOneArg(e.run, list.get()), out, failure);
   Owned generator(THPGenerator_Wrap(call.generator));
   return answer(PyObject_CallFunctionObjArgs(with_generator, e.run, list.get(), generator.get(), nullptr), out, failure);

@@ -72,12 +72,15 @@ def open_gates() -> None:
         _FORMS.append(form)
 
 
-def ask(gate: int, args: tuple[Any, ...], lift: bool) -> Run | list[tuple[int, ...]] | None:
-    """What serves calls like this one: a program, or after what it writes to has other shapes, or None."""
+def ask(gate: int, args: tuple[Any, ...], lift: int) -> Run | list[tuple[int, ...]] | None:
+    """What serves calls like this one: a program; shapes that what it writes to should have first; or None.
+
+    `lift`: which numbers of the call are arguments of the program, as bits.
+    """
     form = _FORMS[gate]
     try:
         with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
-            return build(form, described(args, numbers=True), lift)
+            return build(form, described(args, numbers=True), lift, into_any=True)
     except OtherShapes as other:
         return other.shapes
     except Exception as error:  # whatever is wrong with the compiler, the operator works

@@ -6,6 +6,7 @@ together out of others are taken apart first.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class TensorLike:
     device: torch.device
     overlaps: bool
     place: int  # tensors at one place with one geometry are one
+
+    @property
+    def is_dense(self) -> bool:
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return reach == math.prod(self.shape) or 0 in self.shape
 
     def fake(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
@@ -99,13 +105,14 @@ class OtherShapes(Exception):
         self.shapes = shapes
 
 
-def build(form: Form, args: Arguments, lift: bool = False) -> Run:
+def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> Run:
     """The function that serves such calls: it takes their tensors as a list, in order, and returns the results.
 
-    With `lift` the numbers of the call follow in the list, as the bits of 64-bit words. UnsupportedError says why there
-    is none.
+    `into_any`: also where what the call writes to has gaps or another dtype, or has to be resized (OtherShapes).
+    The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits. UnsupportedError says why
+    there is none.
     """
-    made = compiled(graph_of(form, args, lift), Options(config.numerics))
+    made = compiled(graph_of(form, args, lift, into_any), Options(config.numerics))
     if made.captured.externs or any(
             isinstance(s, Call) and isinstance(s.target, torch._ops.OpOverload) for s in made.program.steps):
         raise UnsupportedError("this call has no lowering")
@@ -117,14 +124,15 @@ def build(form: Form, args: Arguments, lift: bool = False) -> Run:
     return made.finish()
 
 
-def graph_of(form: Form, args: Arguments, lift: bool = False) -> fx.GraphModule:
+def graph_of(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> fx.GraphModule:
     with FakeTensorMode():
-        return _Graph(form, args, lift).made()
+        return _Graph(form, args, lift, into_any).made()
 
 
 class _Graph:
-    def __init__(self, form: Form, args: Arguments, lift: bool) -> None:
-        self.form, self.args, self.lift = form, args, lift
+    def __init__(self, form: Form, args: Arguments, lift: int, into_any: bool) -> None:
+        self.form, self.args, self.lift, self.into_any = form, args, lift, into_any
+        self.count = 0  # of numbers so far, as the gate counts them
         self.graph = fx.Graph()
         self.held: dict[str, torch.Tensor] = {}
         self.same: dict[TensorLike, fx.Node] = {}
@@ -132,8 +140,7 @@ class _Graph:
 
     def made(self) -> fx.GraphModule:
         form, schema = self.form, self.form.op._schema.arguments
-        nodes = [self.placeholder(x, str(a.type) in ("number", "Tensor", "Optional[Tensor]"))
-                 for a, x in zip(schema, self.args, strict=True)]
+        nodes = [self.placeholder(x, str(a.type)) for a, x in zip(schema, self.args, strict=True)]
         nodes = [fx.node.map_aggregate(x, self.number) for x in nodes]
         given = {schema[k].name: nodes[k] for k in form.inputs if "Generator" not in str(schema[k].type)}
         by_name = {schema[k].name for k in form.inputs if schema[k].kwarg_only}
@@ -142,6 +149,8 @@ class _Graph:
             like = targets[0].meta["val"]
             given |= {"dtype": like.dtype, "device": like.device}
             by_name |= {"dtype", "device"}
+        elif self.into_any and targets and "dtype" in given and given["dtype"] is None:  # sums are taken in that
+            given["dtype"] = targets[0].meta["val"].dtype
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
         if targets:
@@ -152,25 +161,35 @@ class _Graph:
         self.graph.output([] if targets else results)
         return _LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
 
-    def placeholder(self, x: Any, may_lift: bool) -> Any:
+    def placeholder(self, x: Any, kind: str) -> Any:
         if isinstance(x, (list, tuple)):
-            return type(x)(self.placeholder(y, False) for y in x)
+            return type(x)(self.placeholder(y, "") for y in x)
         if isinstance(x, TensorLike):
             node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
             node.meta["val"] = x.fake()
             return self.same.setdefault(x, node) if self.form.written else node
-        if self.lift and isinstance(x, Number):
-            return self.later(x, RunNumber(x.dtype, False))
+        lifted = self.is_lifted(x, kind)
         if isinstance(x, Number):
+            if lifted:
+                return self.later(x, RunNumber(x.dtype, False))
             name = f"number{len(self.held)}"
             with unset_fake_temporarily():
                 self.held[name] = torch.scalar_tensor(x.value, dtype=x.dtype, device="cpu")
             node = self.graph.get_attr(name)
             node.meta["val"] = x.fake()
             return node
-        if self.lift and may_lift and isinstance(x, (int, float)) and not isinstance(x, bool):
-            return self.later(x, RunNumber(torch.int64 if isinstance(x, int) else torch.float64, True))
-        return x
+        return self.later(x, RunNumber(torch.int64 if isinstance(x, int) else torch.float64, True)) if lifted else x
+
+    def is_lifted(self, x: Any, kind: str) -> bool:
+        counts = isinstance(x, Number) or (isinstance(x, (int, float)) and (
+            kind == "number" and not isinstance(x, bool) or kind in ("Tensor", "Optional[Tensor]")))
+        if not counts:
+            return False
+        self.count += 1
+        lifted = bool(self.lift >> (self.count - 1) & 1)
+        if lifted and isinstance(x.value if isinstance(x, Number) else x, bool):
+            raise UnsupportedError("a truth value is part of a program")
+        return lifted
 
     def later(self, x: Any, kind: RunNumber) -> RunNumber:
         """Placeholders of numbers come after those of tensors."""
@@ -231,12 +250,13 @@ class _Graph:
         if len(given) != len(made) or not all(isinstance(x, TensorLike) for x in given):
             raise UnsupportedError("what it writes to is not there")
         if any(x.shape != tuple(t.shape) for x, t in zip(given, made, strict=True)):
-            if all(a.is_out for k in self.form.written for a in [self.form.op._schema.arguments[k]]):
+            if self.into_any and all(self.form.op._schema.arguments[k].is_out for k in self.form.written):
                 raise OtherShapes([tuple(t.shape) for t in made])
             raise UnsupportedError("what it writes to has another shape")
-        if not all(torch.can_cast(t.dtype, x.dtype) for x, t in zip(given, made, strict=True)):
+        if not all(x.dtype is t.dtype or self.into_any and torch.can_cast(t.dtype, x.dtype)
+                   for x, t in zip(given, made, strict=True)):
             raise UnsupportedError("what it writes to has another dtype")
-        if any(x.overlaps for x in given) or len({*given}) < len(given):
+        if len({*given}) < len(given) or any(x.overlaps or not self.into_any and not x.is_dense for x in given):
             raise UnsupportedError("what it writes to is not plain memory")
 
 

@@ -1,0 +1,69 @@
+"""What an operator of the device costs the host, beside the same operator of PyTorch's CPU device, in turns.
+
+    python -m flambeau.bench.device
+
+Every round makes `COUNT` calls on small tensors and waits for the device after the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flambeau.frontends.device import enable_device
+from flambeau.frontends.device_module import NAME
+
+COUNT, ROUNDS = 500, 20
+SHAPE = (64, 32)
+LIMITS = {"operator": 15.0, "view": 2.0}  # microseconds that we mean to stay below
+
+
+def calls(device: str) -> dict[tuple[str, str], Callable[[], Any]]:
+    """By what kind of call it is and by name."""
+    x, y = torch.ones(SHAPE, device=device), torch.ones(SHAPE, device=device)
+    return {
+        ("operator", "x * y"): lambda: x * y,
+        ("operator", "x * 2.5"): lambda: x * 2.5,
+        ("operator", "x.add_(y)"): lambda: x.add_(y),
+        ("operator", "x.relu()"): lambda: x.relu(),
+        ("operator", "x.sum(1)"): lambda: x.sum(1),
+        ("view", "x.view(32, 64)"): lambda: x.view(32, 64),
+        ("view", "x.t()"): lambda: x.t(),
+        ("view", "x[1:]"): lambda: x[1:],
+    }
+
+
+def measure(count: int = COUNT, rounds: int = ROUNDS) -> list[tuple[str, str, float, float, float]]:
+    """(kind, name, microseconds on the device, on the CPU, best of the device) of each call.
+
+    Medians of rounds in turns, and the best: where the device is the host's own cores, kernels take the host's time.
+    """
+    enable_device()
+    ours, theirs = calls(NAME), calls("cpu")
+    out = []
+    for key, call in ours.items():
+        call()
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(rounds):
+            for function, taken in ((call, times[0]), (theirs[key], times[1])):
+                start = time.perf_counter()
+                for _ in range(count):
+                    function()
+                taken.append((time.perf_counter() - start) / count * 1e6)
+                torch.accelerator.synchronize()
+        out.append((*key, statistics.median(times[0]), statistics.median(times[1]), min(times[0])))
+    return out
+
+
+def main() -> None:
+    print(f"{'call':<16}{'device':>10}{'best':>10}{'CPU':>10}{'ratio':>8}{'limit':>10}")
+    for kind, name, ours, theirs, best in measure():
+        print(f"{name:<16}{ours:>7.1f} us{best:>7.1f} us{theirs:>7.1f} us{ours / theirs:>8.1f}{LIMITS[kind]:>7.0f} us")
+
+
+if __name__ == "__main__":
+    main()

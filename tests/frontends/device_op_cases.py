@@ -1,0 +1,297 @@
+"""Operators of the device "flambeau", in a process of its own (test_device.py): two devices, as device_cases.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flambeau
+from flambeau.frontends import pipeline
+from flambeau.frontends.device_testing import check_on_device
+from flambeau.frontends.fallback import reset_fallbacks
+from flambeau.targets import opencl_driver
+from flambeau.targets.opencl_device import ClDevice, devices
+
+DEV = "flambeau"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def enabled() -> None:
+    first = devices()[0].device
+    opencl_driver.devices = lambda: (ClDevice(0, first), ClDevice(1, first))  # type: ignore[assignment]
+    flambeau.enable_device()
+
+
+@pytest.fixture
+def falls_back() -> None:
+    """A test in which the CPU may compute."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_falls_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    logging.getLogger("flambeau.frontends.fallback").setLevel(logging.ERROR)
+    reset_fallbacks()
+    yield
+    if "falls_back" not in request.fixturenames:
+        assert flambeau.fallbacks() == []
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    count = int(torch.Size(shape).numel())
+    return (torch.arange(count, dtype=torch.float64) * 7 % 13 - 6).reshape(shape).to(dtype)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.device.type == DEV
+    torch.testing.assert_close(a.cpu(), b, equal_nan=True)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[Any]]:
+    """What is compiled in a test."""
+    seen: list[Any] = []
+    pipeline.OBSERVERS.append(seen.append)
+    yield seen
+    pipeline.OBSERVERS.remove(seen.append)
+
+
+# ---- forms -----------------------------------------------------------------------------------------------
+
+
+def test_an_operator_in_all_its_forms() -> None:
+    x, y = numbers(4, 5), numbers(4, 5).abs() + 1
+    a, b = x.to(DEV), y.to(DEV)
+    close(torch.div(a, b), x / y)
+    out = torch.empty(0, device=DEV)
+    assert torch.div(a, b, out=out) is out
+    close(out, x / y)
+    wide = torch.empty(4, 5, dtype=torch.float64, device=DEV)
+    close(torch.div(a, b, out=wide), (x / y).double())
+    many = numbers(4, 999) / 7
+    close(torch.sum(many.to(DEV), 1, out=torch.empty(4, dtype=torch.float64, device=DEV)),
+          torch.sum(many, 1, out=torch.empty(4, dtype=torch.float64)))  # not in float32
+    gaps = torch.full((4, 10), 7.0, device=DEV)
+    torch.div(a, b, out=gaps[:, ::2])
+    close(gaps[:, ::2], x / y)
+    close(gaps[:, 1::2], torch.full((4, 5), 7.0))
+    assert a.div_(b) is a
+    close(a, x / y)
+
+
+def test_several_results_in_arguments() -> None:
+    x = numbers(3, 7)
+    values, indices = torch.empty(0, device=DEV), torch.empty(0, dtype=torch.int64, device=DEV)
+    torch.max(x.to(DEV), 1, out=(values, indices))
+    close(values, x.max(1).values)
+    close(indices, x.max(1).indices)
+
+
+def test_a_tensor_may_be_there_twice() -> None:
+    x = numbers(6)
+    a = x.to(DEV)
+    a.mul_(a)
+    close(a, x * x)
+    torch.add(a, a, out=a)
+    close(a, 2 * x * x)
+
+
+@pytest.mark.usefixtures("falls_back")
+def test_what_overlaps_is_the_cpus() -> None:
+    a = numbers(6).to(DEV)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        a[1:].add_(a[:-1])
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torch.zeros(1, device=DEV).expand(3).add_(1)
+
+
+def test_wrong_calls_raise_what_the_cpu_raises() -> None:
+    a = numbers(3).to(DEV)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        a + numbers(4).to(DEV)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.add(a, a, out=torch.empty(3, dtype=torch.int32, device=DEV))
+
+
+def test_numbers_and_promotion() -> None:
+    x = numbers(5, dtype=torch.int32)
+    for other in (2, 2.5, True, torch.tensor(2.5), torch.tensor(3)):
+        close(x.to(DEV) * other, x * other)
+        close(other + x.to(DEV), other + x)
+    close(numbers(5, dtype=torch.bfloat16).to(DEV) + 1.5, numbers(5, dtype=torch.bfloat16) + 1.5)
+
+
+def test_numbers_that_change_are_arguments(compiled: list[Any]) -> None:
+    x, y = numbers(6), numbers(6).abs() + 1
+    for k in range(8):
+        close(x.to(DEV) * (k + 0.5), x * (k + 0.5))
+        close(x.to(DEV) - k * 3, x - k * 3)
+        a = x.to(DEV)
+        close(a.addcdiv_(y.to(DEV), y.to(DEV), value=-0.1 * k), x.clone().addcdiv_(y, y, value=-0.1 * k))
+    assert len(compiled) == 3 * 3  # two with the number in it, then one for all numbers
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_copies_stay_on_the_device(dtype: torch.dtype) -> None:
+    x = numbers(4, 6)
+    a = x.to(DEV)
+    close(a.to(dtype), x.to(dtype))
+    close(a.t()[::2].contiguous(), x.t()[::2].contiguous())
+    target = torch.zeros(6, 8, dtype=dtype, device=DEV)
+    target[:, ::2].copy_(a.t())
+    close(target[:, ::2], x.t().to(dtype))
+    assert not target[:, 1::2].any()
+
+
+def test_masks_and_places() -> None:
+    x = numbers(4, 6)
+    a, mask = x.to(DEV), x > 2
+    close(a[mask.to(DEV)], x[mask])
+    close(a[mask], x[mask])  # indices may be on the CPU
+    close(a[torch.tensor([2, 0])], x[[2, 0]])
+    close(mask.to(DEV).nonzero(), mask.nonzero())
+    b, y = a.clone(), x.clone()
+    b[mask.to(DEV)] = 1.5
+    y[mask] = 1.5
+    close(b, y)
+    b[mask.to(DEV)] = torch.arange(mask.sum(), dtype=torch.float32).to(DEV)
+    y[mask] = torch.arange(mask.sum(), dtype=torch.float32)
+    close(b, y)
+    assert torch.equal(a, a.clone()) and not torch.equal(a, b)
+
+
+def test_statistics_of_a_norm_are_updated() -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.BatchNorm2d(3).to(DEV), nn.BatchNorm2d(3)
+    for _ in range(2):
+        x = torch.randn(4, 3, 5, 5)
+        close(ours(x.to(DEV)), theirs(x))
+    close(ours.running_mean, theirs.running_mean)
+    close(ours.running_var, theirs.running_var)
+    assert ours.num_batches_tracked.item() == 2
+
+
+# ---- random numbers --------------------------------------------------------------------------------------
+
+
+def test_random_numbers_come_from_the_generator() -> None:
+    draws: list[Callable[..., torch.Tensor]] = [
+        lambda **g: torch.rand(1000, device=DEV, **g), lambda **g: torch.randn(1000, device=DEV, **g),
+        lambda **g: torch.empty(1000, device=DEV).exponential_(**g)]
+    for draw in draws:
+        torch.manual_seed(5)
+        first, second = draw().cpu(), draw().cpu()
+        torch.manual_seed(5)
+        assert torch.equal(draw().cpu(), first) and not torch.equal(first, second)
+        given = torch.Generator(DEV).manual_seed(5)
+        torch.manual_seed(6)
+        assert torch.equal(draw(generator=given).cpu(), first)
+    x = torch.randn(20000, device=DEV)
+    assert abs(x.mean().item()) < 0.05 and abs(x.std().item() - 1) < 0.05
+
+
+def test_dropout() -> None:
+    x = torch.ones(10000, device=DEV, requires_grad=True)
+    y = F.dropout(x, 0.25)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach()) and abs((y == 0).float().mean().item() - 0.25) < 0.03
+
+
+# ---- faults, streams, devices ----------------------------------------------------------------------------
+
+
+def test_a_fault_is_raised_where_somebody_waits() -> None:
+    x = numbers(5, 3).to(DEV)
+    for wait in (torch.flambeau.synchronize, x.cpu):
+        x.index_select(0, torch.tensor([1, 9]).to(DEV))  # on its way: nobody knows yet
+        with pytest.raises((IndexError, RuntimeError), match="index out of range"):
+            wait()
+    close(x.index_select(0, torch.tensor([1, 4]).to(DEV)), numbers(5, 3)[[1, 4]])
+    torch.flambeau.synchronize()
+
+
+def test_kernels_go_to_the_current_stream() -> None:
+    x = torch.ones(1 << 18, device=DEV)
+    side = torch.Stream(device=DEV)
+    torch.flambeau.synchronize()
+    with side:
+        y = x
+        for _ in range(30):
+            y = y.sin()
+        done = side.record_event()
+    torch.accelerator.current_stream().wait_event(done)
+    z = y + 1
+    expected = torch.ones(8)
+    for _ in range(30):
+        expected = expected.sin()
+    close(z[:8], expected + 1)
+    side.synchronize()
+    assert side.query()
+
+
+def test_another_device() -> None:
+    x = numbers(8)
+    a = x.to("flambeau:1")
+    b = (a * 2).cumsum(0)
+    assert b.device.index == 1 and torch.flambeau.current_device() == 0
+    close(b, (x * 2).cumsum(0))
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["flambeau:0", "flambeau:1"])
+def test_compiled_forward_and_backward(device: str) -> None:
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (F.layer_norm(x * w, (6,)).softmax(1) * x).sum(0)
+
+    x, w = numbers(5, 6), numbers(6) / 3
+    results = []
+    for on in ("cpu", device):
+        torch._dynamo.reset()
+        a, b = x.clone().to(on).requires_grad_(), w.clone().to(on).requires_grad_()
+        out = (torch.compile(loss, backend="flambeau") if on == device else loss)(a, b)
+        out.backward(torch.arange(6, dtype=torch.float32).to(on))
+        results.append([t.detach().cpu() for t in (out, a.grad, b.grad)])
+    for ours, theirs in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_compiled_random_numbers() -> None:
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: F.dropout(x, 0.5), backend="flambeau")
+    x = torch.ones(1000, device=DEV)
+    torch.manual_seed(1)
+    first, second = run(x).cpu(), run(x).cpu()
+    torch.manual_seed(1)
+    assert torch.equal(run(x).cpu(), first) and not torch.equal(first, second)
+
+
+@pytest.mark.usefixtures("falls_back")
+def test_compiled_calls_of_what_has_no_lowering() -> None:
+    torch._dynamo.reset()
+    x = numbers(6)
+    close(torch.compile(lambda x: torch.fft.rfft(x * 2).real + 1, backend="flambeau")(x.to(DEV)),
+          torch.fft.rfft(x * 2).real + 1)
+
+
+# ---- the operator database -------------------------------------------------------------------------------
+
+# One of each family; test_device.py has all of them, for `make test-all`.
+FAMILIES = ("add", "nn_functional_gelu", "sum", "cumsum", "nn_functional_max_pool2d", "nn_functional_layer_norm",
+            "nn_functional_embedding", "scatter_add", "gather", "softmax", "nn_functional_cross_entropy", "cat",
+            "nn_functional_grid_sample", "bitwise_xor", "_upsample_bilinear2d_aa")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_do_not_fall_back(name: str) -> None:
+    report = check_on_device(name, torch.int64 if name.startswith("bitwise") else torch.float32, limit=1)
+    assert report.samples and report.ok and report.native, (report.failures, report.fallbacks)
