@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from flambeau.frontends import multi_tensor
+import flambeau
+from flambeau.frontends import multi_tensor, overrides
 from flambeau.frontends.multi_tensor import DECLINED, ListFunction, Variant
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -260,8 +261,8 @@ def test_settings_and_states_of_dying_optimizers_are_forgotten() -> None:
 # ---- clipping ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize(("order", "target"), [
+    (1.0, "cpu"), (2.0, "cpu"), (float("inf"), "cpu"), pytest.param(2.0, "interpreter", marks=NEEDS_TRITON)])
 def test_clipping(order: float, target: str) -> None:
     clip = torch.compile(torch.nn.utils.clip_grad_norm_, backend="flambeau", options={"target": target})
     shapes = [s for s in (*SHAPES, (9000,)) if 0 not in s]  # they have no largest element
@@ -304,3 +305,21 @@ def test_norms_of_another_order_are_torchs() -> None:
     with pytest.raises(RuntimeError, match="non-finite"):
         p[0].grad = torch.full((4,), float("inf"))
         clip(p, 1.0, 2.0, error_if_nonfinite=True)
+
+
+# ---- without torch.compile ---------------------------------------------------------------------------------
+
+
+def test_uncompiled_steps_on_an_accelerated_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overrides, "wanted", lambda *_: {})  # no operator is replaced, so no gate has to be compiled
+    monkeypatch.setattr(overrides, "load_gates", lambda: None)
+    ours, eager = parameters(), parameters()
+    a, b = torch.optim.AdamW(ours), torch.optim.AdamW(eager)
+
+    def step() -> None:
+        with flambeau.accelerate("cpu"):
+            a.step()
+            torch.nn.utils.clip_grad_norm_(ours, 1.0)
+
+    train(ours, eager, step, b.step)
+    assert len(variants()) == 1 and len(function().prepared) == 1 and not DECLINED  # the other's was torch's

@@ -32,6 +32,7 @@ from flambeau.errors import OptionError, UnsupportedError
 from .devices import target_of
 from .eager_graph import Arguments, build, described
 from .eager_ops import GROUPS, Form, wanted
+from .eager_steps import EagerSteps
 from .gate import Gates, load_gates
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
 
     `only` and `exclude` name operators ("cumsum") or groups of them ("max pooling"). With `wait` a kernel is built
     when a call first needs it, and that call waits. Without `tune` kernels are not timed against torch's: they serve
-    every call from the size on that is known to be worth it.
+    every call from the size on that is known to be worth it. Without `only`, steps of torch's optimizers and the
+    clipping of gradients run on our kernels as well.
     """
     kind = torch.device(device)
     if kind.index is not None:
@@ -62,7 +64,8 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
     forms = wanted(target.wins, only, exclude, UNTRIED)
     key = torch._C._dispatch_key_for_device(kind.type)
     usable = {form: size for form, size in forms.items() if has_kernel(form, key)}
-    return Acceleration(load_gates(), kind.type, key, usable, _Settings(wait, tune))
+    steps = EagerSteps(kind.type) if only is None and target.capabilities().tables else None
+    return Acceleration(load_gates(), kind.type, key, usable, _Settings(wait, tune), steps)
 
 
 def accelerated() -> list[Replaced]:
@@ -96,8 +99,10 @@ class Replaced:
 class Acceleration:
     """What one `accelerate` replaced."""
 
-    def __init__(self, native: Gates, device: str, key: str, forms: dict[Form, int], settings: _Settings) -> None:
+    def __init__(self, native: Gates, device: str, key: str, forms: dict[Form, int], settings: _Settings,
+                 steps: EagerSteps | None = None) -> None:
         self.device = device
+        self._steps = steps
         self._gates: list[_Gate] = []
         with _LOCK:
             try:
@@ -112,6 +117,8 @@ class Acceleration:
 
     def undo(self) -> None:
         """Torch's own kernels again. Once is enough."""
+        if self._steps is not None:
+            self._steps.undo()
         with _LOCK:
             gates, self._gates = self._gates, []
             for gate in gates:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -28,6 +29,7 @@ FUNCTIONS = (
     ("torch.nn.utils.clip_grad", "_get_total_norm", "total_norm"),
     ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "clip_with_norm"),
 )
+EAGER: Counter[str] = Counter()  # types of devices, and how many wish that uncompiled steps there are ours
 _SKIP = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)
 
 
@@ -78,11 +80,20 @@ def routed(original: Callable[..., Any], module: str, kind: str, ours: Callable[
         else:
             callback = get_eval_frame_callback()
             given = ours(callback) if callable(callback) else None
+            if given is None and is_accelerated(args):
+                given = {"options": {"numerics": "eager"}}
             if given is not None:
                 return run(original, module, kind, args, kwargs, given)
         return original(*args, **kwargs)
 
     return function
+
+
+def is_accelerated(args: tuple[Any, ...]) -> bool:
+    """Whether the first tensor of the first list is on a device whose steps are ours."""
+    if not any(EAGER.values()) or not args or not isinstance(args[0], list) or not args[0]:
+        return False
+    return isinstance(args[0][0], torch.Tensor) and EAGER[args[0][0].device.type] > 0
 
 
 @torch._dynamo.disable
