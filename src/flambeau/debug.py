@@ -73,6 +73,7 @@ def compile_once(function: Callable[..., Any], inputs: Sequence[Any], *, backwar
                  numerics: str = "fast") -> list[Compiled]:
     """The graphs of a function, compiled for these inputs and run once, with its backward if it has one."""
     torch._dynamo.reset()  # what an earlier call left compiled would not be compiled, and seen, again
+    torch._dynamo.utils.compilation_time_metrics.clear()
     with collect() as graphs:
         outputs = torch.compile(function, backend="flambeau", options={"numerics": numerics})(*inputs)
         wanted = [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]

@@ -21,6 +21,8 @@ from rich.table import Table
 from flambeau import OptionError
 
 if TYPE_CHECKING:
+    from flambeau.frontends.pipeline import Compiled
+    from flambeau.frontends.regions import Pieces
     from flambeau.report.program import Summary
 
 SHORT = 12  # lines of a section, unless --full
@@ -55,24 +57,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numerics", choices=("fast", "eager"), default="fast", help=Config.numerics.doc)
     parser.add_argument("--text", action="store_true", help="print the generated kernels")
     parser.add_argument("--full", action="store_true", help="every section whole, not its first lines")
+    parser.add_argument("--regions", action="store_true", help="the parts that repeat, and are compiled once")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="with --regions: a page of them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
 
 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from flambeau.debug import compile_once
+    from flambeau.debug import collect_regions, compile_once
     from flambeau.report.program import summarise
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     function, inputs = subject(args)
-    with torch.set_grad_enabled(not args.infer):
+    if args.html and not args.regions:
+        raise OptionError("--html is a page of repeated regions", hint="add --regions")
+    with torch.set_grad_enabled(not args.infer), collect_regions() as found:
         graphs = compile_once(function, inputs, numerics=args.numerics)
     if not graphs:
         console.print("Nothing was compiled: the function does no work on tensors.")
         return 1
+    if args.regions:
+        show_regions(console, found, graphs, args.html)
+        return 0
     summaries = [summarise(graph) for graph in graphs]
     for number, summary in enumerate(summaries, 1):
         show(console, number, summary, None if args.full else SHORT, args.text)
@@ -172,6 +181,30 @@ def show(console: Console, number: int, s: Summary, limit: int | None, text: boo
             console.print(Syntax(source, "cpp", background_color="default", word_wrap=True))
         else:
             console.print(source, markup=False, soft_wrap=True)
+
+
+def show_regions(console: Console, found: list[Pieces], graphs: list[Compiled], page: Path | None) -> None:
+    from torch._dynamo.utils import compilation_time_metrics
+
+    from flambeau.report import regions
+
+    summaries = [regions.summarise(f) for f in found]
+    seconds = regions.phases(compilation_time_metrics, found, graphs)
+    for number, s in enumerate(summaries, 1):
+        console.rule(f"[bold]graph {number}[/], {escape(s.headline())}", align="left")
+        if not s.stretches:
+            continue
+        table = new_table("piece", "calls", "operators", "seconds", "from", "to", "why it is not what is before it")
+        for column in table.columns[1:4]:
+            column.justify = "right"
+        for x in s.stretches:
+            table.add_row(x.letter, str(x.calls), str(x.operators), f"{x.seconds:.2f}", x.first, x.last,
+                          escape(x.why), style="cyan" if x.repeated else None)
+        console.print(table)
+    console.print("[bold]Seconds[/]  " + ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items()))
+    if page is not None:
+        page.write_text(regions.page(summaries, seconds))
+        console.print(f"Written: {page}")
 
 
 def section(console: Console, title: str, lines: list[str], limit: int | None) -> None:

@@ -268,3 +268,37 @@ def graph_key(gm: fx.GraphModule) -> Any:
 
     meta = frozen({k: v for k, v in gm.meta.items() if k.startswith("_checkpoint")}, reference)
     return meta, tuple((n.op, target(n), frozen(arguments(n), reference), value_key(value(n))) for n in gm.graph.nodes)
+
+
+# ---- why pieces are not one --------------------------------------------------------------------------------
+
+PARTS = ("operator", "operator", "number of readers", "result", "mode", "mark")  # of a shell
+WHOLE = ("operators", "inputs", "results that others read", "kinds of inputs", "inputs that share memory")  # of a key
+
+
+def difference(a: Piece, b: Piece) -> str:
+    """What keeps the second piece from being an instance of the first: the first thing in which they differ."""
+    for m, n, line, other in zip(a.nodes, b.nodes, a.key[0], b.key[0]):
+        if line == other:
+            continue
+        for part, x, y in zip(PARTS, line[0], other[0]):
+            if x != y:
+                what = f"calls {called(n)}, not {called(m)}" if part == "operator" else f"has another {part}"
+                return f"{n.name} {what}" + (f": {shown(n)}, not {shown(m)}" if part == "result" else "")
+        return f"{n.name} has other arguments than {m.name}"
+    if len(a.nodes) != len(b.nodes):
+        more, piece = ("ends", b) if len(b.nodes) < len(a.nodes) else ("goes on", a)
+        return f"it {more} after {piece.nodes[-1].name}"
+    return next((f"other {what}" for what, x, y in zip(WHOLE, a.key, b.key) if x != y), "")
+
+
+def called(n: fx.Node) -> str:
+    return str(n.target) if isinstance(n.target, str) else str(getattr(n.target, "__name__", n.target))
+
+
+def shown(n: fx.Node) -> str:
+    v = value(n)
+    if not isinstance(v, torch.Tensor):
+        return type(v).__name__
+    grad = ", with gradient" if v.requires_grad else ""
+    return f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)} {list(v.stride())}{grad}"

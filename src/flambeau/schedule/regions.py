@@ -129,8 +129,8 @@ class _Search:
             cheap = np.argsort(price, kind="stable")[:OFFSETS]
             cheap = np.sort(cheap[np.isfinite(price[cheap])])
             first, last = np.meshgrid(cheap, cheap, indexing="ij")
-            shared = (last - first == step) & bool((steps == step).all())  # neighbours share a cut
-            total = np.where(shared, price[first], price[first] + price[last])
+            alone = 1.0 - float((steps == step).sum()) / len(chosen)  # others share a cut with their neighbour
+            total = price[first] + np.where(last - first == step, alone, 1.0) * price[last]
             work = self.weight[at[0]][last] - self.weight[at[0]][first]
             kept = (len(chosen) - 1) * work
             fits = (last - first <= step) & (last > first) & (work >= WEIGHT)
