@@ -287,10 +287,33 @@ def test_the_profiler_measures_operators_on_the_device() -> None:
 
 
 def test_traces(tmp_path: Path) -> None:
-    x = torch.randn(64, 64, device=DEV)
+    if ProfilerActivity.PrivateUse1 not in torch.profiler.supported_activities():
+        pytest.skip("this torch takes no ranges from devices outside of it")
+    x, host = torch.randn(256, 256, device=DEV, requires_grad=True), torch.randn(8)
+
+    def work() -> None:
+        (x @ x).t().relu().sum().backward()
+        host.sin()
+
+    work()  # kernels are built
+    work()  # and gradients added
     activities = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
     with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("my range"):
-        (x @ x).relu()
+        work()
+        torch.flambeau.synchronize()
+    rows = {row.key: row for row in profile.key_averages() if row.device_type == torch.autograd.DeviceType.CPU}
+    assert rows["aten::mm"].self_device_time_total > 0 and rows["aten::sum"].self_device_time_total > 0
+    assert rows["aten::t"].device_time_total == rows["aten::sin"].device_time_total == 0
+    assert "Self FLAMBEAU" in profile.key_averages().table()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
-    assert {"my range", "aten::mm"} <= names
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    operators = {e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op"}
+    ranges = [e for e in events if e.get("cat") == "kernel"]
+    assert {"aten::mm", "aten::relu", "aten::sum", "aten::threshold_backward"} <= {e["name"] for e in ranges}
+    assert not {"aten::t", "aten::matmul", "aten::sin", "aten::empty"} & {e["name"] for e in ranges}
+    for r in ranges:  # each of its operator, one after the other, about when it was called
+        assert operators[r["args"]["External id"]]["name"] == r["name"] and r["dur"] >= 0
+        assert abs(r["ts"] - operators[r["args"]["External id"]]["ts"]) < 5e6
+    order = sorted(ranges, key=lambda r: r["ts"])
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in zip(order, order[1:]))
+    assert any(e.get("name") == "my range" for e in events)

@@ -7,6 +7,8 @@
 // A driver's function takes the interpreter's lock. None is called while a lock of this file is held: another thread
 // may hold the interpreter's and wait for ours.
 
+#define NDEBUG  // as PyTorch is built: the layout of some of its classes depends on it
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -808,6 +810,15 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }  // namespace mixed
 }  // namespace
 
+// From torch 2.13 on.
+#if __has_include(<torch/csrc/profiler/standalone/privateuse1_profiler.h>)
+#include "device_profiler.h"
+#else
+namespace ranges {
+static void register_profiler() {}
+}
+#endif
+
 // -------------------------------------------------------------------------------------------------- for Python
 
 extern "C" {
@@ -820,6 +831,7 @@ void flambeau_start(const Driver* given) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   at::setHostAllocator(kType, &pinned(), 1);
   torch::profiler::impl::registerPrivateUse1Methods(new Times);
+  ranges::register_profiler();
 }
 
 void flambeau_stop() { stopped = true; }
