@@ -44,6 +44,13 @@ def test_convolutions_and_their_gradients(name: str, on: str) -> None:
         agree(lambda x, w, b: fn(x, w, b, **options), x, w, bias)
 
 
+@pytest.mark.parametrize("on", FORMS)
+def test_outside_is_zero_whatever_the_input_is_computed_from(on: str) -> None:
+    x, w = torch.randn(2, 3, 7, 20, dtype=torch.float64), torch.randn(5, 3, 3, 3, dtype=torch.float64)
+    with config.override(target=on):
+        agree(lambda x, w: F.conv2d(x + 1, w, None, 1, 1), x, w)
+
+
 def test_channels_last() -> None:
     x = torch.randn(2, 3, 8, 9, dtype=torch.float64).to(memory_format=torch.channels_last)
     with config.override(target=THREADS):

@@ -14,6 +14,7 @@ from flambeau.ir.index import Index, Sym
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
+from .guards import Guard, guard_of
 from .opencl import Draft, OpenCL, Shape
 from .opencl_contract import FUSED, ContractWriter
 from .opencl_threads import SHARES
@@ -130,9 +131,35 @@ class Blocks(ContractWriter):
         own, (factor,) = joined(own, factor)
         depth, (factor,) = joined(self.k.depth, factor)
         outer, inner = ((own, lo, hi), (depth, "k0", "k1"))[::1 if deep else -1]
-        with self.walk(*outer) as x, self.walk(*inner, simd) as y:
+        vars, start, stop = inner
+        guard = guard_of(factor, vars[-1]) if is_long(vars[-1]) else None
+
+        def put(x: str, off: str, value: Expr | None) -> None:
+            y = f"({off} + {self.sym(vars[-1])})"
             at, k = (x, y) if deep else (y, x)
-            self.line(place.format(**{name: at, "k": k}) + f" = {self.value(factor)};")
+            self.line(f"{place.format(**{name: at, 'k': k})} = {'0' if value is None else self.value(value)};")
+
+        with self.walk(*outer) as x, self.lines(vars, start, stop) as (first, end, off):
+            parts: list[tuple[str, str, Expr | None]] = [(first, end, factor)]
+            if guard is not None:
+                lo, hi = self.range_of(guard, first, end)
+                parts = [(first, lo, None), (lo, hi, guard.inside), (hi, end, None)]
+            for begin, until, value in parts:
+                with self.loop(vars[-1], begin, until, pragma=simd):
+                    put(x, off, value)
+
+    def range_of(self, guard: Guard, first: str, end: str) -> tuple[str, str]:
+        """The part of a line from first to end in which a factor is not zero."""
+        lo, hi = self.fresh("lo"), self.fresh("hi")
+        holds = "" if guard.holds.op == "const" else f"!{self.value(guard.holds)} ? {end} : "
+        low = high = ""
+        for bound in guard.lows:
+            low = f"fl_imax({low or first}, {self.index(bound)})"
+        for bound in guard.highs:
+            high = f"fl_imin({high or end}, {self.index(bound)})"
+        self.line(f"const long {lo} = {holds}fl_imin({low or first}, {end});")
+        self.line(f"const long {hi} = fl_imax({lo}, {high or end});")
+        return lo, hi
 
     # ---- a tile ----------------------------------------------------------------------------------------
 
@@ -151,6 +178,12 @@ class Blocks(ContractWriter):
         out.append("  }")
         out += [f"  {place.format(r, c * self.lanes)} = s{r}_{c};" for r, c in each]
         return [*out, "}"]
+
+
+def is_long(v: Sym) -> bool:
+    """Whether it pays to find out where a line begins and ends, rather than to ask for each element."""
+    assert v.extent is not None
+    return not v.extent.is_const or v.extent.const >= VECTOR // 2
 
 
 def best_height(rows: int) -> int:

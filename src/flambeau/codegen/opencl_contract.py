@@ -49,20 +49,26 @@ class ContractWriter(ClWriter, NestWriter):
             with self.scope("{"):
                 yield "0"
             return
+        with self.lines(vars, lo, hi) as (first, end, off), self.loop(vars[-1], first, end, pragma=pragma):
+            yield f"({off} + {self.sym(vars[-1])})"
+
+    @contextmanager
+    def lines(self, vars: Sequence[Sym], lo: str, hi: str) -> Iterator[tuple[str, str, str]]:
+        """The same, but for the loop over the last variable: its first value, its end, and what to add to it."""
         *outer, last = vars
+        long, off = self.d.long, self.fresh("off")
         if not outer:
-            with self.loop(last, lo, hi, pragma=pragma):
-                yield self.sym(last) if lo == "0" else f"({self.sym(last)} - {lo})"
+            with self.scope("{"):
+                self.line(f"const {long} {off} = -{lo};")
+                yield lo, hi, off
             return
-        long, at, first, end, off = self.d.long, *(self.fresh(x) for x in ("at", "first", "end", "off"))
+        at, first, end, rest = (self.fresh(x) for x in ("at", "first", "end", "q"))
         with self.scope(f"for ({long} {at} = {lo}; {at} < {hi};) {{", outer):
-            rest = self.fresh("q")
             self.line(f"const {long} {rest} = {at} / {self.extent(last)}, {first} = {at} % {self.extent(last)};")
             self.decompose(rest, outer)
             self.line(f"const {long} {end} = fl_imin({self.extent(last)}, {first} + {hi} - {at});")
             self.line(f"const {long} {off} = {at} - {lo} - {first};")
-            with self.loop(last, first, end, pragma=pragma):
-                yield f"({off} + {self.sym(last)})"
+            yield first, end, off
             self.line(f"{at} += {end} - {first};")
 
     def finish(self, total: str) -> None:

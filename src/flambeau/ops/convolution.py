@@ -77,8 +77,12 @@ def places(q: Sequence[Index], k: Sequence[Index], g: Geometry) -> list[Index]:
 
 
 def read(x: Value, n: Index, group: Index, channel: Index, at: Sequence[Index]) -> Expr:
-    """An element of (batch, group, channel, places); zero outside."""
-    return x.load((n, group, channel, *at), inside(at, x.shape[3:]))
+    """An element of (batch, group, channel, places); zero outside, whatever x is computed from."""
+    return read_where(inside(at, x.shape[3:]), x, (n, group, channel, *at))
+
+
+def read_where(holds: Expr, x: Value, at: Sizes) -> Expr:
+    return where(holds, x.load(at, None if holds.op == "const" else holds), const(0, x.dtype))
 
 
 def forward(x: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
@@ -146,7 +150,7 @@ def backward_by_step(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
         holds = inside(q, y.shape[3:])
         for f, s in zip(far, g.stride, strict=True):
             holds = holds & eq(index_value(f % s), const(0, torch.int64))
-        return y.load((i[0], i[1], i[end], *q), holds)
+        return read_where(holds, y, (i[0], i[1], i[end], *q))
 
     x = build.contract((y.shape[0], g.groups, w.shape[2], *sizes), (w.shape[1], *w.shape[3:]),
                        lambda i: w.load((i[1], i[end], i[2], *i[end + 1:])), source, accumulator(y.dtype))
