@@ -136,6 +136,15 @@ def test_numbers_that_change_are_arguments(compiled: list[Any]) -> None:
     assert len(compiled) == 3 * 3  # two with the number in it, then one for all numbers
 
 
+def test_views_in_place_move_nothing() -> None:
+    a = numbers(3, 3).to(DEV)
+    other = a.view(9)
+    assert a.transpose_(0, 1).stride() == (1, 3)
+    close(other, numbers(9))
+    close(a, numbers(3, 3).t())
+    close(a.unsqueeze_(0).squeeze_(0), numbers(3, 3).t())
+
+
 # ---- memory ----------------------------------------------------------------------------------------------
 
 

@@ -135,7 +135,7 @@ def _given(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
 def _is_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether a backend may have a kernel of its own for it: it is not composed of others, and no view."""
     schema = op._schema
-    if any(a.name in _PLACES for a in schema.arguments) or torch.Tag.generated in op.tags:
+    if any(a.name in _PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
     if schema.name.startswith("aten::_foreach"):
         return False
