@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from flambeau.frontends.device_testing import check_on_device
 from flambeau.frontends.fallback import reset_fallbacks
 from flambeau.targets import opencl_driver
 from flambeau.targets.opencl_device import ClDevice, devices
+from frontends.device_models import KINDS, model_and_input
 
 DEV = "flambeau"
 
@@ -290,6 +292,27 @@ def test_compiled_calls_of_what_has_no_lowering() -> None:
     x = numbers(6)
     close(torch.compile(lambda x: torch.fft.rfft(x * 2).real + 1, backend="flambeau")(x.to(DEV)),
           torch.fft.rfft(x * 2).real + 1)
+
+
+# ---- models ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_train_without_the_cpu(kind: type[nn.Module]) -> None:
+    model, x = model_and_input(kind)
+    losses = []
+    for device in ("cpu", DEV):
+        there, given = copy.deepcopy(model).to(device), x.to(device)
+        optimizer = torch.optim.AdamW(there.parameters(), 1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = there(given)
+            loss.backward()
+            nn.utils.clip_grad_norm_(there.parameters(), 1.0)
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 # ---- the operator database -------------------------------------------------------------------------------
