@@ -1,10 +1,16 @@
-"""Small models of five kinds, with inputs: what trains on the device without the CPU's help."""
+"""Small models of five kinds train on the device "flambeau" without the CPU's help; test_device.py runs this apart."""
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import flambeau
+from flambeau.frontends.fallback import reset_fallbacks
 
 
 class Language(nn.Module):
@@ -64,12 +70,28 @@ class Sequences(nn.Module):
         return self.second(self.first(x)[0])[0].square().mean()
 
 
-def model_and_input(kind: type[nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+INPUTS = {
+    Language: lambda: torch.randint(20, (2, 7)), Images: lambda: torch.randn(2, 3, 16, 16),
+    Volumes: lambda: torch.randn(1, 2, 4, 4, 4), Bags: lambda: torch.randint(30, (6, 4)),
+    Sequences: lambda: torch.randn(3, 2, 5)}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_training_needs_no_cpu(kind: type[nn.Module]) -> None:
+    flambeau.enable_device()
     torch.manual_seed(0)
-    made = {Language: lambda: torch.randint(20, (2, 7)), Images: lambda: torch.randn(2, 3, 16, 16),
-            Volumes: lambda: torch.randn(1, 2, 4, 4, 4), Bags: lambda: torch.randint(30, (6, 4)),
-            Sequences: lambda: torch.randn(3, 2, 5)}
-    return kind(), made[kind]()
-
-
-KINDS = (Language, Images, Volumes, Bags, Sequences)
+    model, x = kind(), INPUTS[kind]()
+    reset_fallbacks()
+    losses = []
+    for device in ("cpu", "flambeau"):
+        there, given = copy.deepcopy(model).to(device), x.to(device)
+        optimizer = torch.optim.AdamW(there.parameters(), 1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = there(given)
+            loss.backward()
+            nn.utils.clip_grad_norm_(there.parameters(), 1.0)
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert flambeau.fallbacks() == []
