@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import flambeau
-from flambeau.frontends import pipeline
+from flambeau.frontends import device_module, pipeline
+from flambeau.frontends.device_copy import Copies
 from flambeau.frontends.device_testing import check_on_device
-from flambeau.frontends.fallback import reset_fallbacks
+from flambeau.frontends.fallback import Fallback, reset_fallbacks
 from flambeau.targets import opencl_driver
 from flambeau.targets.opencl_device import ClDevice, devices
 
@@ -136,6 +137,15 @@ def test_numbers_that_change_are_arguments(compiled: list[Any]) -> None:
     assert len(compiled) == 3 * 3  # two with the number in it, then one for all numbers
 
 
+def test_views_in_place_move_nothing() -> None:
+    a = numbers(3, 3).to(DEV)
+    other = a.view(9)
+    assert a.transpose_(0, 1).stride() == (1, 3)
+    close(other, numbers(9))
+    close(a, numbers(3, 3).t())
+    close(a.unsqueeze_(0).squeeze_(0), numbers(3, 3).t())
+
+
 # ---- memory ----------------------------------------------------------------------------------------------
 
 
@@ -177,6 +187,18 @@ def test_statistics_of_a_norm_are_updated() -> None:
     close(ours.running_mean, theirs.running_mean)
     close(ours.running_var, theirs.running_var)
     assert ours.num_batches_tracked.item() == 2
+
+
+@pytest.mark.usefixtures("falls_back")
+def test_statistics_are_updated_by_the_cpu_as_well() -> None:
+    core = device_module._native()
+    fallback = Fallback(Copies(DEV, core._driver, core), core.generator, device_module.current_device)
+    x, mean, var = numbers(4, 3, 5), torch.zeros(3), torch.ones(3)
+    there = [t.to(DEV) for t in (mean, var)]
+    fallback.call(torch.ops.aten.native_batch_norm.default, x.to(DEV), None, None, *there, True, 0.1, 1e-5)
+    torch.ops.aten.native_batch_norm.default(x, None, None, mean, var, True, 0.1, 1e-5)
+    close(there[0], mean)
+    close(there[1], var)
 
 
 # ---- random numbers --------------------------------------------------------------------------------------

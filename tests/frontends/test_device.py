@@ -25,6 +25,11 @@ def test_operators() -> None:
     run_apart(HERE / "device_op_cases.py")
 
 
+@pytest.mark.sweep
+def test_models() -> None:
+    run_apart(HERE / "device_models.py")
+
+
 def test_areas_of_the_checklist() -> None:
     run_apart(HERE / "device_areas.py", POCL_DEVICES=TWO)
 

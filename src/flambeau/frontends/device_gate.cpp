@@ -81,7 +81,6 @@ struct State {
   std::vector<int> returns;                   // the argument that each result is, or -1
   std::vector<bool> lists;                    // of the results
   std::optional<c10::RegistrationHandleRAII> registration;
-  std::atomic<int64_t> ours{0}, originals{0};
   size_t number = 0;
 
   std::shared_mutex lock;
@@ -361,10 +360,7 @@ struct Gate final : c10::OperatorKernel {
   explicit Gate(State* state) : s(*state) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    if (!ours(*stack)) {
-      s.originals.fetch_add(1, std::memory_order_relaxed);
-      s.original.callBoxed(op, keys, stack);
-    }
+    if (!ours(*stack)) s.original.callBoxed(op, keys, stack);
   }
 
  private:
@@ -387,7 +383,6 @@ struct Gate final : c10::OperatorKernel {
         TORCH_CHECK_WITH(OutOfMemoryError, !failure.memory, failure.text);
         failure.raise();
       }
-      s.ours.fetch_add(1, std::memory_order_relaxed);
       give(stack, made, count);
       return true;
     }
@@ -450,17 +445,9 @@ PyObject* open(PyObject*, PyObject* args) {
   });
 }
 
-// usage(gate) -> (calls of ours, calls of the original)
-PyObject* usage(PyObject*, PyObject* number) {
-  size_t at = PyLong_AsSize_t(number);
-  if (at >= states().size()) return PyErr_SetString(PyExc_IndexError, "no such gate"), nullptr;
-  const State& s = *states()[at];
-  return Py_BuildValue("(LL)", (long long)s.ours.load(), (long long)s.originals.load());
-}
-
 PyMethodDef methods[] = {
     {"start", start, METH_VARARGS, nullptr}, {"open", open, METH_VARARGS, nullptr},
-    {"usage", usage, METH_O, nullptr},       {nullptr, nullptr, 0, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "device_gate", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

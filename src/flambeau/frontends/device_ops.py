@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, Protocol
@@ -48,12 +47,8 @@ class Gates(Protocol):
     def open(self, name: str, overload: str) -> int:
         """A gate before an operator, for the rest of the process."""
 
-    def usage(self, gate: int) -> tuple[int, int]:
-        """(calls of programs, calls of what was there before)"""
-
 
 _FORMS: list[Form] = []  # by the numbers of their gates
-REFUSED: dict[str, Counter[str]] = {}  # why calls of an operator got no program
 
 
 @cache
@@ -85,7 +80,6 @@ def ask(gate: int, args: tuple[Any, ...], lift: int) -> Run | list[tuple[int, ..
         return other.shapes
     except Exception as error:  # whatever is wrong with the compiler, the operator works
         reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
-        REFUSED.setdefault(form.name, Counter())[reason] += 1
         REASONS[form.op.name()] = "; ".join(filter(None, (reason, *getattr(error, "dtypes", ()),
                                                           getattr(error, "target", None))))
         if isinstance(error, CompileError):
@@ -107,7 +101,7 @@ def device_forms() -> list[Form]:
     found = {form.op: form for name in names for form in _forms(name, functional)}
     for name, compute in INSTEAD.items():
         op = getattr(aten, name).default
-        if op not in found:
+        if op not in found or not isinstance(compute, torch._ops.OpOverload):
             found[op] = Form(op, compute, "", ())
     return [form for op, form in found.items() if _is_kernel(op)]
 
@@ -135,7 +129,7 @@ def _given(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
 def _is_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether a backend may have a kernel of its own for it: it is not composed of others, and no view."""
     schema = op._schema
-    if any(a.name in _PLACES for a in schema.arguments) or torch.Tag.generated in op.tags:
+    if any(a.name in _PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
     if schema.name.startswith("aten::_foreach"):
         return False

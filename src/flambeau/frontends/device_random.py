@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from .device_copy import Copies
 from .package import Run
 
+DRAWS: Counter[torch.device] = Counter()  # calls that drew numbers, for whoever must know whether one did
+
 
 def host_generator(generator: torch.Generator) -> torch.Generator:
     """A generator of the CPU for one call: which numbers it draws, seed and offset of the device's one decide."""
+    DRAWS[generator.device] += 1
     offset = generator.get_offset()
     generator.set_offset(offset + 4)  # the offsets of CUDA's generators, which programs save, are multiples of it
     mixed = (generator.initial_seed() + (offset // 4 + 1) * 0x9E3779B97F4A7C15) % 2**64

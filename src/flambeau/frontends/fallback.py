@@ -32,6 +32,8 @@ ALIGNMENT = 16  # bytes: the largest element
 # Operators that take tensors of the CPU beside those of a device, on every device.
 _MIXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
           "_pack_padded_sequence", "_ctc_loss", "_ctc_loss_backward", "set_", "copy_", "_copy_from"}
+# Arguments that are written although the schema does not say so.
+_WRITTEN = {"aten::native_batch_norm": ("running_mean", "running_var")}
 
 
 class FallbackRow(NamedTuple):
@@ -85,7 +87,7 @@ def _schema(op: Any) -> _Schema:
     found = op._schema
     arguments = tuple(
         _Argument(a.name, str(a.type) in ("Tensor", "Optional[Tensor]"), "Generator" in str(a.type),
-                  a.alias_info is not None and a.alias_info.is_write, a.is_out, _aliases(a.alias_info))
+                  a.is_write or a.name in _WRITTEN.get(found.name, ()), a.is_out, _aliases(a.alias_info))
         for a in found.arguments)
     random = torch.Tag.nondeterministic_seeded in op.tags or any(a.is_generator for a in arguments)
     numbers = torch._C._should_allow_numbers_as_tensors(found.name.split("::")[-1])

@@ -68,6 +68,13 @@ def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> Any:
     return of_input, of_hidden, grad * z, *biases
 
 
+def native_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+                      training: bool, momentum: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Without training nothing is saved for the backward."""
+    out, saved_mean, saved_scale = aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
+    return (out, saved_mean, saved_scale) if training else (out, x.new_zeros(0), x.new_zeros(0))
+
+
 INSTEAD: dict[str, Callable[..., Any]] = {
     "convolution_overrideable": aten.convolution.default,
     "convolution_backward_overrideable": convolution_backward,
@@ -77,6 +84,7 @@ INSTEAD: dict[str, Callable[..., Any]] = {
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
     "addr": aten.addr.default,
     "mish_backward": aten.mish_backward.default,
+    "native_batch_norm": native_batch_norm,
     "native_group_norm": aten.native_group_norm.default,
     "native_layer_norm": aten.native_layer_norm.default,
     "silu_backward": aten.silu_backward.default,
