@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -243,19 +243,31 @@ def test_other_callers_get_torch() -> None:
     assert not function().compiled
 
 
-def test_settings_and_states_of_dying_optimizers_are_forgotten() -> None:
-    ours = parameters()
-    a = torch.optim.SGD(ours, lr=0.1)
-    for p in ours:
-        p.grad = torch.ones_like(p)
-    compiled(a)()
+def test_tables_are_kept_for_some_calls_and_for_no_tensor() -> None:
     f = function("sgd")
-    assert len(f.prepared) == 1
-    del a, p, ours
-    torch._dynamo.reset()
-    gc.collect()
-    assert not f.prepared
+    gone = []
+    for _ in range(multi_tensor.MOST_PREPARED + 3):
+        (p,) = parameters([(3,)])
+        p.grad = torch.ones(3)
+        gone.append(weakref.ref(p))
+        f(([p], [p.grad], []), {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False,
+                                "maximize": False}, (None, "fast"))
+    del p
+    assert len(f.prepared) <= multi_tensor.MOST_PREPARED and not any(ref() is not None for ref in gone)
 
+
+def test_tensors_that_change_their_sizes() -> None:
+    """The same parameter, and memory, with fewer elements."""
+    ours, eager = parameters([(50,), (6,)]), parameters([(50,), (6,)])
+    a, b = torch.optim.SGD(ours, lr=0.1), torch.optim.SGD(eager, lr=0.1)
+    step = compiled(a)
+    train(ours, eager, step, b.step, times=1)
+    for p in (ours[0], eager[0]):
+        p.grad = None
+        p.data = p.data[:20]
+    kept = ours[0].data._base
+    train(ours, eager, step, b.step, times=1)
+    assert kept is None or kept.shape == (50,)
 
 
 # ---- clipping ----------------------------------------------------------------------------------------------

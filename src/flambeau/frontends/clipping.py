@@ -23,8 +23,9 @@ from flambeau.ir.scalar import abs_
 from flambeau.schedule.tables import PLACE
 from flambeau.targets.base import Launch, get_target
 
-from .multi_tensor import DECLINED, Declined, ListFunction, check_plain, target_name
+from .multi_tensor import DECLINED, ListFunction, check_plain
 from .pipeline import LOCK
+from .row_kernels import Declined, target_name
 from .tables import PointerTable, sizes_of
 
 # Order of the norm: how an element joins, what joins them, and the norm of what comes out.

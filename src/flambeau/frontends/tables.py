@@ -49,14 +49,15 @@ class Mirror:
     its own memory: a copy waits for the kernels of its queue that still read what was there.
     """
 
-    def __init__(self, target: Target, device: torch.device) -> None:
-        self.target, self.device = target, device
+    def __init__(self, target: Target, device: torch.device, alone: bool = False) -> None:
+        """`alone`: no two calls overlap."""
+        self.target, self.device, self.alone = target, device, alone
         self.there: dict[Hashable, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what captured graphs will read again
 
     def memory(self, count: int) -> torch.Tensor:
         """Where the words of this call will lie."""
-        queue = self.target.queue() if self.device.type != "cpu" else None
+        queue = self.target.queue() if self.device.type != "cpu" else () if self.alone else None
         if queue is None:
             return torch.empty(count, dtype=torch.int64, device=self.device)
         if queue not in self.there or self.there[queue][0].numel() != count:
