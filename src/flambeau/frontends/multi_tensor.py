@@ -229,7 +229,8 @@ class Tables:
         self.lengths = [lengths[row] for row in rows]
         self.target = get_target(target)
         targets = {False: (self.target, c.kind.device), True: (get_target("cpu"), torch.device("cpu"))}
-        self.mirrors = {apart: Mirror(*targets[apart], alone=True) for apart in dict.fromkeys(t.apart for t in v.launches)}
+        places = dict.fromkeys(t.apart for t in v.launches)
+        self.mirrors = {apart: Mirror(*targets[apart], alone=True) for apart in places}
         self.blocks: dict[tuple[bool, bool], torch.Tensor] = {}
         for t in v.launches:
             if (t.apart, t.single) not in self.blocks:
