@@ -26,7 +26,7 @@ from flambeau.targets.base import Launch, get_target
 from .multi_tensor import DECLINED, ListFunction, check_plain
 from .pipeline import LOCK
 from .row_kernels import Declined, target_name
-from .tables import PointerTable, sizes_of
+from .tables import PointerTable, sizes_of, start
 
 # Order of the norm: how an element joins, what joins them, and the norm of what comes out.
 ORDERS: dict[float, tuple[Callable[[Expr], Expr], str, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -65,7 +65,7 @@ def norm_of(tensors: Sequence[torch.Tensor], order: float, wanted: str | None) -
             memory, address, blocks = table([t.data_ptr() for t in mine])
             partial = torch.empty(len(table.blocks), dtype=opmath(dtype), device=device)
             if len(partial):
-                launch((address, blocks, partial.data_ptr()), sizes_of(len(mine), table.blocks))
+                start(launch, (address, blocks, partial.data_ptr()), sizes_of(len(mine), table.blocks))
             del memory
         parts.append(partial.to(tensors[0].device))
     dtype = parts[0].dtype

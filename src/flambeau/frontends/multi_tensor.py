@@ -30,7 +30,7 @@ from flambeau.targets.base import get_target
 
 from .pipeline import LOCK
 from .row_kernels import COUNT, SCALARS, Declined, Form, RowKind, TableLaunch, Variant, compile_row, target_name
-from .tables import Mirror, blocks_of, sizes_of
+from .tables import Mirror, blocks_of, sizes_of, start
 
 CHANGING = ("grads", "d_p_list")  # names of lists whose tensors are others in every call
 MUST_BE_OFF = ("fused", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
@@ -260,10 +260,10 @@ class Tables:
                 words, starts = self.words(launches, numbers, addresses, base, counts, counted)
                 self.before[apart] = addresses, same, words, starts
             mirror.send(torch.frombuffer(words, dtype=torch.int64), memory)
-            for t, start in zip(launches, starts, strict=True):
+            for t, at in zip(launches, starts, strict=True):
                 blocks = self.blocks[apart, t.single]
                 if len(blocks):
-                    t.launch((start, blocks.data_ptr()), sizes_of(len(self.rows), blocks))
+                    start(t.launch, (at, blocks.data_ptr()), sizes_of(len(self.rows), blocks))
 
     def words(self, launches: Sequence[TableLaunch], numbers: array[int], addresses: Addresses, base: int,
               counts: list[float], counted: list[float]) -> tuple[array[int], list[int]]:
@@ -307,7 +307,7 @@ def is_row(row: dict[str, torch.Tensor]) -> bool:
             raise Declined(f"{name} that differ from their parameters")
         elif t.stride() != p.stride() and not (t.is_contiguous() and p.is_contiguous()):
             return False
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(p))
+    return p.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(p))
 
 
 def check_plain(name: str, t: torch.Tensor) -> None:

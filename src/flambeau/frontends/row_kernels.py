@@ -7,7 +7,7 @@ read them from memory, computed as Python computes them. Decisions that depend o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -23,6 +23,7 @@ from flambeau.ir.nodes import Extern, Graph, Node, Pointwise
 from flambeau.ir.program import Call, Launch, Program
 from flambeau.schedule.plan import schedule
 from flambeau.schedule.tables import Rows, as_row
+from flambeau.targets.base import Launch as TargetLaunch
 from flambeau.targets.base import get_target, target_for
 
 from .capture import capture
@@ -74,7 +75,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class TableLaunch:
-    launch: Callable[[Sequence[int], Sequence[int]], int]
+    launch: TargetLaunch
     pointers: tuple[Pointer, ...]
     single: bool  # touches one element of each row
     apart: bool  # runs on the CPU, where the scalars are and the other tensors are not
@@ -105,6 +106,7 @@ def compile_row(f: Form, c: RowKind, count: float) -> Variant:
     target = get_target(target_name(c.device, f.target))
     if not target.capabilities().tables:
         raise Declined(f"the target {target.name} has no tables")
+    target.prepare()
     gm, guards, symbols = trace(f, c, count)
     names = [*f.lists, *f.shared]
     with target.on(c.device):

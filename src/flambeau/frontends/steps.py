@@ -70,7 +70,8 @@ def routed(original: Callable[..., Any], module: str, kind: str, ours: Callable[
     def traced_for_us() -> bool:
         """While Dynamo traces: whether for us, and whether it may leave what it traces for a call."""
         tx = InstructionTranslator.current_tx()
-        return ours(tx.output.compiler_fn) is not None and not (tx.one_graph or tx.error_on_graph_break)
+        return ours(tx.output.compiler_fn) is not None and not (
+            tx.one_graph or getattr(tx, "error_on_graph_break", False))
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
