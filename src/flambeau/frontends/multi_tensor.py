@@ -151,10 +151,7 @@ class _Call:
             kind = RowKind(row["params"].device, next(iter(places), None), tuple(t.dtype for t in row.values()))
             groups.setdefault(kind, []).append(k)
         classes = [Class(kind, rows, self.f.compiled.setdefault((self.key, kind), [])) for kind, rows in groups.items()]
-        every = list(chain.from_iterable(self.lists.values()))
-        sizes: list[Any] = [list(t.shape) for t in every]
-        strides: list[Any] = [list(t.stride()) for t in every]
-        guards = TensorGuards(*every, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        guards = guards_of(list(chain.from_iterable(self.lists.values())))
         return Prepared(guards, [t.numel() for t in self.lists["params"]], classes, left)
 
     # ---- the run -----------------------------------------------------------------------------------------
@@ -165,12 +162,12 @@ class _Call:
             return []
         prepared = self.prepare()
         addresses = {name: list(map(TensorBase.data_ptr, tensors)) for name, tensors in self.lists.items()}
-        addresses |= {name: [t.data_ptr()] * self.rows for name, t in self.shared.items()}
         if addresses == prepared.addresses:
             addresses = prepared.addresses
         else:
             check_apart(self.lists, addresses)
             prepared.addresses = addresses
+        shared = {name: t.data_ptr() for name, t in self.shared.items()}
         # All are compiled before the first of them runs: what cannot be compiled, is left to torch as a whole.
         parts = [(c, *part) for c in prepared.classes for part in self.parts(c)]
         for c, variant, rows, counts in parts:
@@ -179,7 +176,7 @@ class _Call:
                 c.tables[key] = Tables(variant, c, rows, prepared.lengths, target_name(c.kind.device, self.form.target))
             tables = c.tables[key]
             with tables.target.on(c.kind.device):
-                tables.run(self.numbers, addresses, counts)
+                tables.run(self.numbers, addresses, shared, counts)
         torch._C._increment_version(self.lists["params"])  # states are in no graph of autograd's
         return prepared.left
 
@@ -239,7 +236,7 @@ class Tables:
         self.places = torch.empty(v.temporaries * len(rows), dtype=torch.float64, device=c.kind.device)
         self.before: dict[bool, tuple[Addresses, Any, array[int], list[int]]] = {}
 
-    def run(self, given: dict[str, float], addresses: Addresses, counts: list[float]) -> None:
+    def run(self, given: dict[str, float], addresses: Addresses, shared: dict[str, int], counts: list[float]) -> None:
         counted = list(dict.fromkeys(counts)) or [0.0]
         numbers = array("q")
         for count in counted:
@@ -251,13 +248,14 @@ class Tables:
             memory = mirror.memory(len(numbers) + tables)
             base = memory.data_ptr()
             # All but the numbers stays as it was, if no tensor moved.
-            same = base, counts if len(counted) > 1 else None
+            same = base, shared, counts if len(counted) > 1 else None
             known = self.before.get(apart)
             if known is not None and known[0] is addresses and known[1] == same:
                 _, _, words, starts = known
                 words[: len(numbers)] = numbers
             else:
-                words, starts = self.words(launches, numbers, addresses, base, counts, counted)
+                words, starts = self.words(launches, numbers, addresses | {k: [v] for k, v in shared.items()}, base,
+                                           counts, counted)
                 self.before[apart] = addresses, same, words, starts
             mirror.send(torch.frombuffer(words, dtype=torch.int64), memory)
             for t, at in zip(launches, starts, strict=True):
@@ -277,7 +275,11 @@ class Tables:
             for p in t.pointers:
                 if p.kind == "list":
                     column = addresses[p.which]
-                    words.extend(column if self.whole else [column[row] for row in rows])
+                    if len(column) == 1:  # of one row, or for all of them
+                        column = column * len(rows)
+                    elif not self.whole:
+                        column = [column[row] for row in rows]
+                    words.extend(column)
                 elif p.kind == "temporary":
                     first = self.places.data_ptr() + 8 * p.which * len(rows)
                     words.extend(range(first, first + 8 * len(rows), 8))
@@ -288,6 +290,13 @@ class Tables:
             words.extend([1] * len(rows) if t.single else self.lengths)
             words.extend([0] * (len(words) % 2))
         return words, starts
+
+
+def guards_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """`check(*others)` of what this returns: whether others have the same types, dtypes, devices, sizes and strides."""
+    sizes: list[Any] = [list(t.shape) for t in tensors]
+    strides: list[Any] = [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def even(count: int) -> int:
