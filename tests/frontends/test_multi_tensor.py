@@ -14,7 +14,8 @@ from torch.nn import Parameter
 
 import flambeau
 from flambeau.frontends import multi_tensor, overrides
-from flambeau.frontends.multi_tensor import DECLINED, ListFunction, Variant
+from flambeau.frontends.multi_tensor import DECLINED, ListFunction
+from flambeau.frontends.row_kernels import RowKind, Variant
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 TARGETS = ["cpu", pytest.param("interpreter", marks=NEEDS_TRITON)]
@@ -210,6 +211,19 @@ def test_counts_that_differ_from_row_to_row() -> None:
     train(ours[:2], eager[:2], compiled(a), b.step)
     train(ours, eager, compiled(a), b.step)  # the third one begins now
     assert not DECLINED and [int(a.state[p]["step"]) for p in ours] == [6, 6, 3]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_counts_on_the_cpu_of_parameters_elsewhere(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU without `capturable`: counts have kernels and tables of their own, on the CPU."""
+    other = torch.device("cpu", 0)  # the same memory, but not the same device
+    monkeypatch.setattr(multi_tensor, "RowKind", lambda _, *rest: RowKind(other, *rest))
+    ours, eager = parameters(), parameters()
+    a, b = torch.optim.AdamW(ours), torch.optim.AdamW(eager)
+    train(ours, eager, compiled(a, target), b.step)
+    (v,) = variants()
+    assert not DECLINED and [t.apart for t in v.launches] in ([False, True], [True, False])
+    assert all(state["step"] == 3 for state in a.state.values())
 
 
 def test_a_step_within_a_function() -> None:
