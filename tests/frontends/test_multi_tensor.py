@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +14,8 @@ from torch.nn import Parameter
 
 import flambeau
 from flambeau.frontends import multi_tensor, overrides
-from flambeau.frontends.multi_tensor import DECLINED, ListFunction, Variant
+from flambeau.frontends.multi_tensor import DECLINED, ListFunction
+from flambeau.frontends.row_kernels import RowKind, Variant
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 TARGETS = ["cpu", pytest.param("interpreter", marks=NEEDS_TRITON)]
@@ -212,6 +213,19 @@ def test_counts_that_differ_from_row_to_row() -> None:
     assert not DECLINED and [int(a.state[p]["step"]) for p in ours] == [6, 6, 3]
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_counts_on_the_cpu_of_parameters_elsewhere(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU without `capturable`: counts have kernels and tables of their own, on the CPU."""
+    other = torch.device("cpu", 0)  # the same memory, but not the same device
+    monkeypatch.setattr(multi_tensor, "RowKind", lambda _, *rest: RowKind(other, *rest))
+    ours, eager = parameters(), parameters()
+    a, b = torch.optim.AdamW(ours), torch.optim.AdamW(eager)
+    train(ours, eager, compiled(a, target), b.step)
+    (v,) = variants()
+    assert not DECLINED and [t.apart for t in v.launches] in ([False, True], [True, False])
+    assert all(state["step"] == 3 for state in a.state.values())
+
+
 def test_a_step_within_a_function() -> None:
     ours, eager = parameters(), parameters()
     a, b = torch.optim.AdamW(ours), torch.optim.AdamW(eager)
@@ -243,19 +257,31 @@ def test_other_callers_get_torch() -> None:
     assert not function().compiled
 
 
-def test_settings_and_states_of_dying_optimizers_are_forgotten() -> None:
-    ours = parameters()
-    a = torch.optim.SGD(ours, lr=0.1)
-    for p in ours:
-        p.grad = torch.ones_like(p)
-    compiled(a)()
+def test_tables_are_kept_for_some_calls_and_for_no_tensor() -> None:
     f = function("sgd")
-    assert len(f.prepared) == 1
-    del a, p, ours
-    torch._dynamo.reset()
-    gc.collect()
-    assert not f.prepared
+    gone = []
+    for _ in range(multi_tensor.MOST_PREPARED + 3):
+        (p,) = parameters([(3,)])
+        p.grad = torch.ones(3)
+        gone.append(weakref.ref(p))
+        f(([p], [p.grad], []), {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False,
+                                "maximize": False}, (None, "fast"))
+    del p
+    assert len(f.prepared) <= multi_tensor.MOST_PREPARED and not any(ref() is not None for ref in gone)
 
+
+def test_tensors_that_change_their_sizes() -> None:
+    """The same parameter, and memory, with fewer elements."""
+    ours, eager = parameters([(50,), (6,)]), parameters([(50,), (6,)])
+    a, b = torch.optim.SGD(ours, lr=0.1), torch.optim.SGD(eager, lr=0.1)
+    step = compiled(a)
+    train(ours, eager, step, b.step, times=1)
+    for p in (ours[0], eager[0]):
+        p.grad = None
+        p.data = p.data[:20]
+    kept = ours[0].data._base
+    train(ours, eager, step, b.step, times=1)
+    assert kept is None or kept.shape == (50,)
 
 
 # ---- clipping ----------------------------------------------------------------------------------------------

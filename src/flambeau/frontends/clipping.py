@@ -6,8 +6,10 @@ decides nothing, so results do not depend on the run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,10 +25,12 @@ from flambeau.ir.scalar import abs_
 from flambeau.schedule.tables import PLACE
 from flambeau.targets.base import Launch, get_target
 
-from .multi_tensor import DECLINED, Declined, ListFunction, check_plain, target_name
+from .multi_tensor import DECLINED, ListFunction, check_plain, guards_of
 from .pipeline import LOCK
-from .tables import PointerTable, sizes_of
+from .row_kernels import Declined, target_name
+from .tables import PointerTable, sizes_of, start
 
+MOST_PLANS = 4  # for tensors of one number
 # Order of the norm: how an element joins, what joins them, and the norm of what comes out.
 ORDERS: dict[float, tuple[Callable[[Expr], Expr], str, Callable[[torch.Tensor], torch.Tensor]]] = {
     1.0: (abs_, "sum", torch.sum),
@@ -48,34 +52,68 @@ def total_norm(original: Callable[..., torch.Tensor], options: tuple[str | None,
         return original(tensors, norm_type, error_if_nonfinite, foreach)
 
 
+@dataclass
+class Group:
+    """Tensors of one device and dtype."""
+
+    device: torch.device
+    dtype: DType
+    members: list[int]
+    table: PointerTable
+    launch: Launch
+
+    def partial(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What each block comes to."""
+        blocks = self.table.blocks
+        with self.table.mirror.target.on(self.device):
+            out = torch.empty(len(blocks), dtype=opmath(self.dtype), device=self.device)
+            memory, at, where = self.table([tensors[k].data_ptr() for k in self.members])
+            if len(out):
+                start(self.launch, (at, where, out.data_ptr()), sizes_of(len(self.members), blocks))
+        del memory  # the kernel is done with it, or its queue will be before anybody else writes there
+        return out
+
+
+@dataclass
+class Plan:
+    """The norm of tensors with these dtypes, sizes and layouts."""
+
+    guards: Any
+    groups: list[Group]
+    compute: DType
+    result: DType
+
+
+_PLANS: dict[tuple[Any, ...], list[Plan]] = {}
+
+
 def norm_of(tensors: Sequence[torch.Tensor], order: float, wanted: str | None) -> torch.Tensor:
-    groups: dict[tuple[torch.device, DType], list[torch.Tensor]] = {}
-    for t in tensors:
+    plans = _PLANS.setdefault((len(tensors), order, wanted), [])
+    plan = next((p for p in plans if p.guards.check(*tensors)), None)
+    if plan is None:
+        plan = planned(tensors, order, wanted)
+        plans[:] = [plan, *plans[: MOST_PLANS - 1]]
+    device = tensors[0].device
+    every = torch.cat([g.partial(tensors).to(device, plan.compute) for g in plan.groups])
+    norm = ORDERS[order][2](every) if len(every) else torch.zeros((), dtype=plan.compute, device=device)
+    return norm.to(plan.result)
+
+
+def planned(tensors: Sequence[torch.Tensor], order: float, wanted: str | None) -> Plan:
+    members: dict[tuple[torch.device, DType], list[int]] = {}
+    for k, t in enumerate(tensors):
         check_plain("tensors", t)
-        if not torch.ops.aten.is_non_overlapping_and_dense(t):
+        if not t.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(t):
             raise Declined("tensors with gaps")
-        groups.setdefault((t.device, t.dtype), []).append(t)
-    parts = []
-    for (device, dtype), mine in groups.items():
+        members.setdefault((t.device, t.dtype), []).append(k)
+    groups = []
+    for (device, dtype), mine in members.items():
         target = get_target(target_name(device, wanted))
-        launch = kernel_of(target.name, dtype, order)
-        with target.on(device):
-            table = PointerTable(target, device, [(k, 0) for k in range(len(mine))], [t.numel() for t in mine])
-            memory, address, blocks = table([t.data_ptr() for t in mine])
-            partial = torch.empty(len(table.blocks), dtype=opmath(dtype), device=device)
-            if len(partial):
-                launch((address, blocks, partial.data_ptr()), sizes_of(len(mine), table.blocks))
-            del memory
-        parts.append(partial.to(tensors[0].device))
-    dtype = parts[0].dtype
-    for part in parts[1:]:
-        dtype = torch.promote_types(dtype, part.dtype)
-    every = torch.cat([part.to(dtype) for part in parts])
-    norm = ORDERS[order][2](every) if len(every) else torch.zeros((), dtype=dtype, device=tensors[0].device)
-    result = tensors[0].dtype
-    for _, other in groups:
-        result = torch.promote_types(result, other)
-    return norm.to(result)
+        table = PointerTable(target, device, [(k, 0) for k in range(len(mine))], [tensors[k].numel() for k in mine])
+        groups.append(Group(device, dtype, mine, table, kernel_of(target.name, dtype, order)))
+    result = functools.reduce(torch.promote_types, (g.dtype for g in groups))
+    compute = functools.reduce(torch.promote_types, (opmath(g.dtype) for g in groups))
+    return Plan(guards_of(tensors), groups, compute, result)
 
 
 @cache

@@ -19,17 +19,21 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import convert_frame
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
-# The functions: module, name, and who runs it. A step updates the tensors of its lists row by row, and returns nothing.
+# The functions: module, name, and who runs it; nobody: it only leads to others. A step updates the tensors of its lists
+# row by row, and returns nothing.
 FUNCTIONS = (
     *((f"torch.optim.{name}", name, "step") for name in
       ("adam", "sgd", "rmsprop", "adagrad", "adadelta", "adamax", "radam")),
     ("torch.nn.utils.clip_grad", "_get_total_norm", "total_norm"),
     ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "clip_with_norm"),
+    ("torch.nn.utils.clip_grad", "clip_grad_norm_", ""),
 )
 EAGER: Counter[str] = Counter()  # types of devices, and how many wish that uncompiled steps there are ours
+_AROUND = wrap_inline(len).__code__
 _SKIP = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)
 
 
@@ -41,7 +45,11 @@ def install(backend: Callable[..., Any]) -> None:
     for module, name, kind in FUNCTIONS:
         loaded = importlib.import_module(module)
         files.add(inspect.getfile(loaded))
-        setattr(loaded, name, routed(getattr(loaded, name), module, kind, ours))
+        original = getattr(loaded, name)
+        function = routed(original, module, kind, ours)
+        for place in (loaded, importlib.import_module(module.rpartition(".")[0])):
+            if getattr(place, name, None) is original:
+                setattr(place, name, function)
     convert_frame.CatchErrorsWrapper.__call__ = passing(  # type: ignore[method-assign]
         convert_frame.CatchErrorsWrapper.__call__, frozenset(files), ours)
 
@@ -58,11 +66,20 @@ def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | N
 
 def passing(convert: Callable[..., Any], files: frozenset[str], ours: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, frame: Any, *rest: Any) -> Any:
-        if frame.f_code.co_filename in files and ours(self) is not None:
+        whole = getattr(self._torchdynamo_orig_backend, "_one_graph", False)  # fullgraph=True
+        if not whole and (frame.f_code.co_filename in files or leads_to(frame, files)) and ours(self) is not None:
             return _SKIP
         return convert(self, frame, *rest)
 
     return __call__
+
+
+def leads_to(frame: Any, files: frozenset[str]) -> bool:
+    """Whether this is the frame that torch.compile puts around a function that Dynamo would not trace by itself."""
+    if frame.f_code is not _AROUND:
+        return False
+    inside = (getattr(cell.cell_contents, "__code__", None) for cell in frame.closure)
+    return any(code is not None and code.co_filename in files for code in inside)
 
 
 def routed(original: Callable[..., Any], module: str, kind: str, ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,14 +87,15 @@ def routed(original: Callable[..., Any], module: str, kind: str, ours: Callable[
     def traced_for_us() -> bool:
         """While Dynamo traces: whether for us, and whether it may leave what it traces for a call."""
         tx = InstructionTranslator.current_tx()
-        return ours(tx.output.compiler_fn) is not None and not (tx.one_graph or tx.error_on_graph_break)
+        return ours(tx.output.compiler_fn) is not None and not (
+            tx.one_graph or getattr(tx, "error_on_graph_break", False))
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             if traced_for_us():
                 torch._dynamo.graph_break()
-        else:
+        elif kind:
             callback = get_eval_frame_callback()
             given = ours(callback) if callable(callback) else None
             if given is None and is_accelerated(args):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Hashable, Sequence
 
 import torch
 
+from flambeau.ir.faults import error_of
 from flambeau.ir.program import CHUNK
-from flambeau.targets.base import Target
+from flambeau.targets.base import Launch, Target
+
+
+def start(launch: Launch, pointers: Sequence[int], sizes: tuple[int, int]) -> None:
+    """Launch along a table. Such kernels have no faults of their own; one of an earlier kernel is raised instead."""
+    if code := launch(pointers, sizes):
+        error = error_of(code)
+        error.add_note("reported by a kernel that was launched before")
+        raise error
 
 
 def sizes_of(rows: int, blocks: torch.Tensor) -> tuple[int, int]:
@@ -45,36 +55,44 @@ class PointerTable:
 class Mirror:
     """Words of the host where a target's kernels read them; copied only when they differ from those of the call before.
 
-    Where kernels are waited for and read the host's memory, that is the words themselves. Elsewhere each queue has
-    its own memory: a copy waits for the kernels of its queue that still read what was there.
+    On a device each queue and thread has its own memory: a copy waits for the kernels of its queue that still read what
+    was there, and no thread writes between the copy and the launch of another.
     """
 
-    def __init__(self, target: Target, device: torch.device) -> None:
-        self.target, self.device = target, device
+    def __init__(self, target: Target, device: torch.device, alone: bool = False) -> None:
+        """`alone`: no two calls overlap."""
+        self.target, self.device, self.alone = target, device, alone
         self.there: dict[Hashable, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what captured graphs will read again
 
     def memory(self, count: int) -> torch.Tensor:
         """Where the words of this call will lie."""
-        queue = self.target.queue() if self.device.type != "cpu" else None
-        if queue is None:
+        place = self.place()
+        if place is None:
             return torch.empty(count, dtype=torch.int64, device=self.device)
-        if queue not in self.there or self.there[queue][0].numel() != count:
-            self.there[queue] = torch.empty(count, dtype=torch.int64, device=self.device), None
-        return self.there[queue][0]
+        if place not in self.there or self.there[place][0].numel() != count:
+            self.there[place] = torch.empty(count, dtype=torch.int64, device=self.device), None
+        return self.there[place][0]
+
+    def place(self) -> Hashable | None:
+        """What orders the uses of one memory; None: nothing does."""
+        if self.device.type == "cpu":
+            return () if self.alone else None
+        queue = self.target.queue()
+        return None if queue is None else (queue, threading.get_ident())
 
     def send(self, words: torch.Tensor, memory: torch.Tensor) -> None:
         if self.device.type == "cpu":
             memory.copy_(words)
             return
-        queue = self.target.queue()
-        before = None if queue is None else self.there[queue][1]
+        place = self.place()
+        before = None if place is None else self.there[place][1]
         if before is not None and torch.equal(before, words):
             return
         # From pinned memory nothing waits; torch does not reuse it before the copy is done.
         pinned = words.pin_memory() if self.device.type == "cuda" else words
         memory.copy_(pinned, non_blocking=True)
-        if queue is None:
+        if place is None:
             self.kept.append((pinned, memory))
         else:
-            self.there[queue] = memory, words.clone()
+            self.there[place] = memory, words.clone()
