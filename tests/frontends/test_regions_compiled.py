@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flambeau.debug
@@ -180,3 +182,36 @@ def test_a_later_process_finds_the_pieces(monkeypatch: pytest.MonkeyPatch) -> No
         assert again == {"hit": 3} and equal(fresh, found)
         deeper, _ = counted(9)
         assert deeper == {"hit": 3}, "a deeper model has the same pieces"
+
+
+# ---- distributed -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("again", [False, True])  # the second time, graphs come from the cache
+@pytest.mark.parametrize("bucket", [25, 0.08])  # MB: one graph, and several, of which one holds some layers
+def test_ddp(group: None, monkeypatch: pytest.MonkeyPatch, bucket: float, again: bool) -> None:
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
+    model = deep(8)
+    expected = step(model, tokens(), None)
+    with config.override(verify=False), flambeau.debug.collect_regions() as found:
+        ours = step(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket), tokens())
+    for keeper in list(graph_cache.keepers):
+        keeper.join(60)
+    torch.testing.assert_close(ours, expected)
+    assert max(len(g) for f in found for g in f.groups()) >= 5
+
+
+def test_fsdp(group: None) -> None:
+    model = deep(8)
+    expected = step(model, tokens(), None)
+    with flambeau.debug.collect_regions() as found:
+        ours = step(fully_shard(model), tokens())
+    torch.testing.assert_close([ours[0], *(g.full_tensor() for g in ours[1:])], expected)
+    assert max(len(g) for f in found for g in f.groups()) == 7

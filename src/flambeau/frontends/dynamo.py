@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flambeau.config import config
 from flambeau.errors import OptionError
@@ -55,6 +57,27 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
     without_marks()
+    context = TracingContext.try_get()
+    if context is None or not context.fakify_first_call:
+        return compile_dynamo_graph(gm, example_inputs, settings)
+    # DDP compiles its buckets one by one, and runs each on fake tensors first, to learn what the next one gets.
+    # AOTAutograd would serve that run; but a graph out of the cache, or a piece called twice, does not come by it.
+    context.fakify_first_call = False
+    try:
+        compiled = compile_dynamo_graph(gm, example_inputs, settings)
+    finally:
+        context.fakify_first_call = True
+
+    def run(*args: Any) -> Any:
+        return (gm if any(isinstance(x, FakeTensor) for x in args) else compiled)(*args)
+
+    return run
+
+
+def compile_dynamo_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
+) -> Callable[..., Any]:
+    """In pieces, if some of them repeat."""
     nested = calls_subgraphs(gm)
     if settings.pop("regions") or nested:
         found = cut(gm, example_inputs)
