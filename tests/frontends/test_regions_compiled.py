@@ -6,6 +6,7 @@ import random
 import string
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import flambeau.debug
 from flambeau.bench.models import Block
 from flambeau.config import config
-from flambeau.frontends import graph_cache
+from flambeau.frontends import dynamo, graph_cache, subgraphs
 
 WIDTH, ROWS = 16, 4
 
@@ -136,8 +137,22 @@ class Marked(Block):
 @pytest.mark.parametrize("regions", [False, True])
 def test_marked_layers(depth: int, regions: bool) -> None:
     """Marks of the user: subgraphs become what they hold, where they are few and where regions are off as well."""
-    ours = step(deep(depth, kind=Marked), tokens(), regions)
-    torch.testing.assert_close(ours, step(deep(depth), tokens(), None))
+    assert equal(step(deep(depth, kind=Marked), tokens(), regions), step(deep(depth), tokens(), regions))
+
+
+def test_layers_are_marked() -> None:
+    class Layer(Block):
+        pass
+
+    model = deep(6, kind=Layer)
+    expected = step(model, tokens())
+    assert flambeau.mark_layers(model) == ["Layer"] == flambeau.mark_layers(model)
+    torch.testing.assert_close(model(tokens()), expected[0])  # means nothing in eager
+    with patch.object(subgraphs, "written_out", wraps=subgraphs.written_out) as used, \
+            patch.object(dynamo, "written_out", used):
+        assert equal(step(model, tokens()), expected)
+    used.assert_called_once()
+    assert flambeau.mark_layers(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))) == []
 
 
 def test_some_layers_are_frozen() -> None:
@@ -182,6 +197,17 @@ def test_a_later_process_finds_the_pieces(monkeypatch: pytest.MonkeyPatch) -> No
         assert again == {"hit": 3} and equal(fresh, found)
         deeper, _ = counted(9)
         assert deeper == {"hit": 3}, "a deeper model has the same pieces"
+
+
+def test_a_piece_that_does_not_compile() -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("not in pieces")
+
+    model = deep(6)
+    with patch.object(dynamo, "in_pieces", refuse), config.override(verify=False):
+        with pytest.warns(RuntimeWarning, match="not in pieces"):
+            ours = step(model, tokens())
+    assert equal(ours, step(model, tokens(), regions=False))
 
 
 # ---- distributed -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +22,10 @@ from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
-from .outline import calls_subgraphs, in_pieces
+from .outline import in_pieces
 from .regions import OBSERVERS, cut
 from .steps import install
+from .subgraphs import calls_subgraphs, written_out
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
@@ -78,14 +80,21 @@ def compile_dynamo_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
 ) -> Callable[..., Any]:
     """In pieces, if some of them repeat."""
-    nested = calls_subgraphs(gm)
-    if settings.pop("regions") or nested:
+    if calls_subgraphs(gm):
+        gm = written_out(gm)
+    if settings.pop("regions"):
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:
             observe(found)
-        if found.regions or (found.pieces and nested):
-            run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings))
-            return torch._dynamo.disable(run, reason="calls compiled graphs")
+        if found.regions:
+            try:
+                run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings))
+                return torch._dynamo.disable(run, reason="calls compiled graphs")
+            except Exception as e:  # torch may refuse a piece where it takes the whole
+                if config.verify:
+                    raise
+                warnings.warn(f"flambeau: repeated regions are not used for this graph: {type(e).__name__}: {e}. "
+                              "Please report it.", RuntimeWarning, stacklevel=2)
     return compile_whole(gm, example_inputs, settings)
 
 
