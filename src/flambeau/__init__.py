@@ -22,7 +22,9 @@ _LAZY = {
     "enable_device": "flambeau.frontends.device",
     "fallbacks": "flambeau.frontends.fallback",
     "flambeau_backend": "flambeau.frontends.dynamo",
+    "mark_layers": "flambeau.frontends.layers",
 }
+_MODULES = ("debug",)  # that need torch
 
 __all__ = [
     "CacheError",
@@ -36,10 +38,13 @@ __all__ = [
     "enable_device",
     "fallbacks",
     "flambeau_backend",
+    "mark_layers",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'flambeau' has no attribute {name!r}")
     # By name, at run time: an import statement here would give every room that imports from `flambeau` a way

@@ -24,6 +24,7 @@ from flambeau.frontends import regions as region_search
 from flambeau.frontends.outline import in_pieces
 from flambeau.frontends.pipeline import Compiled
 from flambeau.frontends.regions import Pieces
+from flambeau.frontends.subgraphs import calls_subgraphs, written_out
 
 
 @contextmanager
@@ -60,6 +61,7 @@ def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[li
     found: list[Pieces] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        gm = written_out(gm) if calls_subgraphs(gm) else gm
         found.append(cut := region_search.cut(gm, inputs))
         return in_pieces(cut, lambda piece, _: piece.forward) if cut.pieces else gm.forward
 

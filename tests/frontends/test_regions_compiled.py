@@ -6,17 +6,20 @@ import random
 import string
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flambeau.debug
 from flambeau.bench.models import Block
 from flambeau.config import config
-from flambeau.frontends import graph_cache
+from flambeau.frontends import dynamo, graph_cache, subgraphs
 
 WIDTH, ROWS = 16, 4
 
@@ -134,8 +137,22 @@ class Marked(Block):
 @pytest.mark.parametrize("regions", [False, True])
 def test_marked_layers(depth: int, regions: bool) -> None:
     """Marks of the user: subgraphs become what they hold, where they are few and where regions are off as well."""
-    ours = step(deep(depth, kind=Marked), tokens(), regions)
-    torch.testing.assert_close(ours, step(deep(depth), tokens(), None))
+    assert equal(step(deep(depth, kind=Marked), tokens(), regions), step(deep(depth), tokens(), regions))
+
+
+def test_layers_are_marked() -> None:
+    class Layer(Block):
+        pass
+
+    model = deep(6, kind=Layer)
+    expected = step(model, tokens())
+    assert flambeau.mark_layers(model) == ["Layer"] == flambeau.mark_layers(model)
+    torch.testing.assert_close(model(tokens()), expected[0])  # means nothing in eager
+    with patch.object(subgraphs, "written_out", wraps=subgraphs.written_out) as used, \
+            patch.object(dynamo, "written_out", used):
+        assert equal(step(model, tokens()), expected)
+    used.assert_called_once()
+    assert flambeau.mark_layers(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))) == []
 
 
 def test_some_layers_are_frozen() -> None:
@@ -180,3 +197,47 @@ def test_a_later_process_finds_the_pieces(monkeypatch: pytest.MonkeyPatch) -> No
         assert again == {"hit": 3} and equal(fresh, found)
         deeper, _ = counted(9)
         assert deeper == {"hit": 3}, "a deeper model has the same pieces"
+
+
+def test_a_piece_that_does_not_compile() -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("not in pieces")
+
+    model = deep(6)
+    with patch.object(dynamo, "in_pieces", refuse), config.override(verify=False):
+        with pytest.warns(RuntimeWarning, match="not in pieces"):
+            ours = step(model, tokens())
+    assert equal(ours, step(model, tokens(), regions=False))
+
+
+# ---- distributed -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("again", [False, True])  # the second time, graphs come from the cache
+@pytest.mark.parametrize("bucket", [25, 0.08])  # MB: one graph, and several, of which one holds some layers
+def test_ddp(group: None, monkeypatch: pytest.MonkeyPatch, bucket: float, again: bool) -> None:
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
+    model = deep(8)
+    expected = step(model, tokens(), None)
+    with config.override(verify=False), flambeau.debug.collect_regions() as found:
+        ours = step(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket), tokens())
+    for keeper in list(graph_cache.keepers):
+        keeper.join(60)
+    torch.testing.assert_close(ours, expected)
+    assert max(len(g) for f in found for g in f.groups()) >= 5
+
+
+def test_fsdp(group: None) -> None:
+    model = deep(8)
+    expected = step(model, tokens(), None)
+    with flambeau.debug.collect_regions() as found:
+        ours = step(fully_shard(model), tokens())
+    torch.testing.assert_close([ours[0], *(g.full_tensor() for g in ours[1:])], expected)
+    assert max(len(g) for f in found for g in f.groups()) == 7

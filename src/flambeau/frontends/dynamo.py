@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flambeau.config import config
 from flambeau.errors import OptionError
@@ -19,9 +22,10 @@ from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
-from .outline import calls_subgraphs, in_pieces
+from .outline import in_pieces
 from .regions import OBSERVERS, cut
 from .steps import install
+from .subgraphs import calls_subgraphs, written_out
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
@@ -55,14 +59,42 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
     without_marks()
-    nested = calls_subgraphs(gm)
-    if settings.pop("regions") or nested:
+    context = TracingContext.try_get()
+    if context is None or not context.fakify_first_call:
+        return compile_dynamo_graph(gm, example_inputs, settings)
+    # DDP compiles its buckets one by one, and runs each on fake tensors first, to learn what the next one gets.
+    # AOTAutograd would serve that run; but a graph out of the cache, or a piece called twice, does not come by it.
+    context.fakify_first_call = False
+    try:
+        compiled = compile_dynamo_graph(gm, example_inputs, settings)
+    finally:
+        context.fakify_first_call = True
+
+    def run(*args: Any) -> Any:
+        return (gm if any(isinstance(x, FakeTensor) for x in args) else compiled)(*args)
+
+    return run
+
+
+def compile_dynamo_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
+) -> Callable[..., Any]:
+    """In pieces, if some of them repeat."""
+    if calls_subgraphs(gm):
+        gm = written_out(gm)
+    if settings.pop("regions"):
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:
             observe(found)
-        if found.regions or (found.pieces and nested):
-            run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings))
-            return torch._dynamo.disable(run, reason="calls compiled graphs")
+        if found.regions:
+            try:
+                run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings))
+                return torch._dynamo.disable(run, reason="calls compiled graphs")
+            except Exception as e:  # torch may refuse a piece where it takes the whole
+                if config.verify:
+                    raise
+                warnings.warn(f"flambeau: repeated regions are not used for this graph: {type(e).__name__}: {e}. "
+                              "Please report it.", RuntimeWarning, stacklevel=2)
     return compile_whole(gm, example_inputs, settings)
 
 

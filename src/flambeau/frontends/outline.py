@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.eval_frame import innermost_fn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from .region_nodes import ENTER, EXIT, GRADIENTS, held_by, value
+from .region_nodes import ENTER, EXIT, GRADIENTS, INSTANCE, held_by, value
 from .regions import Piece, Pieces
-
-INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
 def in_pieces(found: Pieces, compile_piece: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
@@ -30,11 +29,6 @@ def in_pieces(found: Pieces, compile_piece: Callable[[fx.GraphModule, Sequence[A
     return link(found, [compiled[p.key] for p in found.pieces])
 
 
-def calls_subgraphs(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo, asked by the user, has put repeated parts into subgraphs."""
-    return any(n.target is INVOKE for n in gm.graph.nodes)
-
-
 def outline(gm: fx.GraphModule, p: Piece, ambient: dict[fx.Node, Any]) -> fx.GraphModule:
     """A piece as a graph, under the modes that hold at each of its nodes."""
     graph, root = fx.Graph(), torch.nn.Module()
@@ -47,10 +41,9 @@ def outline(gm: fx.GraphModule, p: Piece, ambient: dict[fx.Node, Any]) -> fx.Gra
         modes.change(*ambient[n])
         for x in n.all_input_nodes:
             bring(gm, graph, x, made, root)
-        made[n] = copied(gm, graph, n, made, root)
+        made[n] = graph.node_copy(n, made.__getitem__)
     modes.change((), None)
     graph.output(tuple(made[n] for n in p.outputs))
-    graph.eliminate_dead_code(lambda n: n.op != "get_attr")
     return fx.GraphModule(root, graph)
 
 
@@ -66,31 +59,6 @@ def bring(gm: fx.GraphModule, graph: fx.Graph, x: fx.Node, made: dict[fx.Node, A
     for y in x.all_input_nodes:
         bring(gm, graph, y, made, root)
     made[x] = graph.node_copy(x, made.__getitem__)
-
-
-def copied(gm: fx.GraphModule, graph: fx.Graph, n: fx.Node, made: dict[fx.Node, Any], root: torch.nn.Module) -> Any:
-    """A node in another graph; a call of a repeated subgraph becomes what it calls."""
-    if n.target is not INVOKE:
-        seq = n.args[0] if n.args else None
-        if isinstance(seq, fx.Node) and isinstance(made.get(seq), (tuple, list)):
-            return made[seq][n.args[1]]  # an element of what a subgraph returned
-        return graph.node_copy(n, made.__getitem__)
-    body = held_by(gm, n.args[0])  # type: ignore[arg-type]
-    inner: dict[fx.Node, Any] = {}
-    given = iter(n.args[2:])
-    for m in body.graph.nodes:
-        if m.op == "placeholder":
-            x = next(given)
-            inner[m] = made[x] if isinstance(x, fx.Node) else x
-        elif m.op == "output":
-            return fx.node.map_arg(m.args[0], inner.__getitem__)
-        elif m.op == "get_attr":
-            name = f"{n.args[0].target}_{m.target}"  # type: ignore[union-attr]
-            setattr(root, name, held_by(body, m))
-            inner[m] = graph.get_attr(name)
-        else:
-            inner[m] = copied(body, graph, m, inner, root)
-    raise AssertionError("a graph without an output")
 
 
 class Modes:
@@ -119,7 +87,13 @@ def example(gm: fx.GraphModule, n: fx.Node) -> Any:
     if n.op == "get_attr":
         return held_by(gm, n)
     v = value(n)
-    return v.detach() if isinstance(v, torch.Tensor) and n.op != "placeholder" and not v.requires_grad else v
+    if not isinstance(v, torch.Tensor) or n.op == "placeholder":
+        return v
+    if INSTANCE in n.meta and isinstance(v, FakeTensor):  # others have the same fake tensor
+        with v.fake_mode:
+            return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device,
+                                       requires_grad=v.requires_grad)
+    return v if v.requires_grad else v.detach()
 
 
 # ---- the function that calls them --------------------------------------------------------------------------

@@ -23,7 +23,7 @@ MODULES = ("torch", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "
            "torch.functional", "_operator", "math", "torch._tensor")
 ALSO = (torch._C._log_api_usage_once,)
 SPACES = ("aten", "prims", "prim", "flambeau")
-BODIES = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
+BODIES = ("tag_activation_checkpoint", "wrap")
 # Methods that are about autograd or memory, not about values.
 METHODS = ("backward", "register_hook", "retain_grad", "requires_grad_", "set_", "resize_", "detach_", "record_stream",
            "tolist", "numpy")
@@ -68,6 +68,15 @@ def is_number(x: Any) -> bool:
 def storage(x: Any) -> int | None:
     """Which memory a tensor lies in."""
     return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
+
+
+# Of nodes that were written out of a subgraph (subgraphs.py), whose instances share their fake tensors.
+INSTANCE, MEMORY = "flambeau_instance", "flambeau_memory"
+
+
+def memory(n: fx.Node) -> Any:
+    """Which memory a node's value lies in."""
+    return n.meta[MEMORY] if MEMORY in n.meta else storage(value(n))
 
 
 def size_in_bytes(t: torch.Tensor) -> float:

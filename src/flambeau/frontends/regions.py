@@ -19,6 +19,7 @@ import torch.fx as fx
 from flambeau.schedule.regions import NEVER, Region, find_regions
 
 from .region_nodes import (
+    INSTANCE,
     Refused,
     ambient_states,
     check_plain,
@@ -27,6 +28,7 @@ from .region_nodes import (
     is_heavy,
     is_number,
     is_state,
+    memory,
     mutated,
     operators_in,
     size_in_bytes,
@@ -123,7 +125,8 @@ class _Body:
 
     def tokens(self) -> list[int]:
         numbers: dict[Any, int] = {}
-        return [numbers.setdefault((self.shell(n), frozen(arguments(n), self.key)), len(numbers)) for n in self.nodes]
+        texts = [(self.shell(n), frozen((n.args, n.kwargs), self.key)) for n in self.nodes]
+        return [numbers.setdefault(text, len(numbers)) for text in texts]
 
     def shell(self, n: fx.Node) -> Any:
         """All of a node but what it is applied to."""
@@ -166,13 +169,13 @@ class _Body:
         """How many library calls lie before each node's value at most; which lead to one; which are views."""
         depth: dict[fx.Node, int] = {}
         views: set[fx.Node] = set()
-        seen = {storage(value(n)) for n in self.gm.graph.nodes if n.op == "placeholder"}
+        seen = {memory(n) for n in self.gm.graph.nodes if n.op == "placeholder"}
         for n in self.nodes:
             depth[n] = max((depth.get(a, 0) for a in n.all_input_nodes), default=0) + is_heavy(n)
-            memory = storage(value(n))
-            if memory is not None and memory in seen:
+            at = memory(n)
+            if at is not None and at in seen:
                 views.add(n)
-            seen.add(memory)
+            seen.add(at)
         heavy: set[fx.Node] = set()
         for n in reversed(self.nodes):
             readers = [u for u in n.users if u in self.at]
@@ -188,15 +191,17 @@ class _Body:
 
     def written(self) -> Iterable[tuple[int, int]]:
         """Where memory that somebody writes to is first and last touched: all of that stays together."""
-        touched: dict[int, tuple[int, int]] = {}
-        changed: set[int] = set()
+        touched: dict[Any, tuple[int, int]] = {}
+        changed: set[Any] = set()
         for i, n in enumerate(self.nodes):
             for x in (n, *n.all_input_nodes):
-                memory = storage(value(x) if x.op != "get_attr" else held_by(self.gm, x))
-                if memory is not None:
-                    touched[memory] = (touched.get(memory, (i, i))[0], i)
-            changed.update(m for x in mutated(self.gm, n) if (m := storage(value(x))) is not None)
+                if (at := self.memory(x)) is not None:
+                    touched[at] = (touched.get(at, (i, i))[0], i)
+            changed.update(m for x in mutated(self.gm, n) if (m := self.memory(x)) is not None)
         return [touched[m] for m in changed if m in touched]
+
+    def memory(self, n: fx.Node) -> Any:
+        return memory(n) if n.op != "get_attr" else storage(held_by(self.gm, n))
 
     # ---- pieces ----------------------------------------------------------------------------------------
 
@@ -233,24 +238,16 @@ class _Body:
                 return x.target, frozen(x.args, reference)
             return "given", taken.setdefault(x, len(taken))
 
-        lines = [(self.shell(n), frozen(arguments(n), reference)) for n in p.nodes]
+        lines = [(self.shell(n), frozen((n.args, n.kwargs), reference)) for n in p.nodes]
         p.inputs = list(taken)
         p.outputs = [n for n in p.nodes if any(u not in inside for u in n.users)]
         shared: dict[Any, list[int]] = {}
         for k, x in enumerate(p.inputs):
-            v = value(x) if x.op != "get_attr" else held_by(self.gm, x)
-            if (memory := storage(v)) is not None:
-                shared.setdefault(("memory", memory), []).append(k)
-                shared.setdefault(("tensor", id(v)), []).append(k)
+            if (at := self.memory(x)) is not None:
+                shared.setdefault(("memory", at), []).append(k)
+                shared.setdefault(("tensor", x.meta.get(INSTANCE), id(value(x))), []).append(k)
         p.key = (tuple(lines), tuple(self.key(x) for x in p.inputs), tuple(inside[n] for n in p.outputs),
                  tuple(x.op for x in p.inputs), tuple(tuple(g) for g in shared.values() if len(g) > 1))
-
-
-def arguments(n: fx.Node) -> Any:
-    """Of a call. The name that Dynamo gave to a repeated subgraph says nothing."""
-    if n.target is torch.ops.higher_order.invoke_subgraph:
-        return n.args[0], *n.args[2:]
-    return n.args, n.kwargs
 
 
 def graph_key(gm: fx.GraphModule) -> Any:
@@ -267,7 +264,8 @@ def graph_key(gm: fx.GraphModule) -> Any:
         return graph_key(body) if body is not None else id(held_by(gm, n)) if n.op == "get_attr" else n.target
 
     meta = frozen({k: v for k, v in gm.meta.items() if k.startswith("_checkpoint")}, reference)
-    return meta, tuple((n.op, target(n), frozen(arguments(n), reference), value_key(value(n))) for n in gm.graph.nodes)
+    return meta, tuple((n.op, target(n), frozen((n.args, n.kwargs), reference), value_key(value(n)))
+                       for n in gm.graph.nodes)
 
 
 # ---- why pieces are not one --------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""Repeated layers of a model, marked before Dynamo sees them.
+
+The search for repeated regions begins when Dynamo has traced every layer. Dynamo itself traces a layer once if it is
+told that layers are alike: its mark for that is `torch.compiler.nested_compile_region`. A marked layer must be something
+that Dynamo takes as a whole: no graph breaks, no side effects. So marks are the user's to set, here with one call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flambeau.schedule.regions import COUNT
+
+MARKED = "_flambeau_marked"
+
+
+def mark_layers(model: nn.Module) -> list[str]:
+    """Mark the classes of which a container holds several equal layers; returns their names.
+
+        flambeau.mark_layers(model)
+        torch.compile(model, backend="flambeau")
+
+    The mark is on the class, and means nothing outside of torch.compile.
+    """
+    names: list[str] = []
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        alike: dict[Any, list[nn.Module]] = {}
+        for child in module.children():
+            alike.setdefault(structure(child), []).append(child)
+        for layers in alike.values():
+            kind = type(layers[0])
+            inside = next(layers[0].children(), None)
+            if len(layers) >= COUNT and inside is not None and not isinstance(layers[0], nn.Sequential):
+                if MARKED not in vars(kind):
+                    kind.forward = torch.compiler.nested_compile_region(kind.forward)
+                    setattr(kind, MARKED, True)
+                names.append(kind.__name__)
+            else:
+                pending += layers
+    return list(dict.fromkeys(names))
+
+
+def structure(module: nn.Module) -> Any:
+    """What makes two layers alike: classes, and what is known of parameters and buffers."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return (tuple((name, type(m)) for name, m in module.named_modules()),
+            tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors))
