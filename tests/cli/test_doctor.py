@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flambeau.cli import doctor, main
-from flambeau.config import SETTINGS, Config
+from flambeau.config import SETTINGS, Config, config
 
 
 def findings() -> dict[str, doctor.Finding]:
@@ -62,3 +62,13 @@ def test_bad_setting_is_named_and_does_not_stop_the_examination(monkeypatch: pyt
 def test_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", "2.4.1+cpu")
     assert findings()["torch"].remedy == "pip install 'torch>=2.11'"
+
+
+def test_the_device_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
+    from flambeau.targets.opencl_device import devices
+
+    assert findings()["device"].detail == f'torch.device("flambeau"), opencl: {", ".join(d.name for d in devices())}'
+    with config.override(device="cpu"):
+        assert "none: the target cpu is no device" in findings()["device"].detail
+    assert not findings()["device"].remedy

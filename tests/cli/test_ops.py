@@ -99,6 +99,13 @@ def test_cells_of_a_device(single: dict[str, coverage.Operator], name: str, dtyp
     assert {cell for row in single.values() for cell in row.cells.values()} == set(coverage.CELLS_OF_A_DEVICE)
 
 
+def test_contractions_of_a_machine_that_has_kernels_for_them() -> None:
+    machine = Capabilities("contracts", contracts=True)
+    cells = {row.name: row.cells for row in coverage.coverage([torch.float32], machine, device=True)}
+    assert cells["aten.mm"]["float32"] == cells["aten.convolution"]["float32"] == "partly"
+    assert cells["aten.mkldnn_rnn_layer"]["float32"] == "fallback"
+
+
 def test_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
     file = tmp_path / "ops.json"

@@ -287,8 +287,8 @@ def test_the_profiler_measures_operators_on_the_device() -> None:
 
 
 def test_traces(tmp_path: Path) -> None:
-    if ProfilerActivity.PrivateUse1 not in torch.profiler.supported_activities():
-        pytest.skip("this torch takes no ranges from devices outside of it")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("torch before 2.13 takes no ranges from devices outside of it")
     x, host = torch.randn(256, 256, device=DEV, requires_grad=True), torch.randn(8)
 
     def work() -> None:

@@ -177,6 +177,17 @@ def _vector(name: str) -> Finding:
     return Finding(name, f"{platform.machine()}: {' '.join(known) or 'none known'}")
 
 
+def _device(name: str) -> Finding:
+    # Whoever does not use it does not miss it, so this never has a remedy.
+    from flambeau.targets.base import device_target
+
+    try:
+        names = ", ".join(device.name for device in device_target().driver().found)
+    except Error as error:
+        return Finding(name, f"none: {error.message}" + (f" ({error.hint})" if error.hint else ""))
+    return Finding(name, f'torch.device("flambeau"), {config.device}: {names}')
+
+
 def _cache(name: str) -> Finding:
     from flambeau.targets.cache import DiskCache  # here, so that the other checks answer without torch
 
@@ -205,6 +216,7 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     "test compile": _compile,
     "OpenMP": _openmp,
     "vector units": _vector,
+    "device": _device,
     "kernel cache": _cache,
     "settings": _settings,
 }

@@ -810,14 +810,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }  // namespace mixed
 }  // namespace
 
-// From torch 2.13 on.
-#if __has_include(<torch/csrc/profiler/standalone/privateuse1_profiler.h>)
 #include "device_profiler.h"
-#else
-namespace ranges {
-static void register_profiler() {}
-}
-#endif
 
 // -------------------------------------------------------------------------------------------------- for Python
 

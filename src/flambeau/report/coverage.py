@@ -69,7 +69,7 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | Non
     """
     ops_loaded()
     supported = SUPPORTED if machine is None else machine.dtypes
-    contracts = machine is not None and getattr(machine, "contracts", False)
+    contracts = machine is not None and machine.contracts
     known = opinfo_dtypes()
     packets: dict[str, list[torch._ops.OpOverload]] = {}
     for op in (*LOWERINGS, *CONTRACTIONS, *unlowered(known)):
