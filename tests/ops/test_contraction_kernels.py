@@ -69,6 +69,14 @@ def test_batches(on: str) -> None:
           random(3, 20, 33), random(3, 33, 45), random(3, 20, 45))
 
 
+def test_factors_that_are_the_same_along_a_dimension(on: str) -> None:
+    one = torch.ones((), dtype=torch.float64)
+    for fn, *args in ((lambda a, b: (a @ b, b.t() @ a.t(), a @ a[:9].t()), one.expand(20, 33), random(33, 45)),
+                      (lambda a, b: (a @ b,), random(1, 33).expand(20, 33), random(33, 1).expand(33, 45)),
+                      (lambda a, b: (a @ b,), one.expand(3, 20, 33), random(33, 45).expand(3, 33, 45))):
+        torch.testing.assert_close(through(fn)(*args), fn(*args))
+
+
 def test_nothing_to_sum_or_to_compute(on: str) -> None:
     agree(lambda a, b, c: (a @ b, torch.addmm(c, a, b, beta=3), a[:0] @ b, a @ b[:, :0]),
           random(5, 0), random(0, 7), random(5, 7))

@@ -51,6 +51,13 @@ def test_outside_is_zero_whatever_the_input_is_computed_from(on: str) -> None:
         agree(lambda x, w: F.conv2d(x + 1, w, None, 1, 1), x, w)
 
 
+def test_lines_that_are_one_number() -> None:
+    x = torch.randn(2, 3, 7, 1, dtype=torch.float64).expand(2, 3, 7, 20)
+    w = torch.randn(5, 3, 3, 3, dtype=torch.float64)
+    with config.override(target=THREADS):
+        torch.testing.assert_close(through(lambda x, w: F.conv2d(x, w, None, 1, 1))(x, w), F.conv2d(x, w, None, 1, 1))
+
+
 def test_channels_last() -> None:
     x = torch.randn(2, 3, 8, 9, dtype=torch.float64).to(memory_format=torch.channels_last)
     with config.override(target=THREADS):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flambeau.ir.expr import Expr, cast, const, rewrite
+from flambeau.ir.expr import Expr, cast, const, loads, rewrite
 from flambeau.ir.index import Index, Sym, as_index
 
 
@@ -29,6 +29,8 @@ def guard_of(e: Expr, v: Sym) -> Guard | None:
     if e.op != "where" or e.args[2].op != "const" or e.args[2].attr != 0:
         return None
     mask, inside, _ = e.args
+    if any(v not in x.attr[1][0].symbols() for x in loads(inside)):
+        return None  # it would be read before the loop, where nobody has asked yet
     holds, lows, highs = const(True, torch.bool), [], []
     for part in parts_of(mask):
         if v not in part.symbols():

@@ -14,7 +14,7 @@ from flambeau.ir.index import Index, Sym
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
-from .guards import Guard, guard_of
+from .guards import guard_of
 from .opencl import Draft, OpenCL, Shape
 from .opencl_contract import FUSED, ContractWriter
 from .opencl_threads import SHARES
@@ -131,25 +131,19 @@ class Blocks(ContractWriter):
         own, (factor,) = joined(own, factor)
         depth, (factor,) = joined(self.k.depth, factor)
         outer, inner = ((own, lo, hi), (depth, "k0", "k1"))[::1 if deep else -1]
-        vars, start, stop = inner
-        guard = guard_of(factor, vars[-1]) if is_long(vars[-1]) else None
-
-        def put(x: str, off: str, value: Expr | None) -> None:
-            y = f"({off} + {self.sym(vars[-1])})"
+        v = inner[0][-1]
+        with self.walk(*outer) as x, self.lines(*inner) as (first, end, off):
+            y = f"({off} + {self.sym(v)})"
             at, k = (x, y) if deep else (y, x)
-            self.line(f"{place.format(**{name: at, 'k': k})} = {'0' if value is None else self.value(value)};")
+            for begin, until, value in self.parts(factor, v, first, end):
+                with self.loop(v, begin, until, pragma=simd):
+                    self.line(f"{place.format(**{name: at, 'k': k})} = {'0' if value is None else self.value(value)};")
 
-        with self.walk(*outer) as x, self.lines(vars, start, stop) as (first, end, off):
-            parts: list[tuple[str, str, Expr | None]] = [(first, end, factor)]
-            if guard is not None:
-                lo, hi = self.range_of(guard, first, end)
-                parts = [(first, lo, None), (lo, hi, guard.inside), (hi, end, None)]
-            for begin, until, value in parts:
-                with self.loop(vars[-1], begin, until, pragma=simd):
-                    put(x, off, value)
-
-    def range_of(self, guard: Guard, first: str, end: str) -> tuple[str, str]:
-        """The part of a line from first to end in which a factor is not zero."""
+    def parts(self, factor: Expr, v: Sym, first: str, end: str) -> list[tuple[str, str, Expr | None]]:
+        """A line from first to end, divided where a factor begins and ends to be zero (None), if it is at all."""
+        guard = guard_of(factor, v) if is_long(v) else None
+        if guard is None:
+            return [(first, end, factor)]
         lo, hi = self.fresh("lo"), self.fresh("hi")
         holds = "" if guard.holds.op == "const" else f"!{self.value(guard.holds)} ? {end} : "
         low = high = ""
@@ -159,7 +153,7 @@ class Blocks(ContractWriter):
             high = f"fl_imin({high or end}, {self.index(bound)})"
         self.line(f"const long {lo} = {holds}fl_imin({low or first}, {end});")
         self.line(f"const long {hi} = fl_imax({lo}, {high or end});")
-        return lo, hi
+        return [(first, lo, None), (lo, hi, guard.inside), (hi, end, None)]
 
     # ---- a tile ----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from flambeau.ir.lines import is_deep
 from flambeau.ir.nodes import Buffer, Contract, Graph, Node, Reduce, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import ContractKernel, Item
 
-from .fuse import Group
+from .fuse import Group, member_exprs
 from .loops import Draft, draft_group, merge, order, params_of, sizes_of, split_dims
 
 TILE = 64  # rows or columns of a result that are worth a worker
@@ -94,10 +94,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Co
     d = draft_group(g, buffers, stored)
     first, *rest = d.items
     d.items = [Item(first.names, first.level, first.exprs[0].args, first.combine), *rest]
-    left, right = (e.symbols() for e in d.items[0].exprs)
-    rows = [v for v in d.outer if v in left and v not in right]
-    columns = [v for v in d.outer if v in right and v not in left]
-    batch = [v for v in d.outer if (v in left) == (v in right)]
+    rows, columns, batch = roles(d, member_exprs(g.members[0])[0])
     depth = d.inner
     split_dims(d, [batch, rows, columns, depth])
     batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
@@ -110,6 +107,20 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Co
     return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
                           tuple(d.stores.items()), params_of(d.accesses(), buffers), sizes_of(d),
                           tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
+
+
+def roles(d: Draft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
+    """Rows, columns and batch. A factor that is the same along a variable (its step in memory is zero) does not depend
+    on it; what neither depends on is what the product as it was `asked` for says."""
+    left, right = (e.symbols() for e in d.items[0].exprs)
+    before, after = (e.symbols() for e in asked.args)
+    rows: list[Sym] = []
+    columns: list[Sym] = []
+    batch: list[Sym] = []
+    for v in d.outer:
+        one, other = (left, right) if v in left or v in right else (before, after)
+        (batch if (v in one) == (v in other) else rows if v in one else columns).append(v)
+    return rows, columns, batch
 
 
 def inside_first(depth: list[Sym], d: Draft) -> list[Sym]:
