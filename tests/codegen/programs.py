@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from flambeau.frontends.executor import write
 from flambeau.ir import build
 from flambeau.ir.index import IndexLike, Sym, as_index
 from flambeau.ir.nodes import Graph, Value
-from flambeau.ir.program import Kernel, LoopKernel, Program, ScanKernel, ScatterKernel
+from flambeau.ir.program import AnyKernel, LoopKernel, Program, ScanKernel, ScatterKernel
 from flambeau.schedule.plan import schedule
 from flambeau.targets.base import get_target
 
@@ -52,7 +52,8 @@ def built(make: Make, *args: torch.Tensor, dynamic: bool = False, on: str = "cpu
     target = get_target(on)
     g = graph_of(make, *args, dynamic=dynamic)
     sources = {s: ("size", f"in{s.name[1:].split('_')[0]}", int(s.name.split("_")[1])) for s in g.symbols}
-    program = schedule(g, target.capabilities(), "fast", True)
+    # Graphs here are many small ones side by side: each kernel by itself, not all of one form along a table.
+    program = schedule(g, replace(target.capabilities(), tables=False), "fast", True)
     kernels = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
     package = write(program, target.name, kernels, sources, list(range(len(args))), len(args))
     return Built(program, [k.text for k in kernels], package.load())
@@ -62,14 +63,14 @@ def run(make: Make, *args: torch.Tensor, on: str = "cpu") -> list[torch.Tensor]:
     return built(make, *args, on=on)(*args)
 
 
-def form(k: Kernel, text: str) -> str:
+def form(k: AnyKernel, text: str) -> str:
     """What kind of loops a kernel has."""
     if isinstance(k, ScatterKernel):
         free = [v for v in k.vars if v in k.free]
         return f"scatter {k.mode} {'owned' if 'fl::threads()' in text else 'free' if free else 'serial'}"
     if isinstance(k, ScanKernel):
         return f"scan {'row' if k.vector is None else 'column'}{' reversed' if k.reverse else ''}"
-    assert isinstance(k, LoopKernel)
+    assert isinstance(k, LoopKernel), k
     if k.bounds is not None:
         return "segment"
     if not k.inner:

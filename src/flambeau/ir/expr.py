@@ -64,12 +64,13 @@ _fresh = itertools.count()
 
 
 class Expr:
-    __slots__ = ("op", "dtype", "args", "attr", "_symbols", "_digest", "__weakref__")
+    __slots__ = ("op", "dtype", "args", "attr", "_symbols", "_digest", "_loads", "__weakref__")
     op: str
     dtype: DType
     args: tuple[Expr, ...]
     attr: Any
     _symbols: frozenset[Sym] | None
+    _loads: tuple[Expr, ...] | None
     _digest: str | None
 
     def __new__(cls, op: str, dtype: DType, args: tuple[Expr, ...] = (), attr: Any = None) -> Expr:
@@ -81,6 +82,7 @@ class Expr:
         self = object.__new__(cls)
         self.op, self.dtype, self.args, self.attr = op, dtype, args, attr
         self._symbols = None
+        self._loads = None
         self._digest = None
         _exprs[key] = self
         return self
@@ -529,14 +531,21 @@ def walk(*roots: Expr) -> Iterator[Expr]:
 
 
 def index_children(e: Expr) -> tuple[Expr, ...]:
-    out: list[Expr] = []
-    for i in e.own_indices():
-        out.extend(a.expr for a in i.atoms() if isinstance(a, Dyn))
-    return tuple(out)
+    own = e.own_indices()
+    return tuple(a.expr for i in own for a in i.atoms() if isinstance(a, Dyn)) if own else ()
 
 
 def loads(*roots: Expr) -> list[Expr]:
-    return [e for e in walk(*roots) if e.op == "load"]
+    """Every read once, in the order of `walk`. Kept with the expression: every pass asks for it."""
+    found: dict[Expr, None] = {}
+    for root in roots:
+        if root.op == "load":  # it would hold itself
+            found.update(dict.fromkeys(e for e in walk(root) if e.op == "load"))
+            continue
+        if root._loads is None:
+            root._loads = tuple(e for e in walk(root) if e.op == "load")
+        found.update(dict.fromkeys(root._loads))
+    return list(found)
 
 
 def masked(body: Expr, mask: Expr) -> Expr:
