@@ -261,6 +261,23 @@ def test_checkpointed_layers() -> None:
     assert counts(cut) == [DEPTH - 1]  # the input of the first needs no gradient
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin() * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, = ctx.saved_tensors
+        return grad * x.cos() * 3  # not the derivative: it is this that runs
+
+
+def test_gradients_of_the_user() -> None:
+    cut = check(odd_one(lambda x, w, k: Doubled.apply(layer(x, w))), start(), parameters())
+    assert counts(cut) == [DEPTH - 2]
+
+
 def test_marked_regions_are_understood() -> None:
     marked = torch.compiler.nested_compile_region(layer)
 

@@ -1,8 +1,8 @@
 """Repeated layers of a model, marked before Dynamo sees them.
 
 The search for repeated regions begins when Dynamo has traced every layer. Dynamo itself traces a layer once if it is
-told that layers are alike: its mark for that is `torch.compiler.nested_compile_region`. A marked layer must be something
-that Dynamo takes as a whole: no graph breaks, no side effects. So marks are the user's to set, here with one call.
+told that layers are alike: its mark for that is `torch.compiler.nested_compile_region`. A marked layer must be one that
+Dynamo takes as a whole: no graph breaks, no side effects. So marks are the user's to set, here with one call.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MODULES = ("torch", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "
            "torch.functional", "_operator", "math", "torch._tensor")
 ALSO = (torch._C._log_api_usage_once,)
 SPACES = ("aten", "prims", "prim", "flambeau")
-BODIES = ("tag_activation_checkpoint", "wrap")
+BODIES = ("tag_activation_checkpoint", "wrap", "autograd_function_apply")
 # Methods that are about autograd or memory, not about values.
 METHODS = ("backward", "register_hook", "retain_grad", "requires_grad_", "set_", "resize_", "detach_", "record_stream",
            "tolist", "numpy")

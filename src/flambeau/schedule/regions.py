@@ -9,7 +9,6 @@ the least: `costs` says what each place costs, infinity where nothing may be cut
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,8 @@ SHARE = 0.15  # of all operators, that a region saves at least
 KEEP = 0.6  # of the work that a region could save: what a cheaper place for its cuts may not go below
 TRIED = 4  # candidates of one length whose places are compared
 ABOUT = 1.05  # prices within this factor are equal
+WORTH = 1.25  # how much dearer cuts may be, if an instance more is saved
+LOOKED_AT = 300  # stretches, of those that might save most
 OFFSETS = 512  # places within a stretch that are compared
 NEVER = float("inf")
 
@@ -83,7 +84,7 @@ class _Search:
             places = [p for saved, _, starts in same for p in self.places(starts, length, segments, saved)]
             if places:
                 cheapest = min(price for price, _, _ in places)
-                return max((p for p in places if p[0] <= cheapest * ABOUT), key=lambda p: p[1])[2]
+                return max((p for p in places if p[0] <= cheapest * WORTH), key=lambda p: p[1])[2]
         return None
 
     # ---- what repeats ----------------------------------------------------------------------------------
@@ -98,12 +99,21 @@ class _Search:
         ends = np.flatnonzero(where < 0)
         text[ends] = int(self.tokens.max(initial=0)) + 1 + np.arange(len(ends))
         order, common = suffixes(text)
-        most = 0.0
+        often: list[tuple[float, int, Ints]] = []
         for length, left, right in intervals(common):
-            starts = np.sort(where[order[left:right]])
-            gaps = Counter(g for g in np.diff(starts).tolist() if g < length)
+            if right - left >= COUNT:
+                starts = where[order[left:right]]
+                first, last = int(starts.min()), int(starts.max())
+                if (work := self.between(first, first + length)) >= WEIGHT:
+                    often.append((min((right - left - 1) * work, self.between(first, last)), length, starts))
+        often.sort(key=lambda x: (-x[0], x[1]))
+        most = 0.0
+        for _, length, starts in often[:LOOKED_AT]:
+            starts = np.sort(starts)
+            steps, times = np.unique(np.diff(starts), return_counts=True)
+            near = steps[steps < length][np.argsort(-times[steps < length], kind="stable")[:2]]
             # In a run of one period all stretches overlap, and the period itself is the one that counts.
-            for size in {length, *(g for g, _ in gaps.most_common(2))}:
+            for size in {length, *near.tolist()}:
                 chosen = apart(starts.tolist(), size)
                 if len(chosen) < COUNT:
                     continue
