@@ -163,7 +163,7 @@ def test_repetition_within_repetition() -> None:
         return x
 
     cut = check(nested, start(), parameters(5))
-    assert counts(cut)[0] >= 16
+    assert counts(cut)[0] >= 15
 
 
 def test_classes_do_not_matter() -> None:
@@ -378,7 +378,7 @@ def apart(a: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize("what", NEARLY_EQUAL)
 def test_layers_that_differ_in(what: str) -> None:
     cut = check(odd_one(NEARLY_EQUAL[what]), start(), parameters(13))
-    assert 9 <= sum(counts(cut)) <= 12, "the other layers are regions, and this one is not"
+    assert 8 <= sum(counts(cut)) <= 12, "the other layers are regions, and this one is not"
 
 
 def test_frozen_layers_stay_apart() -> None:

@@ -64,6 +64,14 @@ def test_two_kinds() -> None:
     assert [(len(r.starts), r.length) for r in find((A + B) * 6)] == [(6, 50)]
 
 
+def test_no_crumbs_between_instances() -> None:
+    """One layer differs in one operator: all of the others are regions as a whole, not all but that operator."""
+    layers = [list(A) for _ in range(13)]
+    layers[6][9] = 7
+    region, = find([t for layer in layers for t in layer])
+    assert region.length == 20 and len(region.starts) in (10, 11, 12)
+
+
 def test_a_repetition_within_a_repetition() -> None:
     outer = [*A * 5, *B, *range(300, 400)]
     found = find(outer * 6)

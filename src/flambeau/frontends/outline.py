@@ -102,11 +102,10 @@ def example(gm: fx.GraphModule, n: fx.Node) -> Any:
 def link(cut: Pieces, compiled: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """The whole graph, from its pieces' functions: straight-line Python, in which a value goes with its last reader."""
     w = _Writer(cut.gm)
-    uses = [set(p.inputs) for p in cut.pieces]
-    returned = set(w.output.all_input_nodes)
+    last = {n: k for k, p in enumerate(cut.pieces) for n in (*p.outputs, *p.inputs)}  # where it is needed last
+    last |= dict.fromkeys(w.output.all_input_nodes, len(cut.pieces))
     for k, (p, f) in enumerate(zip(cut.pieces, compiled)):
-        later = returned.union(*uses[k + 1:])
-        w.call(p, f, [n for n in (*p.inputs, *p.outputs) if n not in later])
+        w.call(p, f, [n for n in (*p.inputs, *p.outputs) if last[n] == k])
     return w.function()
 
 

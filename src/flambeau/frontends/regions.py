@@ -206,16 +206,14 @@ class _Body:
     # ---- pieces ----------------------------------------------------------------------------------------
 
     def pieces(self, regions: Sequence[Region]) -> list[Piece]:
-        starts = {a: (b, k) for k, region in enumerate(regions) for a, b in region.spans()}
+        spans = sorted((a, b, k) for k, region in enumerate(regions) for a, b in region.spans())
         out: list[Piece] = []
         at = 0
-        while at < len(self.nodes):
-            if at in starts:
-                stop, number = starts[at]
-                out.append(Piece(self.nodes[at:stop], region=number))
-            else:
-                stop = min((a for a in starts if a > at), default=len(self.nodes))
-                out.append(Piece(self.nodes[at:stop]))
+        for start, stop, number in (*spans, (len(self.nodes), len(self.nodes), None)):
+            if start > at:
+                out.append(Piece(self.nodes[at:start]))
+            if stop > start:
+                out.append(Piece(self.nodes[start:stop], region=number))
             at = stop
         for p in out:
             self.wire(p)

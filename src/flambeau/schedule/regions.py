@@ -25,6 +25,7 @@ KEEP = 0.6  # of the work that a region could save: what a cheaper place for its
 TRIED = 4  # candidates of one length whose places are compared
 ABOUT = 1.05  # prices within this factor are equal
 WORTH = 1.25  # how much dearer cuts may be, if an instance more is saved
+GAP = 4.0  # operators that have to be saved for a piece too small to be a region
 LOOKED_AT = 300  # stretches, of those that might save most
 OFFSETS = 512  # places within a stretch that are compared
 NEVER = float("inf")
@@ -76,9 +77,7 @@ class _Search:
 
     def best(self, segments: Sequence[tuple[int, int]]) -> Region | None:
         """The region that saves most, at the place where its cuts cost least."""
-        # Of a run of layers, pairs of layers save about as much as layers; but what is rare saves less than it seems,
-        # because it leaves single layers over.
-        candidates = sorted(self.candidates(segments), key=lambda c: (-(len(c[2]) - 2) * c[0] / (len(c[2]) - 1), c[1]))
+        candidates = sorted(self.candidates(segments), key=lambda c: (-self.worth(*c), c[1], c[2][0]))
         for k, (_, length, _) in enumerate(candidates):
             same = [c for c in candidates[k:] if c[1] == length][:TRIED]
             places = [p for saved, _, starts in same for p in self.places(starts, length, segments, saved)]
@@ -86,6 +85,13 @@ class _Search:
                 cheapest = min(price for price, _, _ in places)
                 return max((p for p in places if p[0] <= cheapest * WORTH), key=lambda p: p[1])[2]
         return None
+
+    @staticmethod
+    def worth(saved: float, length: int, starts: list[int]) -> float:
+        """What is rare saves less than it seems: it leaves single layers over. Small gaps are calls of their own."""
+        gaps = [b - a - length for a, b in zip(starts, starts[1:])]
+        count = len(starts)
+        return saved * (count - 2) / (count - 1) - GAP * sum(0 < g < WEIGHT for g in gaps)
 
     # ---- what repeats ----------------------------------------------------------------------------------
 
