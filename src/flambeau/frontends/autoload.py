@@ -22,7 +22,11 @@ GROUP = "torch.backends"
 
 
 def autoload() -> None:
-    """Announce the device, unless somebody else is or wants to be the one from outside, or PyTorch has one itself."""
+    """Announce the device, unless somebody else is or wants to be the one from outside, or PyTorch has one itself.
+
+    An installation that is found twice calls this twice."""
+    if torch._C._get_privateuse1_backend_name() == NAME:
+        return
     if taken() is None and not _others() and not _own_accelerator():
         announce()
         for (owner, name), function in _UNTIL_STARTED.items():
