@@ -16,6 +16,7 @@ os.environ.setdefault("FLAMBEAU_VERIFY", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # What is tested without the device is tested without its name; test_autoload.py has processes of its own.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+os.environ.setdefault("FLAMBEAU_REGION_COUNT", "4")  # so that small models have regions
 _own_cache = None
 if "FLAMBEAU_CACHE_DIR" not in os.environ:
     _own_cache = os.environ["FLAMBEAU_CACHE_DIR"] = tempfile.mkdtemp(prefix="flambeau-tests-")

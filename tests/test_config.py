@@ -45,6 +45,7 @@ ENVIRONMENT = [
     ("device", "FLAMBEAU_DEVICE", "echo", "echo"),
     ("fallback", "FLAMBEAU_FALLBACK", "error", "error"),
     ("regions", "FLAMBEAU_REGIONS", "0", False),
+    ("region_count", "FLAMBEAU_REGION_COUNT", "12", 12),
     ("search", "FLAMBEAU_SEARCH", "on", True),
     ("log", "FLAMBEAU_LOG", "debug", "debug"),
     ("log", "FLAMBEAU_LOG", "", "warning"),

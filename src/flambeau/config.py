@@ -147,6 +147,7 @@ class Config:
     device         = Setting("FLAMBEAU_DEVICE", _text, "opencl", 'target whose machines are torch.device("flambeau")')
     fallback       = Setting("FLAMBEAU_FALLBACK", _fallback, "allow", "allow, or error: no device operator on the CPU")
     regions        = Setting("FLAMBEAU_REGIONS", _boolean, True, "compile repeated parts of a graph once")
+    region_count   = Setting("FLAMBEAU_REGION_COUNT", _positive, 6, "how often they repeat at least (cuts cost time)")
     search         = Setting("FLAMBEAU_SEARCH", _boolean, False, "time block shapes at first calls, keep the fastest")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
     debug_dir      = Setting("FLAMBEAU_DEBUG_DIR", _optional_path, None, "folder for dumps of every stage")

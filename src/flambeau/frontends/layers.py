@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flambeau.schedule.regions import COUNT
+from flambeau.config import config
 
 MARKED = "_flambeau_marked"
 
@@ -35,7 +35,7 @@ def mark_layers(model: nn.Module) -> list[str]:
         for layers in alike.values():
             kind = type(layers[0])
             inside = next(layers[0].children(), None)
-            if len(layers) >= COUNT and inside is not None and not isinstance(layers[0], nn.Sequential):
+            if len(layers) >= config.region_count and inside is not None and not isinstance(layers[0], nn.Sequential):
                 if MARKED not in vars(kind):
                     kind.forward = torch.compiler.nested_compile_region(kind.forward)
                     setattr(kind, MARKED, True)

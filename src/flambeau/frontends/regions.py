@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.config import config
 from flambeau.schedule.regions import NEVER, Region, find_regions
 
 from .region_nodes import (
@@ -84,7 +85,8 @@ def cut(gm: fx.GraphModule, inputs: Sequence[Any]) -> Pieces:
     start = time.perf_counter()
     try:
         body = _Body(gm, inputs)
-        regions = find_regions(body.tokens(), [operators_in(gm, n) for n in body.nodes], body.costs())
+        regions = find_regions(body.tokens(), [operators_in(gm, n) for n in body.nodes], body.costs(),
+                               config.region_count)
     except Refused as reason:
         return Pieces(gm, why=str(reason))
     why = "" if regions else "nothing repeats often enough"

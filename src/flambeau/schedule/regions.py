@@ -18,7 +18,6 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-COUNT = 4  # instances that a region has at least
 WEIGHT = 10.0  # operators in it, at least
 SHARE = 0.15  # of all operators, that a region saves at least
 KEEP = 0.6  # of the work that a region could save: what a cheaper place for its cuts may not go below
@@ -42,13 +41,17 @@ class Region:
         return [(s, s + self.length) for s in self.starts]
 
 
-def find_regions(tokens: Sequence[int], weights: Sequence[float], costs: Sequence[float]) -> list[Region]:
-    """Regions that do not overlap, those that save most first. `costs[i]` is that of a cut before token i."""
-    return _Search(tokens, weights, costs).run()
+def find_regions(tokens: Sequence[int], weights: Sequence[float], costs: Sequence[float], count: int = 4
+                 ) -> list[Region]:
+    """Regions of at least `count` instances that do not overlap, those that save most first.
+
+    `costs[i]` is that of a cut before token i."""
+    return _Search(tokens, weights, costs, count).run()
 
 
 class _Search:
-    def __init__(self, tokens: Sequence[int], weights: Sequence[float], costs: Sequence[float]) -> None:
+    def __init__(self, tokens: Sequence[int], weights: Sequence[float], costs: Sequence[float], count: int) -> None:
+        self.count = count
         self.tokens: Ints = np.asarray(tokens, dtype=np.int64)
         self.weight: Floats = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=np.float64))))
         self.costs: Floats = np.asarray(costs, dtype=np.float64)
@@ -107,7 +110,7 @@ class _Search:
         order, common = suffixes(text)
         often: list[tuple[float, int, Ints]] = []
         for length, left, right in intervals(common):
-            if right - left >= COUNT:
+            if right - left >= self.count:
                 starts = where[order[left:right]]
                 first, last = int(starts.min()), int(starts.max())
                 if (work := self.between(first, first + length)) >= WEIGHT:
@@ -121,7 +124,7 @@ class _Search:
             # In a run of one period all stretches overlap, and the period itself is the one that counts.
             for size in {length, *near.tolist()}:
                 chosen = apart(starts.tolist(), size)
-                if len(chosen) < COUNT:
+                if len(chosen) < self.count:
                     continue
                 work = self.between(chosen[0], chosen[0] + size)
                 saved = (len(chosen) - 1) * work
@@ -135,7 +138,7 @@ class _Search:
                saved: float) -> Iterator[tuple[float, float, Region]]:
         """(cost for each instance, work saved, region) of the best place of a stretch, moved and trimmed."""
         for chosen in (starts, starts[:-1]):  # without the last one, a run of one period can start anywhere in it
-            if len(chosen) < COUNT:
+            if len(chosen) < self.count:
                 continue
             steps = np.diff(chosen)
             step = int(steps.min())
