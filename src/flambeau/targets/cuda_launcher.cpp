@@ -5,10 +5,6 @@
 
 #include "launcher.h"
 
-#include <dlfcn.h>
-
-#include <cstring>
-
 namespace {
 
 // ---------------------------------------------------------------------------------------------------- driver
@@ -77,10 +73,7 @@ PyObject* open_driver(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "sOOO", &path, &device, &stream, &memory)) return nullptr;
   void* library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) return PyErr_Format(PyExc_OSError, "%s", dlerror());
-  struct {
-    const char* name;
-    void* place;
-  } wanted[] = {
+  const Symbol wanted[] = {
       {"cuInit", &driver.init},
       {"cuGetErrorString", &driver.error_string},
       {"cuCtxGetCurrent", &driver.get_context},
@@ -95,11 +88,7 @@ PyObject* open_driver(PyObject*, PyObject* args) {
       {"cuMemsetD8Async", &driver.memset},
       {"cuLaunchKernel", &driver.launch},
   };
-  for (const auto& item : wanted) {
-    void* found = dlsym(library, item.name);
-    if (found == nullptr) return PyErr_Format(PyExc_OSError, "%s has no %s", path, item.name);
-    std::memcpy(item.place, &found, sizeof found);
-  }
+  if (!find_symbols(library, path, wanted)) return nullptr;
   Py_XSETREF(current_device, Py_NewRef(device));
   Py_XSETREF(current_stream, Py_NewRef(stream));
   Py_XSETREF(workspace, Py_NewRef(memory));
@@ -170,14 +159,11 @@ struct Shape {
   size_t work;
 };
 
-// What stands in these lists does not change.
 struct Kernel {
-  std::vector<std::unique_ptr<Variant>> variants;
-  std::vector<std::shared_ptr<const Shape>> shapes;
+  std::vector<std::unique_ptr<Variant>> variants;  // which do not change
+  Shapes<Shape> shapes;
   size_t place = 0;  // among the faults
 };
-
-constexpr size_t kShapes = 8;  // of one kernel are remembered
 
 struct Launch {
   LaunchHead head;
@@ -188,16 +174,11 @@ struct Launch {
 };
 
 // One launch of a call, with its arguments and what was found out about them.
-struct Work {
-  Launch* launch;
-  int64_t* p;
-  size_t pointer_count;
-  int64_t* n;
-  size_t size_count;
+struct Work : Given<Launch> {
   Facts facts;
-  const Variant* variant;
+  const Variant* variant = nullptr;
   std::shared_ptr<const Shape> shape;
-  size_t scratch;
+  size_t scratch = 0;
 };
 
 Facts facts_of(const Work& work, int64_t device) {
@@ -242,33 +223,18 @@ const Variant* made(Launch* launch, const Facts& facts) {
 
 std::shared_ptr<const Shape> shaped(const Work& work) {
   Kernel& kernel = *work.launch->kernel;
-  for (const auto& shape : kernel.shapes) {
-    if (shape->sizes.size() == work.size_count && std::equal(shape->sizes.begin(), shape->sizes.end(), work.n)) {
-      return shape;
-    }
-  }
-  Owned sizes(PyTuple_New(Py_ssize_t(work.size_count)));
-  if (!sizes) return nullptr;
-  for (size_t i = 0; i < work.size_count; ++i) {
-    PyObject* number = PyLong_FromLongLong(work.n[i]);
-    if (number == nullptr) return nullptr;
-    PyTuple_SET_ITEM(sizes.get(), Py_ssize_t(i), number);
-  }
-  Owned given(PyObject_Call(work.launch->shape, sizes.get(), nullptr));
+  if (auto known = kernel.shapes.find(work)) return known;
   Words words;
-  if (!given || !words.read(given.get())) return nullptr;
+  if (!kernel.shapes.ask(work.launch->shape, work, words)) return nullptr;
   if (size_t(words.count) != 1 + 3 * work.variant->parts.size()) {
     return PyErr_SetString(PyExc_ValueError, "a shape is (bytes, x, y, z of each part)"), nullptr;
   }
   auto shape = std::make_shared<Shape>();
-  shape->sizes.assign(work.n, work.n + work.size_count);
   shape->work = (size_t(words.data[0]) + 255) / 256 * 256;
   for (Py_ssize_t i = 1; i < words.count; i += 3) {
     shape->grids.push_back({unsigned(words.data[i]), unsigned(words.data[i + 1]), unsigned(words.data[i + 2])});
   }
-  if (kernel.shapes.size() == kShapes) kernel.shapes.clear();
-  kernel.shapes.push_back(shape);
-  return shape;
+  return kernel.shapes.keep(work, std::move(shape));
 }
 
 // Bytes that the compiler asked for beside the workspace: the parts run one after the other and share them.
@@ -373,14 +339,10 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int& fault) {
 }
 
 PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
-  Words pointers, sizes;
-  if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
-  std::vector<Work> works(1);
-  works[0] = {reinterpret_cast<Launch*>(self), pointers.data, size_t(pointers.count), sizes.data,
-              size_t(sizes.count), {}, nullptr, nullptr, 0};
+  Works<Launch, Work> works;
   Py_ssize_t at = 0;
   int fault = 0;
-  if (!execute(works, at, fault)) return nullptr;
+  if (!works.of_launch(self, args, nargsf, names) || !execute(works.all, at, fault)) return nullptr;
   return PyLong_FromLong(fault);
 }
 
@@ -412,22 +374,10 @@ void launch_free(PyObject* object) {
 // ------------------------------------------------------------------------------------------------------ Plan
 
 PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
-  Words pointers, sizes;
-  if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
-  const Steps& plan = *reinterpret_cast<Plan*>(self)->steps;
-  if (!plan.arguments.enough(pointers, sizes)) return nullptr;
-  std::vector<int64_t> p(plan.arguments.pointers.size()), n(plan.arguments.sizes.size());
-  std::vector<Work> works(plan.steps.size());
-  for (size_t i = 0; i < works.size(); ++i) {
-    const Step& step = plan.steps[i];
-    int64_t *first_p = p.data() + step.range.first_pointer, *first_n = n.data() + step.range.first_size;
-    plan.arguments.pick(step.range, pointers, sizes, first_p, first_n);
-    works[i] = {reinterpret_cast<Launch*>(step.launch), first_p, step.range.pointer_count, first_n,
-                step.range.size_count, {}, nullptr, nullptr, 0};
-  }
+  Works<Launch, Work> works;
   Py_ssize_t at = 0;
   int fault = 0;
-  if (!execute(works, at, fault)) return nullptr;
+  if (!works.of_plan(self, args, nargsf, names) || !execute(works.all, at, fault)) return nullptr;
   if (fault == 0) Py_RETURN_NONE;
   return Py_BuildValue("(ni)", at, fault);
 }

@@ -4,9 +4,12 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <vector>
@@ -224,6 +227,111 @@ PyType_Slot plan_slots[] = {
 
 PyType_Spec plan_spec = {"flambeau.Plan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
                          plan_slots};
+
+// ------------------------------------------------------------------------------------- launches by a driver
+
+// For launchers that hand kernels to a driver: they look at all launches of a call before they start the first.
+
+struct Symbol {
+  const char* name;
+  void* place;  // of the pointer to it
+};
+
+template <size_t count>
+bool find_symbols(void* library, const char* path, const Symbol (&wanted)[count]) {
+  for (const Symbol& symbol : wanted) {
+    void* found = dlsym(library, symbol.name);
+    if (found == nullptr) return PyErr_Format(PyExc_OSError, "%s has no %s", path, symbol.name), false;
+    std::memcpy(symbol.place, &found, sizeof found);
+  }
+  return true;
+}
+
+// One launch with its arguments: what a launcher's Work begins with.
+template <class Launch>
+struct Given {
+  Launch* launch;
+  int64_t* p;
+  size_t pointer_count;
+  int64_t* n;
+  size_t size_count;
+};
+
+// The launches of a call of a Launch, or of a Plan, and the memory of their arguments.
+template <class Launch, class Work>
+struct Works {
+  std::vector<Work> all;
+
+  bool of_launch(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+    if (!read_arguments(nargsf, names, args, pointers_, sizes_)) return false;
+    add(self, pointers_.data, size_t(pointers_.count), sizes_.data, size_t(sizes_.count));
+    return true;
+  }
+
+  bool of_plan(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+    if (!read_arguments(nargsf, names, args, pointers_, sizes_)) return false;
+    const Steps& plan = *reinterpret_cast<Plan*>(self)->steps;
+    if (!plan.arguments.enough(pointers_, sizes_)) return false;
+    p_.resize(plan.arguments.pointers.size());
+    n_.resize(plan.arguments.sizes.size());
+    all.reserve(plan.steps.size());
+    for (const Step& step : plan.steps) {
+      int64_t *p = p_.data() + step.range.first_pointer, *n = n_.data() + step.range.first_size;
+      plan.arguments.pick(step.range, pointers_, sizes_, p, n);
+      add(step.launch, p, step.range.pointer_count, n, step.range.size_count);
+    }
+    return true;
+  }
+
+ private:
+  void add(PyObject* launch, int64_t* p, size_t pointer_count, int64_t* n, size_t size_count) {
+    Given<Launch>& given = all.emplace_back();
+    given = {reinterpret_cast<Launch*>(launch), p, pointer_count, n, size_count};
+  }
+
+  Words pointers_, sizes_;
+  std::vector<int64_t> p_, n_;
+};
+
+// What a Python function says of a kernel's sizes, kept for the last few of them. A Shape holds its `sizes`.
+template <class Shape>
+class Shapes {
+ public:
+  template <class Launch>
+  std::shared_ptr<const Shape> find(const Given<Launch>& given) const {
+    for (const auto& shape : kept_) {
+      if (std::equal(shape->sizes.begin(), shape->sizes.end(), given.n, given.n + given.size_count)) return shape;
+    }
+    return nullptr;
+  }
+
+  template <class Launch>
+  static bool ask(PyObject* function, const Given<Launch>& given, Words& answer) {
+    Owned sizes(PyTuple_New(Py_ssize_t(given.size_count)));
+    if (!sizes) return false;
+    for (size_t i = 0; i < given.size_count; ++i) {
+      PyObject* number = PyLong_FromLongLong(given.n[i]);
+      if (number == nullptr) return false;
+      PyTuple_SET_ITEM(sizes.get(), Py_ssize_t(i), number);
+    }
+    Owned said(PyObject_Call(function, sizes.get(), nullptr));
+    return said && answer.read(said.get());
+  }
+
+  template <class Launch>
+  std::shared_ptr<const Shape> keep(const Given<Launch>& given, std::shared_ptr<Shape> shape) {
+    shape->sizes.assign(given.n, given.n + given.size_count);
+    if (kept_.size() == kMost) kept_.clear();
+    kept_.push_back(shape);
+    return shape;
+  }
+
+ private:
+  static constexpr size_t kMost = 8;
+  std::vector<std::shared_ptr<const Shape>> kept_;  // what stands in it does not change
+};
+
+// ----------------------------------------------------------------------------------------------- the module
 
 // The module, with the launcher's Launch, of this size, and the Plan over it.
 PyObject* make_module(PyModuleDef& module, size_t launch_size) {

@@ -6,10 +6,8 @@
 
 #include "launcher.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 
-#include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -65,19 +63,12 @@ PyObject* open_driver(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "sO", &path, &make)) return nullptr;
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);  // what PyOpenCL is linked to is found through it
   if (library == nullptr) return PyErr_Format(PyExc_OSError, "%s", dlerror());
-  struct {
-    const char* name;
-    void* place;
-  } wanted[] = {
+  const Symbol wanted[] = {
       {"clSetKernelArg", &driver.set_argument},
       {"clEnqueueNDRangeKernel", &driver.enqueue},
       {"clFlush", &driver.flush},
   };
-  for (const auto& item : wanted) {
-    void* found = dlsym(library, item.name);
-    if (found == nullptr) return PyErr_Format(PyExc_OSError, "%s has no %s", path, item.name);
-    std::memcpy(item.place, &found, sizeof found);
-  }
+  if (!find_symbols(library, path, wanted)) return nullptr;
   if (make_queue == nullptr) pthread_atfork(nullptr, nullptr, [] { forked = true; });
   Py_XSETREF(make_queue, Py_NewRef(make));
   Py_RETURN_NONE;
@@ -152,14 +143,12 @@ struct Shape {
   std::vector<size_t> items;
 };
 
-constexpr size_t kShapes = 8;  // of one kernel are remembered
-
 struct Kernel {
   int64_t device;
   bool checks;
   std::vector<int64_t> itemsizes;
   std::vector<Part> parts;
-  std::vector<std::shared_ptr<const Shape>> shapes;  // what stands in it does not change
+  Shapes<Shape> shapes;
 };
 
 struct Launch {
@@ -169,44 +158,24 @@ struct Launch {
   Kernel* kernel;
 };
 
-struct Work {
-  Launch* launch;
-  int64_t* p;
-  size_t pointer_count;
-  int64_t* n;
-  size_t size_count;
+struct Work : Given<Launch> {
   std::shared_ptr<const Shape> shape;
 };
 
 std::shared_ptr<const Shape> shaped(const Work& work) {
   Kernel& kernel = *work.launch->kernel;
-  for (const auto& shape : kernel.shapes) {
-    if (shape->sizes.size() == work.size_count && std::equal(shape->sizes.begin(), shape->sizes.end(), work.n)) {
-      return shape;
-    }
-  }
-  Owned sizes(PyTuple_New(Py_ssize_t(work.size_count)));
-  if (!sizes) return nullptr;
-  for (size_t i = 0; i < work.size_count; ++i) {
-    PyObject* number = PyLong_FromLongLong(work.n[i]);
-    if (number == nullptr) return nullptr;
-    PyTuple_SET_ITEM(sizes.get(), Py_ssize_t(i), number);
-  }
-  Owned given(PyObject_Call(work.launch->items, sizes.get(), nullptr));
+  if (auto known = kernel.shapes.find(work)) return known;
   Words words;
-  if (!given || !words.read(given.get())) return nullptr;
+  if (!kernel.shapes.ask(work.launch->items, work, words)) return nullptr;
   if (size_t(words.count) != kernel.parts.size()) {
     return PyErr_SetString(PyExc_ValueError, "there are not as many numbers of work-items as parts"), nullptr;
   }
   auto shape = std::make_shared<Shape>();
-  shape->sizes.assign(work.n, work.n + work.size_count);
   for (size_t i = 0; i < kernel.parts.size(); ++i) {
     size_t group = kernel.parts[i].group, items = words.data[i] > 0 ? size_t(words.data[i]) : 0;
     shape->items.push_back((items + group - 1) / group * group);
   }
-  if (kernel.shapes.size() == kShapes) kernel.shapes.clear();
-  kernel.shapes.push_back(shape);
-  return shape;
+  return kernel.shapes.keep(work, std::move(shape));
 }
 
 // What went wrong with a launch: an error of OpenCL's, or an address.
@@ -295,12 +264,8 @@ bool execute(std::vector<Work>& works) {
 }
 
 PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
-  Words pointers, sizes;
-  if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
-  std::vector<Work> works(1);
-  works[0] = {reinterpret_cast<Launch*>(self), pointers.data, size_t(pointers.count), sizes.data,
-              size_t(sizes.count), nullptr};
-  return execute(works) ? PyLong_FromLong(0) : nullptr;
+  Works<Launch, Work> works;
+  return works.of_launch(self, args, nargsf, names) && execute(works.all) ? PyLong_FromLong(0) : nullptr;
 }
 
 // Launch(name, device, ((kernel, group), ...), itemsizes, items, checks, owner)
@@ -343,20 +308,8 @@ void launch_free(PyObject* object) {
 // ------------------------------------------------------------------------------------------------------ Plan
 
 PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
-  Words pointers, sizes;
-  if (!read_arguments(nargsf, names, args, pointers, sizes)) return nullptr;
-  const Steps& plan = *reinterpret_cast<Plan*>(self)->steps;
-  if (!plan.arguments.enough(pointers, sizes)) return nullptr;
-  std::vector<int64_t> p(plan.arguments.pointers.size()), n(plan.arguments.sizes.size());
-  std::vector<Work> works(plan.steps.size());
-  for (size_t i = 0; i < works.size(); ++i) {
-    const Step& step = plan.steps[i];
-    int64_t *first_p = p.data() + step.range.first_pointer, *first_n = n.data() + step.range.first_size;
-    plan.arguments.pick(step.range, pointers, sizes, first_p, first_n);
-    works[i] = {reinterpret_cast<Launch*>(step.launch), first_p, step.range.pointer_count, first_n,
-                step.range.size_count, nullptr};
-  }
-  if (!execute(works)) return nullptr;
+  Works<Launch, Work> works;
+  if (!works.of_plan(self, args, nargsf, names) || !execute(works.all)) return nullptr;
   Py_RETURN_NONE;
 }
 
