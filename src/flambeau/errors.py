@@ -58,5 +58,9 @@ class UnsupportedError(Error):
     """An operator, dtype or layout that this target cannot run."""
 
 
+class GuessedShapeError(UnsupportedError):
+    """The data decides a shape, and torch does not know that it does."""
+
+
 def _shape(shape: tuple[object, ...]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"

@@ -127,6 +127,25 @@ def test_an_operator_without_a_lowering_is_called_and_listed() -> None:
 # ---- writes to arguments -------------------------------------------------------------------------------
 
 
+def test_an_operator_that_returns_a_number_besides() -> None:
+    """As ATen's attention does: the longest sequence, which follows from sizes."""
+    with torch.library._scoped_library("flambeau_tests", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> (Tensor, SymInt)")
+        library.impl("doubled", lambda x: (2 * x, x.shape[0]), "CompositeExplicitAutograd")
+        torch.library.register_fake("flambeau_tests::doubled", lambda x: (torch.empty_like(x), x.shape[0]), lib=library)
+
+        def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y, n = torch.ops.flambeau_tests.doubled(x.sin())
+            return y.cos() + n, torch.full((2,), n)
+
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            run = torch.compile(f, backend="flambeau", dynamic=dynamic, fullgraph=True)
+            for n in (3, 5):
+                x = torch.randn(n, 4)
+                torch.testing.assert_close(run(x), f(x))
+
+
 def test_writes_to_arguments() -> None:
     def both(x: Tensor, y: Tensor) -> Tensor:
         x.add_(y)

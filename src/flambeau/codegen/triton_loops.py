@@ -59,12 +59,11 @@ def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
 class LoopBlocks(BlockWriter):
     def __init__(self, k: LoopKernel, tuning: Tuning = HEURISTIC) -> None:
         self.tuning = tuning
-        k, self.guards = shared_lanes(k)
-        self.rows = rows_of(k)
-        k = self.rows.kernel if self.rows else k
-        k = k if k.inner else spelled(k)
-        self.phases = written_out(k)
-        k = self.phases.kernel if self.phases else k
+        lanes, self.guards = shared_lanes(k)
+        formed = self.formed(lanes)
+        if any(v not in formed.outer for v in self.guards):  # written out: phases guard what they write by themselves
+            self.guards, formed = {}, self.formed(k)
+        k = formed
         exprs = [*exprs_of(k), *(k.bounds or ())]
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
@@ -75,6 +74,14 @@ class LoopBlocks(BlockWriter):
         self.gathered = k.vector if self.rows else None
         self.inner = product(v.extent for v in k.inner if v.extent is not None)
         self.row: int | None = None  # the axis that is reduced
+
+    def formed(self, k: LoopKernel) -> LoopKernel:
+        """The kernel with its rows gathered, or its phases written out, where it has any."""
+        self.rows = rows_of(k)
+        k = self.rows.kernel if self.rows else k
+        k = k if k.inner else spelled(k)
+        self.phases = written_out(k)
+        return self.phases.kernel if self.phases else k
 
     def render(self) -> Draft:
         k = self.k

@@ -40,6 +40,7 @@ def taps_of(k: ScatterKernel) -> list[Sym]:
     reads = loads(k.value) if k.mode != "set" else []
     few = [v for v in k.vars if v not in k.free and v.extent is not None and v.extent.is_const
            and v.extent.const <= LARGEST and any(v not in e.symbols() for e in reads)]
+    few = few[:-1] if len(few) == len(k.vars) else few  # one is left to be the tile's
     return few if product(v.extent for v in few if v.extent is not None).const <= MOST else []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from flambeau.errors import UnsupportedError
+from flambeau.errors import GuessedShapeError, UnsupportedError
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
@@ -344,7 +344,7 @@ class _Lowering:
         val: Any = n.meta.get("val")
         several = isinstance(val, (list, tuple))
         if has_guessed_shape(target, val if several else [val]):
-            raise UnsupportedError(f"torch has no rule for the shape of {target}")
+            raise GuessedShapeError(f"torch has no rule for the shape of {target}")
         metas = self.metas(target, val if several else [val])
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
@@ -356,12 +356,14 @@ class _Lowering:
         return made[0] if made else None
 
     def metas(self, target: Any, vals: Sequence[Any]) -> list[Any]:
-        """(shape, dtype, strides) of each tensor that a call returns."""
+        """(shape, dtype, strides) of each tensor that a call returns. Integers follow from sizes: who takes one out has
+        its value."""
         to = self.c.symbols.index
         for m in vals:
-            if m is not None and not isinstance(m, torch.Tensor):
+            if m is not None and not isinstance(m, (torch.Tensor, torch.SymInt, int)):
                 raise UnsupportedError(f"{target} returns a {type(m).__name__}")
-        return [None if m is None else ([to(s) for s in m.shape], m.dtype, [to(s) for s in m.stride()]) for m in vals]
+        return [([to(n) for n in m.shape], m.dtype, [to(n) for n in m.stride()]) if isinstance(m, torch.Tensor)
+                else None for m in vals]
 
     def bind_results(self, made: Sequence[Value | None], vals: Sequence[Any]) -> None:
         for v, m in zip(made, vals, strict=True):

@@ -24,6 +24,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 from flambeau.config import config
+from flambeau.errors import GuessedShapeError
 
 from .decompositions import table
 from .pipeline import Options, boxed, compile_graph, interpret
@@ -32,6 +33,9 @@ from .whole import whole_operators
 OPS: dict[str, OpInfo] = {o.formatted_name: o for o in op_db}
 RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "exponential", "geometric", "cauchy", "multinomial",
           "empty", "log_normal", "rrelu", "poisson", "fractional")
+
+# Outputs that eager itself leaves as they are in memory: the state of random numbers where nothing is random.
+UNDEFINED = {"torch.ops.aten._flash_attention_forward": (2, 3)}
 
 
 @dataclass
@@ -75,6 +79,8 @@ def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | 
         try:
             with config.override(verify=True):
                 s.compiled = compile_graph(s.gm, Options(numerics))
+        except GuessedShapeError as e:
+            report.skipped.append(f"compile: {e}")
         except Exception as e:
             report.failures.append(f"compile: {type(e).__name__}: {str(e)[:400]}")
     for s in switches:
@@ -114,6 +120,7 @@ class _Case:
     text: str
     switches: list[Switch] = field(default_factory=list)
     traced: Callable[..., Any] | None = None
+    kinds: list[torch.dtype] = field(default_factory=list)  # of the outputs that have gradients
 
     @classmethod
     def make(cls, op: OpInfo, sample: SampleInput, wants_grad: bool, report: Report) -> _Case | None:
@@ -178,7 +185,11 @@ class _Case:
         diff = [o for o in outs if o.requires_grad]
         if self.wants_grad and diff:
             g = torch.Generator().manual_seed(3)
-            seeds = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in diff]
+            seeds = [torch.randn(o.shape, generator=g, dtype=torch.float64) for o in diff]
+            if dtype is None:
+                self.kinds = [o.dtype for o in diff]
+            # The reference has the same output gradients, rounded as the others have them.
+            seeds = [seed.to(kind).to(o) for seed, kind, o in zip(seeds, self.kinds, diff, strict=True)]
             grads = list(torch.autograd.grad(diff, [a for a in args if a.requires_grad], seeds, allow_unused=True))
         return [o.detach() for o in outs], grads
 
@@ -197,6 +208,8 @@ class _Case:
             for k, (x, y) in enumerate(zip(a, b, strict=True)):
                 if x is None or y is None:
                     assert x is y or (x is None and not y.any()) or (y is None and not x.any()), "missing gradient"
+                    continue
+                if not part and k in UNDEFINED.get(self.fn.name, ()):
                     continue
                 same = x.shape == y.shape and x.dtype == y.dtype
                 assert same, f"{x.dtype}{list(x.shape)}, eager {y.dtype}{list(y.shape)}"

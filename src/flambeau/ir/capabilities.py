@@ -32,6 +32,8 @@ class Capabilities:
     tables: bool = False  # kernels can follow addresses that they read from memory
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
     scatters: frozenset[tuple[str, DType]] | None = None  # (mode, dtype) it can join; None: all
+    # ATen has GPU kernels here: they save other tensors, step in float32 and do not report a division by zero.
+    gpu_eager: bool = False
     contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls
 
     def joins(self, mode: str, dtype: DType) -> bool:

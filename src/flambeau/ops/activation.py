@@ -182,7 +182,7 @@ def _log_sigmoid(x: Expr) -> Expr:
 @lower(aten.log_sigmoid_forward)
 def log_sigmoid(x: Value) -> tuple[Value, Value]:
     """Also exp(-|x|) for the gradient, which ATen does not save on GPUs that it knows."""
-    if build.graph().device not in ("cuda", "xpu"):
+    if not build.graph().capabilities.gpu_eager:
         return _log_sigmoid(x), pointwise(_exp_of_minus_abs)(x)
     return _log_sigmoid(x), build.pointwise((0,), lambda i: const(0, x.dtype))
 
@@ -195,8 +195,8 @@ def _log_sigmoid_backward(grad: Expr, x: Expr, small: Expr) -> Expr:
 @lower(aten.log_sigmoid_backward)
 def log_sigmoid_backward(grad: Value, x: Value, buffer: Value) -> Value:
     """grad * sigmoid(-x), from exp(-|x|)."""
-    saved = build.graph().device not in ("cuda", "xpu")
-    return _log_sigmoid_backward(grad, x, buffer if saved else pointwise(_exp_of_minus_abs)(x))
+    fresh = build.graph().capabilities.gpu_eager
+    return _log_sigmoid_backward(grad, x, pointwise(_exp_of_minus_abs)(x) if fresh else buffer)
 
 
 @lower_pointwise(aten.logit, operands=1, kind="float")

@@ -148,7 +148,8 @@ def iota(length: IndexLike, *, start: Any, step: Any, dtype: DType, **place: Any
 
 def _even_steps(start: Any, end: Any, steps: IndexLike, dtype: DType, i: Index) -> Expr:
     """Counted from the nearer end, so that both ends are exact."""
-    compute = opmath(dtype) if is_float(dtype) else torch.float64
+    whole = torch.float32 if build.graph().capabilities.gpu_eager else torch.float64
+    compute = opmath(dtype) if is_float(dtype) else whole
     low, high = (const(int(n), compute) if isinstance(n, float) and not is_float(dtype)
                  else scalar_at(n, (), dtype, compute) for n in (start, end))
     steps = as_index(steps)

@@ -41,7 +41,7 @@ from .contract import prepare_contractions, shape_contract
 from .fuse import Group, fuse, reads_elsewhere
 from .inline import inline, materialised
 from .layout import settle_layouts
-from .loops import shape_group, shape_scan, shape_scatter
+from .loops import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import buffers_read, lifetimes, plan_memory, values_in
 from .ordered import order_scatters
 from .split import split_reductions
@@ -143,6 +143,8 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
             else:
                 assert isinstance(n, Scatter)
                 kernel = shape_scatter(n, graph.buffers)
+        if all(is_empty(graph.buffers[p.name]) for p in kernel.params if p.written):
+            continue
         at = seen.setdefault(kernel, len(kernels))
         if at == len(kernels):
             kernels.append(kernel)
@@ -175,6 +177,8 @@ def write_mutations(p: Program, graph: Graph) -> None:
             users.setdefault(b, []).append(k)
     returned = {x.buffer for x in values_in(p.outputs)}
     for name, v in graph.mutations:
+        if is_empty(graph.buffers[name]):
+            continue
         if v.buffer in returned or not write_in_place(p, graph, name, v, users):
             for b in (name, v.buffer):
                 users.setdefault(b, []).append(len(p.steps))

@@ -72,7 +72,7 @@ class CudaTarget(Target):
     def capabilities(self) -> Capabilities:
         from flambeau.codegen.triton import CAPABILITIES
 
-        return replace(CAPABILITIES, name=self.name)
+        return replace(CAPABILITIES, name=self.name, gpu_eager=True)
 
     def identity(self) -> str:
         return f"{self.name} {self.arch(self.current_device())}"

@@ -119,19 +119,13 @@ def imax(a, b):
 
 
 @triton.jit
-def quotient(a, b):
-    """Toward zero; dividing by zero gives zero (the kernel has reported it)."""
-    return tl.where(b == 0, tl.zeros_like(a), a // tl.where(b == 0, tl.full((), 1, b.dtype), b))
-
-
-@triton.jit
 def div(a, b):
     if a.dtype == tl.float32:
         return tl.div_rn(a, b)
     elif a.dtype.is_floating():
         return a / b
     else:
-        return quotient(a, b)
+        return a // b
 
 
 @triton.jit
@@ -139,7 +133,7 @@ def fmod(a, b):
     if a.dtype.is_floating():
         return libdevice.fmod(a, b)
     else:
-        return a - quotient(a, b) * b
+        return a % b
 
 
 @triton.jit
@@ -164,9 +158,8 @@ def floordiv(a, b):
         near = tl.where(whole == 0, libdevice.copysign(tl.zeros_like(a), div(a, b)), near)
         return tl.where(b == 0, div(a, b), near)
     else:
-        q = quotient(a, b)
-        rest = a - q * b
-        return q - ((rest != 0) & ((rest < 0) != (b < 0))).to(a.dtype)
+        rest = a % b
+        return a // b - ((rest != 0) & ((rest < 0) != (b < 0))).to(a.dtype)
 
 
 # ---- powers and divisors ---------------------------------------------------------------------------------
@@ -204,7 +197,7 @@ def gcd(a, b):
 
 @triton.jit
 def lcm(a, b):
-    return tl.abs(quotient(a, gcd(a, b)) * b)
+    return tl.abs(div(a, gcd(a, b)) * b)
 
 
 # ---- random bits -----------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""Block kernels with nothing to do, and with so little that no axis is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flambeau.debug
+from flambeau.config import config
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not set"),
+]
+
+NOTHING: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
+    "sums so far": (lambda x: x.cumsum(0), (0,)),
+    "products so far": (lambda x: x.cumprod(1), (3, 0)),
+    "no rows": (lambda x: x.logcumsumexp(1), (0, 3)),
+    "a map": (lambda x: x.sin(), (2, 0)),
+    "a reduction": (lambda x: x.amax(1), (0, 4)),
+    "windows": (lambda x: F.unfold(x, 2), (0, 1, 5, 5)),
+    "a scatter": (lambda x: x.index_add(0, torch.tensor([0, 0]), x[:2]), (2, 0)),
+}
+
+
+def both(f: Callable[..., Any], *args: torch.Tensor) -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    return f(*args), torch.compile(f, backend="flambeau", options={"target": "interpreter"})(*args)
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_to_do(name: str) -> None:
+    f, shape = NOTHING[name]
+    x = torch.empty(shape, requires_grad=True)
+    want, got = both(f, x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, x, torch.ones_like(got)), (torch.zeros(shape),))
+
+
+def test_no_kernel_where_nothing_is_written() -> None:
+    with config.override(target="interpreter"):
+        graph, = flambeau.debug.compile_once(lambda x: (x.cumsum(0), x.sum()), (torch.empty(0),))
+    assert len(graph.program.kernels) == 1  # the sum of nothing is a number
+
+
+def test_a_sum_of_nothing() -> None:
+    want, got = both(lambda x: (x.sum(0), x.prod(1), x.sum()), torch.empty(0, 3))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_scatter_of_few_points() -> None:
+    counts = torch.tensor([2, 0, 1, 3])
+    want, got = both(lambda x, n: x.repeat_interleave(n, 0, output_size=6), torch.randn(4, 1), counts)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("size", [4, 5, 7])
+def test_windows_that_overlap_with_gaps(size: int) -> None:
+    f = lambda x: F.unfold(x, 2, dilation=2, stride=2)  # noqa: E731
+    x = torch.randn(2, 3, size, size, requires_grad=True)
+    want, got = both(f, x)
+    seed = torch.randn_like(want)
+    torch.testing.assert_close(torch.autograd.grad(got, x, seed), torch.autograd.grad(want, x, seed))
+
+
+def test_quotients_of_constants() -> None:
+    f = lambda n: (n // 3, n % 3, n.fmod(-3), torch.div(n, -7, rounding_mode="trunc"))  # noqa: E731
+    want, got = both(f, torch.arange(-20, 20))
+    torch.testing.assert_close(got, want)
+
+
+def test_zero_division() -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        torch.compile(lambda a, b: a // b, backend="flambeau", options={"target": "interpreter"})(
+            torch.arange(4), torch.tensor([1, 0, 2, 3]))
