@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import multiprocessing
 import pickle
-from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -24,25 +22,12 @@ from torch.profiler import ProfilerActivity
 from torch.utils.dlpack import DLDeviceType, to_dlpack
 
 import flambeau
-
-DEV = "flambeau"
+from two_devices import DEV, quiet, same  # noqa: F401
 
 
 @pytest.fixture(scope="module", autouse=True)
 def enabled() -> None:
     flambeau.enable_device()
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logger = logging.getLogger("flambeau.frontends.fallback")
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(logging.NOTSET)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=0)
 
 
 # ---- devices and torch.accelerator -----------------------------------------------------------------------

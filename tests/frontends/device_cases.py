@@ -9,7 +9,6 @@ import logging
 import multiprocessing
 import pickle
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,10 @@ import flambeau
 from flambeau.config import config
 from flambeau.frontends.fallback import reset_fallbacks
 from flambeau.targets import opencl_driver
-from flambeau.targets.opencl_device import ClDevice, devices
+from two_devices import DEV, enabled, numbers, quiet, same  # noqa: F401
 
-DEV = "flambeau"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def enabled() -> None:
-    first = devices()[0].device
-    opencl_driver.devices = lambda: (ClDevice(0, first), ClDevice(1, first))  # type: ignore[assignment]
-    flambeau.enable_device()
-    flambeau.enable_device()  # again: nothing
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logger = logging.getLogger("flambeau.frontends.fallback")
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(logging.NOTSET)
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    count = int(torch.Size(shape).numel())
-    values = torch.arange(count, dtype=torch.float64) * 7 % 13 - (0 if dtype in (torch.uint8, torch.bool) else 6)
-    return values.reshape(shape).to(dtype)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 # ---- devices ---------------------------------------------------------------------------------------------

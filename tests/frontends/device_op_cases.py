@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,17 +15,7 @@ from flambeau.frontends import device_module, pipeline
 from flambeau.frontends.device_copy import Copies
 from flambeau.frontends.device_testing import check_on_device
 from flambeau.frontends.fallback import Fallback, reset_fallbacks
-from flambeau.targets import opencl_driver
-from flambeau.targets.opencl_device import ClDevice, devices
-
-DEV = "flambeau"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def enabled() -> None:
-    first = devices()[0].device
-    opencl_driver.devices = lambda: (ClDevice(0, first), ClDevice(1, first))  # type: ignore[assignment]
-    flambeau.enable_device()
+from two_devices import DEV, enabled, numbers, quiet  # noqa: F401
 
 
 @pytest.fixture
@@ -36,16 +25,10 @@ def falls_back() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_falls_back(request: pytest.FixtureRequest) -> Iterator[None]:
-    logging.getLogger("flambeau.frontends.fallback").setLevel(logging.ERROR)
     reset_fallbacks()
     yield
     if "falls_back" not in request.fixturenames:
         assert flambeau.fallbacks() == []
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    count = int(torch.Size(shape).numel())
-    return (torch.arange(count, dtype=torch.float64) * 7 % 13 - 6).reshape(shape).to(dtype)
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.targets.toolchain import load_extension
 
 from .decompositions import table
 from .device_random import with_generator
 from .eager_graph import OtherShapes, build, described
 from .eager_ops import Form, overloads
 from .fallback import REASONS
-from .gate import loader, text
+from .gate import text
 from .instead import INSTEAD
 from .native import load_native
 from .package import Run
@@ -53,7 +54,8 @@ _FORMS: list[Form] = []  # by the numbers of their gates
 
 @cache
 def load() -> Gates:
-    gates: Gates = load_native(_NAME, "the gates of the device's operators", text(_NAME), loader(_NAME))
+    gates: Gates = load_native(_NAME, "the gates of the device's operators", text(_NAME),
+                               partial(load_extension, _NAME))
     return gates
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib.machinery import ExtensionFileLoader, ModuleSpec
-from importlib.util import module_from_spec
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from flambeau.errors import UnsupportedError
+from flambeau.targets.toolchain import load_extension
 
 from .eager_ops import all_forms, cpp_names
 from .native import load_native, python_headers
@@ -45,7 +44,7 @@ def load_gates() -> Gates:
     if not (python_headers() / "Python.h").exists():
         raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
                                hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
-    gates: Gates = load_native(_NAME, "the gates before eager operators", source(), loader(_NAME))
+    gates: Gates = load_native(_NAME, "the gates before eager operators", source(), partial(load_extension, _NAME))
     return gates
 
 
@@ -60,13 +59,3 @@ def source() -> str:
     return text(_NAME).replace(
         "// OPERATOR HEADERS", "\n".join(f"#include <{h}>" for h in headers)).replace(
         "// OPERATOR ROWS", "\n".join(f"    row<{t}>()," for t in types))
-
-
-def loader(name: str) -> Callable[[Path], Any]:
-    def load(path: Path) -> Any:
-        finder = ExtensionFileLoader(name, str(path))
-        module = module_from_spec(ModuleSpec(name, finder, origin=str(path)))
-        finder.exec_module(module)
-        return module
-
-    return load

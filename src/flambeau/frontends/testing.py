@@ -35,7 +35,7 @@ RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "exponential", "g
           "empty", "log_normal", "rrelu", "poisson", "fractional")
 
 # Outputs that eager itself leaves as they are in memory: the state of random numbers where nothing is random.
-UNDEFINED = {"torch.ops.aten._flash_attention_forward": (2, 3)}
+UNDEFINED: dict[str, tuple[int, ...]] = {"torch.ops.aten._flash_attention_forward": (2, 3)}
 
 
 @dataclass
@@ -112,7 +112,7 @@ def in_dtype(x: Any, dtype: torch.dtype) -> Any:
 
 @dataclass
 class _Case:
-    fn: Callable[..., Any]
+    fn: OpInfo
     leaves: list[torch.Tensor]
     call: Callable[..., Any]
     wants_grad: bool

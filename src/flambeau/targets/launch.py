@@ -13,15 +13,13 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ExtensionFileLoader, ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
 from flambeau.errors import CompileError
 from flambeau.targets.base import Launch, Plan, Step
 from flambeau.targets.cache import DiskCache
-from flambeau.targets.toolchain import Toolchain
+from flambeau.targets.toolchain import Toolchain, load_extension
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ def stored_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> Module
     """The module if an earlier process compiled it."""
     path = disk.get(_key(name, toolchain), ".so")
     try:
-        return None if path is None else _load(name, path)
+        return None if path is None else load_extension(name, path)
     except ImportError as error:  # deleted by another process just now, or on a disk mounted noexec
         log.info("the cached %s does not load, and is built again: %s", name, error)
         return None
@@ -74,7 +72,7 @@ def stored_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> Module
 
 def build_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType:
     """Compile the module; CompileError, ImportError or OSError if that does not work."""
-    module, data = toolchain.compile(_text(name), name, disk, lambda path: _load(name, path), _include())
+    module, data = toolchain.compile(_text(name), name, disk, lambda path: load_extension(name, path), _include())
     disk.put(_key(name, toolchain), data, ".so")
     return module
 
@@ -92,13 +90,6 @@ def _text(name: str) -> str:
 def _key(name: str, toolchain: Toolchain) -> str:
     parts = (_text(name), toolchain.identity(), sys.version, str(sysconfig.get_config_var("SOABI")))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    loader = ExtensionFileLoader(name, str(path))
-    module = module_from_spec(ModuleSpec(name, loader, origin=str(path)))
-    loader.exec_module(module)
-    return module
 
 
 class _CtypesLaunch:

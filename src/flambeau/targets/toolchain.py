@@ -17,8 +17,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 from flambeau.errors import CompileError
@@ -246,3 +248,11 @@ def _openmp_libraries() -> tuple[str, ...]:
     folder = Path(torch.origin).parent
     found = [*folder.glob("lib/libgomp-*.so*"), *folder.parent.glob("torch.libs/libgomp-*.so*")]
     return (f"-Wl,--as-needed,{found[0]}",) if found else ()
+
+
+def load_extension(name: str, path: Path) -> ModuleType:
+    """The Python module that a library of this name is; ImportError if it is none."""
+    loader = ExtensionFileLoader(name, str(path))
+    module = module_from_spec(ModuleSpec(name, loader, origin=str(path)))
+    loader.exec_module(module)
+    return module
