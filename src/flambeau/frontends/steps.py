@@ -9,10 +9,12 @@ other backends among them, those functions are torch's own.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -77,12 +79,29 @@ def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | N
 
 def passing(convert: Callable[..., Any], files: frozenset[str], ours: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, frame: Any, *rest: Any) -> Any:
+        if ours(self) is None:
+            return convert(self, frame, *rest)
         whole = getattr(self._torchdynamo_orig_backend, "_one_graph", False)  # fullgraph=True
-        if not whole and (frame.f_code.co_filename in files or leads_to(frame, files)) and ours(self) is not None:
+        if not whole and (frame.f_code.co_filename in files or leads_to(frame, files)):
             return _SKIP
-        return convert(self, frame, *rest)
+        with collecting_later():
+            return convert(self, frame, *rest)
 
     return __call__
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """What Dynamo makes of a deep model stays until it is compiled: to look through it for garbage takes a tenth of
+    the time, and finds none."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def leads_to(frame: Any, files: frozenset[str]) -> bool:
