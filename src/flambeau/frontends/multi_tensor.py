@@ -226,16 +226,19 @@ class Tables:
     def __init__(self, v: Variant, c: Class, rows: list[int], lengths: list[int], target: str) -> None:
         self.v, self.rows = v, rows
         self.which = None if rows == list(range(len(lengths))) else torch.tensor(rows, device="cpu")
-        mine = [lengths[row] for row in rows]
-        self.lengths = {True: words([1] * len(rows)), False: words(mine)}
+        own = [lengths[row] for row in rows]
+        self.lengths = {True: words([1] * len(rows)), False: words(own)}
         self.target = get_target(target)
         targets = {False: (self.target, c.kind.device), True: (get_target("cpu"), torch.device("cpu"))}
-        places = dict.fromkeys(t.apart for t in v.launches)
+        places = sorted({t.apart for t in v.launches})  # a device begins before the host counts
         self.mirrors = {apart: Mirror(*targets[apart], alone=True) for apart in places}
+        self.launches = {apart: [t for t in v.launches if t.apart is apart] for apart in places}
+        self.words = {apart: sum(even((len(t.pointers) + 1) * len(rows)) for t in mine)
+                      for apart, mine in self.launches.items()}
         self.blocks: dict[tuple[bool, bool], torch.Tensor] = {}
         for t in v.launches:
             if (t.apart, t.single) not in self.blocks:
-                blocks = blocks_of([1] * len(rows) if t.single else mine)
+                blocks = blocks_of([1] * len(rows) if t.single else own)
                 self.blocks[t.apart, t.single] = blocks.to(targets[t.apart][1])
         self.places = torch.empty(v.temporaries * len(rows), dtype=torch.float64, device=c.kind.device)
         # The words of the last call, where their tables begin, and what they follow from.
@@ -249,9 +252,8 @@ class Tables:
         flat = [x for d in doubles for x in (*d, *[0.0] * (len(d) % 2))]
         numbers = torch.tensor(flat, dtype=torch.float64, device="cpu").view(torch.int64)
         for apart, mirror in self.mirrors.items():
-            launches = [t for t in self.v.launches if t.apart is apart]
-            tables = sum(even((len(t.pointers) + 1) * len(self.rows)) for t in launches)
-            memory = mirror.memory(len(numbers) + tables)
+            launches = self.launches[apart]
+            memory = mirror.memory(len(numbers) + self.words[apart])
             base = memory.data_ptr()
             # All but the numbers stays as it was, if no tensor moved.
             follows = moves, base, shared, counts if len(counted) > 1 else None

@@ -37,6 +37,7 @@ FUNCTIONS = (
     ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "clip_with_norm"),
     ("torch.nn.utils.clip_grad", "clip_grad_norm_", ""),
 )
+ASIDES = ("_optimizer_step_code", "_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 EAGER: Counter[str] = Counter()  # types of devices, and how many wish that uncompiled steps there are ours
 _AROUND = wrap_inline(len).__code__
 _SKIP = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)
@@ -61,8 +62,11 @@ def install(backend: Callable[..., Any]) -> None:
     for kept in vars(torch.optim).values():
         if isinstance(kept, type) and "_init_group" in vars(kept) and modules & {c.__module__ for c in kept.__mro__}:
             kept._init_group = groups.remembering(kept._init_group, wanted)  # type: ignore[attr-defined]
-    for inside in (options_of, options_for, is_accelerated):  # frames that Dynamo need not ask us about
-        skip_code(inside.__code__)
+    # Frames about which Dynamo need not ask us, at 20 us each: ours, and those that do nothing with tensors.
+    asides = (getattr(torch.optim.Optimizer, name, None) for name in ASIDES)
+    for inside in (options_of, options_for, is_accelerated, function, torch.optim.Adam._init_group, *asides):
+        if inside is not None:
+            skip_code(inside.__code__)
     convert_frame.CatchErrorsWrapper.__call__ = passing(  # type: ignore[method-assign]
         convert_frame.CatchErrorsWrapper.__call__, frozenset(files), ours)
 
