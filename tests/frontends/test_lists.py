@@ -165,3 +165,15 @@ def test_lists_are_remembered_and_gradients_are_not(monkeypatch: pytest.MonkeyPa
     step()  # torch's own: not the dense step of before
     assert not found[-1]
     torch.testing.assert_close(p.detach(), before - 0.1 * p.grad.to_dense())
+
+
+def test_steps_run_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(lists, "_made", [])
+    monkeypatch.setattr(lists, "_building", [])
+    monkeypatch.setattr(lists, "text", lambda name: "this is no C++")
+    assert lists.native() is None
+    assert "more time in Python" in caplog.text
+    given = two_lists()
+    assert Watch(given).check(given)
