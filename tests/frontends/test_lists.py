@@ -167,6 +167,21 @@ def test_lists_are_remembered_and_gradients_are_not(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(p.detach(), before - 0.1 * p.grad.to_dense())
 
 
+def test_an_optimizer_that_cannot_be_hashed() -> None:
+    class Equal(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        __hash__ = None  # type: ignore[assignment]
+
+    torch._dynamo.reset()
+    p = Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = Equal([p], lr=0.5)
+    torch.compile(lambda: torch.optim.SGD.step(optimizer), backend="flambeau")()
+    assert torch.equal(p.detach(), torch.full((3,), 0.5))
+
+
 def test_steps_run_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch,
                                                  caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.undo()

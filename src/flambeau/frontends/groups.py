@@ -37,7 +37,10 @@ def remembering(original: Callable[..., Any], wanted: Callable[[Any], Any]) -> C
 
 @torch._dynamo.disable
 def gather(original: Callable[..., Any], optimizer: Any, group: dict[str, Any], gathered: tuple[list[Any], ...]) -> Any:
-    known = _REMEMBERED.setdefault(optimizer, {})
+    try:
+        known = _REMEMBERED.setdefault(optimizer, {})
+    except TypeError:  # a class of the user's that cannot be hashed
+        return original(optimizer, group, *gathered)
     memory = known.get(id(group))
     if memory is None or memory.group is not group:
         if len(known) > 2 * len(optimizer.param_groups):  # groups that are gone
