@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from importlib import import_module
@@ -349,3 +350,18 @@ def test_uncompiled_steps_on_an_accelerated_device(monkeypatch: pytest.MonkeyPat
 
     train(ours, eager, step, b.step)
     assert len(variants()) == 1 and len(function().prepared) == 1 and not DECLINED  # the other's was torch's
+
+
+@pytest.mark.parametrize(("backend", "during"), [("eager", True), ("flambeau", False)])
+def test_garbage_is_collected_after_our_compilations_not_in_them(backend: str, during: bool) -> None:
+    seen: list[bool] = []
+
+    @torch._dynamo.assume_constant_result
+    def look() -> int:
+        seen.append(gc.isenabled())
+        return 1
+
+    assert gc.isenabled()
+    torch.compile(lambda x: x + look(), backend=backend)(torch.ones(2))
+    assert seen and set(seen) == {during}
+    assert gc.isenabled()

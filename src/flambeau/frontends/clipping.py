@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,7 +26,8 @@ from flambeau.ir.scalar import abs_
 from flambeau.schedule.tables import PLACE
 from flambeau.targets.base import Launch, get_target
 
-from .multi_tensor import DECLINED, ListFunction, check_plain, guards_of
+from .lists import Watch
+from .multi_tensor import DECLINED, ListFunction, check_plain
 from .pipeline import LOCK
 from .row_kernels import Declined, target_name
 from .tables import PointerTable, sizes_of, start
@@ -58,16 +60,16 @@ class Group:
 
     device: torch.device
     dtype: DType
-    members: list[int]
+    members: torch.Tensor
     table: PointerTable
     launch: Launch
 
-    def partial(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def partial(self, addresses: torch.Tensor) -> torch.Tensor:
         """What each block comes to."""
         blocks = self.table.blocks
         with self.table.mirror.target.on(self.device):
             out = torch.empty(len(blocks), dtype=opmath(self.dtype), device=self.device)
-            memory, at, where = self.table([tensors[k].data_ptr() for k in self.members])
+            memory, at, where = self.table.send(addresses[self.members])
             if len(out):
                 start(self.launch, (at, where, out.data_ptr()), sizes_of(len(self.members), blocks))
         del memory  # the kernel is done with it, or its queue will be before anybody else writes there
@@ -78,28 +80,30 @@ class Group:
 class Plan:
     """The norm of tensors with these dtypes, sizes and layouts."""
 
-    guards: Any
+    watch: Watch
     groups: list[Group]
     compute: DType
     result: DType
 
 
 _PLANS: dict[tuple[Any, ...], list[Plan]] = {}
+_ALONE = threading.Lock()  # between a look at addresses and the launch
 
 
-def norm_of(tensors: Sequence[torch.Tensor], order: float, wanted: str | None) -> torch.Tensor:
-    plans = _PLANS.setdefault((len(tensors), order, wanted), [])
-    plan = next((p for p in plans if p.guards.check(*tensors)), None)
-    if plan is None:
-        plan = planned(tensors, order, wanted)
-        plans[:] = [plan, *plans[: MOST_PLANS - 1]]
+def norm_of(tensors: list[torch.Tensor], order: float, wanted: str | None) -> torch.Tensor:
     device = tensors[0].device
-    every = torch.cat([g.partial(tensors).to(device, plan.compute) for g in plan.groups])
+    with _ALONE:
+        plans = _PLANS.setdefault((len(tensors), order, wanted), [])
+        plan = next((p for p in plans if p.watch.check([tensors])), None)
+        if plan is None:
+            plan = planned(tensors, order, wanted)
+            plans[:] = [plan, *plans[: MOST_PLANS - 1]]
+        every = torch.cat([g.partial(plan.watch.addresses).to(device, plan.compute) for g in plan.groups])
     norm = ORDERS[order][2](every) if len(every) else torch.zeros((), dtype=plan.compute, device=device)
     return norm.to(plan.result)
 
 
-def planned(tensors: Sequence[torch.Tensor], order: float, wanted: str | None) -> Plan:
+def planned(tensors: list[torch.Tensor], order: float, wanted: str | None) -> Plan:
     members: dict[tuple[torch.device, DType], list[int]] = {}
     for k, t in enumerate(tensors):
         check_plain("tensors", t)
@@ -110,10 +114,11 @@ def planned(tensors: Sequence[torch.Tensor], order: float, wanted: str | None) -
     for (device, dtype), mine in members.items():
         target = get_target(target_name(device, wanted))
         table = PointerTable(target, device, [(k, 0) for k in range(len(mine))], [tensors[k].numel() for k in mine])
-        groups.append(Group(device, dtype, mine, table, kernel_of(target.name, dtype, order)))
+        which = torch.tensor(mine, device="cpu")
+        groups.append(Group(device, dtype, which, table, kernel_of(target.name, dtype, order)))
     result = functools.reduce(torch.promote_types, (g.dtype for g in groups))
     compute = functools.reduce(torch.promote_types, (opmath(g.dtype) for g in groups))
-    return Plan(guards_of(tensors), groups, compute, result)
+    return Plan(Watch([tensors]), groups, compute, result)
 
 
 @cache

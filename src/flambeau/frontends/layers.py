@@ -1,8 +1,10 @@
 """Repeated layers of a model, marked before Dynamo sees them.
 
 The search for repeated regions begins when Dynamo has traced every layer. Dynamo itself traces a layer once if it is
-told that layers are alike: its mark for that is `torch.compiler.nested_compile_region`. A marked layer must be one that
-Dynamo takes as a whole: no graph breaks, no side effects. So marks are the user's to set, here with one call.
+told that layers are alike: its mark for that is `torch.compiler.nested_compile_region`, from torch 2.13 on; before, it
+traces them all the same. A marked layer must be one that Dynamo takes as a whole: no graph breaks, no side effects. And
+Dynamo watches the attributes of the first layer only: `layers[3].norm.eps = 0.1` after the compilation is not seen
+(torch 2.13). So marks are the user's to set, here with one call.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def mark_layers(model: nn.Module) -> list[str]:
         flambeau.mark_layers(model)
         torch.compile(model, backend="flambeau")
 
-    The mark is on the class, and means nothing outside of torch.compile.
+    The mark is on the class, and means nothing outside of torch.compile. Attributes of a single marked layer must not
+    change after a compilation.
     """
     names: list[str] = []
     pending = [model]

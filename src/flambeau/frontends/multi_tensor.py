@@ -11,23 +11,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
-from torch._C import TensorBase
-from torch._C._dynamo.guards import TensorGuards
 
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.targets.base import get_target
 
+from . import lists
+from .lists import PLAIN, Watch
 from .pipeline import LOCK
 from .row_kernels import COUNT, SCALARS, Declined, Form, RowKind, TableLaunch, Variant, compile_row, target_name
 from .tables import Mirror, blocks_of, sizes_of, start
@@ -38,7 +36,7 @@ MOST_PREPARED = 64  # calls whose tables are kept, for one function
 
 DECLINED: Counter[str] = Counter()  # reasons why calls were left to torch
 
-Addresses = dict[str, list[int]]
+Addresses = dict[str, torch.Tensor]  # of the tensors of each list
 
 
 @dataclass
@@ -55,11 +53,11 @@ class Class:
 class Prepared:
     """What follows from the dtypes, sizes and layouts of a call's tensors, for as long as those are the same."""
 
-    guards: Any
     lengths: list[int]
     classes: list[Class]
     left: list[int]  # rows that are not dense, or laid out in different ways
-    addresses: Addresses | None = None
+    watch: Watch | None = None
+    apart: int = -1  # the moves of the watch after which tensors were seen to share no memory
 
 
 class ListFunction:
@@ -77,6 +75,7 @@ class ListFunction:
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], options: tuple[str | None, str]) -> None:
         """`options`: the target, if not that of the tensors' device, and the numerics."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
+        lists.begin()
         try:
             with self.lock:
                 left = _Call(self, given, options).run()
@@ -106,13 +105,12 @@ class _Call:
             if given.get(name):
                 raise Declined(name)
         every = {name: value for name, value in given.items() if isinstance(value, list)}
-        types = {name: set(map(type, value)) for name, value in every.items()}
-        self.lists = {name: value for name, value in every.items() if types[name] - {type(None)}}
+        self.lists = {name: value for name, value in every.items() if value and value[0] is not None}
         self.shared = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         self.rows = len(given["params"])
         self.numbers = {name: value for name, value in given.items() if isinstance(value, float)}
-        for name, tensors in self.lists.items():
-            if len(tensors) != self.rows or type(None) in types[name]:
+        for name, tensors in every.items():
+            if len(tensors) != self.rows if name in self.lists else any(map(is_something, tensors)):
                 raise Declined(f"{name} that are not there for all parameters")
         for name, t in self.shared.items():
             check_plain(name, t)
@@ -132,7 +130,7 @@ class _Call:
         known = self.f.prepared
         key = (id(self.lists["params"][0]), self.rows, self.key)
         found = known.get(key)
-        if found is None or not found.guards.check(*chain.from_iterable(self.lists.values())):
+        if found is None or found.watch is None or not found.watch.check(list(self.lists.values())):
             known.pop(key, None)
             if len(known) >= MOST_PREPARED:
                 del known[next(iter(known))]
@@ -151,8 +149,7 @@ class _Call:
             kind = RowKind(row["params"].device, next(iter(places), None), tuple(t.dtype for t in row.values()))
             groups.setdefault(kind, []).append(k)
         classes = [Class(kind, rows, self.f.compiled.setdefault((self.key, kind), [])) for kind, rows in groups.items()]
-        guards = guards_of(list(chain.from_iterable(self.lists.values())))
-        return Prepared(guards, [t.numel() for t in self.lists["params"]], classes, left)
+        return Prepared([t.numel() for t in self.lists["params"]], classes, left)
 
     # ---- the run -----------------------------------------------------------------------------------------
 
@@ -161,33 +158,39 @@ class _Call:
         if not self.rows:
             return []
         prepared = self.prepare()
-        addresses = {name: list(map(TensorBase.data_ptr, tensors)) for name, tensors in self.lists.items()}
-        if addresses == prepared.addresses:
-            addresses = prepared.addresses
-        else:
-            check_apart(self.lists, addresses)
-            prepared.addresses = addresses
-        shared = {name: t.data_ptr() for name, t in self.shared.items()}
         # All are compiled before the first of them runs: what cannot be compiled, is left to torch as a whole.
-        parts = [(c, *part) for c in prepared.classes for part in self.parts(c)]
+        parts = [(c, *part) for c in prepared.classes for part in self.parts(c, prepared.watch)]
+        if (watch := prepared.watch) is None:
+            watch = prepared.watch = Watch(list(self.lists.values()))
+        if prepared.apart != watch.moves:
+            if not watch.apart():  # rows are computed in no order
+                raise Declined("tensors that share memory")
+            prepared.apart = watch.moves
+        addresses = dict(zip(self.lists, watch.by_list, strict=True))
+        shared = {name: t.data_ptr() for name, t in self.shared.items()}
         for c, variant, rows, counts in parts:
             key = (id(variant), None if rows is c.rows else tuple(rows))
             if key not in c.tables:
                 c.tables[key] = Tables(variant, c, rows, prepared.lengths, target_name(c.kind.device, self.form.target))
             tables = c.tables[key]
             with tables.target.on(c.kind.device):
-                tables.run(self.numbers, addresses, shared, counts)
-        torch._C._increment_version(self.lists["params"])  # states are in no graph of autograd's
+                tables.run(self.numbers, addresses, watch.moves, shared, counts)
+        lists.changed(self.lists["params"])  # states are in no graph of autograd's
         return prepared.left
 
-    def parts(self, c: Class) -> list[tuple[Variant, list[int], list[float]]]:
-        """Rows with the kernels that hold for their numbers, and for each row the count of steps after this one."""
+    def parts(self, c: Class, watch: Watch | None) -> list[tuple[Variant, list[int], list[float]]]:
+        """Rows with the kernels that hold for their numbers, and for each row the count of steps after this one; one
+        count, if it is that of all of them."""
         if not self.form.counts:
             return [(self.variant(c, 0.0), c.rows, [])]
         if c.kind.scalars is not None and c.kind.scalars.type != "cpu":
             raise Declined("counts of steps on a device, and capturable is not set")
         steps = self.lists["state_steps"]
-        after = [steps[row].item() + 1.0 for row in c.rows]
+        if watch is not None and len(c.rows) == self.rows:
+            where = watch.by_list[list(self.lists).index("state_steps")]
+            after = [count + 1.0 for count in lists.numbers(steps, where)]
+        else:
+            after = [steps[row].item() + 1.0 for row in c.rows]
         chosen = {count: self.variant(c, count) for count in set(after)}
         if len({id(v) for v in chosen.values()}) == 1:
             return [(chosen[after[0]], c.rows, after)]
@@ -222,81 +225,79 @@ class Tables:
 
     def __init__(self, v: Variant, c: Class, rows: list[int], lengths: list[int], target: str) -> None:
         self.v, self.rows = v, rows
-        self.whole = rows == list(range(len(lengths)))
-        self.lengths = [lengths[row] for row in rows]
+        self.which = None if rows == list(range(len(lengths))) else torch.tensor(rows, device="cpu")
+        own = [lengths[row] for row in rows]
+        self.lengths = {True: words([1] * len(rows)), False: words(own)}
         self.target = get_target(target)
         targets = {False: (self.target, c.kind.device), True: (get_target("cpu"), torch.device("cpu"))}
-        places = dict.fromkeys(t.apart for t in v.launches)
+        places = sorted({t.apart for t in v.launches})  # a device begins before the host counts
         self.mirrors = {apart: Mirror(*targets[apart], alone=True) for apart in places}
+        self.launches = {apart: [t for t in v.launches if t.apart is apart] for apart in places}
+        self.words = {apart: sum(even((len(t.pointers) + 1) * len(rows)) for t in mine)
+                      for apart, mine in self.launches.items()}
         self.blocks: dict[tuple[bool, bool], torch.Tensor] = {}
         for t in v.launches:
             if (t.apart, t.single) not in self.blocks:
-                blocks = blocks_of([1] * len(rows) if t.single else self.lengths)
+                blocks = blocks_of([1] * len(rows) if t.single else own)
                 self.blocks[t.apart, t.single] = blocks.to(targets[t.apart][1])
         self.places = torch.empty(v.temporaries * len(rows), dtype=torch.float64, device=c.kind.device)
-        self.before: dict[bool, tuple[Addresses, Any, array[int], list[int]]] = {}
+        # The words of the last call, where their tables begin, and what they follow from.
+        self.before: dict[bool, tuple[Any, torch.Tensor, list[int]]] = {}
 
-    def run(self, given: dict[str, float], addresses: Addresses, shared: dict[str, int], counts: list[float]) -> None:
+    def run(self, given: dict[str, float], addresses: Addresses, moves: int, shared: dict[str, int],
+            counts: list[float]) -> None:
+        """`moves`: another number when addresses are others."""
         counted = list(dict.fromkeys(counts)) or [0.0]
-        numbers = array("q")
-        for count in counted:
-            numbers.frombytes(array("d", self.v.numbers(step=count, **given)).tobytes())
-            numbers.extend([0] * (len(numbers) % 2))
+        doubles = [self.v.numbers(step=count, **given) for count in counted]
+        flat = [x for d in doubles for x in (*d, *[0.0] * (len(d) % 2))]
+        numbers = torch.tensor(flat, dtype=torch.float64, device="cpu").view(torch.int64)
         for apart, mirror in self.mirrors.items():
-            launches = [t for t in self.v.launches if t.apart is apart]
-            tables = sum(even((len(t.pointers) + 1) * len(self.rows)) for t in launches)
-            memory = mirror.memory(len(numbers) + tables)
+            launches = self.launches[apart]
+            memory = mirror.memory(len(numbers) + self.words[apart])
             base = memory.data_ptr()
             # All but the numbers stays as it was, if no tensor moved.
-            same = base, shared, counts if len(counted) > 1 else None
+            follows = moves, base, shared, counts if len(counted) > 1 else None
             known = self.before.get(apart)
-            if known is not None and known[0] is addresses and known[1] == same:
-                _, _, words, starts = known
-                words[: len(numbers)] = numbers
-            else:
-                words, starts = self.words(launches, numbers, addresses | {k: [v] for k, v in shared.items()}, base,
-                                           counts, counted)
-                self.before[apart] = addresses, same, words, starts
-            mirror.send(torch.frombuffer(words, dtype=torch.int64), memory)
+            if known is None or known[0] != follows:
+                table, starts = self.table(launches, len(numbers), addresses, shared, base, counts, counted)
+                self.before[apart] = known = follows, table, starts
+            _, table, starts = known
+            table[: len(numbers)] = numbers
+            mirror.send(table, memory)
             for t, at in zip(launches, starts, strict=True):
                 blocks = self.blocks[apart, t.single]
                 if len(blocks):
                     start(t.launch, (at, blocks.data_ptr()), sizes_of(len(self.rows), blocks))
 
-    def words(self, launches: Sequence[TableLaunch], numbers: array[int], addresses: Addresses, base: int,
-              counts: list[float], counted: list[float]) -> tuple[array[int], list[int]]:
-        """Numbers, then the tables of the launches; and where those begin."""
-        rows = self.rows
-        each = len(numbers) // len(counted)
-        which = {count: k * each for k, count in enumerate(counted)}
-        words, starts = array("q", numbers), []
+    def table(self, launches: Sequence[TableLaunch], first: int, addresses: Addresses, shared: dict[str, int],
+              base: int, counts: list[float], counted: list[float]) -> tuple[torch.Tensor, list[int]]:
+        """Place for the numbers, then the tables of the launches; and where those begin."""
+        rows = len(self.rows)
+        places = {count: base + 8 * first // len(counted) * k for k, count in enumerate(counted)}
+        numbers = words([places[count] for count in counts] if len(counted) > 1 else [base])
+        parts, starts, at = [words([0] * first)], [], first
         for t in launches:
-            starts.append(base + 8 * len(words))
+            starts.append(base + 8 * at)
+            columns: list[torch.Tensor] = []
             for p in t.pointers:
-                if p.kind == "list":
-                    column = addresses[p.which]
-                    if len(column) == 1:  # of one row, or for all of them
-                        column = column * len(rows)
-                    elif not self.whole:
-                        column = [column[row] for row in rows]
-                    words.extend(column)
-                elif p.kind == "temporary":
-                    first = self.places.data_ptr() + 8 * p.which * len(rows)
-                    words.extend(range(first, first + 8 * len(rows), 8))
-                elif len(counted) == 1:
-                    words.extend([base + 8 * p.which] * len(rows))
+                if p.kind == "temporary":
+                    begin = self.places.data_ptr() + 8 * p.which * rows
+                    columns.append(torch.arange(begin, begin + 8 * rows, 8, device="cpu"))
+                elif p.kind == "number":
+                    columns.append((numbers + 8 * p.which).expand(rows))
+                elif p.which in shared:
+                    columns.append(words([shared[p.which]]).expand(rows))
                 else:
-                    words.extend([base + 8 * (which[count] + p.which) for count in counts])
-            words.extend([1] * len(rows) if t.single else self.lengths)
-            words.extend([0] * (len(words) % 2))
-        return words, starts
+                    columns.append(addresses[p.which] if self.which is None else addresses[p.which][self.which])
+            columns.append(self.lengths[t.single])
+            count = len(columns) * rows
+            parts += [*columns, words([0] * (even(count) - count))]
+            at += even(count)
+        return torch.cat(parts), starts
 
 
-def guards_of(tensors: Sequence[torch.Tensor]) -> Any:
-    """`check(*others)` of what this returns: whether others have the same types, dtypes, devices, sizes and strides."""
-    sizes: list[Any] = [list(t.shape) for t in tensors]
-    strides: list[Any] = [list(t.stride()) for t in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+def words(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def even(count: int) -> int:
@@ -320,18 +321,11 @@ def is_row(row: dict[str, torch.Tensor]) -> bool:
 
 
 def check_plain(name: str, t: torch.Tensor) -> None:
-    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided or t.is_neg():
+    if type(t) not in PLAIN or t.layout is not torch.strided or t.is_neg():
         raise Declined(f"{name} holds what is no plain tensor")
     if t.dtype not in SUPPORTED or not t.is_floating_point():
         raise Declined(f"{name} of {t.dtype}")
 
 
-def check_apart(lists: dict[str, list[torch.Tensor]], addresses: Addresses) -> None:
-    """No two tensors may share memory: rows are computed in no order."""
-    starts = torch.tensor(list(chain.from_iterable(addresses[name] for name in lists)), dtype=torch.int64)
-    sizes = torch.tensor([t.numel() * t.element_size() for tensors in lists.values() for t in tensors])
-    starts, sizes = starts[sizes > 0], sizes[sizes > 0]
-    order = torch.argsort(starts)
-    starts, sizes = starts[order], sizes[order]
-    if bool((starts[1:] < starts[:-1] + sizes[:-1]).any()):
-        raise Declined("tensors that share memory")
+def is_something(x: Any) -> bool:
+    return x is not None

@@ -22,6 +22,7 @@ from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.toolchain import find_toolchain
 
 T = TypeVar("T")
+LONG = 5  # seconds of a build that people are told of
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,11 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 
 
-def load_native(name: str, what: str, text: str, load: Callable[[Path], T]) -> T:
+def load_native(name: str, what: str, text: str, load: Callable[[Path], T], seconds: int = 20) -> T:
     """What `load` makes of the library built from a text. CompileError where there is nothing to compile with.
 
-    `what` names it to people. A process loads it once, whether it compiled it or not.
+    `what` names it to people, who are told of builds that take long. A process loads it once, whether it compiled it
+    or not.
     """
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     home = Path(torch.__file__).parent
@@ -50,7 +52,8 @@ def load_native(name: str, what: str, text: str, load: Callable[[Path], T]) -> T
             return None
 
     def build() -> T:
-        log.warning("compiling %s for torch %s: once, some twenty seconds", what, torch.__version__)
+        level = logging.WARNING if seconds >= LONG else logging.INFO
+        log.log(level, "compiling %s for torch %s: once, some %s seconds", what, torch.__version__, seconds)
         try:
             made, data = toolchain.compile(text, name, disk, load, python_headers())
         except (CompileError, ImportError, OSError) as error:

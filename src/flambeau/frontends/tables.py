@@ -28,10 +28,10 @@ def sizes_of(rows: int, blocks: torch.Tensor) -> tuple[int, int]:
 
 def blocks_of(lengths: Sequence[int]) -> torch.Tensor:
     """Rows cut into blocks: (row, first element) of each, one after the other."""
-    counts = (torch.tensor(lengths, dtype=torch.int64) + (CHUNK - 1)) // CHUNK
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    counts = (torch.tensor(lengths, dtype=torch.int64, device="cpu") + (CHUNK - 1)) // CHUNK
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return torch.stack((rows, (torch.arange(len(rows)) - before) * CHUNK), 1).contiguous()
+    return torch.stack((rows, (torch.arange(len(rows), device="cpu") - before) * CHUNK), 1).contiguous()
 
 
 class PointerTable:
@@ -40,15 +40,19 @@ class PointerTable:
     def __init__(self, target: Target, device: torch.device, pointers: Sequence[tuple[int, int]],
                  lengths: Sequence[int]) -> None:
         self.mirror = Mirror(target, device)
-        self.pointers, self.lengths = pointers, lengths
+        self.pointers, self.lengths = pointers, torch.tensor(lengths, dtype=torch.int64, device="cpu")
         self.blocks = blocks_of(lengths).to(device)
 
     def __call__(self, slots: Sequence[int]) -> tuple[torch.Tensor, int, int]:
         """The memory, which the caller holds for as long as kernels read it, and the addresses of table and blocks."""
         words = array("q", [slots[slot] + offset for slot, offset in self.pointers])
-        words.extend(self.lengths)
+        return self.send(torch.frombuffer(words, dtype=torch.int64))
+
+    def send(self, addresses: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """The same for addresses as they are."""
+        words = torch.cat((addresses, self.lengths))
         memory = self.mirror.memory(len(words))
-        self.mirror.send(torch.frombuffer(words, dtype=torch.int64), memory)
+        self.mirror.send(words, memory)
         return memory, memory.data_ptr(), self.blocks.data_ptr()
 
 

@@ -1,0 +1,146 @@
+"""Lists of tensors that come again at every step: whether they are what they were, and where their memory is now.
+
+Thousands of tensors are looked at in one pass of C++ (lists.cpp), which is compiled in the background while the first
+kernels are. Where nothing can be compiled, the same is done with what torch offers to Python, five times slower.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch._C import TensorBase
+from torch._C._dynamo.guards import TensorGuards
+
+from .gate import loader, text
+from .native import load_native
+
+log = logging.getLogger(__name__)
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+OTHER, MOVED, SAME = range(3)
+
+
+class Watch:
+    """Lists of plain tensors: types, dtypes, devices, sizes and strides, and the addresses at the last check."""
+
+    def __init__(self, lists: Sequence[list[torch.Tensor]]) -> None:
+        self.counts = [len(tensors) for tensors in lists]
+        self.addresses = torch.zeros(sum(self.counts), dtype=torch.int64, device="cpu")
+        self.by_list = self.addresses.split(self.counts)
+        self.moves = 0  # how often something moved
+        self._kinds = kinds_of(tuple(lists))
+        if not self.check(lists):
+            raise AssertionError("lists that differ from themselves")
+
+    def check(self, lists: Sequence[list[torch.Tensor]]) -> bool:
+        """Whether these are such lists; if so, addresses are theirs from now on."""
+        found = self._kinds.check(tuple(lists), self.addresses)
+        self.moves += found == MOVED
+        return bool(found != OTHER)
+
+    def apart(self) -> bool:
+        """Whether no two tensors share memory, and none is without."""
+        return bool(self._kinds.apart(self.addresses))
+
+
+def kinds_of(lists: tuple[list[torch.Tensor], ...]) -> NativeKinds | PythonKinds:
+    module = native()
+    return PythonKinds(lists) if module is None else NativeKinds(module, lists)
+
+
+class NativeKinds:
+    def __init__(self, module: Any, lists: tuple[list[torch.Tensor], ...]) -> None:
+        self.module, self.watch = module, module.make(lists, PLAIN)
+
+    def check(self, lists: tuple[list[torch.Tensor], ...], addresses: torch.Tensor) -> int:
+        found: int = self.module.check(self.watch, lists, addresses.data_ptr())
+        return found
+
+    def apart(self, _: torch.Tensor) -> bool:
+        found: bool = self.module.apart(self.watch)
+        return found
+
+
+class PythonKinds:
+    def __init__(self, lists: tuple[list[torch.Tensor], ...]) -> None:
+        tensors = list(chain.from_iterable(lists))
+        sizes: list[Any] = [list(t.shape) for t in tensors]
+        strides: list[Any] = [list(t.stride()) for t in tensors]
+        self.guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.counts = [len(tensors) for tensors in lists]
+        self.bytes = torch.tensor([t.numel() * t.element_size() for t in tensors], dtype=torch.int64, device="cpu")
+
+    def check(self, lists: tuple[list[torch.Tensor], ...], addresses: torch.Tensor) -> int:
+        if [len(tensors) for tensors in lists] != self.counts:
+            return OTHER
+        tensors = list(chain.from_iterable(lists))
+        if not self.guards.check(*tensors):
+            return OTHER
+        new = torch.tensor(list(map(TensorBase.data_ptr, tensors)), dtype=torch.int64, device="cpu")
+        same = torch.equal(new, addresses)
+        addresses.copy_(new)
+        return SAME if same else MOVED
+
+    def apart(self, addresses: torch.Tensor) -> bool:
+        some = self.bytes > 0
+        starts, order = torch.sort(addresses[some])
+        sizes = self.bytes[some][order]
+        return not len(starts) or bool(starts[0] > 0 and (starts[1:] >= starts[:-1] + sizes[:-1]).all())
+
+
+def changed(tensors: list[torch.Tensor]) -> None:
+    """Tell autograd that plain tensors were written to."""
+    if (module := native()) is not None:
+        module.changed(tensors)
+    else:
+        torch._C._increment_version(tensors)
+
+
+def numbers(scalars: list[torch.Tensor], addresses: torch.Tensor) -> list[float]:
+    """Scalars on the CPU of one dtype, with their addresses; one if all are equal."""
+    module = native()
+    if module is not None and scalars[0].dtype in (torch.float32, torch.float64):
+        found: list[float] = module.numbers(addresses.data_ptr(), len(scalars), scalars[0].element_size())
+        return found
+    found = [t.item() for t in scalars]
+    return found[:1] if len(set(found)) == 1 else found
+
+
+# ---- the extension -------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_made: list[Any] = []  # the module, or None
+_building: list[threading.Thread] = []
+
+
+def begin() -> None:
+    """Build or load the extension in the background, once."""
+    with _lock:
+        if not _made and not _building:
+            _building.append(threading.Thread(target=_build, name="flambeau-lists", daemon=True))
+            _building[0].start()
+
+
+def native() -> Any:
+    """The extension, when it is there; None where there cannot be one."""
+    if not _made:
+        begin()
+        _building[0].join()
+    return _made[0] if _made else None  # none: in a process that was forked while another built it
+
+
+def _build() -> None:
+    module = None
+    try:
+        module = load_native("lists", "the watch over lists of tensors", text("lists"), loader("lists"), seconds=2)
+        samples = [torch.empty(k, device="cpu") for k in range(3)]
+        module.open([*samples, torch.nn.Parameter(samples[1]), samples[2][1:]])
+    except Exception as error:  # whatever it is, steps run
+        module = None
+        log.warning("steps of optimizers spend more time in Python: %s", error)
+    _made.append(module)
