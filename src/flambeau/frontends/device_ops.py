@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.targets.toolchain import load_extension
 
 from .decompositions import table
 from .device_random import with_generator
@@ -54,8 +53,7 @@ _FORMS: list[Form] = []  # by the numbers of their gates
 
 @cache
 def load() -> Gates:
-    gates: Gates = load_native(_NAME, "the gates of the device's operators", text(_NAME),
-                               partial(load_extension, _NAME))
+    gates: Gates = load_native(_NAME, "the gates of the device's operators", text(_NAME))
     return gates
 
 

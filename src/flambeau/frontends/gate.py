@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from flambeau.errors import UnsupportedError
-from flambeau.targets.toolchain import load_extension
 
 from .eager_ops import all_forms, cpp_names
 from .native import load_native, python_headers
@@ -44,7 +43,7 @@ def load_gates() -> Gates:
     if not (python_headers() / "Python.h").exists():
         raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
                                hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
-    gates: Gates = load_native(_NAME, "the gates before eager operators", source(), partial(load_extension, _NAME))
+    gates: Gates = load_native(_NAME, "the gates before eager operators", source())
     return gates
 
 

@@ -11,17 +11,17 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.cache import DiskCache, shared_cache
-from flambeau.targets.toolchain import find_toolchain
+from flambeau.targets.toolchain import find_toolchain, load_extension
 
-T = TypeVar("T")
 LONG = 5  # seconds of a build that people are told of
 
 log = logging.getLogger(__name__)
@@ -31,12 +31,15 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 
 
-def load_native(name: str, what: str, text: str, load: Callable[[Path], T], seconds: int = 20) -> T:
-    """What `load` makes of the library built from a text. CompileError where there is nothing to compile with.
+def load_native(name: str, what: str, text: str, load: Callable[[Path], Any] | None = None,
+                seconds: int = 20) -> Any:
+    """The Python module, or what `load` makes of the library, that a text is compiled to. CompileError where there is
+    nothing to compile with.
 
     `what` names it to people, who are told of builds that take long. A process loads it once, whether it compiled it
     or not.
     """
+    load = load or partial(load_extension, name)
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     home = Path(torch.__file__).parent
     toolchain = replace(find_toolchain(config.compiler, disk), flags=(*_FLAGS, f"-I{home / 'include'}"),
@@ -44,14 +47,14 @@ def load_native(name: str, what: str, text: str, load: Callable[[Path], T], seco
     key = hashlib.sha256("\0".join((text, toolchain.identity(), torch.__version__, str(torch.version.git_version),
                                     sys.version, str(sysconfig.get_config_var("SOABI")))).encode()).hexdigest()
 
-    def stored() -> T | None:
+    def stored() -> Any:
         path = disk.get(key, ".so")
         try:
             return None if path is None else load(path)
         except (ImportError, OSError):  # deleted by another process just now
             return None
 
-    def build() -> T:
+    def build() -> Any:
         level = logging.WARNING if seconds >= LONG else logging.INFO
         log.log(level, "compiling %s for torch %s: once, some %s seconds", what, torch.__version__, seconds)
         try:
