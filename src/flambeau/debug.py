@@ -6,6 +6,8 @@
         print(graph.program.notes, graph.texts[0].text)
 
     graph, groups = flambeau.debug.regions(model, x)
+    for tally in flambeau.debug.recordings():
+        print(tally.label, tally.replayed, tally.recorded, tally.uncaptured)
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.utils import _pytree as pytree
 from flambeau.config import config
 from flambeau.frontends import pipeline
 from flambeau.frontends import regions as region_search
+from flambeau.frontends.graphs import RECORDED, Tally
 from flambeau.frontends.outline import in_pieces
 from flambeau.frontends.pipeline import Compiled
 from flambeau.frontends.regions import Pieces
@@ -51,6 +54,11 @@ def collect_regions() -> Iterator[list[Pieces]]:
         yield found
     finally:
         region_search.OBSERVERS.remove(observer)
+
+
+def recordings() -> list[Tally]:
+    """Of every graph that was compiled with the option `graphs` and still is in use: what became of its calls."""
+    return [r.tally for r in sorted(RECORDED, key=lambda r: r.number)]
 
 
 def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[list[list[fx.Node]]]]:

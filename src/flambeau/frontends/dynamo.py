@@ -32,6 +32,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
     "target": (None, "runs the graphs, in place of the target of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
+    "graphs": ((False, True), "record runs after a warm-up and replay them (NVIDIA GPUs)"),
     "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -40,7 +41,8 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
     # Read now: a backward may be compiled later, in a thread where an override does not hold.
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
-                           "regions": config.regions, "deterministic": torch.are_deterministic_algorithms_enabled()}
+                           "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
+                           "deterministic": torch.are_deterministic_algorithms_enabled()}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")

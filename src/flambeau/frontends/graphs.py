@@ -1,0 +1,390 @@
+"""Compiled graphs recorded after a warm-up and replayed: options={"graphs": True}.
+
+A recording holds addresses. So of every argument it is known how it reaches the recording:
+
+| argument | is | because |
+|---|---|---|
+| parameter, buffer, whatever the graph writes to | bound: at another address it is another recording | it stays |
+| a result of another recording | bound in the same way | it lies where that recording puts it |
+| any other tensor | copied into memory of our own before each replay | it moves |
+| number | part of the recording | kernels got it as a value |
+
+Results lie in memory of the recording, and the next replay overwrites them. While somebody holds one of them, the
+recording rests: the call makes another one, a few times; from then on results that people keep are given out as copies.
+What cannot be recorded runs as it would without: the reason is counted, and `flambeau.debug.recordings()` lists it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._C import TensorBase
+
+from flambeau.ir.nodes import Value
+from flambeau.ir.program import Call, Copy, Program, TableKernel
+from flambeau.targets.base import Recorder, Recording, Run
+
+from .devices import flat
+
+MOST_SIZES = 8  # of which one graph has recordings
+MOST_ALIKE = 3  # that differ in nothing, because results of the others are in use
+MOST_COPIED = 256 << 20  # bytes of arguments: to copy more takes longer than to launch
+MOST_WARM = 1024  # combinations of addresses that were seen once
+RESTS = 64  # calls, and four for each recording, after which one that was not used is dropped
+ALLOWED = ("aten", "prims", "flambeau")  # other operators may do anything, and a capture that fails is costly
+SIZED_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+# They read on the host what the device computed, and no tag says so.
+WAITS = ("item", "_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "multinomial", "histc", "bincount",
+         "segment_reduce", "ctc_loss", "_ctc_loss", "ormqr", "geqrf", "lu_unpack", "record_stream")
+WAITS_PREFIX = ("linalg_", "_linalg_", "unique", "_unique", "masked_select", "nonzero")
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+STATIC = "_dynamo_static_input_type"  # Dynamo's mark on parameters and buffers, and torch's on what users promise
+
+
+@dataclass(frozen=True)
+class Recordable:
+    """What of a program matters here; plain data that goes along with its package."""
+
+    label: str
+    written: tuple[int, ...]  # positions of the arguments that it writes to
+    obstacle: str = ""  # why it cannot be recorded
+
+
+# ---- what a program says ---------------------------------------------------------------------------------
+
+
+def recordable(p: Program, gm: fx.GraphModule, positions: list[int], device: torch.device) -> Recordable:
+    names = [name for s in p.steps for name in getattr(s, "origins", (getattr(s, "origin", "copy"),)) if name]
+    label = f"{names[0]} ... {names[-1]}" if len(names) > 1 else "".join(names)
+    where = dict(zip(p.inputs, positions, strict=True))
+    written = sorted({where[name] for name in writes(p) if name in where})
+    return Recordable(f"{label} ({len(p.steps)} steps)", tuple(written), next(obstacles(p, gm, device), ""))
+
+
+def writes(p: Program) -> Iterator[str]:
+    """The buffers that its steps write to."""
+    for s in p.steps:
+        if isinstance(s, Copy):
+            yield s.dst
+        elif isinstance(s, Call):
+            schema = getattr(s.target, "_schema", None)
+            given = dict(s.kwargs)
+            for k, a in enumerate(schema.arguments if schema is not None else ()):
+                if a.alias_info is not None and a.alias_info.is_write:
+                    value = s.args[k] if k < len(s.args) else given.get(a.name)
+                    yield from (v.buffer for v in flat(value) if isinstance(v, Value))
+        else:
+            kernel = p.kernels[s.kernel]
+            params = kernel.columns if isinstance(kernel, TableKernel) else kernel.params
+            rows = len(s.args) // len(params) if isinstance(kernel, TableKernel) else 1
+            for k, param in enumerate(params):
+                if param.written:
+                    yield from s.args[k * rows : (k + 1) * rows]
+
+
+def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[str]:
+    """Why a program cannot be recorded."""
+    for s in p.steps:
+        if isinstance(s, Call):
+            op = s.target
+            if isinstance(op, torch._ops.HigherOrderOperator):
+                yield f"{op.name()} runs on the host"
+            elif isinstance(op, torch._ops.OpOverload):
+                name = op._schema.name.partition("::")[2]
+                if op.namespace not in ALLOWED:
+                    yield f"{op} is an operator from outside of torch"
+                elif SIZED_BY_DATA & set(op.tags) or name in WAITS or name.startswith(WAITS_PREFIX):
+                    yield f"{op} makes the host wait for data"
+                elif any(v.dtype is torch.bool for v in flat(s.args) if isinstance(v, Value)) and "index" in name:
+                    yield f"{op} by a mask makes the host wait for data"
+    for n in gm.graph.nodes:
+        constant = n.op in ("placeholder", "get_attr", "output") or "lift_fresh" in str(n.target)
+        for val in flat(n.meta.get("val")) if not constant else ():
+            if isinstance(val, torch.Tensor) and val.device != device:
+                yield f"{n.target} runs on {val.device}"
+
+
+# ---- one recording ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """How a result of a replay is given out."""
+
+    owned: torch.Tensor | None  # in the recording's memory
+    argument: int = -1  # or memory of this argument
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    offset: int = 0  # from the beginning of the argument
+    value: Any = None  # or a number
+    same_as: int = -1  # or an earlier result, once more
+
+
+class Take:
+    """One recording with what it is bound to, what is copied for it, and where its results are."""
+
+    def __init__(self, bound: dict[int, int], copies: list[tuple[int, torch.Tensor]], made: Recording,
+                 inputs: list[Any]) -> None:
+        self.bound = bound  # positions of arguments that are results of other recordings: their addresses
+        self.copies = copies
+        self.made = made
+        self.last = 0  # call that used it
+        starts = {x.untyped_storage().data_ptr(): k for k, x in reversed(list(enumerate(inputs)))
+                  if isinstance(x, torch.Tensor) and x.numel()}
+        first = {id(x): k for k, x in reversed(list(enumerate(made.results))) if isinstance(x, torch.Tensor)}
+        self.results = [Result(None, same_as=first[id(x)]) if first.get(id(x), k) < k else given_out(x, inputs, starts)
+                        for k, x in enumerate(made.results)]
+        # Everybody who holds a result holds its storage. Counted when nobody but the recording does.
+        owned = {r.owned.untyped_storage()._cdata: k for k, r in enumerate(self.results) if r.owned is not None}
+        self.storages = [(cdata, torch._C._storage_Use_Count(cdata), k) for cdata, k in owned.items()]
+        self.addresses = [r.owned.data_ptr() for r in self.results if r.owned is not None and r.owned.numel()]
+        RESIDENT.update(self.addresses)
+        weakref.finalize(self, RESIDENT.subtract, self.addresses).atexit = False
+
+    def fits(self, args: list[Any]) -> bool:
+        return all(args[k].data_ptr() == address for k, address in self.bound.items())
+
+    def in_use(self) -> list[int]:
+        """Results of the last replay that somebody holds."""
+        count = torch._C._storage_Use_Count
+        return [k for cdata, alone, k in self.storages if count(cdata) > alone]
+
+    def bring(self, args: list[Any]) -> None:
+        for k, memory in self.copies:
+            memory.copy_(span(args[k]))
+
+    def give(self, args: list[Any], copied: set[int]) -> list[Any]:
+        out: list[Any] = []
+        for k, r in enumerate(self.results):
+            if r.same_as >= 0:
+                out.append(out[r.same_as])
+            elif r.owned is not None:
+                # `data` has a version of its own: what was done to the results of earlier replays is not its past.
+                out.append(r.owned.clone() if k in copied or r.owned.numel() == 1 else r.owned.data)
+            elif r.argument < 0:
+                out.append(r.value)
+            else:
+                x = args[r.argument]
+                same = x.shape == r.shape and x.stride() == r.strides and not r.offset
+                out.append(x if same else x.as_strided(r.shape, r.strides, x.storage_offset() + r.offset))
+        return out
+
+
+RESIDENT: Counter[int] = Counter()  # addresses of results of recordings
+
+
+def given_out(x: Any, inputs: list[Any], starts: dict[int, int]) -> Result:
+    if not isinstance(x, torch.Tensor):
+        return Result(None, value=x)
+    at = starts.get(x.untyped_storage().data_ptr(), -1) if x.numel() else -1
+    if at < 0:
+        return Result(x)
+    return Result(None, at, tuple(x.shape), x.stride(), x.storage_offset() - inputs[at].storage_offset())
+
+
+def span(x: torch.Tensor) -> torch.Tensor:
+    """All elements from its first to its last: what expands or overlaps is copied as it lies in memory."""
+    return x.as_strided((extent(x),), (1,))
+
+
+def extent(x: torch.Tensor) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+# ---- the recordings of a graph ---------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """What became of the calls of a graph."""
+
+    label: str
+    calls: int = 0
+    replayed: int = 0
+    recorded: Counter[str] = field(default_factory=Counter)  # why each recording was made
+    uncaptured: Counter[str] = field(default_factory=Counter)  # why calls ran as they are
+    copied: int = 0  # bytes of arguments, in the last replay
+
+
+RECORDED: weakref.WeakSet[Recorded] = weakref.WeakSet()  # every graph of which there may be recordings
+_numbers = itertools.count()
+
+
+class Recorded:
+    """A run function, from recordings of it."""
+
+    def __init__(self, run: Run, recorder: Recorder | None, what: Recordable, device: torch.device) -> None:
+        self.run, self.recorder, self.device = run, recorder, device
+        self.written = frozenset(what.written)
+        self.off = what.obstacle if recorder is not None else f"nothing is recorded on {device.type}"
+        self.takes: dict[Hashable, list[Take]] = {}  # an empty list: it was called once
+        self.sizes: set[Hashable] = set()
+        self.memory: dict[Hashable, torch.Tensor] = {}  # that arguments are copied into; replays take turns
+        self.copied: set[int] = set()  # results that are given out as copies
+        self.tally = Tally(what.label)
+        self.lock = threading.RLock()
+        self.number = next(_numbers)
+        RECORDED.add(self)
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        self.tally.calls += 1
+        if self.off or self.recorder is None:
+            return self.plainly(args, self.off)
+        if torch._C._len_torch_dispatch_stack():
+            return self.plainly(args, "a dispatch mode wants to see the operators")
+        place = self.recorder.place()
+        if place is None:
+            return self.plainly(args, "somebody else is capturing")
+        with self.lock:
+            reason = self.from_recording(args, place)
+            if isinstance(reason, list):
+                args.clear()
+                return reason
+        return self.plainly(args, reason)
+
+    def plainly(self, args: list[Any], reason: str) -> list[Any]:
+        self.tally.uncaptured[reason] += 1
+        return self.run(args)
+
+    def key(self, args: list[Any], place: Hashable) -> tuple[Hashable, Hashable]:
+        """Where parameters and what is written to are; and everything that has a size, or is a number."""
+        where: list[int] = []
+        sizes: list[Any] = [place, torch.is_inference_mode_enabled()]
+        for k, x in enumerate(args):
+            if type(x) is torch.nn.Parameter:
+                where.append(TensorBase.data_ptr(x))
+            elif not isinstance(x, torch.Tensor):
+                sizes.append((type(x), x))
+            else:
+                sizes.append((x.shape, x.stride()))
+                if self.is_anchor(k, x):
+                    where.append(TensorBase.data_ptr(x))
+        return (tuple(where), tuple(sizes)), tuple(sizes)
+
+    def is_anchor(self, k: int, x: torch.Tensor) -> bool:
+        return k in self.written or type(x) is torch.nn.Parameter or hasattr(x, STATIC)
+
+    def from_recording(self, args: list[Any], place: Hashable) -> list[Any] | str:
+        """The results; or why this call runs as it is."""
+        assert self.recorder is not None
+        key, sizes = self.key(args, place)
+        takes = self.takes.get(key)
+        if takes is None:
+            return self.warm(key, sizes, args)
+        fitting = [t for t in takes if t.fits(args)]
+        take = next((t for t in fitting if not t.in_use()), None)
+        if take is not None:
+            self.recorder.check()
+            take.bring(args)
+            take.made.replay()
+            self.tally.replayed += 1
+        else:
+            why = self.why(takes, fitting, sizes)
+            made = self.record(args, key, sizes, fitting)
+            if isinstance(made, str):
+                return made
+            self.tally.recorded[why] += 1
+            take = made
+        take.last = self.tally.calls
+        return take.give(args, self.copied)
+
+    def warm(self, key: Hashable, sizes: Hashable, args: list[Any]) -> str:
+        """The first call of its kind runs as it is: kernels are compiled, libraries choose theirs."""
+        for k, x in enumerate(args):
+            if isinstance(x, torch.Tensor) and (type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg()
+                                                or x.is_conj()):
+                self.off = f"argument {k} is no plain tensor: {type(x).__name__}"
+            elif isinstance(x, torch.Tensor) and x.device != self.device:
+                self.off = f"argument {k} is on {x.device}: its contents would be part of the recording"
+            elif not isinstance(x, torch.Tensor | int | float | bool | None):
+                self.off = f"argument {k} is a {type(x).__name__}"
+        if not self.off:
+            idle = [k for k, takes in self.takes.items() if not takes]
+            if len(idle) >= MOST_WARM:
+                del self.takes[idle[0]]
+            self.takes[key] = []
+        if self.off:
+            return self.off
+        return "warm-up" if sizes not in self.sizes else "warm-up: parameters moved"
+
+    def why(self, takes: list[Take], fitting: list[Take], sizes: Hashable) -> str:
+        """Why there is no recording to replay."""
+        if fitting:
+            return "results of earlier calls are in use"
+        if takes:
+            return "results of other recordings moved"
+        if sizes in self.sizes:
+            return "other parameters, or parameters moved"
+        return "other sizes" if self.sizes else "first"
+
+    def record(self, args: list[Any], key: Hashable, sizes: Hashable, busy: list[Take]) -> Take | str:
+        assert self.recorder is not None
+        if sizes not in self.sizes and len(self.sizes) >= MOST_SIZES:
+            return f"it has recordings of {MOST_SIZES} sizes"
+        if len(busy) >= MOST_ALIKE:
+            kept = {k for take in busy for k in take.in_use()}
+            if kept <= self.copied:
+                return f"results of {len(busy)} recordings are in use"
+            self.copied |= kept
+        self.drop_unused()
+        tensors = {k: x for k, x in enumerate(args) if isinstance(x, torch.Tensor)}
+        anchors = {k for k, x in tensors.items() if self.is_anchor(k, x)}  # their addresses are in the key
+        bound = {k: x.data_ptr() for k, x in tensors.items() if k not in anchors and RESIDENT[x.data_ptr()] > 0}
+        moving = [k for k in tensors if k not in bound and k not in anchors]
+        bytes_moved = sum(extent(args[k]) * args[k].element_size() for k in moving)
+        if bytes_moved > MOST_COPIED:
+            return f"{bytes_moved >> 20} MiB of arguments move"
+        inputs, copies = list(args), []
+        with torch.no_grad():
+            for k, x in tensors.items():
+                if k not in moving:
+                    # The recording's own tensor: the caller's may be given other memory (`.data = `).
+                    inputs[k] = x.data
+                    continue
+                memory = self.static(key, k, x)
+                copies.append((k, memory))
+                inputs[k] = memory.as_strided(x.shape, x.stride())
+                memory.copy_(span(x))
+            try:
+                made = self.recorder.record(self.run, inputs)
+            except Exception as e:  # whatever does not let itself be captured, runs without
+                self.off = f"recording failed: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
+                return self.off
+        self.tally.copied = bytes_moved
+        self.sizes.add(sizes)
+        take = Take(bound, copies, made, inputs)
+        self.takes[key].append(take)
+        return take
+
+    def static(self, key: Hashable, k: int, x: torch.Tensor) -> torch.Tensor:
+        """Memory for an argument that moves: recordings of one place are replayed one after the other."""
+        place = key[1][0]  # type: ignore[index]
+        which = (place, k, x.dtype, extent(x), torch.is_inference_mode_enabled())
+        if which not in self.memory:
+            self.memory[which] = torch.empty(extent(x), dtype=x.dtype, device=x.device)
+        return self.memory[which]
+
+    def drop_unused(self) -> None:
+        count = sum(map(len, self.takes.values()))
+        oldest = self.tally.calls - max(RESTS, 4 * count)
+        for takes in self.takes.values():
+            takes[:] = [t for t in takes if t.last >= oldest]
+
+
+def recorded(run: Run, recorder: Recorder | None, what: Recordable, device: torch.device) -> Callable[..., Any]:
+    """A plain function around it, as AOTAutograd's wrappers want."""
+    calls = Recorded(run, recorder, what, device)
+
+    def replayed(args: list[Any]) -> list[Any]:
+        return calls(args)
+
+    replayed._boxed_call = True  # type: ignore[attr-defined]
+    return replayed
