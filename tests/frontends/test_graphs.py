@@ -254,6 +254,23 @@ def test_losses_that_are_kept() -> None:
     assert reasons("recorded") == {"first": 2}  # a number is given out as a copy
 
 
+def test_variables_of_a_loop() -> None:
+    """They hold the output of the step before while the next one begins; what the backward needed is free by then."""
+    twins = Twins(net())
+    for _ in range(8):
+        out = twins.forward(torch.randn(4, 8))
+        loss = [y.square().mean() for y in out]
+        for o, y in zip(twins.optimizers, loss, strict=True):
+            o.zero_grad()
+            y.backward()
+        twins.compare()
+        for o in twins.optimizers:
+            o.step()
+    forward, _ = flambeau.debug.recordings()
+    assert forward.recorded == {"first": 1} and forward.replayed == 5, forward
+    assert forward.uncaptured["results of the call before are in use: from now on they are copies"] == 1
+
+
 def test_gradients_accumulate() -> None:
     twins = Twins(net())
     for k in range(12):

@@ -23,6 +23,7 @@ from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
 from .outline import in_pieces
+from .progress import progress
 from .regions import OBSERVERS, cut
 from .steps import install
 from .subgraphs import calls_subgraphs, written_out
@@ -61,6 +62,13 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
     without_marks()
+    with progress("compiling a graph"):
+        return compiled_backend(gm, example_inputs, settings)
+
+
+def compiled_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
+) -> Callable[..., Any]:
     context = TracingContext.try_get()
     if context is None or not context.fakify_first_call:
         return compile_dynamo_graph(gm, example_inputs, settings)

@@ -10,7 +10,9 @@ A recording holds addresses. So of every argument it is known how it reaches the
 | number | part of the recording | kernels got it as a value |
 
 Results lie in memory of the recording, and the next replay overwrites them. While somebody holds one of them, the
-recording rests: the call makes another one, a few times; from then on results that people keep are given out as copies.
+recording rests. If it is a small part of them (an output, where what the backward needs is free again), it is given
+out as a copy from then on; else (gradients that accumulate, a second forward before the backward) there will be another
+recording.
 What cannot be recorded runs as it would without: the reason is counted, and `flambeau.debug.recordings()` lists it.
 """
 
@@ -36,6 +38,7 @@ from .devices import flat
 
 MOST_SIZES = 8  # of which one graph has recordings
 MOST_ALIKE = 3  # that differ in nothing, because results of the others are in use
+SMALL = 0.5  # part of the bytes of all results
 MOST_COPIED = 256 << 20  # bytes of arguments: to copy more takes longer than to launch
 MOST_WARM = 1024  # combinations of addresses that were seen once
 RESTS = 64  # calls, and four for each recording, after which one that was not used is dropped
@@ -145,6 +148,7 @@ class Take:
         # Everybody who holds a result holds its storage. Counted when nobody but the recording does.
         owned = {r.owned.untyped_storage()._cdata: k for k, r in enumerate(self.results) if r.owned is not None}
         self.storages = [(cdata, torch._C._storage_Use_Count(cdata), k) for cdata, k in owned.items()]
+        self.bytes = {k: r.owned.untyped_storage().nbytes() for k, r in enumerate(self.results) if r.owned is not None}
         self.addresses = [r.owned.data_ptr() for r in self.results if r.owned is not None and r.owned.numel()]
         RESIDENT.update(self.addresses)
         weakref.finalize(self, RESIDENT.subtract, self.addresses).atexit = False
@@ -225,7 +229,7 @@ class Recorded:
         self.run, self.recorder, self.device = run, recorder, device
         self.written = frozenset(what.written)
         self.off = what.obstacle if recorder is not None else f"nothing is recorded on {device.type}"
-        self.takes: dict[Hashable, list[Take]] = {}  # an empty list: it was called once
+        self.takes: dict[Hashable, list[Take] | str] = {}  # an empty list: it was called once; a text: why not
         self.sizes: set[Hashable] = set()
         self.memory: dict[Hashable, torch.Tensor] = {}  # that arguments are copied into; replays take turns
         self.copied: set[int] = set()  # results that are given out as copies
@@ -264,7 +268,7 @@ class Recorded:
             elif not isinstance(x, torch.Tensor):
                 sizes.append((type(x), x))
             else:
-                sizes.append((x.shape, x.stride()))
+                sizes.append((x.shape, x.stride(), x.device))
                 if self.is_anchor(k, x):
                     where.append(TensorBase.data_ptr(x))
         return (tuple(where), tuple(sizes)), tuple(sizes)
@@ -279,6 +283,8 @@ class Recorded:
         takes = self.takes.get(key)
         if takes is None:
             return self.warm(key, sizes, args)
+        if isinstance(takes, str):
+            return takes
         fitting = [t for t in takes if t.fits(args)]
         take = next((t for t in fitting if not t.in_use()), None)
         if take is not None:
@@ -298,22 +304,21 @@ class Recorded:
 
     def warm(self, key: Hashable, sizes: Hashable, args: list[Any]) -> str:
         """The first call of its kind runs as it is: kernels are compiled, libraries choose theirs."""
-        for k, x in enumerate(args):
-            if isinstance(x, torch.Tensor) and (type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg()
-                                                or x.is_conj()):
-                self.off = f"argument {k} is no plain tensor: {type(x).__name__}"
-            elif isinstance(x, torch.Tensor) and x.device != self.device:
-                self.off = f"argument {k} is on {x.device}: its contents would be part of the recording"
-            elif not isinstance(x, torch.Tensor | int | float | bool | None):
-                self.off = f"argument {k} is a {type(x).__name__}"
-        if not self.off:
-            idle = [k for k, takes in self.takes.items() if not takes]
-            if len(idle) >= MOST_WARM:
-                del self.takes[idle[0]]
-            self.takes[key] = []
-        if self.off:
-            return self.off
-        return "warm-up" if sizes not in self.sizes else "warm-up: parameters moved"
+        idle = [k for k, takes in self.takes.items() if not takes or isinstance(takes, str)]
+        if len(idle) >= MOST_WARM:
+            del self.takes[idle[0]]
+        refusal = next((why for k, x in enumerate(args) if (why := self.refusal(x, f"argument {k}"))), "")
+        self.takes[key] = refusal or []
+        return refusal or ("warm-up: parameters moved" if sizes in self.sizes else "warm-up")
+
+    def refusal(self, x: Any, name: str) -> str:
+        """Why no recording can have this argument."""
+        if not isinstance(x, torch.Tensor):
+            return "" if isinstance(x, int | float | None) else f"{name} is a {type(x).__name__}"
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg() or x.is_conj():
+            return f"{name} is no plain tensor: {type(x).__name__}"
+        elsewhere = f"{name} is on {x.device}: its contents would be part of the recording"
+        return "" if x.device == self.device else elsewhere
 
     def why(self, takes: list[Take], fitting: list[Take], sizes: Hashable) -> str:
         """Why there is no recording to replay."""
@@ -329,9 +334,12 @@ class Recorded:
         assert self.recorder is not None
         if sizes not in self.sizes and len(self.sizes) >= MOST_SIZES:
             return f"it has recordings of {MOST_SIZES} sizes"
+        kept = {k for take in busy for k in take.in_use()} - self.copied
+        if kept and min(sum(t.bytes[k] for k in kept) / sum(t.bytes.values()) for t in busy) < SMALL:
+            self.copied |= kept
+            return "results of the call before are in use: from now on they are copies"
         if len(busy) >= MOST_ALIKE:
-            kept = {k for take in busy for k in take.in_use()}
-            if kept <= self.copied:
+            if not kept:
                 return f"results of {len(busy)} recordings are in use"
             self.copied |= kept
         self.drop_unused()
@@ -361,7 +369,9 @@ class Recorded:
         self.tally.copied = bytes_moved
         self.sizes.add(sizes)
         take = Take(bound, copies, made, inputs)
-        self.takes[key].append(take)
+        takes = self.takes[key]
+        assert isinstance(takes, list)
+        takes.append(take)
         return take
 
     def static(self, key: Hashable, k: int, x: torch.Tensor) -> torch.Tensor:
@@ -373,9 +383,9 @@ class Recorded:
         return self.memory[which]
 
     def drop_unused(self) -> None:
-        count = sum(map(len, self.takes.values()))
-        oldest = self.tally.calls - max(RESTS, 4 * count)
-        for takes in self.takes.values():
+        made = [takes for takes in self.takes.values() if isinstance(takes, list)]
+        oldest = self.tally.calls - max(RESTS, 4 * sum(map(len, made)))
+        for takes in made:
             takes[:] = [t for t in takes if t.last >= oldest]
 
 

@@ -24,6 +24,7 @@ from .devices import graph_device, target_of
 from .executor import write
 from .graphs import recordable
 from .package import Package, Run
+from .progress import progress
 
 LOCK = threading.RLock()  # expressions are interned process-wide: one compile at a time
 
@@ -59,7 +60,10 @@ class Compiled:
             if self.run is not None:
                 return self.run
             start = time.perf_counter()
-            kernels = self.build.wait() if self.build is not None else {}
+            kernels = {}
+            if self.build is not None:
+                with progress("building kernels", count=self.build.count):
+                    kernels = self.build.wait()
             self.seconds["wait for compiler"] = time.perf_counter() - start
             bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
             if bad:

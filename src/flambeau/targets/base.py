@@ -65,6 +65,10 @@ class Build(ABC):
     def done(self) -> bool:
         """Whether `wait` would return at once."""
 
+    def count(self) -> tuple[int, int]:
+        """How many are done, and of how many."""
+        return int(self.done()), 1
+
     @abstractmethod
     def wait(self) -> dict[str, Launch | CompileError]:
         """Every source's name with its kernel, or with the reason why that one has none."""

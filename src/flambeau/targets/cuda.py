@@ -306,6 +306,9 @@ class CudaBuild(Build):
     def done(self) -> bool:
         return all(future.done() for codes in self._kernels.values() for future in codes)
 
+    def count(self) -> tuple[int, int]:
+        return sum(all(f.done() for f in codes) for codes in self._kernels.values()), len(self._kernels)
+
     def wait(self) -> dict[str, Launch | CompileError]:
         out: dict[str, Launch | CompileError] = {}
         for kernel, codes in self._kernels.items():
