@@ -80,13 +80,16 @@ def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[li
 
 
 def compile_once(function: Callable[..., Any], inputs: Sequence[Any], *, backward: bool = True,
-                 numerics: str = "fast") -> list[Compiled]:
-    """The graphs of a function, compiled for these inputs and run once, with its backward if it has one."""
+                 numerics: str = "fast", graphs: bool = False, calls: int = 1) -> list[Compiled]:
+    """The graphs of a function, compiled for these inputs and run, with its backward if it has one."""
     torch._dynamo.reset()  # what an earlier call left compiled would not be compiled, and seen, again
     torch._dynamo.utils.compilation_time_metrics.clear()
-    with collect() as graphs:
-        outputs = torch.compile(function, backend="flambeau", options={"numerics": numerics})(*inputs)
-        wanted = [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
-        if backward and wanted:
-            torch.autograd.backward(wanted, [torch.ones_like(o) for o in wanted])
-    return graphs
+    compiled = torch.compile(function, backend="flambeau", options={"numerics": numerics, "graphs": graphs})
+    with collect() as found:
+        for _ in range(calls):
+            outputs = compiled(*inputs)
+            wanted = [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
+            if backward and wanted:
+                torch.autograd.backward(wanted, [torch.ones_like(o) for o in wanted])
+            del outputs, wanted
+    return found
