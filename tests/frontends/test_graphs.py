@@ -27,6 +27,7 @@ OPTIONS = {"graphs": True}
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replays]:
     made = Replays()
+    monkeypatch.setattr(graphs, "FEWEST", 1)
     monkeypatch.setattr(CpuTarget, "recorder", lambda self: made)
     torch._dynamo.reset()
     graphs.RECORDED.clear()  # of other tests, until the collector finds them
@@ -468,6 +469,19 @@ def test_own_optimizer_is_recorded() -> None:
 # ---- what is not recorded, and why --------------------------------------------------------------------------
 
 
+def test_what_is_launched_at_once_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(CpuTarget, "recorder", lambda self: Replays())
+    w = nn.Parameter(torch.ones(3))
+    f, g = compiled(lambda x: x.sin() + 1), compiled(lambda: w * 2)
+    with torch.no_grad():
+        for _ in range(3):
+            f(torch.ones(3))
+            g()
+    assert reasons("uncaptured") == {"warm-up": 2, "one launch needs no recording": 2}
+    assert total("replayed") == 1  # nothing has to be copied for it
+
+
 def test_sizes_that_data_decide_are_not_recorded() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         f = compiled(lambda x: torch.nonzero(x > 0).sum())
@@ -479,7 +493,7 @@ def test_sizes_that_data_decide_are_not_recorded() -> None:
 
 def test_numbers_of_the_host_are_not_recorded(recorder: Replays) -> None:
     """What a launch got as a value would be the same in every replay."""
-    what = graphs.Recordable("", ())
+    what = graphs.Recordable("", 2, ())
     device = torch.device("meta")
     for x, reason in ((torch.tensor(0.5), "argument 0 is on cpu: its contents would be part of the recording"),
                       (torch.Generator(), "argument 0 is a Generator"),

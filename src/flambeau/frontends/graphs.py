@@ -36,6 +36,7 @@ from flambeau.targets.base import Recorder, Recording, Run
 
 from .devices import flat
 
+FEWEST = 2  # steps, if arguments are to be copied: to replay a graph takes the host as long as to launch a kernel
 MOST_SIZES = 8  # of which one graph has recordings
 MOST_ALIKE = 3  # that differ in nothing, because results of the others are in use
 SMALL = 0.5  # part of the bytes of all results
@@ -57,6 +58,7 @@ class Recordable:
     """What of a program matters here; plain data that goes along with its package."""
 
     label: str
+    steps: int
     written: tuple[int, ...]  # positions of the arguments that it writes to
     obstacle: str = ""  # why it cannot be recorded
 
@@ -69,7 +71,8 @@ def recordable(p: Program, gm: fx.GraphModule, positions: list[int], device: tor
     label = f"{names[0]} ... {names[-1]}" if len(names) > 1 else "".join(names)
     where = dict(zip(p.inputs, positions, strict=True))
     written = sorted({where[name] for name in writes(p) if name in where})
-    return Recordable(f"{label} ({len(p.steps)} steps)", tuple(written), next(obstacles(p, gm, device), ""))
+    count = len(p.steps)
+    return Recordable(f"{label} ({count} steps)", count, tuple(written), next(obstacles(p, gm, device), ""))
 
 
 def writes(p: Program) -> Iterator[str]:
@@ -94,7 +97,9 @@ def writes(p: Program) -> Iterator[str]:
 
 
 def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[str]:
-    """Why a program cannot be recorded."""
+    """Why a program is not recorded."""
+    if not p.steps:
+        yield "nothing is launched"
     for s in p.steps:
         if isinstance(s, Call):
             op = s.target
@@ -227,7 +232,7 @@ class Recorded:
 
     def __init__(self, run: Run, recorder: Recorder | None, what: Recordable, device: torch.device) -> None:
         self.run, self.recorder, self.device = run, recorder, device
-        self.written = frozenset(what.written)
+        self.steps, self.written = what.steps, frozenset(what.written)
         self.off = what.obstacle if recorder is not None else f"nothing is recorded on {device.type}"
         self.takes: dict[Hashable, list[Take] | str] = {}  # an empty list: it was called once; a text: why not
         self.sizes: set[Hashable] = set()
@@ -347,6 +352,8 @@ class Recorded:
         anchors = {k for k, x in tensors.items() if self.is_anchor(k, x)}  # their addresses are in the key
         bound = {k: x.data_ptr() for k, x in tensors.items() if k not in anchors and RESIDENT[x.data_ptr()] > 0}
         moving = [k for k in tensors if k not in bound and k not in anchors]
+        if moving and self.steps < FEWEST:
+            return "one launch needs no recording"
         bytes_moved = sum(extent(args[k]) * args[k].element_size() for k in moving)
         if bytes_moved > MOST_COPIED:
             return f"{bytes_moved >> 20} MiB of arguments move"
