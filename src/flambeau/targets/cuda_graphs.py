@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from collections.abc import Hashable
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ class CudaRecorder(Recorder):
 
     def __init__(self, target: CudaTarget) -> None:
         self.target = target
+        self.failed: list[torch.cuda.CUDAGraph] = []
         self.places: dict[Hashable, tuple[Any, torch.cuda.Stream]] = {}
 
     def place(self) -> Hashable | None:
@@ -73,10 +76,28 @@ class CudaRecorder(Recorder):
                     graph.capture_begin(pool, capture_error_mode="relaxed")
                     try:
                         results = run(list(inputs))
-                    finally:
                         graph.capture_end()
+                    except BaseException:
+                        self.give_up(graph, pool)
+                        raise
             finally:
                 if collects:
                     gc.enable()
             graph.replay()  # a capture computes nothing
             return CudaRecording(graph, results)
+
+    def give_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Where a capture becomes invalid, torch leaves its allocator and its generator in the middle of it."""
+        import torch
+
+        with suppress(Exception):
+            graph.capture_end()
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        self.failed.append(graph)  # the allocators may still ask it what belongs to it
+        # The generator knows that nobody captures as soon as a capture ends well.
+        other = torch.cuda.CUDAGraph()
+        with suppress(Exception), warnings.catch_warnings(), torch.cuda.stream(torch.cuda.Stream()):
+            warnings.simplefilter("ignore")  # the graph is empty
+            other.capture_begin()
+            other.capture_end()
