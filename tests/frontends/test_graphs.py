@@ -19,6 +19,7 @@ from flambeau.bench.models import Block
 from flambeau.config import config
 from flambeau.frontends import graph_cache, graphs
 from flambeau.frontends.dynamo import check_options
+from flambeau.frontends.recordable import Recordable
 from flambeau.targets.cpu import CpuTarget
 
 from .replays import Replays
@@ -269,7 +270,8 @@ def test_variables_of_a_loop() -> None:
         twins.compare()
         for o in twins.optimizers:
             o.step()
-    forward, _ = flambeau.debug.recordings()
+    forward, backward = flambeau.debug.recordings()
+    assert backward.recorded == {"first": 1}, backward  # and no other for the call that the forward was not recorded in
     assert forward.recorded == {"first": 1} and forward.replayed == 5, forward
     assert forward.uncaptured["results of the call before are in use: from now on they are copies"] == 1
 
@@ -350,12 +352,12 @@ def test_random_numbers_are_those_of_uncaptured_calls() -> None:
 def test_dropout_and_its_gradient() -> None:
     w = nn.Parameter(torch.ones(64))
     f = compiled(lambda x: nn.functional.dropout(x * w, 0.5))
-    for _ in range(5):
+    for _ in range(8):
         w.grad = None
         y = f(torch.ones(64))
         y.sum().backward()
         torch.testing.assert_close(w.grad, y.detach())
-    assert total("replayed") == 4
+    assert total("replayed") > 4
 
 
 def test_sizes_change() -> None:
@@ -495,7 +497,7 @@ def test_sizes_that_data_decide_are_not_recorded() -> None:
 
 def test_numbers_of_the_host_are_not_recorded(recorder: Replays) -> None:
     """What a launch got as a value would be the same in every replay."""
-    what = graphs.Recordable("", 2, ())
+    what = Recordable("", 2, ())
     device = torch.device("meta")
     for x, reason in ((torch.tensor(0.5), "argument 0 is on cpu: its contents would be part of the recording"),
                       (torch.Generator(), "argument 0 is a Generator"),

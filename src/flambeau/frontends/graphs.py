@@ -22,19 +22,16 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch._C import TensorBase
 
-from flambeau.ir.nodes import Value
-from flambeau.ir.program import Call, Copy, Program, TableKernel
 from flambeau.targets.base import Recorder, Recording, Run
 
-from .devices import flat
+from .recordable import Recordable
 
 FEWEST = 2  # steps, if arguments are to be copied: to replay a graph takes the host as long as to launch a kernel
 MOST_SIZES = 8  # of which one graph has recordings
@@ -43,81 +40,8 @@ SMALL = 0.5  # part of the bytes of all results
 MOST_COPIED = 256 << 20  # bytes of arguments: to copy more takes longer than to launch
 MOST_WARM = 1024  # combinations of addresses that were seen once
 RESTS = 64  # calls, and four for each recording, after which one that was not used is dropped
-ALLOWED = ("aten", "prims", "flambeau")  # other operators may do anything, and a capture that fails is costly
-SIZED_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-# They read on the host what the device computed, and no tag says so.
-WAITS = ("item", "_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "multinomial", "histc", "bincount",
-         "segment_reduce", "ctc_loss", "_ctc_loss", "ormqr", "geqrf", "lu_unpack", "record_stream")
-WAITS_PREFIX = ("linalg_", "_linalg_", "unique", "_unique", "masked_select", "nonzero")
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 STATIC = "_dynamo_static_input_type"  # Dynamo's mark on parameters and buffers, and torch's on what users promise
-
-
-@dataclass(frozen=True)
-class Recordable:
-    """What of a program matters here; plain data that goes along with its package."""
-
-    label: str
-    steps: int
-    written: tuple[int, ...]  # positions of the arguments that it writes to
-    obstacle: str = ""  # why it cannot be recorded
-
-
-# ---- what a program says ---------------------------------------------------------------------------------
-
-
-def recordable(p: Program, gm: fx.GraphModule, positions: list[int], device: torch.device) -> Recordable:
-    names = [name for s in p.steps for name in getattr(s, "origins", (getattr(s, "origin", "copy"),)) if name]
-    label = f"{names[0]} ... {names[-1]}" if len(names) > 1 else "".join(names)
-    where = dict(zip(p.inputs, positions, strict=True))
-    written = sorted({where[name] for name in writes(p) if name in where})
-    count = len(p.steps)
-    return Recordable(f"{label} ({count} steps)", count, tuple(written), next(obstacles(p, gm, device), ""))
-
-
-def writes(p: Program) -> Iterator[str]:
-    """The buffers that its steps write to."""
-    for s in p.steps:
-        if isinstance(s, Copy):
-            yield s.dst
-        elif isinstance(s, Call):
-            schema = getattr(s.target, "_schema", None)
-            given = dict(s.kwargs)
-            for k, a in enumerate(schema.arguments if schema is not None else ()):
-                if a.alias_info is not None and a.alias_info.is_write:
-                    value = s.args[k] if k < len(s.args) else given.get(a.name)
-                    yield from (v.buffer for v in flat(value) if isinstance(v, Value))
-        else:
-            kernel = p.kernels[s.kernel]
-            params = kernel.columns if isinstance(kernel, TableKernel) else kernel.params
-            rows = len(s.args) // len(params) if isinstance(kernel, TableKernel) else 1
-            for k, param in enumerate(params):
-                if param.written:
-                    yield from s.args[k * rows : (k + 1) * rows]
-
-
-def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[str]:
-    """Why a program is not recorded."""
-    if not p.steps:
-        yield "nothing is launched"
-    for s in p.steps:
-        if isinstance(s, Call):
-            op = s.target
-            if isinstance(op, torch._ops.HigherOrderOperator):
-                yield f"{op.name()} runs on the host"
-            elif isinstance(op, torch._ops.OpOverload):
-                name = op._schema.name.partition("::")[2]
-                if op.namespace not in ALLOWED:
-                    yield f"{op} is an operator from outside of torch"
-                elif SIZED_BY_DATA & set(op.tags) or name in WAITS or name.startswith(WAITS_PREFIX):
-                    yield f"{op} makes the host wait for data"
-                elif any(v.dtype is torch.bool for v in flat(s.args) if isinstance(v, Value)) and "index" in name:
-                    yield f"{op} by a mask makes the host wait for data"
-    for n in gm.graph.nodes:
-        constant = n.op in ("placeholder", "get_attr", "output") or "lift_fresh" in str(n.target)
-        for val in flat(n.meta.get("val")) if not constant else ():
-            if isinstance(val, torch.Tensor) and val.device != device:
-                yield f"{n.target} runs on {val.device}"
 
 
 # ---- one recording ---------------------------------------------------------------------------------------
@@ -151,8 +75,11 @@ class Take:
         self.results = [Result(None, same_as=first[id(x)]) if first.get(id(x), k) < k else given_out(x, inputs, starts)
                         for k, x in enumerate(made.results)]
         # Everybody who holds a result holds its storage. Counted when nobody but the recording does.
-        owned = {r.owned.untyped_storage()._cdata: k for k, r in enumerate(self.results) if r.owned is not None}
-        self.storages = [(cdata, torch._C._storage_Use_Count(cdata), k) for cdata, k in owned.items()]
+        owned: dict[int, list[int]] = {}
+        for k, r in enumerate(self.results):
+            if r.owned is not None:
+                owned.setdefault(r.owned.untyped_storage()._cdata, []).append(k)
+        self.storages = [(cdata, torch._C._storage_Use_Count(cdata), ks) for cdata, ks in owned.items()]
         self.bytes = {k: r.owned.untyped_storage().nbytes() for k, r in enumerate(self.results) if r.owned is not None}
         self.addresses = [r.owned.data_ptr() for r in self.results if r.owned is not None and r.owned.numel()]
         RESIDENT.update(self.addresses)
@@ -164,7 +91,7 @@ class Take:
     def in_use(self) -> list[int]:
         """Results of the last replay that somebody holds."""
         count = torch._C._storage_Use_Count
-        return [k for cdata, alone, k in self.storages if count(cdata) > alone]
+        return [k for cdata, alone, ks in self.storages if count(cdata) > alone for k in ks]
 
     def bring(self, args: list[Any]) -> None:
         for k, memory in self.copies:
@@ -235,6 +162,7 @@ class Recorded:
         self.steps, self.written = what.steps, frozenset(what.written)
         self.off = what.obstacle if recorder is not None else f"nothing is recorded on {device.type}"
         self.takes: dict[Hashable, list[Take] | str] = {}  # an empty list: it was called once; a text: why not
+        self.missed: set[Hashable] = set()  # where results of other recordings were, once
         self.sizes: set[Hashable] = set()
         self.memory: dict[Hashable, torch.Tensor] = {}  # that arguments are copied into; replays take turns
         self.copied: set[int] = set()  # results that are given out as copies
@@ -297,6 +225,8 @@ class Recorded:
             take.bring(args)
             take.made.replay()
             self.tally.replayed += 1
+            if self.tally.replayed % RESTS == 0:
+                self.drop_unused()
         else:
             why = self.why(takes, fitting, sizes)
             made = self.record(args, key, sizes, fitting)
@@ -340,18 +270,23 @@ class Recorded:
         if sizes not in self.sizes and len(self.sizes) >= MOST_SIZES:
             return f"it has recordings of {MOST_SIZES} sizes"
         kept = {k for take in busy for k in take.in_use()} - self.copied
-        if kept and min(sum(t.bytes[k] for k in kept) / sum(t.bytes.values()) for t in busy) < SMALL:
+        if kept and all(sum(t.bytes[k] for k in kept) < SMALL * sum(t.bytes.values()) for t in busy):
             self.copied |= kept
             return "results of the call before are in use: from now on they are copies"
         if len(busy) >= MOST_ALIKE:
             if not kept:
                 return f"results of {len(busy)} recordings are in use"
             self.copied |= kept
-        self.drop_unused()
         tensors = {k: x for k, x in enumerate(args) if isinstance(x, torch.Tensor)}
         anchors = {k for k, x in tensors.items() if self.is_anchor(k, x)}  # their addresses are in the key
         bound = {k: x.data_ptr() for k, x in tensors.items() if k not in anchors and RESIDENT[x.data_ptr()] > 0}
         moving = [k for k in tensors if k not in bound and k not in anchors]
+        if self.takes[key] and not busy and (key, tuple(bound.items())) not in self.missed:
+            # Of a forward that ran as it is for once, what it saved is elsewhere for once.
+            if len(self.missed) >= MOST_WARM:
+                self.missed.clear()
+            self.missed.add((key, tuple(bound.items())))
+            return "results of other recordings moved"
         if moving and self.steps < FEWEST:
             return "one launch needs no recording"
         bytes_moved = sum(extent(args[k]) * args[k].element_size() for k in moving)

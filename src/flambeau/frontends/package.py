@@ -23,7 +23,8 @@ from flambeau.errors import CompileError
 from flambeau.ir.faults import error_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
-from .graphs import Recordable, recorded
+from .graphs import recorded
+from .recordable import Recordable
 from .tables import PointerTable
 
 

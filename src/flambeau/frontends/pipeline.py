@@ -22,9 +22,9 @@ from flambeau.targets.base import Build
 from .capture import Captured, capture
 from .devices import graph_device, target_of
 from .executor import write
-from .graphs import recordable
 from .package import Package, Run
 from .progress import progress
+from .recordable import recordable
 
 LOCK = threading.RLock()  # expressions are interned process-wide: one compile at a time
 
