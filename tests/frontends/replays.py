@@ -42,14 +42,19 @@ class Replay(Recording):
 
 
 class Replays(Recorder):
-    """`fails`: what recordings raise."""
+    """`fails`: what recordings raise; `finds`: what is wrong with data of earlier calls."""
 
     def __init__(self) -> None:
         self.current: Hashable | None = "queue"
         self.fails: Exception | None = None
+        self.finds: Exception | None = None
 
     def place(self) -> Hashable | None:
         return self.current
+
+    def settle(self) -> None:
+        if self.finds is not None:
+            raise self.finds
 
     def record(self, run: Run, inputs: list[Any]) -> Replay:
         if self.fails is not None:

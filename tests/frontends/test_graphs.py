@@ -539,6 +539,18 @@ def test_a_recording_that_fails(recorder: Replays) -> None:
     assert reasons("uncaptured") == {"warm-up": 2, reason: 6} and not reasons("recorded")
 
 
+def test_errors_of_earlier_calls_do_not_end_recording(recorder: Replays) -> None:
+    f = compiled(lambda x: x + 1)
+    f(torch.ones(3))
+    recorder.finds = IndexError("index out of range in self")
+    with pytest.raises(IndexError):
+        f(torch.ones(3))
+    recorder.finds = None
+    for _ in range(2):
+        torch.testing.assert_close(f(torch.ones(3)), torch.full((3,), 2.0))
+    assert total("replayed") == 1
+
+
 def test_errors_in_data_are_raised() -> None:
     f = compiled(lambda x, i: x[i] + 1)
     x = torch.randn(5)

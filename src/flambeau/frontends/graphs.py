@@ -303,6 +303,7 @@ class Recorded:
                 copies.append((k, memory))
                 inputs[k] = memory.as_strided(x.shape, x.stride())
                 memory.copy_(span(x))
+            self.recorder.settle()
             try:
                 made = self.recorder.record(self.run, inputs)
             except Exception as e:  # whatever does not let itself be captured, runs without

@@ -96,7 +96,11 @@ class Recorder(ABC):
         """Run it once, and keep what it launched, which does not keep the inputs alive."""
 
     def check(self) -> None:  # noqa: B027 - most have nothing to say
-        """Raise what earlier replays found wrong with their data."""
+        """Raise what earlier replays found wrong with their data, as far as it is known."""
+
+    def settle(self) -> None:
+        """The same of all that was launched. What `record` raises after it has to do with the recording."""
+        self.check()
 
 
 class Target(ABC):

@@ -54,12 +54,16 @@ class CudaRecorder(Recorder):
             error.add_note("reported by a kernel that was launched before")
             raise error
 
+    def settle(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        self.check()
+
     def record(self, run: Run, inputs: list[Any]) -> CudaRecording:
         import torch
 
         with _ONE_AT_A_TIME:
-            torch.cuda.synchronize()
-            self.check()  # so that what is raised from here on has to do with the recording
             place = self.place()
             assert place is not None
             if place not in self.places:
