@@ -95,7 +95,7 @@ class Take:
 
     def bring(self, args: list[Any]) -> None:
         for k, memory in self.copies:
-            memory.copy_(span(args[k]))
+            memory.copy_(span(args[k].detach()))
 
     def give(self, args: list[Any], copied: set[int]) -> list[Any]:
         out: list[Any] = []
@@ -197,13 +197,13 @@ class Recorded:
         sizes: list[Any] = [place, torch.is_inference_mode_enabled()]
         for k, x in enumerate(args):
             if type(x) is torch.nn.Parameter:
-                where.append(TensorBase.data_ptr(x))
+                where += k, TensorBase.data_ptr(x)
             elif not isinstance(x, torch.Tensor):
                 sizes.append((type(x), x))
             else:
                 sizes.append((x.shape, x.stride(), x.device))
                 if self.is_anchor(k, x):
-                    where.append(TensorBase.data_ptr(x))
+                    where += k, TensorBase.data_ptr(x)
         return (tuple(where), tuple(sizes)), tuple(sizes)
 
     def is_anchor(self, k: int, x: torch.Tensor) -> bool:
