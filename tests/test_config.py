@@ -47,6 +47,8 @@ ENVIRONMENT = [
     ("regions", "FLAMBEAU_REGIONS", "0", False),
     ("region_count", "FLAMBEAU_REGION_COUNT", "12", 12),
     ("search", "FLAMBEAU_SEARCH", "on", True),
+    ("graphs", "FLAMBEAU_GRAPHS", "1", True),
+    ("progress", "FLAMBEAU_PROGRESS", "0", False),
     ("log", "FLAMBEAU_LOG", "debug", "debug"),
     ("log", "FLAMBEAU_LOG", "", "warning"),
     ("debug_dir", "FLAMBEAU_DEBUG_DIR", "/tmp/debug", Path("/tmp/debug")),

@@ -1,18 +1,23 @@
-"""The Python examples of the README run as they stand, and tests that a page names are there."""
+"""The Python examples of pages run as they stand, and tests that a page names are there."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+PAGES = (README, README.parent / "docs" / "cuda-graphs.md")
 
 
-def test_examples_of_the_readme() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples(page: Path) -> None:
     scope: dict[str, object] = {}
-    for block in BLOCKS:
-        exec(compile(block, str(README), "exec"), scope)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), scope)
 
 
 def test_tests_that_the_page_of_the_device_names() -> None:

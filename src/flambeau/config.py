@@ -149,6 +149,8 @@ class Config:
     regions        = Setting("FLAMBEAU_REGIONS", _boolean, True, "compile repeated parts of a graph once")
     region_count   = Setting("FLAMBEAU_REGION_COUNT", _positive, 6, "how often they repeat at least (cuts cost time)")
     search         = Setting("FLAMBEAU_SEARCH", _boolean, False, "time block shapes at first calls, keep the fastest")
+    graphs         = Setting("FLAMBEAU_GRAPHS", _boolean, False, "record runs and replay them (NVIDIA GPUs)")
+    progress       = Setting("FLAMBEAU_PROGRESS", _boolean, True, "a bar on the terminal while compiles take long")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
     debug_dir      = Setting("FLAMBEAU_DEBUG_DIR", _optional_path, None, "folder for dumps of every stage")
     # fmt: on

@@ -6,6 +6,8 @@
         print(graph.program.notes, graph.texts[0].text)
 
     graph, groups = flambeau.debug.regions(model, x)
+    for tally in flambeau.debug.recordings():
+        print(tally.label, tally.replayed, tally.recorded, tally.uncaptured)
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.utils import _pytree as pytree
 from flambeau.config import config
 from flambeau.frontends import pipeline
 from flambeau.frontends import regions as region_search
+from flambeau.frontends.graphs import RECORDED, Tally
 from flambeau.frontends.outline import in_pieces
 from flambeau.frontends.pipeline import Compiled
 from flambeau.frontends.regions import Pieces
@@ -53,6 +56,11 @@ def collect_regions() -> Iterator[list[Pieces]]:
         region_search.OBSERVERS.remove(observer)
 
 
+def recordings() -> list[Tally]:
+    """Of every graph that was compiled with the option `graphs` and still is in use: what became of its calls."""
+    return [r.tally for r in sorted(RECORDED, key=lambda r: r.number)]
+
+
 def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[list[list[fx.Node]]]]:
     """The graph that Dynamo captures of a call, and its repeated regions: for each, the nodes of every instance.
 
@@ -72,13 +80,16 @@ def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[li
 
 
 def compile_once(function: Callable[..., Any], inputs: Sequence[Any], *, backward: bool = True,
-                 numerics: str = "fast") -> list[Compiled]:
-    """The graphs of a function, compiled for these inputs and run once, with its backward if it has one."""
+                 numerics: str = "fast", graphs: bool = False, calls: int = 1) -> list[Compiled]:
+    """The graphs of a function, compiled for these inputs and run, with its backward if it has one."""
     torch._dynamo.reset()  # what an earlier call left compiled would not be compiled, and seen, again
     torch._dynamo.utils.compilation_time_metrics.clear()
-    with collect() as graphs:
-        outputs = torch.compile(function, backend="flambeau", options={"numerics": numerics})(*inputs)
-        wanted = [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
-        if backward and wanted:
-            torch.autograd.backward(wanted, [torch.ones_like(o) for o in wanted])
-    return graphs
+    compiled = torch.compile(function, backend="flambeau", options={"numerics": numerics, "graphs": graphs})
+    with collect() as found:
+        for _ in range(calls):
+            outputs = compiled(*inputs)
+            wanted = [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
+            if backward and wanted:
+                torch.autograd.backward(wanted, [torch.ones_like(o) for o in wanted])
+            del outputs, wanted
+    return found

@@ -16,6 +16,9 @@ from flambeau import debug
 from flambeau.cli import main
 from flambeau.frontends import pipeline
 from flambeau.report.program import Summary, summarise
+from flambeau.targets.cpu import CpuTarget
+
+from ..frontends.replays import Replays
 
 FILE = """
 import torch
@@ -35,6 +38,17 @@ inputs = 3
 
 def summaries(function, *inputs: torch.Tensor) -> list[Summary]:  # type: ignore[no-untyped-def]
     return [summarise(graph) for graph in debug.compile_once(function, inputs)]
+
+
+def test_recordings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(CpuTarget, "recorder", lambda self: Replays())
+    assert main(["explain", "--demo", "--graphs"]) == 0
+    page = capsys.readouterr().out
+    rows = [line.split() for line in page.splitlines() if "1 x warm-up" in line]
+    assert [row[row.index("steps)") + 1 :][:5] for row in rows] == [["5", "3", "1", "x", "first"]] * 2  # and backward
+    monkeypatch.undo()
+    assert main(["explain", "--demo", "--graphs"]) == 0
+    assert "5 x nothing is recorded on cpu" in capsys.readouterr().out
 
 
 def test_operators_inside_their_consumer_are_named() -> None:

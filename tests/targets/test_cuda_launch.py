@@ -20,6 +20,7 @@ from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.cuda import CudaTarget, shape_function
+from flambeau.targets.cuda_graphs import CudaRecorder
 from flambeau.targets.launch import build_extension
 from flambeau.targets.toolchain import find_toolchain
 from flambeau.targets.triton_compile import Code, Facts
@@ -255,6 +256,20 @@ def test_a_fault_is_raised_by_a_later_call(machine: Machine) -> None:
     other([16], [])
     machine.library.driver_faults(0, 0)
     assert both([16], []) == (-1, 1) and both([16], []) is None
+
+
+def test_replays_raise_faults_that_no_launch_would_see(machine: Machine) -> None:
+    k = machine.build([source("k", pointers=1, checks=True)]).wait()["k"]
+    recorder = CudaRecorder(machine)
+    recorder.check()
+    machine.library.driver_expects(2)
+    machine.library.driver_faults(1, 1)
+    k([16], [])
+    machine.library.driver_faults(0, 0)
+    with pytest.raises(IndexError, match="out of range") as raised:
+        recorder.check()
+    assert raised.value.__notes__ == ["reported by a kernel that was launched before"]
+    recorder.check()
 
 
 def test_errors_of_the_driver_name_the_kernel(machine: Machine) -> None:

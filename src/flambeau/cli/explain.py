@@ -21,11 +21,13 @@ from rich.table import Table
 from flambeau import OptionError
 
 if TYPE_CHECKING:
+    from flambeau.frontends.graphs import Tally
     from flambeau.frontends.pipeline import Compiled
     from flambeau.frontends.regions import Pieces
     from flambeau.report.program import Summary
 
 SHORT = 12  # lines of a section, unless --full
+CALLS = 5  # with --graphs: a warm-up, a recording, and what follows
 PLACES = {"output": 1, "input": 2}  # the order of the memory table; others come first
 WIDTH = 160  # of a page that is not a terminal: a file is read without wrapped tables
 EPILOG = """\
@@ -58,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", action="store_true", help="print the generated kernels")
     parser.add_argument("--full", action="store_true", help="every section whole, not its first lines")
     parser.add_argument("--regions", action="store_true", help="the parts that repeat, and are compiled once")
+    parser.add_argument("--graphs", action="store_true", help="what of several calls was recorded and replayed")
     parser.add_argument("--html", type=Path, metavar="FILE", help="with --regions: a page of them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
 
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from flambeau.debug import collect_regions, compile_once
+    from flambeau.debug import collect_regions, compile_once, recordings
     from flambeau.report.program import summarise
 
     console = Console(highlight=False)
@@ -75,10 +78,15 @@ def run(args: argparse.Namespace) -> int:
     if args.html and not args.regions:
         raise OptionError("--html is a page of repeated regions", hint="add --regions")
     with torch.set_grad_enabled(not args.infer), collect_regions() as found:
-        graphs = compile_once(function, inputs, numerics=args.numerics)
+        before = recordings()
+        graphs = compile_once(function, inputs, numerics=args.numerics, graphs=args.graphs,
+                              calls=CALLS if args.graphs else 1)
     if not graphs:
         console.print("Nothing was compiled: the function does no work on tensors.")
         return 1
+    if args.graphs:
+        show_recordings(console, [t for t in recordings() if not any(t is b for b in before)])
+        return 0
     if args.regions:
         show_regions(console, found, graphs, args.html)
         return 0
@@ -205,6 +213,19 @@ def show_regions(console: Console, found: list[Pieces], graphs: list[Compiled], 
     if page is not None:
         page.write_text(regions.page(summaries, seconds))
         console.print(f"Written: {page}")
+
+
+def show_recordings(console: Console, tallies: list[Tally]) -> None:
+    table = new_table("graph", "calls", "replayed", "recorded, and why", "not replayed, and why", "bytes copied")
+    for column in (table.columns[1], table.columns[2], table.columns[5]):
+        column.justify = "right"
+    for t in tallies:
+        reasons = ["\n".join(f"{n} x {escape(why)}" for why, n in counts.items())
+                   for counts in (t.recorded, t.uncaptured)]
+        table.add_row(escape(t.label), str(t.calls), str(t.replayed), *reasons, f"{t.copied:,}")
+    console.print(table)
+    console.print("[dim]The calls had the same arguments, and gradients add up. A program of yours may differ: "
+                  "flambeau.debug.recordings() tells.[/]")
 
 
 def section(console: Console, title: str, lines: list[str], limit: int | None) -> None:

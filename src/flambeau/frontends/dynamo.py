@@ -23,6 +23,7 @@ from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
 from .outline import in_pieces
+from .progress import progress
 from .regions import OBSERVERS, cut
 from .steps import install
 from .subgraphs import calls_subgraphs, written_out
@@ -32,6 +33,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
     "target": (None, "runs the graphs, in place of the target of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
+    "graphs": ((False, True), "record runs after a warm-up and replay them (NVIDIA GPUs)"),
     "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -40,7 +42,8 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
     # Read now: a backward may be compiled later, in a thread where an override does not hold.
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
-                           "regions": config.regions, "deterministic": torch.are_deterministic_algorithms_enabled()}
+                           "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
+                           "deterministic": torch.are_deterministic_algorithms_enabled()}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
@@ -59,6 +62,13 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
     without_marks()
+    with progress("compiling a graph"):
+        return compiled_backend(gm, example_inputs, settings)
+
+
+def compiled_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
+) -> Callable[..., Any]:
     context = TracingContext.try_get()
     if context is None or not context.fakify_first_call:
         return compile_dynamo_graph(gm, example_inputs, settings)

@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch._dynamo.eval_frame import innermost_fn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .progress import progress
 from .region_nodes import ENTER, EXIT, GRADIENTS, INSTANCE, held_by, value
 from .regions import Piece, Pieces
 
@@ -19,13 +20,15 @@ def in_pieces(found: Pieces, compile_piece: Callable[[fx.GraphModule, Sequence[A
               ) -> Callable[..., Any]:
     """A graph whose equal pieces are compiled once, each as a graph of its own."""
     compiled: dict[Any, Callable[..., Any]] = {}
-    for p in found.pieces:
-        if p.key not in compiled:
-            start = time.perf_counter()
-            inputs = [example(found.gm, x) for x in p.inputs]
-            # The whole is hidden from Dynamo, so its parts need not be.
-            compiled[p.key] = innermost_fn(compile_piece(outline(found.gm, p, found.ambient), inputs))
-            found.seconds[p.key] = time.perf_counter() - start
+    with progress("compiling parts", len({p.key for p in found.pieces})) as step:
+        for p in found.pieces:
+            if p.key not in compiled:
+                start = time.perf_counter()
+                inputs = [example(found.gm, x) for x in p.inputs]
+                # The whole is hidden from Dynamo, so its parts need not be.
+                compiled[p.key] = innermost_fn(compile_piece(outline(found.gm, p, found.ambient), inputs))
+                found.seconds[p.key] = time.perf_counter() - start
+                step()
     return link(found, [compiled[p.key] for p in found.pieces])
 
 

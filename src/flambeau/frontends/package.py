@@ -23,6 +23,8 @@ from flambeau.errors import CompileError
 from flambeau.ir.faults import error_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
+from .graphs import recorded
+from .recordable import Recordable
 from .tables import PointerTable
 
 
@@ -70,6 +72,7 @@ class Package:
     tables: dict[str, Table] = field(default_factory=dict)
     slots: int = 1  # of the pointer table
     device: torch.device = torch.device("cpu")
+    graphs: Recordable | None = None  # runs are to be recorded
 
     def load(self) -> Run:
         """The run function; kernels come from the cache or are built. CompileError if one does not build."""
@@ -102,7 +105,10 @@ class Package:
             "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
         }
         exec(compile(self.source, "<flambeau program>", "exec"), scope)
-        return target.guarded(scope["run"], self.device)
+        run: Run = scope["run"]
+        if self.graphs is not None:
+            run = recorded(run, target.recorder(), self.graphs, self.device)
+        return target.guarded(run, self.device)
 
 
 # ---- operators by name ---------------------------------------------------------------------------------

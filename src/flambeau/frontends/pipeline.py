@@ -23,6 +23,8 @@ from .capture import Captured, capture
 from .devices import graph_device, target_of
 from .executor import write
 from .package import Package, Run
+from .progress import progress
+from .recordable import recordable
 
 LOCK = threading.RLock()  # expressions are interned process-wide: one compile at a time
 
@@ -35,6 +37,7 @@ class Options:
     target: str | None = field(default_factory=lambda: config.target)  # None: that of the graph's device
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     search: bool = False  # time other block shapes at the first call
+    graphs: bool = False  # record runs, and replay them
 
 
 @dataclass
@@ -57,7 +60,10 @@ class Compiled:
             if self.run is not None:
                 return self.run
             start = time.perf_counter()
-            kernels = self.build.wait() if self.build is not None else {}
+            kernels = {}
+            if self.build is not None:
+                with progress("building kernels", count=self.build.count):
+                    kernels = self.build.wait()
             self.seconds["wait for compiler"] = time.perf_counter() - start
             bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
             if bad:
@@ -133,6 +139,8 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
         build = target.build(texts) if texts else None
     count = sum(n.op == "placeholder" for n in gm.graph.nodes)
     package = write(program, target.name, texts, captured.sources, captured.tensors, count, device)
+    if options.graphs:
+        package = replace(package, graphs=recordable(program, gm, captured.tensors, device))
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
     made = Compiled(gm, captured, program, texts, build, package, options, seconds, exclude=exclude)
     for observe in OBSERVERS:

@@ -65,9 +65,42 @@ class Build(ABC):
     def done(self) -> bool:
         """Whether `wait` would return at once."""
 
+    def count(self) -> tuple[int, int]:
+        """How many are done, and of how many."""
+        return int(self.done()), 1
+
     @abstractmethod
     def wait(self) -> dict[str, Launch | CompileError]:
         """Every source's name with its kernel, or with the reason why that one has none."""
+
+
+class Recording(ABC):
+    """The launches of one run, with all their addresses. `results` lie in memory of the recording's own."""
+
+    results: list[Any]
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Launch them again: whatever lies at the addresses now is read, and `results` are overwritten."""
+
+
+class Recorder(ABC):
+    """How a target records runs (frontends/graphs.py says which, and when a recording may be replayed)."""
+
+    @abstractmethod
+    def place(self) -> Hashable | None:
+        """What orders the replays of now; a recording is replayed where it was made. None: nothing can be recorded."""
+
+    @abstractmethod
+    def record(self, run: Run, inputs: list[Any]) -> Recording:
+        """Run it once, and keep what it launched, which does not keep the inputs alive."""
+
+    def check(self) -> None:  # noqa: B027 - most have nothing to say
+        """Raise what earlier replays found wrong with their data, as far as it is known."""
+
+    def settle(self) -> None:
+        """The same of all that was launched. What `record` raises after it has to do with the recording."""
+        self.check()
 
 
 class Target(ABC):
@@ -133,6 +166,10 @@ class Target(ABC):
     def guarded(self, run: Run, device: torch.device) -> Run:
         """The same function, on that device."""
         return run
+
+    def recorder(self) -> Recorder | None:
+        """Records runs, to replay them without the host's part of launching. None: it cannot."""
+        return None
 
     def driver(self) -> Any:
         """Its machines as a device of PyTorch's (frontends/device_native.py says what that takes)."""

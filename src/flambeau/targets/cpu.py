@@ -248,6 +248,9 @@ class CpuBuild(Build):
     def done(self) -> bool:
         return all(future.done() for future in self._futures.values())
 
+    def count(self) -> tuple[int, int]:
+        return sum(future.done() for future in self._futures.values()), len(self._futures)
+
     def wait(self) -> dict[str, Launch | CompileError]:
         results = {name: future.result() for name, future in self._futures.items()}
         make = self._target.launcher().launch

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.targets.base import Allocator, Build, Launch, Plan, Run, Source, Step, Target
+from flambeau.targets.base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import build_extension, stored_extension
 from flambeau.targets.search import OpenPlan, is_open, offered
@@ -186,6 +186,15 @@ class CudaTarget(Target):
 
         return run_on_device
 
+    @cached_property
+    def _recorder(self) -> Recorder:
+        from flambeau.targets.cuda_graphs import CudaRecorder
+
+        return CudaRecorder(self)
+
+    def recorder(self) -> Recorder:
+        return self._recorder
+
     def workspace(self, device: int, stream: int, nbytes: int) -> int:
         """Memory for the kernels of one stream, which run one after the other.
 
@@ -296,6 +305,9 @@ class CudaBuild(Build):
 
     def done(self) -> bool:
         return all(future.done() for codes in self._kernels.values() for future in codes)
+
+    def count(self) -> tuple[int, int]:
+        return sum(all(f.done() for f in codes) for codes in self._kernels.values()), len(self._kernels)
 
     def wait(self) -> dict[str, Launch | CompileError]:
         out: dict[str, Launch | CompileError] = {}

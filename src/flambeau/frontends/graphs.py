@@ -1,0 +1,343 @@
+"""Compiled graphs recorded after a warm-up and replayed: options={"graphs": True}.
+
+A recording holds addresses. So of every argument it is known how it reaches the recording:
+
+| argument | is | because |
+|---|---|---|
+| parameter, buffer, whatever the graph writes to | bound: at another address it is another recording | it stays |
+| a result of another recording | bound in the same way | it lies where that recording puts it |
+| any other tensor | copied into memory of our own before each replay | it moves |
+| number | part of the recording | kernels got it as a value |
+
+Results lie in memory of the recording, and the next replay overwrites them. While somebody holds one of them, the
+recording rests. If it is a small part of them (an output, where what the backward needs is free again), it is given
+out as a copy from then on; else (gradients that accumulate, a second forward before the backward) there will be another
+recording.
+What cannot be recorded runs as it would without: the reason is counted, and `flambeau.debug.recordings()` lists it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C import TensorBase
+
+from flambeau.targets.base import Recorder, Recording, Run
+
+from .recordable import Recordable
+
+FEWEST = 2  # steps, if arguments are to be copied: to replay a graph takes the host as long as to launch a kernel
+MOST_SIZES = 8  # of which one graph has recordings
+MOST_ALIKE = 3  # that differ in nothing, because results of the others are in use
+SMALL = 0.5  # part of the bytes of all results
+MOST_COPIED = 256 << 20  # bytes of arguments: to copy more takes longer than to launch
+MOST_WARM = 1024  # combinations of addresses that were seen once
+RESTS = 64  # calls, and four for each recording, after which one that was not used is dropped
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+STATIC = "_dynamo_static_input_type"  # Dynamo's mark on parameters and buffers, and torch's on what users promise
+
+
+# ---- one recording ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """How a result of a replay is given out."""
+
+    owned: torch.Tensor | None  # in the recording's memory
+    argument: int = -1  # or memory of this argument
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    offset: int = 0  # from the beginning of the argument
+    value: Any = None  # or a number
+    same_as: int = -1  # or an earlier result, once more
+
+
+class Take:
+    """One recording with what it is bound to, what is copied for it, and where its results are."""
+
+    def __init__(self, bound: dict[int, int], copies: list[tuple[int, torch.Tensor]], made: Recording,
+                 inputs: list[Any]) -> None:
+        self.bound = bound  # positions of arguments that are results of other recordings: their addresses
+        self.copies = copies
+        self.made = made
+        self.last = 0  # call that used it
+        starts = {x.untyped_storage().data_ptr(): k for k, x in reversed(list(enumerate(inputs)))
+                  if isinstance(x, torch.Tensor) and x.numel()}
+        first = {id(x): k for k, x in reversed(list(enumerate(made.results))) if isinstance(x, torch.Tensor)}
+        self.results = [Result(None, same_as=first[id(x)]) if first.get(id(x), k) < k else given_out(x, inputs, starts)
+                        for k, x in enumerate(made.results)]
+        # Everybody who holds a result holds its storage. Counted when nobody but the recording does.
+        owned: dict[int, list[int]] = {}
+        for k, r in enumerate(self.results):
+            if r.owned is not None:
+                owned.setdefault(r.owned.untyped_storage()._cdata, []).append(k)
+        self.storages = [(cdata, torch._C._storage_Use_Count(cdata), ks) for cdata, ks in owned.items()]
+        self.bytes = {k: r.owned.untyped_storage().nbytes() for k, r in enumerate(self.results) if r.owned is not None}
+        self.addresses = [r.owned.data_ptr() for r in self.results if r.owned is not None and r.owned.numel()]
+        RESIDENT.update(self.addresses)
+        weakref.finalize(self, RESIDENT.subtract, self.addresses).atexit = False
+
+    def fits(self, args: list[Any]) -> bool:
+        return all(args[k].data_ptr() == address for k, address in self.bound.items())
+
+    def in_use(self) -> list[int]:
+        """Results of the last replay that somebody holds."""
+        count = torch._C._storage_Use_Count
+        return [k for cdata, alone, ks in self.storages if count(cdata) > alone for k in ks]
+
+    def bring(self, args: list[Any]) -> None:
+        for k, memory in self.copies:
+            memory.copy_(span(args[k].detach()))
+
+    def give(self, args: list[Any], copied: set[int]) -> list[Any]:
+        out: list[Any] = []
+        for k, r in enumerate(self.results):
+            if r.same_as >= 0:
+                out.append(out[r.same_as])
+            elif r.owned is not None:
+                # `data` has a version of its own: what was done to the results of earlier replays is not its past.
+                out.append(r.owned.clone() if k in copied or r.owned.numel() == 1 else r.owned.data)
+            elif r.argument < 0:
+                out.append(r.value)
+            else:
+                x = args[r.argument]
+                same = x.shape == r.shape and x.stride() == r.strides and not r.offset
+                out.append(x if same else x.as_strided(r.shape, r.strides, x.storage_offset() + r.offset))
+        return out
+
+
+RESIDENT: Counter[int] = Counter()  # addresses of results of recordings
+
+
+def given_out(x: Any, inputs: list[Any], starts: dict[int, int]) -> Result:
+    if not isinstance(x, torch.Tensor):
+        return Result(None, value=x)
+    at = starts.get(x.untyped_storage().data_ptr(), -1) if x.numel() else -1
+    if at < 0:
+        return Result(x)
+    return Result(None, at, tuple(x.shape), x.stride(), x.storage_offset() - inputs[at].storage_offset())
+
+
+def span(x: torch.Tensor) -> torch.Tensor:
+    """All elements from its first to its last: what expands or overlaps is copied as it lies in memory."""
+    return x.as_strided((extent(x),), (1,))
+
+
+def extent(x: torch.Tensor) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+# ---- the recordings of a graph ---------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """What became of the calls of a graph."""
+
+    label: str
+    calls: int = 0
+    replayed: int = 0
+    recorded: Counter[str] = field(default_factory=Counter)  # why each recording was made
+    uncaptured: Counter[str] = field(default_factory=Counter)  # why calls ran as they are
+    copied: int = 0  # bytes of arguments, in the last replay
+
+
+RECORDED: weakref.WeakSet[Recorded] = weakref.WeakSet()  # every graph of which there may be recordings
+_numbers = itertools.count()
+
+
+class Recorded:
+    """A run function, from recordings of it."""
+
+    def __init__(self, run: Run, recorder: Recorder | None, what: Recordable, device: torch.device) -> None:
+        self.run, self.recorder, self.device = run, recorder, device
+        self.steps, self.written = what.steps, frozenset(what.written)
+        self.off = what.obstacle if recorder is not None else f"nothing is recorded on {device.type}"
+        self.takes: dict[Hashable, list[Take] | str] = {}  # an empty list: it was called once; a text: why not
+        self.missed: set[Hashable] = set()  # where results of other recordings were, once
+        self.sizes: set[Hashable] = set()
+        self.memory: dict[Hashable, torch.Tensor] = {}  # that arguments are copied into; replays take turns
+        self.copied: set[int] = set()  # results that are given out as copies
+        self.tally = Tally(what.label)
+        self.lock = threading.RLock()
+        self.number = next(_numbers)
+        RECORDED.add(self)
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        self.tally.calls += 1
+        if self.off or self.recorder is None:
+            return self.plainly(args, self.off)
+        if torch._C._len_torch_dispatch_stack():
+            return self.plainly(args, "a dispatch mode wants to see the operators")
+        place = self.recorder.place()
+        if place is None:
+            return self.plainly(args, "somebody else is capturing")
+        with self.lock:
+            reason = self.from_recording(args, place)
+            if isinstance(reason, list):
+                args.clear()
+                return reason
+        return self.plainly(args, reason)
+
+    def plainly(self, args: list[Any], reason: str) -> list[Any]:
+        self.tally.uncaptured[reason] += 1
+        return self.run(args)
+
+    def key(self, args: list[Any], place: Hashable) -> tuple[Hashable, Hashable]:
+        """Where parameters and what is written to are; and everything that has a size, or is a number."""
+        where: list[int] = []
+        sizes: list[Any] = [place, torch.is_inference_mode_enabled()]
+        for k, x in enumerate(args):
+            if type(x) is torch.nn.Parameter:
+                where += k, TensorBase.data_ptr(x)
+            elif not isinstance(x, torch.Tensor):
+                sizes.append((type(x), x))
+            else:
+                sizes.append((x.shape, x.stride(), x.device))
+                if self.is_anchor(k, x):
+                    where += k, TensorBase.data_ptr(x)
+        return (tuple(where), tuple(sizes)), tuple(sizes)
+
+    def is_anchor(self, k: int, x: torch.Tensor) -> bool:
+        return k in self.written or type(x) is torch.nn.Parameter or hasattr(x, STATIC)
+
+    def from_recording(self, args: list[Any], place: Hashable) -> list[Any] | str:
+        """The results; or why this call runs as it is."""
+        assert self.recorder is not None
+        key, sizes = self.key(args, place)
+        takes = self.takes.get(key)
+        if takes is None:
+            return self.warm(key, sizes, args)
+        if isinstance(takes, str):
+            return takes
+        fitting = [t for t in takes if t.fits(args)]
+        take = next((t for t in fitting if not t.in_use()), None)
+        if take is not None:
+            self.recorder.check()
+            take.bring(args)
+            take.made.replay()
+            self.tally.replayed += 1
+            if self.tally.replayed % RESTS == 0:
+                self.drop_unused()
+        else:
+            why = self.why(takes, fitting, sizes)
+            made = self.record(args, key, sizes, fitting)
+            if isinstance(made, str):
+                return made
+            self.tally.recorded[why] += 1
+            take = made
+        take.last = self.tally.calls
+        return take.give(args, self.copied)
+
+    def warm(self, key: Hashable, sizes: Hashable, args: list[Any]) -> str:
+        """The first call of its kind runs as it is: kernels are compiled, libraries choose theirs."""
+        idle = [k for k, takes in self.takes.items() if not takes or isinstance(takes, str)]
+        if len(idle) >= MOST_WARM:
+            del self.takes[idle[0]]
+        refusal = next((why for k, x in enumerate(args) if (why := self.refusal(x, f"argument {k}"))), "")
+        self.takes[key] = refusal or []
+        return refusal or ("warm-up: parameters moved" if sizes in self.sizes else "warm-up")
+
+    def refusal(self, x: Any, name: str) -> str:
+        """Why no recording can have this argument."""
+        if not isinstance(x, torch.Tensor):
+            return "" if isinstance(x, int | float | None) else f"{name} is a {type(x).__name__}"
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg() or x.is_conj():
+            return f"{name} is no plain tensor: {type(x).__name__}"
+        elsewhere = f"{name} is on {x.device}: its contents would be part of the recording"
+        return "" if x.device == self.device else elsewhere
+
+    def why(self, takes: list[Take], fitting: list[Take], sizes: Hashable) -> str:
+        """Why there is no recording to replay."""
+        if fitting:
+            return "results of earlier calls are in use"
+        if takes:
+            return "results of other recordings moved"
+        if sizes in self.sizes:
+            return "other parameters, or parameters moved"
+        return "other sizes" if self.sizes else "first"
+
+    def record(self, args: list[Any], key: Hashable, sizes: Hashable, busy: list[Take]) -> Take | str:
+        assert self.recorder is not None
+        if sizes not in self.sizes and len(self.sizes) >= MOST_SIZES:
+            return f"it has recordings of {MOST_SIZES} sizes"
+        kept = {k for take in busy for k in take.in_use()} - self.copied
+        if kept and all(sum(t.bytes[k] for k in kept) < SMALL * sum(t.bytes.values()) for t in busy):
+            self.copied |= kept
+            return "results of the call before are in use: from now on they are copies"
+        if len(busy) >= MOST_ALIKE:
+            if not kept:
+                return f"results of {len(busy)} recordings are in use"
+            self.copied |= kept
+        tensors = {k: x for k, x in enumerate(args) if isinstance(x, torch.Tensor)}
+        anchors = {k for k, x in tensors.items() if self.is_anchor(k, x)}  # their addresses are in the key
+        bound = {k: x.data_ptr() for k, x in tensors.items() if k not in anchors and RESIDENT[x.data_ptr()] > 0}
+        moving = [k for k in tensors if k not in bound and k not in anchors]
+        if self.takes[key] and not busy and (key, tuple(bound.items())) not in self.missed:
+            # Of a forward that ran as it is for once, what it saved is elsewhere for once.
+            if len(self.missed) >= MOST_WARM:
+                self.missed.clear()
+            self.missed.add((key, tuple(bound.items())))
+            return "results of other recordings moved"
+        if moving and self.steps < FEWEST:
+            return "one launch needs no recording"
+        bytes_moved = sum(extent(args[k]) * args[k].element_size() for k in moving)
+        if bytes_moved > MOST_COPIED:
+            return f"{bytes_moved >> 20} MiB of arguments move"
+        inputs, copies = list(args), []
+        with torch.no_grad():
+            for k, x in tensors.items():
+                if k not in moving:
+                    # The recording's own tensor: the caller's may be given other memory (`.data = `).
+                    inputs[k] = x.data
+                    continue
+                memory = self.static(key, k, x)
+                copies.append((k, memory))
+                inputs[k] = memory.as_strided(x.shape, x.stride())
+                memory.copy_(span(x))
+            self.recorder.settle()
+            try:
+                made = self.recorder.record(self.run, inputs)
+            except Exception as e:  # whatever does not let itself be captured, runs without
+                self.off = f"recording failed: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
+                return self.off
+        self.tally.copied = bytes_moved
+        self.sizes.add(sizes)
+        take = Take(bound, copies, made, inputs)
+        takes = self.takes[key]
+        assert isinstance(takes, list)
+        takes.append(take)
+        return take
+
+    def static(self, key: Hashable, k: int, x: torch.Tensor) -> torch.Tensor:
+        """Memory for an argument that moves: recordings of one place are replayed one after the other."""
+        place = key[1][0]  # type: ignore[index]
+        which = (place, k, x.dtype, extent(x), torch.is_inference_mode_enabled())
+        if which not in self.memory:
+            self.memory[which] = torch.empty(extent(x), dtype=x.dtype, device=x.device)
+        return self.memory[which]
+
+    def drop_unused(self) -> None:
+        made = [takes for takes in self.takes.values() if isinstance(takes, list)]
+        oldest = self.tally.calls - max(RESTS, 4 * sum(map(len, made)))
+        for takes in made:
+            takes[:] = [t for t in takes if t.last >= oldest]
+
+
+def recorded(run: Run, recorder: Recorder | None, what: Recordable, device: torch.device) -> Callable[..., Any]:
+    """A plain function around it, as AOTAutograd's wrappers want."""
+    calls = Recorded(run, recorder, what, device)
+
+    def replayed(args: list[Any]) -> list[Any]:
+        return calls(args)
+
+    replayed._boxed_call = True  # type: ignore[attr-defined]
+    return replayed

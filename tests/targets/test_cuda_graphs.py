@@ -1,0 +1,104 @@
+"""The recorder of CUDA graphs, on a torch.cuda that only writes down what it is asked for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from flambeau.targets.cuda_graphs import CudaRecorder
+
+
+class Target:
+    """Nothing is wrong with its data, unless `bad` says so."""
+
+    def __init__(self) -> None:
+        self.bad: tuple[int, int] | None = None
+        self.stream: int | None = 7
+
+    def queue(self) -> Any:
+        return None if self.stream is None else (0, self.stream)
+
+    def plan(self, steps: Any) -> Callable[..., tuple[int, int] | None]:
+        return lambda pointers, sizes: self.bad
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+
+    class Graph:
+        invalid = False
+
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            said.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            said.append("end")
+            if Graph.invalid:
+                Graph.invalid = False
+                raise RuntimeError("invalid capture")
+
+        def replay(self) -> None:
+            said.append("replay")
+
+    pools = iter("ABC")
+    fakes: dict[str, Any] = {
+        "CUDAGraph": Graph, "synchronize": lambda: said.append("synchronize"), "current_device": lambda: 0,
+        "empty_cache": lambda: None, "graph_pool_handle": lambda: next(pools), "Stream": object,
+        "stream": lambda stream: nullcontext()}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: said.append(f"close {pool}"),
+                        raising=False)
+    return said
+
+
+def test_a_run_is_captured_and_then_computed(said: list[str]) -> None:
+    recorder = CudaRecorder(Target())  # type: ignore[arg-type]
+    made = recorder.record(lambda args: [said.append("run"), gc.isenabled(), *args], [1, 2])
+    assert said == ["begin A relaxed", "run", "end", "replay"]
+    assert made.results == [None, False, 1, 2] and gc.isenabled()
+    made.replay()
+    assert said[-1] == "replay"
+
+
+def test_a_stream_has_one_pool(said: list[str]) -> None:
+    target = Target()
+    recorder = CudaRecorder(target)  # type: ignore[arg-type]
+    for stream in (7, 8, 7):
+        target.stream = stream
+        recorder.record(lambda args: [], [])
+    assert [line for line in said if "begin" in line] == ["begin A relaxed", "begin B relaxed", "begin A relaxed"]
+    target.stream = None
+    assert recorder.place() is None
+
+
+def test_a_capture_that_fails_is_cleared_away(said: list[str]) -> None:
+    recorder = CudaRecorder(Target())  # type: ignore[arg-type]
+
+    def run(args: list[Any]) -> list[Any]:
+        torch.cuda.CUDAGraph.invalid = True  # type: ignore[attr-defined]
+        raise ValueError("the host waits")
+
+    with pytest.raises(ValueError, match="the host waits"):
+        recorder.record(run, [])
+    # After it the allocator's pool is closed, and a capture that ends well tells the generator that nobody captures.
+    assert said == ["begin A relaxed", "end", "close A", "begin None global", "end"]
+    assert gc.isenabled() and len(recorder.failed) == 1
+    recorder.record(lambda args: [], [])
+    assert said[-1] == "replay"
+
+
+def test_what_all_earlier_kernels_found_is_raised(said: list[str]) -> None:
+    target = Target()
+    recorder = CudaRecorder(target)  # type: ignore[arg-type]
+    recorder.settle()
+    target.bad = (-1, 1)
+    with pytest.raises(IndexError):
+        recorder.settle()
+    assert said == ["synchronize"] * 2
