@@ -129,6 +129,8 @@ class Shape:
     threads: bool  # a work-item is a thread of a CPU
     group: int = 256  # work-items of a group, at most
     units: int = 1  # cores
+    largest: int = 256  # work-items of a group, where a row needs many
+    local: int = 1 << 14  # bytes of local memory that a group may use
 
 
 @dataclass(frozen=True)
