@@ -45,6 +45,7 @@ class OpenCL(CLike):
     stored = {**types, torch.bool: "uchar"}  # in memory: a bool has no size there
     function = "fl_{}"
     simd = reporting = "#pragma clang loop vectorize(assume_safety)"
+    apart = "#pragma clang loop vectorize(disable) unroll_count(8)"
     faults = ""
     small = {torch.bfloat16: "bf16", torch.float16: "half"}
     unsigned, wide = "UL", "L"

@@ -6,8 +6,8 @@ that one, and used along the first.
 
 from __future__ import annotations
 
-from flambeau.ir.expr import Expr, walk
-from flambeau.ir.index import ONE, ZERO, Index, Sym, ceildiv, product
+from flambeau.ir.expr import walk
+from flambeau.ir.index import Sym, ceildiv, product
 from flambeau.ir.program import LoopKernel
 
 from .cfamily import Dialect
@@ -24,18 +24,13 @@ class Turned(Several, PointLoops):
         super().__init__(dialect, kernel, shape)
         assert kernel.vector is not None and kernel.tile is not None
         self.along, self.across = kernel.vector, kernel.tile
-        self.flat = kernel.outer
-        self.reads = [e for e in self.ahead(exprs_of(kernel)) if self.is_turned(e)]
+        self.reads = kernel.turned()
         side = SIDE
         while side > 1 and self.bytes(side) > shape.local:
             side //= 2
         self.long, self.high = side_of(self.along, side), side_of(self.across, side)
         self.group = min(shape.group, self.long * self.high)
         self.each = self.long * self.high // self.group
-
-    def is_turned(self, e: Expr) -> bool:
-        address: Index = e.attr[1][0]
-        return address.coefficient(self.across) is ONE and address.coefficient(self.along) not in (ONE, ZERO)
 
     def bytes(self, side: int) -> int:
         return sum(e.dtype.itemsize for e in self.reads) * side * (side + 1)
@@ -88,5 +83,5 @@ def side_of(v: Sym, most: int) -> int:
 
 def is_turned_map(k: LoopKernel) -> bool:
     points = product(v.extent for v in k.outer if v.extent is not None)
-    return k.tile is not None and not k.inner and not (points.is_const and points.const < MANY) \
+    return bool(k.turned()) and not k.inner and not (points.is_const and points.const < MANY) \
         and not any(e.op == "fold" for e in walk(*exprs_of(k)))
