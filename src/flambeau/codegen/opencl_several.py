@@ -240,5 +240,6 @@ def is_streamed(k: LoopKernel) -> bool:
     points = product(v.extent for v in k.outer if v.extent is not None)
     exprs = exprs_of(k)
     windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
-    return not k.inner and k.bounds is None and not (points.is_const and points.const < MANY) and not windows \
-        and cost_of(exprs) <= DEAR and 0 < len(loads(*exprs)) * BYTES // 4 <= FULL
+    return bool(k.outer) and not k.inner and k.bounds is None and not windows \
+        and not (points.is_const and points.const < MANY) and cost_of(exprs) <= DEAR \
+        and 0 < len(loads(*exprs)) * BYTES // 4 <= FULL
