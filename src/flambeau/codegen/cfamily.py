@@ -36,6 +36,7 @@ class Dialect:
     long = "int64_t"
     simd = "#pragma omp simd"
     reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
+    apart = ""  # before a loop that writes far apart: not in vectors
     faults = " reduction(|:bad)"  # the clause of a loop that reports
 
     def named(self, op: str, dtype: DType) -> str:

@@ -28,7 +28,7 @@ BLOCK = 512  # columns that are reduced side by side
 REGISTERS = 512  # bytes of states that stay in registers
 CHUNKS = 64  # parts of a long row
 MANY = 32  # outer points that are enough to keep threads busy
-TILE = 32
+TILE, LINE, GAP = 64, 256, 8  # its points one way, bytes the other way; between lines, which would meet in the cache
 CASCADE = 128  # rows of a column reduction that are summed on their own
 STRETCH = 2048  # elements of a long row that are summed on their own
 STACK = 1 << 20  # bytes that the states of a block of columns may take in all its chunks
@@ -262,20 +262,40 @@ class LoopWriter(WindowWriter):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(part)} + {step}, {self.extent(v)});")
             self.vector_loop(v, self.sym(part), end, items)
 
+    def end_of(self, block: Sym, side: int) -> str:
+        """Of a block of so many points; how many that is, a compiler should see where it is certain."""
+        assert block.extent is not None
+        if block.extent.is_const and block.extent.const % side == 0:
+            return f"{self.sym(block)} + {side}"
+        end = self.fresh("e")
+        self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(block)} + {side}, {self.index(block.extent)});")
+        return end
+
     def tiled(self, items: Sequence[Item]) -> None:
-        """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache."""
+        """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache.
+
+        What is contiguous along the second one is turned around first: lines that lie a power of two apart would want
+        the same place in the cache, and so each of them is read and written as a whole."""
         v, t = self.k.vector, self.k.tile
         assert v is not None and t is not None and v.extent is not None and t.extent is not None
         others = tuple(x for x in self.k.outer if x is not v and x is not t)
         tb, vb = Sym(f"{t.name}b", t.extent), Sym(f"{v.name}b", v.extent)
         pragma = self.parallel(self.k.outer, self.cost, len(others) + 2)
-        with self.nest(others, pragma, (tb, self.extent(t), str(TILE)), (vb, self.extent(v), str(TILE))):
+        turned = {e: self.fresh("turned") for e in self.k.turned()}
+        side = TILE if turned else TILE // 2
+        high = max(LINE // sum(e.dtype.itemsize for e in turned), 1) if turned else side
+        with self.nest(others, pragma, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
             ends = {}
-            for b, x in ((tb, t), (vb, v)):
-                ends[x] = self.fresh("e")
-                self.line(f"const {self.d.long} {ends[x]} = {self.fl}imin({self.sym(b)} + {TILE}, {self.extent(x)});")
+            for b, x, n in ((tb, t, high), (vb, v, side)):
+                ends[x] = self.end_of(b, n)
+            place = f"[({self.sym(t)} - {self.sym(tb)}) * {side + GAP} + {self.sym(v)} - {self.sym(vb)}]"
+            for e, array in turned.items():
+                self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * (side + GAP)}];")
+                with self.loop(v, self.sym(vb), ends[v]), self.loop(t, self.sym(tb), ends[t], pragma=self.d.apart):
+                    self.line(f"{array}{place} = {self.value(e)};")
             with self.loop(t, self.sym(tb), ends[t]), \
-                    self.loop(v, self.sym(vb), ends[v], pragma=f"{self.d.simd} CHECKS"):
+                    self.loop(v, self.sym(vb), ends[v], pragma=f"{self.d.simd} CHECKS") as scope:
+                scope.known.update({e: array + place for e, array in turned.items()})
                 for i in items:
                     self.map_item(i)
 

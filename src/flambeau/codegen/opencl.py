@@ -45,6 +45,7 @@ class OpenCL(CLike):
     stored = {**types, torch.bool: "uchar"}  # in memory: a bool has no size there
     function = "fl_{}"
     simd = reporting = "#pragma clang loop vectorize(assume_safety)"
+    apart = "#pragma clang loop vectorize(disable) unroll_count(8)"
     faults = ""
     small = {torch.bfloat16: "bf16", torch.float16: "half"}
     unsigned, wide = "UL", "L"
@@ -129,6 +130,8 @@ class Shape:
     threads: bool  # a work-item is a thread of a CPU
     group: int = 256  # work-items of a group, at most
     units: int = 1  # cores
+    largest: int = 256  # work-items of a group, where a row needs many
+    local: int = 1 << 14  # bytes of local memory that a group may use
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ long and contiguous are a group's work (`opencl_rows.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from flambeau.ir.dtypes import opmath
@@ -46,9 +46,10 @@ def index_type(k: Kernel) -> str:
 class Points(ClWriter, NestWriter):
     """One work-item for each point of some variables."""
 
-    def __init__(self, dialect: Dialect, kernel: Kernel) -> None:
+    def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
         self.total = as_index(1)
+        self.group = shape.group
 
     @contextmanager
     def points(self, vars: Sequence[Sym]) -> Iterator[Scope]:
@@ -59,13 +60,13 @@ class Points(ClWriter, NestWriter):
             self.decompose(me, vars)
             yield s
 
-    def draft(self, shape: Shape) -> Draft:
-        return Draft(self, self.total, shape.group)
+    def draft(self) -> Draft:
+        return Draft(self, self.total, self.group)
 
 
 class PointLoops(Points):
-    def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
-        super().__init__(dialect, kernel)
+    def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
         self.k = kernel
         self.address = dict(kernel.stores)
         self.dtype_of = {n: (i.combine.dtypes[j] if i.combine else i.exprs[0].dtype)
@@ -211,25 +212,29 @@ class PointScatter(Points, ScatterWriter):
 
 
 def write_points(kernel: Kernel, shape: Shape) -> list[Draft]:
-    from .opencl_rows import RowLoops, RowScan, is_row, is_scanned_row
+    from .opencl_rows import RowLoops, is_row
+    from .opencl_scans import write_scan
+    from .opencl_several import SeveralPoints, is_streamed
     from .opencl_tiles import write_tiles
+    from .opencl_turned import Turned, is_turned_map
 
+    forms: dict[type[PointLoops], Callable[[LoopKernel], bool]] = {
+        RowLoops: is_row, Turned: is_turned_map, SeveralPoints: is_streamed}
     dialect = OpenCL(index_type(kernel))
     if isinstance(kernel, ContractKernel):
         return [write_tiles(dialect, kernel, shape)]
     if isinstance(kernel, LoopKernel):
-        loops = RowLoops(dialect, kernel, shape.group) if is_row(kernel) else PointLoops(dialect, kernel)
+        kind = next((kind for kind, suits in forms.items() if suits(kernel)), PointLoops)
+        loops = kind(dialect, kernel, shape)
         loops.write()
-        return [loops.draft(shape)]
+        return [loops.draft()]
     if isinstance(kernel, ScanKernel):
-        scan = RowScan(dialect, kernel, shape.group) if is_scanned_row(kernel) else PointScan(dialect, kernel)
-        scan.write()
-        return [scan.draft(shape)]
+        return [write_scan(dialect, kernel, shape)]
     drafts = []
     if kernel.init is not None:
-        start = PointStart(dialect, kernel)
+        start = PointStart(dialect, kernel, shape)
         start.write()
-        drafts.append(start.draft(shape))
-    scatter = PointScatter(dialect, kernel)
+        drafts.append(start.draft())
+    scatter = PointScatter(dialect, kernel, shape)
     scatter.write_all()
-    return [*drafts, scatter.draft(shape)]
+    return [*drafts, scatter.draft()]

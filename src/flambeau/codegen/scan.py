@@ -15,6 +15,7 @@ from .cfamily import Dialect, Scope
 from .nest import NestWriter
 
 BLOCK = 256  # columns that are scanned side by side
+STRIP = 16  # elements of a row that are taken before the next row has its turn
 ABREAST = 8  # contiguous rows that are: more would be more streams than a cache likes
 PARTS = 64  # of a long row
 DEAR = 16  # operations of a combine
@@ -200,7 +201,8 @@ class ScanWriter(NestWriter):
         assert v.extent is not None
         others = tuple(x for x in k.outer if x is not v)
         width = max(1, min(BLOCK, v.extent.const)) if v.extent.is_const else BLOCK
-        if any(a.coefficient(v) is not ONE for a in self.address.values()):
+        apart = any(a.coefficient(v) is not ONE for a in self.address.values())
+        if apart:
             width = min(width, ABREAST if len(k.names) == 1 else ABREAST // 2)
         # Enough blocks for the threads where there are few columns.
         if not others and v.extent.is_const:
@@ -214,5 +216,31 @@ class ScanWriter(NestWriter):
             if not known:
                 self.line(f"const {self.d.long} {end} = {self.fl}imin({b} + {width}, {self.extent(v)});")
             arrays = self.declare(self.needed, width)
+            # To gather and scatter takes longer than to go one by one, unless what is between them is dear.
+            one_by_one = apart and cost_of(k.combine.result) <= DEAR
+            slots = {j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()}
+            if one_by_one:
+                self.strips(v, b, end, slots)
+                return
             with self.axis_loop(), self.loop(v, b, end, pragma=f"{self.d.simd} CHECKS"):
-                self.step({j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()})
+                self.step(slots)
+
+    def strips(self, v: Sym, b: str, end: str, slots: dict[int, str]) -> None:
+        """Rows that lie far apart, some elements of each in turn: a line of the cache is done with before it may have
+        to go, and the rows still do not wait for each other."""
+        first, n, length = self.fresh("f"), self.extent(self.k.axis), self.k.axis.extent
+        assert length is not None
+        with self.scope(f"for ({self.d.long} {first} = 0; {first} < {n}; {first} += {STRIP}) {{"):
+            last = f"{first} + {STRIP}"
+            if not (length.is_const and length.const % STRIP == 0):
+                last = self.fresh("e")
+                self.line(f"const {self.d.long} {last} = {self.fl}imin({first} + {STRIP}, {n});")
+            with self.loop(v, b, end):
+                own = {}
+                for j, slot in slots.items():
+                    own[j] = self.fresh("s")
+                    self.line(f"{self.d.types[self.k.combine.left[j].dtype]} {own[j]} = {slot};")
+                with self.axis_loop(first, f"({last})"):
+                    self.step(own)
+                for j, slot in slots.items():
+                    self.line(f"{slot} = {own[j]};")

@@ -15,7 +15,7 @@ import torch
 
 from .dtypes import DType
 from .expr import Expr, loads
-from .index import Index, Sym, as_index
+from .index import ONE, ZERO, Dyn, Index, Sym, as_index
 from .nodes import Combine, Value
 
 
@@ -60,6 +60,15 @@ class LoopKernel:
         """Where it reads and writes."""
         exprs = [e for items in self.stages for i in items for e in i.exprs]
         return [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs)), *self.stores]
+
+    def turned(self) -> list[Expr]:
+        """What a map reads along the second variable of its tiles, at places that need no computing."""
+        exprs = [e for items in self.stages for i in items for e in i.exprs]
+        if self.tile is None or self.vector is None:
+            return []
+        return [e for e in loads(*exprs) if not e.args and (at := e.attr[1][0]).coefficient(self.tile) is ONE
+                and at.coefficient(self.vector) not in (ONE, ZERO)
+                and at.symbols() <= {*self.outer, *self.sizes} and not any(isinstance(a, Dyn) for a in at.atoms())]
 
     def inner_position(self) -> Index:
         """Of an inner point among all of them."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "opencl"
 GROUP = 256  # work-items of a group: enough for every GPU, and few enough for each
+LARGE_GROUP = 1024  # of a long row
 PIECES = 64  # that a reduction of few results is cut into on CPUs: the same on all of them, so that results are
 POCL = "Portable Computing Language"
 
@@ -95,7 +96,9 @@ class ClDevice:
 
     @cached_property
     def shape(self) -> Shape:
-        return Shape(self.threads, min(GROUP, int(self.device.max_work_group_size)), self.units)
+        most = int(self.device.max_work_group_size)
+        return Shape(self.threads, min(GROUP, most), self.units, min(LARGE_GROUP, most),
+                     int(self.device.local_mem_size) // 2)
 
     @cached_property
     def options(self) -> tuple[str, ...]:

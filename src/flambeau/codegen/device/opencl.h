@@ -225,6 +225,7 @@ FL_INLINE float fl_madd_f(float a, float b, float c) { return a * b + c; }
 #define FL_INF INFINITY
 #define FL_NAN NAN
 #include "elementary_float.h"
+FL_INLINE float fl_rough_log2_f(float x) { return fl_log2_f(x); }  // of OpenCL's own nobody says how rough it is
 
 #ifdef FL_DOUBLE
 FL_FLOATS(double, d, long, FL_LIB_D)

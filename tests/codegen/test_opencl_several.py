@@ -1,0 +1,163 @@
+"""OpenCL kernels whose work-items take several elements: wide accesses, and where those cannot be; tails; tiles."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
+
+import torch
+from torch import Tensor
+
+from codegen.programs import Built, built, run
+from codegen.test_loops import close, close_sum, each, running, softmax, sums
+from flambeau.codegen.opencl_several import MANY
+from flambeau.ir import build
+from flambeau.ir.dtypes import opmath
+from flambeau.ir.expr import cast
+from flambeau.ir.nodes import Value
+from flambeau.ir.scalar import where
+from opencl_forms import POINTS, THREADS
+
+N = MANY + 1  # odd: the last work-item has a part of its elements
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def doubled(x: Value) -> Value:
+    wide = opmath(x.dtype)
+    return build.pointwise(x.shape, lambda i: cast(cast(x.load(i), wide) + cast(x.load(i), wide), x.dtype))
+
+
+def turned(x: Value) -> Value:
+    return build.pointwise((x.shape[1], x.shape[0]), lambda i: x.load((i[1], i[0])))
+
+
+def test_elements_side_by_side_are_one_access() -> None:
+    def text(x: Tensor) -> str:
+        return built(lambda v: [doubled(v)], x, on=POINTS).texts[0]
+
+    assert "float4" in text(torch.randn(N)) and "ushort8" in text(torch.randn(N).bfloat16())
+    assert "long2" in text(torch.arange(N)) and "uchar16" in text(torch.ones(N, dtype=torch.uint8))
+    rows = torch.randn(200, 130)
+    assert "float4" in text(rows[:, :128].clone()) and "float2" in text(rows[:, :126])
+    for apart in (torch.randn(200, 131)[:, :128], torch.randn(2 * N)[::2], torch.randn(100)):
+        assert "vload" not in text(apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8], ids=str)
+def test_maps_at_every_offset(dtype: torch.dtype) -> None:
+    """Which the kernel sees when it runs: one text serves all of them."""
+    x = (torch.randn(N + 9) * 50).to(dtype)
+    b = built(lambda v: [doubled(v)], x[:N], on=POINTS)
+    for k in range(9):
+        assert torch.equal(b(x[k:k + N])[0], x[k:k + N] + x[k:k + N]), k
+
+
+def test_maps_of_odd_layouts() -> None:
+    base = torch.randn(130, 260)
+    cases = [base, base[:, 1:], base[1:, :256], base[:, :1].expand(130, 260), base[:1].expand(130, 260), base[::2, ::2],
+             base.t()[3:], base.unflatten(1, (20, 13)).transpose(0, 1), base[:0], torch.randn(7, 51, 53)[:, :, :51]]
+    _, results = each(lambda x: [doubled(x)], cases, POINTS)
+    for x, (y,) in zip(cases, results, strict=True):
+        assert torch.equal(y, x + x), (x.shape, x.stride())
+
+
+def test_factors_of_different_width_and_shape() -> None:
+    x, row = torch.randn(130, 260), torch.randn(260)
+    mask, half = x > 0.3, torch.randn(130, 260).bfloat16()
+
+    def make(x: Value, row: Value, mask: Value, half: Value) -> list[Value]:
+        return [build.pointwise(x.shape, lambda i: x.load(i) * row.load((i[1],))),
+                build.pointwise(x.shape, lambda i: where(mask.load(i), x.load(i), cast(half.load(i), torch.float32))),
+                build.pointwise(x.shape, lambda i: x.load((i[0], 259 - i[1])) + x.load(i))]
+
+    ours = run(make, x, row, mask, half, on=POINTS)
+    for y, exact in zip(ours, (x * row, torch.where(mask, x, half.float()), x.flip(1) + x), strict=True):
+        assert torch.equal(y, exact)
+
+
+def test_sizes_of_the_run() -> None:
+    b = built(lambda x: [doubled(x), turned(x)], torch.randn(2, 2), dynamic=True, on=POINTS)
+    for shape in ((1, 1), (3, 5), (64, 64), (63, 65), (129, 200), (0, 4)):
+        x = torch.randn(shape)
+        twice, other = b(x)
+        assert torch.equal(twice, x + x) and torch.equal(other, x.t())
+
+
+@pytest.mark.parametrize("on", [POINTS, THREADS, "cpu"])
+def test_transpositions(on: str) -> None:
+    base = torch.randn(131, 300)
+    cases = [base, base[3:, 5:], base[:128, :256], base.bfloat16(), base.double(), base > 0, (base * 9).to(torch.int8),
+             torch.randn(17, 1000), torch.randn(1000, 17)]
+    b, results = each(lambda x: [turned(x)], cases, on)
+    assert all("turned" in text for text in b.texts) and len(b.texts) == len(cases)
+    for x, (y,) in zip(cases, results, strict=True):
+        assert torch.equal(y, x.t()), (x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("on", [POINTS, THREADS, "cpu"])
+def test_sums_with_transposed_factors(on: str) -> None:
+    x, y, z = torch.randn(131, 200), torch.randn(131, 200), torch.randn(3, 70, 90)
+
+    def make(x: Value, y: Value, z: Value) -> list[Value]:
+        product = build.pointwise((200, 131), lambda i: x.load((i[1], i[0])) - y.load((i[1], i[0]))
+                                  * x.load((i[1], 199 - i[0])))
+        return [product, build.pointwise((90, 3, 70), lambda i: z.load((i[1], i[2], i[0])))]
+
+    ours, other = run(make, x, y, z, on=on)
+    torch.testing.assert_close(ours, (x - y * x.flip(1)).t())
+    assert torch.equal(other, z.permute(2, 0, 1))
+
+
+def rows(b: Built, x: Tensor) -> None:
+    soft, total = b(x)
+    close(soft, x.double().softmax(1))
+    close_sum(total, x, 1)
+
+
+def test_rows_in_registers_at_every_offset() -> None:
+    base = torch.randn(3, 520)
+    b = built(lambda v: [softmax(v, 1), sums(v, [1])], base[:, :512], on=POINTS)
+    assert "float4" in "".join(b.texts)
+    for k in (0, 1, 4, 6):
+        rows(b, base[:, k:k + 512])
+
+
+def test_a_row_that_does_not_fit() -> None:
+    b = built(lambda v: [softmax(v, 1), sums(v, [1])], torch.randn(2, 2), dynamic=True, on=POINTS)
+    for n in (1, 300, 5003):
+        rows(b, torch.randn(2, n))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scans_in_lines_parts_and_columns(reverse: bool) -> None:
+    def exact(x: Tensor, axis: int) -> Tensor:
+        e = x.double()
+        return e.flip(axis).cumsum(axis).flip(axis) if reverse else e.cumsum(axis)
+
+    lines = [torch.randn(600), torch.randn(601), torch.randn(3, 604)[:, 1:601], torch.randn(2, 600).bfloat16()]
+    b, results = each(lambda x: [running(x, len(x.shape) - 1, reverse)], lines, POINTS)
+    assert "vload" in "".join(b.texts)
+    for x, (y,) in zip(lines, results, strict=True):
+        rtol = 1e-5 if x.dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(y, exact(x, -1).to(x.dtype), rtol=rtol, atol=1e-4)
+    wide = built(lambda x: [running(x, 1, reverse), running(x, 0, reverse)], torch.randn(2, 2), dynamic=True, on=POINTS)
+    for shape in ((2, 5000), (700, 33), (1, 1), (0, 3)):
+        x = torch.randn(shape)
+        for axis, y in zip((1, 0), wide(x), strict=True):
+            close(y, exact(x, axis))
+
+
+@pytest.mark.parametrize("on", [THREADS, "cpu"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scans_strip_by_strip(reverse: bool, on: str) -> None:
+    cases = [torch.randn(rows, n) for rows in (8, 11) for n in (1, 15, 16, 33, 64)]
+    _, results = each(lambda x: [running(x, 1, reverse)], cases, on)
+    for x, (y,) in zip(cases, results, strict=True):
+        e = x.double()
+        close(y, e.flip(1).cumsum(1).flip(1) if reverse else e.cumsum(1))
