@@ -120,14 +120,15 @@ def compile_anew(
     from .whole import whole_operators
 
     wanted = Options(**settings)
+    exact = wanted.numerics == "eager"
 
     def compiler() -> Callable[..., Any]:
         return cache.compiler(lambda graph: compile_graph(graph, wanted))
 
     # One for each: torch writes into that of the backward.
     backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(), inference_compiler=compiler(),
-                           partition_fn=partition, decompositions=table(), keep_inference_input_mutations=True)
-    with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(), cache.recording():
+                           partition_fn=partition, decompositions=table(exact), keep_inference_input_mutations=True)
+    with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
         return backend(gm, example_inputs)
 
 

@@ -37,6 +37,7 @@ from flambeau.ir.scalar import (
     trunc,
 )
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, table
+from flambeau.ops.rounding import by_kernels, mad, step
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -59,17 +60,34 @@ def plus_multiple(a: Expr, factor: Any, b: Expr) -> Expr:
     return fma(scale, b, a) if is_float(a.dtype) else a + scale * b
 
 
-@lower_pointwise(aten.add, prims.add)
+def unless_small(formula: Callable[..., Expr]) -> Callable[..., Value]:
+    """A multiple is added with one rounding; of small floats on a CPU, in eager's vectors alone (see ops/exact.py)."""
+    lowered = pointwise(formula)
+
+    def lowering(a: Any, b: Any, alpha: Any = 1) -> Value:
+        small = any(isinstance(x, Value) and x.dtype in (torch.float16, torch.bfloat16) for x in (a, b))
+        if small and build.policy().kernels == "cpu" and not (isinstance(alpha, (int, float)) and alpha == 1):
+            return NotImplemented
+        made: Value = lowered(a, b, alpha=alpha)
+        return made
+
+    return lowering
+
+
+@lower(aten.add, prims.add)
+@unless_small
 def add(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return plus_multiple(a, alpha, b)
 
 
-@lower_pointwise(aten.sub, prims.sub)
+@lower(aten.sub, prims.sub)
+@unless_small
 def sub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return a - b if alpha == 1 else plus_multiple(a, -alpha, b)
 
 
-@lower_pointwise(aten.rsub)
+@lower(aten.rsub)
+@unless_small
 def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return b - a if alpha == 1 else plus_multiple(b, -alpha, a)
 
@@ -83,28 +101,56 @@ if hasattr(prims, "fma"):  # not every release has it
     table("default", {prims.fma: fma})
 
 
+def is_one(x: Expr) -> bool:
+    return x.op == "const" and x.attr == 1
+
+
+_plus_product = by_kernels(
+    lambda x, a, b, value: x + value * a * b,
+    cpu=lambda x, a, b, value: mad(value * a, b, x),
+    cuda=lambda x, a, b, value: mad(a, b, x) if is_one(value) else mad(value, a * b, x))
+_plus_quotient = by_kernels(
+    lambda x, a, b, value: x + value * a / b,
+    cuda=lambda x, a, b, value: x + a / b if is_one(value) else mad(value, a / b, x))
+
+
 @lower_pointwise(aten.addcmul, operands=4)
 def addcmul(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
-    return x + value * a * b
+    return _plus_product(x, a, b, value)
 
 
 @lower_pointwise(aten.addcdiv, operands=4)
 def addcdiv(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
-    return x + value * a / b
+    return _plus_quotient(x, a, b, value)
 
 
 @lower_pointwise(aten.lerp)
 def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
     """Exact at both ends: from the start for small weights, from the end for large ones."""
-    return where(abs_(weight) < 0.5, start + weight * (end - start), end - (end - start) * (1 - weight))
+    way = end - start
+    return where(abs_(weight) < 0.5, mad(weight, way, start), mad(-way, 1 - weight, end))
 
 
 # ---- quotients -----------------------------------------------------------------------------------------
 
 
-@lower_pointwise(aten.div.Tensor, aten.div.Scalar, kind="float")
-def div(a: Expr, b: Expr) -> Expr:
+@pointwise(kind="float")
+def quotient(a: Expr, b: Expr) -> Expr:
     return a / b
+
+
+@pointwise(kind="float")
+def by_reciprocal(a: Expr, b: Expr) -> Expr:
+    return a * (1 / b)
+
+
+def is_number(x: Any) -> bool:
+    return not isinstance(x, Value) or x.number
+
+
+@lower(aten.div.Tensor, aten.div.Scalar)
+def div(a: Any, b: Any) -> Value:
+    return by_reciprocal(a, b) if is_number(b) and build.policy().reciprocals else quotient(a, b)
 
 
 def divided(op: str, a: Expr, b: Expr) -> Expr:
@@ -150,8 +196,8 @@ def remainder(a: Expr, b: Expr) -> Expr:
 
 # The exponents that ATen keeps from its general power as well. The negative ones are for floats.
 _POWERS: dict[float, Callable[[Expr], Expr]] = {
-    0: lambda x: const(1, x.dtype), 1: lambda x: x, 2: square, 3: lambda x: x * x * x,
-    0.5: sqrt, -0.5: rsqrt, -1: lambda x: 1 / x, -2: lambda x: 1 / (x * x),
+    0: lambda x: const(1, x.dtype), 1: lambda x: x, 2: square, 3: lambda x: step(x * x) * x,
+    0.5: sqrt, -0.5: rsqrt, -1: lambda x: 1 / x, -2: lambda x: 1 / step(x * x),
 }
 
 
