@@ -39,6 +39,14 @@ def plus(a, b):
 
 
 @triton.jit
+def neg(x):
+    if x.dtype.is_floating():
+        return x * -1.0
+    else:
+        return -x
+
+
+@triton.jit
 def abs(x):
     return tl.abs(x)
 
