@@ -27,7 +27,7 @@ SPECIAL = frozenset((
 INEXACT = SPECIAL | frozenset((
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
     "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "pow", "atan2", "hypot",
-    "sqrt", "rsqrt"))
+    "sqrt", "rsqrt", "fmod", "remainder"))
 
 
 class Cpp(CLike):

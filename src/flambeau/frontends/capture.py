@@ -352,6 +352,9 @@ class _Lowering:
         if has_guessed_shape(target, val if several else [val]):
             raise GuessedShapeError(f"torch has no rule for the shape of {target}")
         metas = self.metas(target, val if several else [val])
+        if several:  # what nobody takes may be nothing at the run, whatever torch's rule for its shape says
+            taken = {u.args[1] for u in n.users if u.target is operator.getitem}
+            metas = [m if k in taken or len(taken) < len(n.users) else None for k, m in enumerate(metas)]
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
             and val.device == self.device else None

@@ -60,13 +60,21 @@ def plus_multiple(a: Expr, factor: Any, b: Expr) -> Expr:
     return fma(scale, b, a) if is_float(a.dtype) else a + scale * b
 
 
+def is_number(x: Any) -> bool:
+    return not isinstance(x, Value) or x.number
+
+
+def are_small(*operands: Any) -> bool:
+    return any(isinstance(x, Value) and x.dtype in (torch.float16, torch.bfloat16) for x in operands)
+
+
 def unless_small(formula: Callable[..., Expr]) -> Callable[..., Value]:
-    """A multiple is added with one rounding; of small floats on a CPU, in eager's vectors alone (see ops/exact.py)."""
+    """A multiple, or a number, is added with one rounding; of small floats on a CPU, in eager's vectors alone."""
     lowered = pointwise(formula)
 
     def lowering(a: Any, b: Any, alpha: Any = 1) -> Value:
-        small = any(isinstance(x, Value) and x.dtype in (torch.float16, torch.bfloat16) for x in (a, b))
-        if small and build.policy().kernels == "cpu" and not (isinstance(alpha, (int, float)) and alpha == 1):
+        plain = isinstance(alpha, (int, float)) and alpha == 1 and not is_number(a) and not is_number(b)
+        if build.policy().kernels == "cpu" and not plain and are_small(a, b):
             return NotImplemented
         made: Value = lowered(a, b, alpha=alpha)
         return made
@@ -141,11 +149,7 @@ def quotient(a: Expr, b: Expr) -> Expr:
 
 @pointwise(kind="float")
 def by_reciprocal(a: Expr, b: Expr) -> Expr:
-    return a * (1 / b)
-
-
-def is_number(x: Any) -> bool:
-    return not isinstance(x, Value) or x.number
+    return a * (const(1 / b.attr, b.dtype) if b.op == "const" and b.attr else 1 / b)
 
 
 @lower(aten.div.Tensor, aten.div.Scalar)
@@ -163,7 +167,7 @@ def divided(op: str, a: Expr, b: Expr) -> Expr:
 
 @pointwise
 def trunc_divide(a: Expr, b: Expr) -> Expr:
-    return trunc(a / b) if is_float(a.dtype) else divided("div", a, b)
+    return trunc(step(a / b)) if is_float(a.dtype) else divided("div", a, b)
 
 
 @lower_pointwise(aten.floor_divide)
@@ -173,6 +177,9 @@ def floor_divide(a: Expr, b: Expr) -> Expr:
 
 @lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
+    if rounding_mode is not None and build.policy().exact and (are_small(a, b) or is_number(b)) and (
+            rounding_mode == "floor" or is_number(b) or build.policy().kernels == "cpu"):
+        return NotImplemented  # eager's kernel rounds at each of its steps
     return {None: div, "trunc": trunc_divide, "floor": floor_divide}[rounding_mode](a, b)
 
 

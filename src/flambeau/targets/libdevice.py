@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FILE = Path("nvvm/libdevice/libdevice.10.bc")
-CHANGED = frozenset(("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "erf", "erfinv", "sinh", "tanh"))
+CHANGED = frozenset((
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "erf", "erfinv", "sinh", "tanh"))
 # Whatever the library: nvcc contracts within `pow`, and eager has the others from formulas of its own.
 NEVER = frozenset(("pow", "i0", "i1", "ndtri", "ndtr", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1",
                    "modified_bessel_i0", "modified_bessel_i1"))
@@ -35,7 +36,8 @@ def inexact() -> frozenset[str]:
 
 
 def torch_cuda() -> str:
-    """The version of CUDA that torch was built with, as 13.0; empty if with none. Read from its file, as Triton's is."""
+    """The version of CUDA that torch was built with, as 13.0; empty if with none. Read from torch's file: to import it
+    takes longer than to load a kernel."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
     found = re.search(r"^cuda\b.*= *['\"]([\d.]+)", file.read_text(), re.MULTILINE) if file is not None else None

@@ -89,7 +89,8 @@ class TritonCompiler:
         if self._pid != os.getpid():
             self._start()
         request = {"text": source.text, "function": part.function, "signature": signature(source), "arch": arch,
-                   "divisible": divisible(source, facts), "options": {**OPTIONS, "num_warps": part.warps}, "library": library()}
+                   "divisible": divisible(source, facts), "options": {**OPTIONS, "num_warps": part.warps},
+                   "library": library()}
         key = hashlib.sha256(json.dumps([request, identity()]).encode()).hexdigest()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         with self._lock:
