@@ -213,12 +213,15 @@ class _Case:
                 if x is None or y is None:
                     assert x is y or (x is None and not y.any()) or (y is None and not x.any()), "missing gradient"
                     continue
-                if not part and k in UNDEFINED.get(self.fn.name, ()):
+                if not part and k in UNDEFINED.get(getattr(self.fn, "name", ""), ()):
                     continue
                 same = x.shape == y.shape and x.dtype == y.dtype
                 assert same, f"{x.dtype}{list(x.shape)}, eager {y.dtype}{list(y.shape)}"
                 if self.exact:
                     count, ulps = differing(x, y)
+                    if count and differing(self.evaluate(self.call)[part][k], y)[0]:
+                        report.skipped.append("eager: its own results differ from run to run")
+                        continue
                     report.values, report.unequal = report.values + x.numel(), report.unequal + count
                     assert not count, f"{'gradient' if part else 'output'} {k}: {count} of {x.numel()}, {ulps} ulps"
                     continue
