@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from flambeau.report.numerics import page
+
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
@@ -25,3 +27,7 @@ def test_tests_that_the_page_of_the_device_names() -> None:
     assert len(named) > 25
     for test, where in named:
         assert any(f"def {test}" in files[file] for file in re.findall(r"`(\w+\.py)`", where)), test
+
+
+def test_the_page_of_numerics_is_as_it_is_written() -> None:
+    assert (README.parent / "docs" / "numerics.md").read_text() == page()  # else: make docs

@@ -69,8 +69,3 @@ def is_exact(op: torch._ops.OpOverload, device: str, small: bool = False) -> boo
     if small and device == "cpu" and name in CPU_WIDE:
         return False
     return namespace == "aten" and (name in CHOICES or name in FORMULAS[device])
-
-
-def status(op: torch._ops.OpOverload, device: str) -> str:
-    """For the matrix of operators."""
-    return "exact" if op in FAMILIES and is_exact(op, device) else "eager's kernel"
