@@ -29,7 +29,7 @@ from .subgraphs import calls_subgraphs, written_out
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: bit for bit what eager computes"),
+    "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: bit for bit what eager has"),
     "target": (None, "runs the graphs, in place of the target of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
     "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
