@@ -108,6 +108,30 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "options"), [
+    ("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("Adam", {"weight_decay": 0.1}), ("AdamW", {"foreach": True}),
+    ("RMSprop", {"momentum": 0.5}), ("Adagrad", {}), ("AdamW", {"fused": True}),
+], ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_steps_have_the_bits_of_eager(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(n, 7).to(dtype)) for n in (1, 3, 64)]
+    eager = copy.deepcopy(ours)
+    optimizers = [getattr(torch.optim, name)(p, lr=0.05, **options) for p in (ours, eager)]
+    clip = compiled(torch.nn.utils.clip_grad_norm_)
+    steps = compiled(optimizers[0].step), optimizers[1].step
+    for _ in range(3):
+        for p, q in zip(ours, eager, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        clip(ours, 1.0), torch.nn.utils.clip_grad_norm_(eager, 1.0)
+        for step in steps:
+            step()
+    states = [[t for s in o.state.values() for t in s.values() if isinstance(t, Tensor)] for o in optimizers]
+    pairs = zip([*ours, *states[0]], [*eager, *states[1]], strict=True)
+    assert not any(differing(a.detach(), b.detach())[0] for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_trains_to_the_same_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     models = [Small().to(dtype)]

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flambeau.config import config
 from flambeau.errors import OptionError
+from flambeau.ir.numerics import wants_bits
 
 from .devices import common_device, target_of
 from .graph_cache import GraphCache
@@ -120,7 +121,7 @@ def compile_anew(
     from .whole import whole_operators
 
     wanted = Options(**settings)
-    exact = wanted.numerics == "eager"
+    exact = wants_bits(wanted.numerics)
 
     def compiler() -> Callable[..., Any]:
         return cache.compiler(lambda graph: compile_graph(graph, wanted))

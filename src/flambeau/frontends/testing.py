@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from flambeau.config import config
 from flambeau.errors import GuessedShapeError
+from flambeau.ir.numerics import wants_bits
 
 from .decompositions import table
 from .pipeline import Options, boxed, compile_graph, interpret
@@ -76,7 +77,7 @@ def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | 
         and dtype.is_floating_point
     torch.manual_seed(1234)
     samples = list(op.sample_inputs(device, dtype, requires_grad=wants_grad))[:limit]
-    cases = [c for s in samples if (c := _Case.make(op, s, wants_grad, report, numerics == "eager")) is not None]
+    cases = [c for s in samples if (c := _Case.make(op, s, wants_grad, report, wants_bits(numerics))) is not None]
     switches = [s for c in cases for s in c.switches]
     for s in switches:
         try:

@@ -32,11 +32,16 @@ EAGER = {
 }
 
 
+def wants_bits(numerics: str) -> bool:
+    """Whether the setting promises eager's bits: then what is computed otherwise is left to eager."""
+    return numerics == "eager"
+
+
 def policy_of(numerics: str, device: str) -> Policy:
     """The policy that the setting `numerics` (fast or eager) asks for on a device.
 
     near: rounds as eager does, and has its bits where eager's functions are at hand (a CPU's come from a vector
     library of its own).
     """
-    exact = EAGER.get(device) if numerics == "eager" or device == "cuda" else None
+    exact = EAGER.get(device) if wants_bits(numerics) or device == "cuda" else None
     return FAST if numerics == "fast" else exact or Policy(rounds=True)
