@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from torch._C import TensorBase
 from torch._C._dynamo.guards import TensorGuards
 
-from .gate import loader, text
+from flambeau.targets.toolchain import load_extension
+
+from .gate import text
 from .native import load_native
 
 log = logging.getLogger(__name__)
@@ -137,7 +140,8 @@ def native() -> Any:
 def _build() -> None:
     module = None
     try:
-        module = load_native("lists", "the watch over lists of tensors", text("lists"), loader("lists"), seconds=2)
+        module = load_native("lists", "the watch over lists of tensors", text("lists"),
+                             partial(load_extension, "lists"), seconds=2)
         samples = [torch.empty(k, device="cpu") for k in range(3)]
         module.open([*samples, torch.nn.Parameter(samples[1]), samples[2][1:]])
     except Exception as error:  # whatever it is, steps run
