@@ -87,6 +87,8 @@ bench: setup
 docs: setup
 	@echo "==> docs/settings.md"
 	@$(BIN)/python -m flambeau.report.settings > docs/settings.md
+	@echo "==> docs/numerics.md"
+	@$(BIN)/python -m flambeau.report.numerics > docs/numerics.md
 	@echo "==> docs/performance.md"
 	@$(BIN)/python -m flambeau.report.performance results docs
 

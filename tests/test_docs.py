@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flambeau.report.numerics import page
+
 README = Path(__file__).parent.parent / "README.md"
 PAGES = (README, README.parent / "docs" / "cuda-graphs.md")
 
@@ -30,3 +32,7 @@ def test_tests_that_the_page_of_the_device_names() -> None:
     assert len(named) > 25
     for test, where in named:
         assert any(f"def {test}" in files[file] for file in re.findall(r"`(\w+\.py)`", where)), test
+
+
+def test_the_page_of_numerics_is_as_it_is_written() -> None:
+    assert (README.parent / "docs" / "numerics.md").read_text() == page()  # else: make docs

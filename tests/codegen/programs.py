@@ -53,7 +53,7 @@ def built(make: Make, *args: torch.Tensor, dynamic: bool = False, on: str = "cpu
     g = graph_of(make, *args, dynamic=dynamic)
     sources = {s: ("size", f"in{s.name[1:].split('_')[0]}", int(s.name.split("_")[1])) for s in g.symbols}
     # Graphs here are many small ones side by side: each kernel by itself, not all of one form along a table.
-    program = schedule(g, replace(target.capabilities(), tables=False), "fast", True)
+    program = schedule(g, replace(target.capabilities(), tables=False), True)
     kernels = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
     package = write(program, target.name, kernels, sources, list(range(len(args))), len(args))
     return Built(program, [k.text for k in kernels], package.load())

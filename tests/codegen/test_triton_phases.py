@@ -29,7 +29,7 @@ def gradient_text(size: int) -> str:
         grad, x, indices = (g.add_input((2, 3, *shape), dtype) for shape, dtype in (
             (out, torch.float32), ([size] * 3, torch.float32), (out, torch.int64)))
         g.outputs = [max_pool(3)[1](grad, x, [3] * 3, [2] * 3, [1] * 3, [1] * 3, False, indices)]
-    kernel, = schedule(g, CAPABILITIES, "fast", True).kernels
+    kernel, = schedule(g, CAPABILITIES, True).kernels
     return render(kernel, "k").text
 
 

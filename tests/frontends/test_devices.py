@@ -39,7 +39,7 @@ def captured(f: Callable[..., Any], args: Tensors, there: set[int]) -> tuple[Cap
     target = get_target("cpu")
     with unset_fake_temporarily():
         c = capture(gm, target.capabilities(), device=GPU)
-    p = schedule(c.graph, target.capabilities(), "fast", True)
+    p = schedule(c.graph, target.capabilities(), True)
     texts = [target.render(k, f"k{i}") for i, k in enumerate(p.kernels)]
     return c, p, write(p, "cpu", texts, c.sources, c.tensors, len(args), GPU)
 

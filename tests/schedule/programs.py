@@ -14,6 +14,7 @@ from flambeau.frontends.capture import capture
 from flambeau.frontends.decompositions import table
 from flambeau.frontends.pipeline import interpret
 from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import Call, Kernel, Launch, Program
 from flambeau.schedule.plan import schedule
 
@@ -25,7 +26,7 @@ def programs(fn: Callable[..., Any], *args: Any, numerics: str = "fast", dynamic
     made: list[Program] = []
 
     def compiler(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        made.append(schedule(capture(gm, CPU).graph, CPU, numerics, True))
+        made.append(schedule(capture(gm, CPU, policy=policy_of(numerics, "any")).graph, CPU, True))
         return interpret(gm)
 
     out = aot_function(fn, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,

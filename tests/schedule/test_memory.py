@@ -90,7 +90,7 @@ def test_a_chain_needs_two_places() -> None:
         p = Program([], [], [], list(steps), buffers, [])
         plan_memory(p)
         check(p)
-        assert p.arena_bytes == 2 * 4032
+        assert p.arena_bytes == 2 * 4096
 
 
 def test_sizes_not_known_before_the_run_are_allocated() -> None:

@@ -166,7 +166,7 @@ def kernels(f: Any, *shapes: tuple[int, ...], deterministic: bool = False) -> li
     assert device == torch.device("cuda", 0)
     with unset_fake_temporarily():
         captured = capture(gm, caps, device=device)
-    program = schedule(captured.graph, caps, "fast", True)
+    program = schedule(captured.graph, caps, True)
     return [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
 
 

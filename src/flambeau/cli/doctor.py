@@ -188,6 +188,18 @@ def _device(name: str) -> Finding:
     return Finding(name, f'torch.device("flambeau"), {config.device}: {names}')
 
 
+def _functions(name: str) -> Finding:
+    # Where it is not there, operators that need it are eager's own kernels: nothing is missing.
+    from flambeau.targets.libdevice import inexact, toolkit_library, torch_cuda
+
+    version = torch_cuda()
+    if not version:
+        return Finding(name, "not needed: torch is built without CUDA")
+    path = toolkit_library()
+    kept = f"with eager numerics, {', '.join(sorted(inexact()))} are eager's own kernels"
+    return Finding(name, str(path) if path else f"Triton's own; there is no toolkit of CUDA {version}: {kept}")
+
+
 def _cache(name: str) -> Finding:
     from flambeau.targets.cache import DiskCache  # here, so that the other checks answer without torch
 
@@ -217,6 +229,7 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     "OpenMP": _openmp,
     "vector units": _vector,
     "device": _device,
+    "libdevice": _functions,
     "kernel cache": _cache,
     "settings": _settings,
 }

@@ -23,6 +23,12 @@ SPECIAL = frozenset((
     "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w",
     "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"))
 
+# Eager has these from a vector library of its own, or has formulas of its own for them.
+INEXACT = SPECIAL | frozenset((
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
+    "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "pow", "atan2", "hypot",
+    "sqrt", "rsqrt", "fmod", "remainder"))
+
 
 class Cpp(CLike):
     types = {

@@ -39,7 +39,7 @@ class Triton(Dialect):
     }
     # Division is a function: the operator rounds wrongly for float32, and differs for negative integers.
     infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
-    prefix = {"neg": "-", "logical_not": "~", "bitwise_not": "~"}
+    prefix = {"logical_not": "~", "bitwise_not": "~"}  # Triton's minus is 0 - x, which loses the sign of zero
     quotient = "//"
     function = "fl.{}"
 

@@ -17,8 +17,10 @@ from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.expr import Expr, cast, index_value, walk
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value, contiguous_strides
+from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.ops.exact import is_exact
 from flambeau.schedule.plan import strided
 
 from . import replay
@@ -57,10 +59,10 @@ class Captured:
 
 
 def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = frozenset(),
-            device: torch.device = CPU) -> Captured:
+            device: torch.device = CPU, policy: Policy = FAST) -> Captured:
     """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are."""
     ops_loaded()
-    c = Captured(Graph(capabilities=caps, device=device.type), Symbols())
+    c = Captured(Graph(capabilities=caps, device=device.type, policy=policy), Symbols())
     _Lowering(gm, c, exclude, device).run()
     return c
 
@@ -245,9 +247,10 @@ class _Lowering:
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""
         caps = self.g.capabilities
-        lacks = bool(caps.missing) or caps.dtypes != SUPPORTED
+        lacking = caps.missing | caps.inexact if self.g.policy.exact else caps.missing
+        lacks = bool(lacking) or caps.dtypes != SUPPORTED
         for node in nodes:
-            if lacks and any(e.op in caps.missing or e.dtype not in caps.dtypes for e in walk(*node.exprs())):
+            if lacks and any(e.op in lacking or e.dtype not in caps.dtypes for e in walk(*node.exprs())):
                 return False
             if isinstance(node, Scatter) and node.mode != "set" and not caps.joins(node.mode, node.value.dtype):
                 return False
@@ -277,6 +280,9 @@ class _Lowering:
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
+        small = any(t.dtype in (torch.float16, torch.bfloat16) for t in made)
+        if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, small):
+            return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
             supported(t) and t.device == self.device for t in made)
 
@@ -346,6 +352,9 @@ class _Lowering:
         if has_guessed_shape(target, val if several else [val]):
             raise GuessedShapeError(f"torch has no rule for the shape of {target}")
         metas = self.metas(target, val if several else [val])
+        if several:  # what nobody takes may be nothing at the run, whatever torch's rule for its shape says
+            taken = {u.args[1] for u in n.users if u.target is operator.getitem}
+            metas = [m if k in taken or len(taken) < len(n.users) else None for k, m in enumerate(metas)]
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
             and val.device == self.device else None

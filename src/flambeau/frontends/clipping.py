@@ -21,6 +21,7 @@ from flambeau.ir.build import simple_combine
 from flambeau.ir.dtypes import DType, opmath
 from flambeau.ir.expr import Expr, cast, load
 from flambeau.ir.index import ZERO, as_index
+from flambeau.ir.numerics import wants_bits
 from flambeau.ir.program import Item, LoopKernel, Param, TableKernel
 from flambeau.ir.scalar import abs_
 from flambeau.schedule.tables import PLACE
@@ -48,6 +49,8 @@ def total_norm(original: Callable[..., torch.Tensor], options: tuple[str | None,
     try:
         if not tensors or error_if_nonfinite or float(norm_type) not in ORDERS:
             raise Declined("nothing to norm, an order without a kernel, or a check of the result")
+        if wants_bits(options[1]):
+            raise Declined("eager adds up in another order")
         return norm_of(tensors, float(norm_type), options[0])
     except Declined as reason:
         DECLINED[f"get_total_norm: {reason}"] += 1

@@ -1,4 +1,7 @@
-"""Which operators torch takes apart before we see them: all of its core decompositions but those we lower."""
+"""Which operators torch takes apart before we see them: all of its core decompositions but those we lower.
+
+In exact numerics none: eager does not take apart what has a kernel, and its kernel rounds in its own places.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,10 @@ OWN: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (aten.hardshrink_backward.default, aten.softshrink_backward.default), shrink_backward)
 
 
-@lru_cache(maxsize=1)
-def table() -> dict[Any, Callable[..., Any]]:
+@lru_cache(maxsize=2)
+def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
+    if exact:
+        return dict(OWN)
     ops_loaded()
     out = dict(core_aten_decompositions())
     for packet in EXTRA:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flambeau.config import config
 from flambeau.errors import OptionError
+from flambeau.ir.numerics import wants_bits
 
 from .devices import common_device, target_of
 from .graph_cache import GraphCache
@@ -30,7 +31,7 @@ from .subgraphs import calls_subgraphs, written_out
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: rounds where eager does"),
+    "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: bit for bit what eager has"),
     "target": (None, "runs the graphs, in place of the target of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
     "graphs": ((False, True), "record runs after a warm-up and replay them (NVIDIA GPUs)"),
@@ -130,14 +131,15 @@ def compile_anew(
     from .whole import whole_operators
 
     wanted = Options(**settings)
+    exact = wants_bits(wanted.numerics)
 
     def compiler() -> Callable[..., Any]:
         return cache.compiler(lambda graph: compile_graph(graph, wanted))
 
     # One for each: torch writes into that of the backward.
     backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(), inference_compiler=compiler(),
-                           partition_fn=partition, decompositions=table(), keep_inference_input_mutations=True)
-    with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(), cache.recording():
+                           partition_fn=partition, decompositions=table(exact), keep_inference_input_mutations=True)
+    with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
         return backend(gm, example_inputs)
 
 

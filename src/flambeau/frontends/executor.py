@@ -262,6 +262,8 @@ class Writer:
             if name in self.p.buffers:
                 b = self.p.buffers[name]
                 strides = self.shape(b.strides)
+                if c.outputs is not None:  # not every rule of torch's for the dtypes of several results is right
+                    self.line(f"if {name}.dtype is not {b.dtype}: {name} = {name}.to({b.dtype})")
                 self.line(f"if {name}.stride() != {strides}: {name} = fit({name}, {strides})")
                 if name in launched:
                     self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
+from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import Launch, Program
 from flambeau.schedule.plan import schedule
 from flambeau.targets.base import Build
@@ -128,9 +129,9 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
     with target.on(device):
         caps = replace(target.capabilities(), deterministic=options.deterministic)
         t0 = time.perf_counter()
-        captured = capture(gm, caps, exclude, device)
+        captured = capture(gm, caps, exclude, device, policy_of(options.numerics, device.type))
         t1 = time.perf_counter()
-        program = schedule(captured.graph, caps, options.numerics, config.verify)
+        program = schedule(captured.graph, caps, config.verify)
         t2 = time.perf_counter()
         texts = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
         if options.search and not options.deterministic:  # what the clock chooses, may round in another way

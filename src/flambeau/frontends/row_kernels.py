@@ -20,6 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise
+from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import Call, Launch, Program
 from flambeau.schedule.plan import schedule
 from flambeau.schedule.tables import Rows, as_row
@@ -110,9 +111,9 @@ def compile_row(f: Form, c: RowKind, count: float) -> Variant:
     gm, guards, symbols = trace(f, c, count)
     names = [*f.lists, *f.shared]
     with target.on(c.device):
-        captured = capture(gm, target.capabilities(), device=c.device)
+        captured = capture(gm, target.capabilities(), device=c.device, policy=policy_of(f.numerics, c.device.type))
         keep_scalars(captured.graph)
-        program = schedule(captured.graph, target.capabilities(), f.numerics, config.verify)
+        program = schedule(captured.graph, target.capabilities(), config.verify)
         inputs = dict(zip(program.inputs, names, strict=True))
         numbers, launches = steps_of(program)
         sources = []

@@ -4,12 +4,15 @@ Some operators have Python kernels of torch below autograd that write them as ma
 a dozen gathers, and its gradient as many scatters). Within `whole_operators` those kernels are put aside for what we
 lower, and the forms of upsampling with a list of scale factors call the plain operator. Their gradients get
 shapes that may be symbolic, which torch's own do not.
+
+In exact numerics all of those kernels are put aside: eager does not use them (its dropout on a CPU is another).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +28,10 @@ KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
            "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
            "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+
+# Here torch's own kernels only say what eager's do: which memory is written, or how long something is.
+UNROUNDED = ("broadcast_tensors", "empty", "native_batch_norm", "one_hot", "pad_sequence", "tensor_split",
+             "unsafe_chunk")
 
 
 def by_factors(plain: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -42,17 +49,26 @@ def gradient_shape(grad: torch.Tensor, output_size: Any, input_size: Any, *rest:
     return grad.new_empty(input_size).to(memory_format=suggest_memory_format(grad))
 
 
+@cache
+def taken_apart() -> tuple[torch._ops.OpOverload, ...]:
+    """The operators for which torch has such kernels, but for those that round nothing."""
+    packets = (getattr(aten, name) for name in dir(aten) if name not in UNROUNDED)
+    every = (getattr(p, o) for p in packets if isinstance(p, torch._ops.OpOverloadPacket) for o in p.overloads())
+    return tuple(op for op in every if any(k in op.py_kernels for k in KEYS))
+
+
 @contextmanager
-def whole_operators() -> Iterator[None]:
+def whole_operators(exact: bool = False) -> Iterator[None]:
     ops_loaded()
     wanted: dict[torch._ops.OpOverload, dict[Any, Any]] = {
-        op: {} for op in LOWERINGS if any(k in op.py_kernels for k in KEYS)}
+        op: {} for op in (taken_apart() if exact else LOWERINGS) if any(k in op.py_kernels for k in KEYS)}
     for name in RESIZES:
         packet = getattr(aten, name)
         if packet.default in LOWERINGS:
             wanted[packet.vec] = dict.fromkeys(KEYS, by_factors(packet.default))
             wanted[getattr(aten, name + "_backward").default] = {DispatchKey.Meta: gradient_shape}
-    wanted[aten.cumprod_backward.default] = dict.fromkeys(KEYS, torch.ops.flambeau.cumprod_backward.default)
+    if not exact:
+        wanted[aten.cumprod_backward.default] = dict.fromkeys(KEYS, torch.ops.flambeau.cumprod_backward.default)
     before = {op: dict(op.py_kernels) for op in wanted}
     try:
         for op, kernels in wanted.items():

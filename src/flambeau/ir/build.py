@@ -28,6 +28,7 @@ from .nodes import (
     contiguous_strides,
     dim_vars,
 )
+from .numerics import Policy
 
 _current: ContextVar[Graph] = ContextVar("flambeau_graph")
 _origin: ContextVar[str] = ContextVar("flambeau_origin", default="")
@@ -48,6 +49,11 @@ def building(graph: Graph, origin: str = "") -> Iterator[Graph]:
 
 def graph() -> Graph:
     return _current.get()
+
+
+def policy() -> Policy:
+    """Of the current graph: what it may compute otherwise than eager."""
+    return graph().policy
 
 
 def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None, laid: bool = False) -> Value:

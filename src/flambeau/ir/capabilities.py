@@ -31,6 +31,7 @@ class Capabilities:
     masked_reads: bool = False
     tables: bool = False  # kernels can follow addresses that they read from memory
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
+    inexact: frozenset[str] = frozenset()  # those whose last bits are not the ones of eager's kernels there
     scatters: frozenset[tuple[str, DType]] | None = None  # (mode, dtype) it can join; None: all
     # ATen has GPU kernels here: they save other tensors, step in float32 and do not report a division by zero.
     gpu_eager: bool = False

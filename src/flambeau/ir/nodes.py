@@ -15,6 +15,7 @@ from .capabilities import Capabilities
 from .dtypes import DType
 from .expr import Expr, load, restart_names, walk
 from .index import ONE, ZERO, Index, IndexLike, Sym, as_index, product
+from .numerics import FAST, Policy
 
 Shape = tuple[Index, ...]
 
@@ -331,6 +332,7 @@ class Graph:
     origin: str = ""
     device: str = "cpu"  # where its tensors are: ATen's kernels save other things for their gradients there
     capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it
+    policy: Policy = FAST  # and by what it may compute otherwise than eager
 
     def __post_init__(self) -> None:
         restart_names()

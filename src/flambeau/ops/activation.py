@@ -14,6 +14,7 @@ from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, clamp, erf, exp, expm1, log, log1p, maximum, minimum, sigmoid, tanh
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, wrap_dim
+from flambeau.ops.rounding import by_kernels, is_exact, mad, mad_by_steps, step
 
 aten = torch.ops.aten
 
@@ -87,19 +88,22 @@ def hardtanh_backward(grad: Expr, x: Expr, min_val: float, max_val: float) -> Ex
     return where((x <= min_val) | (x >= max_val), 0, grad)
 
 
+_sixth = by_kernels(lambda x: x / 6, cuda=lambda x: x * const(1 / 6, x.dtype))
+
+
 @lower_pointwise(aten.hardsigmoid)
 def hardsigmoid(x: Expr) -> Expr:
-    return clamp(x + 3, 0, 6) / 6
+    return _sixth(clamp(x + 3, 0, 6))
 
 
 @lower_pointwise(aten.hardsigmoid_backward)
 def hardsigmoid_backward(grad: Expr, x: Expr) -> Expr:
-    return where((x > -3) & (x < 3), grad / 6, 0)
+    return where((x > -3) & (x < 3), grad * const(1 / 6, x.dtype) if is_exact() else grad / 6, 0)
 
 
 @lower_pointwise(aten.hardswish)
 def hardswish(x: Expr) -> Expr:
-    return x * clamp(x + 3, 0, 6) / 6
+    return _sixth(x * clamp(x + 3, 0, 6))
 
 
 @lower_pointwise(aten.hardswish_backward)
@@ -128,15 +132,15 @@ def shrink_backward(grad: Expr, x: Expr, lambd: float) -> Expr:
 
 @lower_pointwise(aten.elu, operands=1)
 def elu(x: Expr, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Expr:
-    return where(x > 0, x * scale, expm1(x * input_scale) * (alpha * scale))
+    return where(x > 0, x * scale, expm1(x * input_scale) * (const(alpha, x.dtype) * scale))
 
 
 @lower(aten.elu_backward)
 def elu_backward(grad: Value, alpha: float, scale: float, input_scale: float, is_result: bool,
                  x: Value) -> Value:
     def formula(grad: Expr, x: Expr) -> Expr:
-        growth = x + alpha * scale if is_result else exp(x * input_scale) * (alpha * scale)
-        return where(x > 0, grad * scale, grad * input_scale * growth)
+        most, start = const(alpha, x.dtype) * scale, grad * input_scale
+        return where(x > 0, grad * scale, start * (x + most) if is_result else start * most * exp(x * input_scale))
 
     return pointwise(formula)(grad, x)
 
@@ -153,6 +157,9 @@ def softplus(x: Expr, beta: float = 1, threshold: float = 20) -> Expr:
 
 @lower_pointwise(aten.softplus_backward, operands=2)
 def softplus_backward(grad: Expr, x: Expr, beta: float, threshold: float) -> Expr:
+    if is_exact():
+        z = exp(x * beta)
+        return where(x * beta > threshold, grad, grad * z / (z + 1))
     return where(x * beta > threshold, grad, grad * sigmoid(x * beta))
 
 
@@ -161,12 +168,12 @@ def softplus_backward(grad: Expr, x: Expr, beta: float, threshold: float) -> Exp
 
 @lower_pointwise(aten.sigmoid_backward)
 def sigmoid_backward(grad: Expr, y: Expr) -> Expr:
-    return grad * (1 - y) * y
+    return step(grad * step(1 - y)) * y
 
 
 @lower_pointwise(aten.tanh_backward)
 def tanh_backward(grad: Expr, y: Expr) -> Expr:
-    return grad * (1 - y * y)
+    return grad * mad_by_steps(-y, y, 1)
 
 
 def _exp_of_minus_abs(x: Expr) -> Expr:
@@ -189,6 +196,9 @@ def log_sigmoid(x: Value) -> tuple[Value, Value]:
 
 @pointwise
 def _log_sigmoid_backward(grad: Expr, x: Expr, small: Expr) -> Expr:
+    if is_exact():
+        rest = small / (1 + small)
+        return grad * where(x < 0, 1 - rest, rest)
     return grad * where(x < 0, const(1, x.dtype), small) / (1 + small)
 
 
@@ -201,26 +211,29 @@ def log_sigmoid_backward(grad: Value, x: Value, buffer: Value) -> Value:
 
 @lower_pointwise(aten.logit, operands=1, kind="float")
 def logit(x: Expr, eps: float | None = None) -> Expr:
-    p = x if eps is None else where(x < eps, eps, where(x > 1 - eps, 1 - eps, x))
+    if eps is None:
+        return log(x / (1 - x))
+    high = 1 - const(eps, x.dtype)
+    p = where(x < eps, eps, where(x > high, high, x))
     return log(p / (1 - p))
 
 
 @lower_pointwise(aten.logit_backward, operands=2)
 def logit_backward(grad: Expr, x: Expr, eps: float | None = None) -> Expr:
     """Outside of the interval the function is flat, or undefined where no eps bounds it."""
-    low, high, outside = (0.0, 1.0, math.nan) if eps is None else (eps, 1.0 - eps, 0.0)
-    return where((x < low) | (x > high), outside, grad / (x * (1 - x)))
+    low, outside = (0.0, math.nan) if eps is None else (eps, 0.0)
+    return where((x < low) | (x > 1 - const(low, x.dtype)), outside, grad / (x * (1 - x)))
 
 
 @lower_pointwise(aten.silu)
 def silu(x: Expr) -> Expr:
-    return x * sigmoid(x)
+    return x / (1 + exp(-x)) if is_exact() else x * sigmoid(x)
 
 
 @lower_pointwise(aten.silu_backward)
 def silu_backward(grad: Expr, x: Expr) -> Expr:
     y = sigmoid(x)
-    return grad * y * (1 + x * (1 - y))
+    return grad * y * mad(x, 1 - y, 1)
 
 
 def _mish_ratio(x: Expr) -> Expr:
@@ -232,12 +245,17 @@ def _mish_ratio(x: Expr) -> Expr:
 @lower_pointwise(aten.mish)
 def mish(x: Expr) -> Expr:
     """x * tanh(softplus(x))"""
+    if is_exact():
+        return x * tanh(log1p(exp(x)))
     n = _mish_ratio(x)
     return x * (n / (n + 2))
 
 
 @lower_pointwise(aten.mish_backward)
 def mish_backward(grad: Expr, x: Expr) -> Expr:
+    if is_exact():
+        y = tanh(log1p(exp(x)))
+        return grad * mad(x * sigmoid(x), mad(-y, y, 1), y)
     n = _mish_ratio(x)
     y, slope = n / (n + 2), 4 * (n + 1) / ((n + 2) * (n + 2))
     return grad * (y + x * sigmoid(x) * slope)
@@ -272,7 +290,8 @@ def glu_backward(grad: Value, x: Value, dim: int) -> Value:
     def body(i: tuple[Index, ...]) -> Expr:
         j = tuple(n % size if k == dim else n for k, n in enumerate(i))
         gate, g = sigmoid(second(j)), cast(grad.load(j), opmath(grad.dtype))
-        return where(index_value(i[dim]) < index_value(size), g * gate, g * first(j) * gate * (1 - gate))
+        slope = (1 - gate) * gate * g * first(j) if is_exact() else g * first(j) * gate * (1 - gate)
+        return where(index_value(i[dim]) < index_value(size), g * gate, slope)
 
     return build.pointwise(x.shape, body, x.dtype)
 
@@ -283,18 +302,22 @@ _SQRT_HALF = math.sqrt(0.5)
 _TANH_SCALE, _TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
+def _tanh_argument(x: Expr) -> Expr:
+    return _TANH_SCALE * mad(const(_TANH_CUBIC, x.dtype), x * x * x, x)
+
+
 @lower_pointwise(aten.gelu)
 def gelu(x: Expr, *, approximate: str = "none") -> Expr:
     if approximate == "tanh":
-        return 0.5 * x * (1 + tanh(_TANH_SCALE * (x + _TANH_CUBIC * x * x * x)))
+        return 0.5 * x * (1 + tanh(_tanh_argument(x)))
     return x * 0.5 * (1 + erf(x * _SQRT_HALF))
 
 
 @lower_pointwise(aten.gelu_backward)
 def gelu_backward(grad: Expr, x: Expr, *, approximate: str = "none") -> Expr:
     if approximate == "tanh":
-        y = tanh(_TANH_SCALE * (x + _TANH_CUBIC * x * x * x))
-        slope = _TANH_SCALE * (1 + 3 * _TANH_CUBIC * x * x)
-        return grad * (0.5 * (1 + y) + 0.5 * x * (1 - y * y) * slope)
-    density = exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+        y = tanh(_tanh_argument(x))
+        slope = _TANH_SCALE * mad(3 * const(_TANH_CUBIC, x.dtype), x * x, 1)
+        return grad * (0.5 * (1 + y) + 0.5 * x * mad(-y, y, 1) * slope)
+    density = exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
     return grad * (0.5 * (1 + erf(x * _SQRT_HALF)) + x * density)

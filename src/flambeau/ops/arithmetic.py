@@ -37,6 +37,7 @@ from flambeau.ir.scalar import (
     trunc,
 )
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, table
+from flambeau.ops.rounding import by_kernels, mad, step
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -59,17 +60,42 @@ def plus_multiple(a: Expr, factor: Any, b: Expr) -> Expr:
     return fma(scale, b, a) if is_float(a.dtype) else a + scale * b
 
 
-@lower_pointwise(aten.add, prims.add)
+def is_number(x: Any) -> bool:
+    return not isinstance(x, Value) or x.number
+
+
+def are_small(*operands: Any) -> bool:
+    return any(isinstance(x, Value) and x.dtype in (torch.float16, torch.bfloat16) for x in operands)
+
+
+def unless_small(formula: Callable[..., Expr]) -> Callable[..., Value]:
+    """A multiple, or a number, is added with one rounding; of small floats on a CPU, in eager's vectors alone."""
+    lowered = pointwise(formula)
+
+    def lowering(a: Any, b: Any, alpha: Any = 1) -> Value:
+        plain = isinstance(alpha, (int, float)) and alpha == 1 and not is_number(a) and not is_number(b)
+        if build.policy().kernels == "cpu" and not plain and are_small(a, b):
+            return NotImplemented
+        made: Value = lowered(a, b, alpha=alpha)
+        return made
+
+    return lowering
+
+
+@lower(aten.add, prims.add)
+@unless_small
 def add(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return plus_multiple(a, alpha, b)
 
 
-@lower_pointwise(aten.sub, prims.sub)
+@lower(aten.sub, prims.sub)
+@unless_small
 def sub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return a - b if alpha == 1 else plus_multiple(a, -alpha, b)
 
 
-@lower_pointwise(aten.rsub)
+@lower(aten.rsub)
+@unless_small
 def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return b - a if alpha == 1 else plus_multiple(b, -alpha, a)
 
@@ -83,28 +109,52 @@ if hasattr(prims, "fma"):  # not every release has it
     table("default", {prims.fma: fma})
 
 
+def is_one(x: Expr) -> bool:
+    return x.op == "const" and x.attr == 1
+
+
+_plus_product = by_kernels(
+    lambda x, a, b, value: x + value * a * b,
+    cpu=lambda x, a, b, value: mad(value * a, b, x),
+    cuda=lambda x, a, b, value: mad(a, b, x) if is_one(value) else mad(value, a * b, x))
+_plus_quotient = by_kernels(
+    lambda x, a, b, value: x + value * a / b,
+    cuda=lambda x, a, b, value: x + a / b if is_one(value) else mad(value, a / b, x))
+
+
 @lower_pointwise(aten.addcmul, operands=4)
 def addcmul(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
-    return x + value * a * b
+    return _plus_product(x, a, b, value)
 
 
 @lower_pointwise(aten.addcdiv, operands=4)
 def addcdiv(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
-    return x + value * a / b
+    return _plus_quotient(x, a, b, value)
 
 
 @lower_pointwise(aten.lerp)
 def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
     """Exact at both ends: from the start for small weights, from the end for large ones."""
-    return where(abs_(weight) < 0.5, start + weight * (end - start), end - (end - start) * (1 - weight))
+    way = end - start
+    return where(abs_(weight) < 0.5, mad(weight, way, start), mad(-way, 1 - weight, end))
 
 
 # ---- quotients -----------------------------------------------------------------------------------------
 
 
-@lower_pointwise(aten.div.Tensor, aten.div.Scalar, kind="float")
-def div(a: Expr, b: Expr) -> Expr:
+@pointwise(kind="float")
+def quotient(a: Expr, b: Expr) -> Expr:
     return a / b
+
+
+@pointwise(kind="float")
+def by_reciprocal(a: Expr, b: Expr) -> Expr:
+    return a * (const(1 / b.attr, b.dtype) if b.op == "const" and b.attr else 1 / b)
+
+
+@lower(aten.div.Tensor, aten.div.Scalar)
+def div(a: Any, b: Any) -> Value:
+    return by_reciprocal(a, b) if is_number(b) and build.policy().reciprocals else quotient(a, b)
 
 
 def divided(op: str, a: Expr, b: Expr) -> Expr:
@@ -117,7 +167,7 @@ def divided(op: str, a: Expr, b: Expr) -> Expr:
 
 @pointwise
 def trunc_divide(a: Expr, b: Expr) -> Expr:
-    return trunc(a / b) if is_float(a.dtype) else divided("div", a, b)
+    return trunc(step(a / b)) if is_float(a.dtype) else divided("div", a, b)
 
 
 @lower_pointwise(aten.floor_divide)
@@ -127,6 +177,9 @@ def floor_divide(a: Expr, b: Expr) -> Expr:
 
 @lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
+    if rounding_mode is not None and build.policy().exact and (are_small(a, b) or is_number(b)) and (
+            rounding_mode == "floor" or is_number(b) or build.policy().kernels == "cpu"):
+        return NotImplemented  # eager's kernel rounds at each of its steps
     return {None: div, "trunc": trunc_divide, "floor": floor_divide}[rounding_mode](a, b)
 
 
@@ -150,8 +203,8 @@ def remainder(a: Expr, b: Expr) -> Expr:
 
 # The exponents that ATen keeps from its general power as well. The negative ones are for floats.
 _POWERS: dict[float, Callable[[Expr], Expr]] = {
-    0: lambda x: const(1, x.dtype), 1: lambda x: x, 2: square, 3: lambda x: x * x * x,
-    0.5: sqrt, -0.5: rsqrt, -1: lambda x: 1 / x, -2: lambda x: 1 / (x * x),
+    0: lambda x: const(1, x.dtype), 1: lambda x: x, 2: square, 3: lambda x: step(x * x) * x,
+    0.5: sqrt, -0.5: rsqrt, -1: lambda x: 1 / x, -2: lambda x: 1 / step(x * x),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flambeau.ir.nodes import Value
+from flambeau.ops.arithmetic import quotient
 from flambeau.ops.registry import LOWERINGS, lower, overloads
 
 aten = torch.ops.aten
@@ -18,31 +19,32 @@ _UNARY = (
     "sign", "sin", "sinh", "sqrt", "tan", "tanh", "trunc", "zero",
 )
 _OTHERS = {
-    "add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "div": aten.div.Tensor,
+    "add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "div": quotient,
     "pow": aten.pow.Tensor_Tensor, "maximum": aten.maximum.default, "minimum": aten.minimum.default,
     "clamp_min": aten.clamp_min.Tensor, "clamp_max": aten.clamp_max.Tensor, "lerp": aten.lerp.Tensor,
     "addcmul": aten.addcmul.default, "addcdiv": aten.addcdiv.default,
     "copy": aten.copy.default, "mm": aten.mm.default,
     "norm": aten.linalg_vector_norm.default, "max": aten.max.default,
 }
-# The operator on one tensor, for each operator on lists.
-_ONE: dict[str, torch._ops.OpOverload] = {**{name: getattr(aten, name).default for name in _UNARY}, **_OTHERS}
+# The operator on one tensor, for each operator on lists; or its lowering, where eager divides by numbers as they are.
+_ONE: dict[str, Any] = {**{name: getattr(aten, name).default for name in _UNARY}, **_OTHERS}
 
 
-def along_lists(overload: torch._ops.OpOverload, one: torch._ops.OpOverload) -> Callable[..., Any]:
+def along_lists(overload: torch._ops.OpOverload, one: Any) -> Callable[..., Any]:
     """Arguments that are lists go along with the tensors, the others go to each."""
     names = [a.name for a in overload._schema.arguments]
     by_name = {a.name for a in overload._schema.arguments if a.kwarg_only or a.name == "dtype"}
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        if one not in LOWERINGS:
+        lowering = LOWERINGS.get(one) if isinstance(one, torch._ops.OpOverload) else one
+        if lowering is None:
             return NotImplemented
         given = dict(zip(names, args, strict=False)) | kwargs
 
         def call(k: int) -> Any:
             mine = {name: _element(value, k, name) for name, value in given.items()}
-            return LOWERINGS[one](*(v for name, v in mine.items() if name not in by_name),
-                                  **{name: v for name, v in mine.items() if name in by_name})
+            return lowering(*(v for name, v in mine.items() if name not in by_name),
+                            **{name: v for name, v in mine.items() if name in by_name})
 
         return [call(k) for k in range(max(len(v) for v in given.values() if isinstance(v, (list, tuple))))]
 

@@ -15,6 +15,7 @@ from flambeau.ir.dtypes import DType, Operand, int_to_float, is_bool, number_dty
 from flambeau.ir.expr import Expr, cast, const, index_value, lift
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Value
+from flambeau.ops.rounding import storing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -120,7 +121,8 @@ def pointwise(fn: Callable[..., Any] | None = None, *, kind: str = "default", op
 
         def body(where: tuple[Index, ...]) -> Expr:
             scalars = [None if a is None else scalar_at(a, where, common, compute) for a in head]
-            return lift(fn(*scalars, *rest, **kwargs), compute)
+            with storing(common):
+                return lift(fn(*scalars, *rest, **kwargs), compute)
 
         return build.pointwise(shape, body, torch.bool if kind == "bool" else common)
 

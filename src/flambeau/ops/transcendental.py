@@ -24,6 +24,7 @@ from flambeau.ir.scalar import (
     sin,
 )
 from flambeau.ops.registry import lower_pointwise, table
+from flambeau.ops.rounding import mad
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -54,7 +55,8 @@ def logaddexp(a: Expr, b: Expr) -> Expr:
 
 @lower_pointwise(aten.logaddexp2)
 def logaddexp2(a: Expr, b: Expr) -> Expr:
-    return where(isinf(a) & eq(a, b), a, maximum(a, b) + log1p(exp2(-abs_(a - b))) * (1 / math.log(2)))
+    more = mad(log1p(exp2(-abs_(a - b))), const(1 / math.log(2), a.dtype), maximum(a, b))
+    return where(isinf(a) & eq(a, b), a, more)
 
 
 def _times_unless_zero(x: Expr, y: Expr, product: Expr) -> Expr:

@@ -8,7 +8,7 @@ from flambeau.ir.index import as_index
 from flambeau.ir.nodes import Value
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
 
-ALIGN = 64
+ALIGN = 256  # libraries choose their kernels by what they may assume of pointers, up to this much
 
 
 def buffers_read(step: Launch | Call | Copy) -> set[str]:

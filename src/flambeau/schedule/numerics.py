@@ -1,4 +1,4 @@
-"""The numerics policy: where a fused kernel may keep more precision than eager, and what it may contract."""
+"""The numerics policy applied to a graph: where a fused kernel keeps more precision than eager, and where it rounds."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def stored(e: Expr, dtype: DType) -> Expr | None:
     return where(second if b.op == "const" else second | unary("isnan", b), y, x)
 
 
-def apply(graph: Graph, numerics: str) -> None:
-    """fast: no rounding between fused operators. eager: every operator rounds where eager rounds."""
-    for rule in (widen, narrow) if numerics == "fast" else (narrow,):
+def apply_policy(graph: Graph) -> None:
+    """No rounding between fused operators, unless the policy asks for that of eager."""
+    for rule in (narrow,) if graph.policy.rounds else (widen, narrow):
         memo: dict[Expr, Expr] = {}
         if rule is widen:
             keep_compared([e for n in graph.nodes for e in n.exprs()], memo)

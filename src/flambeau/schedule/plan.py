@@ -36,13 +36,13 @@ from flambeau.ir.program import (
 )
 from flambeau.ir.verify import verify
 
-from . import numerics as policy
 from .contract import prepare_contractions, shape_contract
 from .fuse import Group, fuse, reads_elsewhere
 from .inline import inline, materialised
 from .layout import settle_layouts
 from .loops import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import buffers_read, lifetimes, plan_memory, values_in
+from .numerics import apply_policy
 from .ordered import order_scatters
 from .split import split_reductions
 from .tables import join_launches
@@ -106,7 +106,7 @@ def make_views_real(graph: Graph) -> None:
     graph.nodes = [*nodes, *added]
 
 
-def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bool = False) -> Program:
+def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     notes: list[str] = []
     order_scatters(graph, caps)
     settle_layouts(graph)
@@ -114,7 +114,7 @@ def schedule(graph: Graph, caps: Capabilities, numerics: str = "fast", check: bo
     if check:
         verify(graph, "after lowering")
     inline(graph, notes)
-    policy.apply(graph, numerics)
+    apply_policy(graph)
     prepare_contractions(graph, caps)
     split_reductions(graph, caps)
     if check:

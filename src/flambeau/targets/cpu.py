@@ -81,10 +81,11 @@ class CpuTarget(Target):
     def capabilities(self) -> Capabilities:
         import torch
 
+        from flambeau.codegen.cpp import INEXACT
         from flambeau.ir.capabilities import Capabilities
 
         return Capabilities(name=self.name, vector_bytes=vector_bytes(), threads=torch.get_num_threads(),
-                            ordered_scatter=True, tables=True)
+                            ordered_scatter=True, tables=True, inexact=INEXACT)
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.cpp import render

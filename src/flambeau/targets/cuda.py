@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.targets import libdevice
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import build_extension, stored_extension
@@ -72,7 +73,7 @@ class CudaTarget(Target):
     def capabilities(self) -> Capabilities:
         from flambeau.codegen.triton import CAPABILITIES
 
-        return replace(CAPABILITIES, name=self.name, gpu_eager=True)
+        return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact())
 
     def identity(self) -> str:
         return f"{self.name} {self.arch(self.current_device())}"

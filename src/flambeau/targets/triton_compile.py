@@ -32,6 +32,7 @@ from flambeau.codegen.source import BlockSource, Part
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.cache import DiskCache, shared_cache
+from flambeau.targets.libdevice import toolkit_library
 
 LIBRARY = Path(flambeau.codegen.__file__).parent / "device"  # what kernels import
 WORKER = Path(__file__).with_name("triton_worker.py")
@@ -88,7 +89,8 @@ class TritonCompiler:
         if self._pid != os.getpid():
             self._start()
         request = {"text": source.text, "function": part.function, "signature": signature(source), "arch": arch,
-                   "divisible": divisible(source, facts), "options": {**OPTIONS, "num_warps": part.warps}}
+                   "divisible": divisible(source, facts), "options": {**OPTIONS, "num_warps": part.warps},
+                   "library": library()}
         key = hashlib.sha256(json.dumps([request, identity()]).encode()).hexdigest()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         with self._lock:
@@ -231,7 +233,13 @@ def python_path() -> str:
 def identity() -> Sequence[str]:
     """What decides, besides the text, which machine code comes out: versions, and the functions that texts call."""
     library = [p.read_text() for p in sorted(LIBRARY.glob("*.py"))]
-    return (triton_version(), os.environ.get("TRITON_PTXAS_PATH", ""), *library)
+    linked = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (toolkit_library(),) if path is not None]
+    return (triton_version(), os.environ.get("TRITON_PTXAS_PATH", ""), *library, *linked)
+
+
+def library() -> str:
+    """The path of the toolkit's device library; empty: Triton links its own."""
+    return str(toolkit_library() or "")
 
 
 def triton_version() -> str:

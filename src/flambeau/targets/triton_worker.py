@@ -40,12 +40,28 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         MODULES[text] = module_of(text, f"kernel{len(MODULES)}")
     attributes = {(place,): [["tt.divisibility", 16]] for place in request["divisible"]}
     source = ASTSource(getattr(MODULES[text], request["function"]), request["signature"], {}, attributes)
-    kernel = triton.compile(source, target=GPUTarget("cuda", request["arch"], 32), options=request["options"])
+    options = request["options"] | ({"extern_libs": {"libdevice": request["library"]}} if request["library"] else {})
+    kernel = triton.compile(source, target=GPUTarget("cuda", request["arch"], 32), options=options)
     found = kernel.metadata
     return {
         "name": found.name, "warps": found.num_warps, "shared": found.shared, "scratch": found.global_scratch_size,
         "code": base64.b64encode(kernel.asm["cubin"]).decode(),
     }
+
+
+def round_as_nvcc() -> None:
+    """The device library asks how its functions shall round; Triton answers less precisely than nvcc does."""
+    from triton._C.libtriton import nvidia
+    from triton.backends.nvidia.compiler import CUDABackend, CUDAOptions
+
+    if "enable_reflect_ftz" not in CUDAOptions.__dataclass_fields__:  # before 3.7, numbers near zero always became zero
+        nvidia.set_nvvm_reflect_ftz = lambda module: None
+    make_ptx = CUDABackend.make_ptx
+
+    def precise(self: Any, *args: Any) -> Any:
+        return make_ptx(self, *args).replace("\tsqrt.approx.f32", "\tsqrt.rn.f32")
+
+    CUDABackend.make_ptx = precise
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
@@ -70,6 +86,7 @@ def main() -> None:
         os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1", "TRITON_DISABLE_LINE_INFO": "1"}
         import tritonlib  # noqa: F401  # before a request has to wait for it
 
+        round_as_nvcc()
         serve(sys.stdin, answers)
 
 

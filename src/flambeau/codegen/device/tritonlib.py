@@ -28,14 +28,25 @@ modified_bessel_i0, modified_bessel_i1 = i0, i1
 bessel_j0, bessel_j1, bessel_y0, bessel_y1 = libdevice.j0, libdevice.j1, libdevice.y0, libdevice.y1
 
 
-@triton.jit
-def fma(a, b, c):
-    return tl.fma(a, b, c)
+if triton.knobs.runtime.interpret:
+    fma = libdevice.fma  # the interpreter's own rounds twice
+else:
+    @triton.jit
+    def fma(a, b, c):
+        return tl.fma(a, b, c)
 
 
 @triton.jit
 def plus(a, b):
     return a + b
+
+
+@triton.jit
+def neg(x):
+    if x.dtype.is_floating():
+        return x * -1.0
+    else:
+        return -x
 
 
 @triton.jit

@@ -1,0 +1,63 @@
+"""Where eager's kernels round: what a formula is written with so that it has their bits where the policy asks for it.
+
+nvcc and g++ contract a * b + c to one rounding; kernels for small floats compute in float32, most of them up to the
+end, some step by step. Read from the machine code of eager's kernels, or of the same formulas compiled with nvcc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from flambeau.ir import build
+from flambeau.ir.dtypes import DType, is_float
+from flambeau.ir.expr import Expr, Scalar, lift
+from flambeau.ir.scalar import fma, round_to
+
+_stored: ContextVar[DType] = ContextVar("flambeau_stored", default=torch.float32)
+
+
+@contextmanager
+def storing(dtype: DType) -> Iterator[None]:
+    """While a formula for tensors of this dtype is being written."""
+    token = _stored.set(dtype)
+    try:
+        yield
+    finally:
+        _stored.reset(token)
+
+
+def is_exact() -> bool:
+    """Whether the current graph has the bits of eager's kernels."""
+    return build.policy().exact
+
+
+def mad(a: Expr, b: Expr, c: Scalar) -> Expr:
+    """a * b + c as eager's compiler has it."""
+    return fma(a, b, lift(c, a.dtype)) if build.policy().contracts and is_float(a.dtype) else a * b + c
+
+
+def step(x: Expr) -> Expr:
+    """A result within a kernel that computes in the dtype of its tensors."""
+    return round_to(x, _stored.get()) if build.policy().steps and is_float(x.dtype) else x
+
+
+def mad_by_steps(a: Expr, b: Expr, c: Scalar) -> Expr:
+    """a * b + c in such a kernel: small floats are rounded in between, so that nothing is contracted."""
+    if build.policy().steps and _stored.get() is not a.dtype:
+        return step(step(a * b) + c)
+    return mad(a, b, c)
+
+
+def by_kernels(fast: Callable[..., Any], **exact: Callable[..., Any]) -> Callable[..., Any]:
+    """A formula, and those of eager's kernels by the type of their device: `cuda=`, `cpu=`, or `both=`."""
+
+    def formula(*args: Any, **named: Any) -> Any:
+        kernels = build.policy().kernels
+        return exact.get(kernels, exact.get("both", fast) if kernels else fast)(*args, **named)
+
+    return formula

@@ -1,0 +1,159 @@
+"""Eager numerics: the bits of eager's kernels, for operators alone, for chains of them, and for a model that trains."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
+
+from flambeau.frontends import chains
+from flambeau.frontends.chains import check_chains
+from flambeau.frontends.testing import OPS, check_opinfo, differing
+from flambeau.ops.exact import is_exact
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+POINTWISE = [name for name, op in OPS.items() if isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo))]
+# Of the kinds of operators that eager numerics leave to eager's kernels, and what is fused around them.
+OTHERS = ("sum", "softmax", "nn_functional_layer_norm", "nn_functional_dropout", "nn_functional_batch_norm", "cumsum",
+          "nn_functional_avg_pool2d", "nn_functional_max_pool2d", "nn_functional_cross_entropy", "bernoulli", "norm",
+          "nn_functional_embedding", "index_put", "scatter_reduce_sum", "var_mean", "uniform", "amax",
+          "nn_functional_gelu", "nn_functional_silu", "lerp", "addcmul", "addcdiv", "nn_functional_group_norm")
+
+
+def compiled(f: Any) -> Any:
+    return torch.compile(f, backend="flambeau", options={"numerics": "eager"})
+
+
+def cases(names: Any, dtypes: Any) -> list[Any]:
+    return [pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}", marks=[
+        pytest.mark.slow if name in OTHERS or dtype is torch.float32 else pytest.mark.sweep])
+        for name in names for dtype in dtypes if dtype in OPS[name].supported_dtypes("cpu")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*cases(POINTWISE, (torch.float32, *HALF)),
+                                             *cases(OTHERS, (torch.float32, torch.bfloat16))])
+def test_samples_have_the_bits_of_eager(name: str, dtype: torch.dtype) -> None:
+    report = check_opinfo(name, dtype, limit=4, numerics="eager")
+    assert report.ok and not report.unequal, "\n".join(report.failures)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_chains_have_the_bits_of_eager(dtype: torch.dtype) -> None:
+    assert [r for r in check_chains(range(6), dtype) if r[1]] == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(100, 400, 20))
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_many_chains_have_the_bits_of_eager(dtype: torch.dtype, first: int) -> None:
+    assert [r for r in check_chains(range(first, first + 20), dtype) if r[1]] == []
+
+
+def test_a_chain_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with is not what was compiled: one operator's formula is planted."""
+    name, run = chains.chain(3)
+    inputs = chains.inputs_of(3, torch.float32, "cpu", 256)
+    right = run(*inputs)
+    for table in (chains.UNARY, chains.BINARY):
+        for op in table:
+            if op == name.split(", ")[-1]:
+                exact = table[op]
+                monkeypatch.setitem(table, op, lambda *x, f=exact: f(*x) * (1 + 2e-7))
+    assert differing(run(*inputs)[1], right[1])[0] > 0
+
+
+@pytest.mark.parametrize(("ours", "eager", "unequal"), [
+    ([1.0, 2.0], [1.0, 2.0], (0, 0)),
+    ([1.0, 2.0], [1.0, 2.0000002384185791], (1, 1)),
+    ([0.0, 1.0], [-0.0, 1.0], (1, 0)),
+    ([float("nan"), 1.0], [float("nan"), 1.0], (0, 0)),
+    ([float("nan"), 1.0], [1.0, 1.0], (1, 0x7FC00000 - 0x3F800000)),
+    ([-1e-45, 1.0], [1e-45, 1.0], (1, 2)),
+])
+def test_bits_are_compared(ours: list[float], eager: list[float], unequal: tuple[int, int]) -> None:
+    assert differing(torch.tensor(ours), torch.tensor(eager)) == unequal
+
+
+def test_random_numbers_and_the_generator_are_eagers() -> None:
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return (F.dropout(x, 0.3) * 2, torch.rand_like(x) + x, torch.randn_like(x), torch.bernoulli(x.sigmoid()),
+                x.clone().exponential_(), x.clone().uniform_(-1, 1))
+
+    x, g = torch.randn(33, 5), compiled(f)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected, state = f(x), torch.get_rng_state()
+        torch.manual_seed(seed)
+        got = g(x)
+        assert [differing(a, b)[0] for a, b in zip(got, expected, strict=True)] == [0] * 6
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.batch = nn.Conv2d(3, 8, 3), nn.LayerNorm(6), nn.BatchNorm2d(8)
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.drop(F.gelu(self.norm(self.batch(self.conv(x)))))
+        x = F.silu(x) + F.max_pool2d(x, 3, 1, 1) / 3
+        return F.cross_entropy(self.last(x.mean((2, 3))), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "options"), [
+    ("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("Adam", {"weight_decay": 0.1}), ("AdamW", {"foreach": True}),
+    ("RMSprop", {"momentum": 0.5}), ("Adagrad", {}), ("AdamW", {"fused": True}),
+], ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_steps_have_the_bits_of_eager(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(n, 7).to(dtype)) for n in (1, 3, 64)]
+    eager = copy.deepcopy(ours)
+    optimizers = [getattr(torch.optim, name)(p, lr=0.05, **options) for p in (ours, eager)]
+    clip = compiled(torch.nn.utils.clip_grad_norm_)
+    steps = compiled(optimizers[0].step), optimizers[1].step
+    for _ in range(3):
+        for p, q in zip(ours, eager, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        clip(ours, 1.0), torch.nn.utils.clip_grad_norm_(eager, 1.0)
+        for step in steps:
+            step()
+    states = [[t for s in o.state.values() for t in s.values() if isinstance(t, Tensor)] for o in optimizers]
+    pairs = zip([*ours, *states[0]], [*eager, *states[1]], strict=True)
+    assert not any(differing(a.detach(), b.detach())[0] for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_trains_to_the_same_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    models = [Small().to(dtype)]
+    models.append(copy.deepcopy(models[0]))
+    x, y = torch.randn(4, 3, 8, 8, dtype=dtype), torch.randint(0, 5, (4,))
+    ends = []
+    for model, run in zip(models, (models[0], compiled(models[1])), strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            run(x, y).backward()
+            optimizer.step()
+        ends.append({**model.state_dict(), "generator": torch.get_rng_state()})
+    assert {name: differing(t, ends[0][name])[0] for name, t in ends[1].items()} == dict.fromkeys(ends[0], 0)
+
+
+@pytest.mark.parametrize(("op", "small", "devices"), [
+    (aten.add.Tensor, False, {"cpu", "cuda"}), (aten.lerp.Scalar, True, {"cuda"}), (aten.sum.default, False, set()),
+    (aten.scatter.src, False, {"cpu", "cuda"}), (aten.scatter.reduce, False, set()),
+    (aten.amax.default, True, {"cpu", "cuda"}), (aten.gelu.default, False, {"cuda"}), (aten.rand.default, False, set()),
+    (aten._foreach_lerp.Scalar, False, {"cpu", "cuda"}), (aten.native_layer_norm.default, False, set()),
+], ids=lambda x: str(x))
+def test_which_lowerings_are_exact(op: Any, small: bool, devices: set[str]) -> None:
+    assert {d for d in ("cpu", "cuda") if is_exact(op, d, small)} == devices

@@ -1,0 +1,128 @@
+"""Where eager's kernels for CUDA round: multiply-adds, casts and quotients, in expressions and in Triton's interpreter.
+
+What the formulas must be was read from the machine code of eager's kernels; here they are held to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flambeau.frontends.capture import capture
+from flambeau.frontends.pipeline import Options, compiled
+from flambeau.frontends.testing import differing
+from flambeau.ir.expr import Expr, walk
+from flambeau.ir.numerics import EAGER, FAST, Policy
+from flambeau.ops import ops_loaded
+from flambeau.schedule.plan import schedule
+
+aten = torch.ops.aten
+ops_loaded()
+
+
+def expressions(f: Any, *inputs: Tensor, policy: Policy = EAGER["cuda"]) -> list[Expr]:  # noqa: B008
+    """What the kernels of f compute, as if for a GPU."""
+    from flambeau.codegen.triton import CAPABILITIES
+
+    caps = replace(CAPABILITIES, tables=False)
+    captured = capture(make_fx(lambda *x: [f(*x)])(*inputs), caps, policy=policy)
+    assert not captured.externs
+    program = schedule(captured.graph, caps, True)
+    roots = [e for k in program.kernels for items in k.stages for i in items for e in i.exprs]  # type: ignore[union-attr]
+    return list(walk(*roots))
+
+
+def count(found: list[Expr]) -> Counter[str]:
+    return Counter(e.op for e in found)
+
+
+A, B, C = torch.randn(3, 64).unbind()
+
+
+@pytest.mark.parametrize(("f", "fmas", "products"), [
+    (lambda a, b, c: torch.add(a, b, alpha=0.3), 1, 0),
+    (lambda a, b, c: torch.addcmul(a, b, c), 1, 0),
+    (lambda a, b, c: torch.addcmul(a, b, c, value=0.3), 1, 1),
+    (lambda a, b, c: torch.addcdiv(a, b, c, value=0.3), 1, 0),
+    (lambda a, b, c: torch.addcdiv(a, b, c), 0, 0),
+    (lambda a, b, c: torch.lerp(a, b, c), 2, 0),
+    (lambda a, b, c: aten.tanh_backward(a, b), 1, 1),
+    (lambda a, b, c: aten.silu_backward(a, b), 1, 2),
+    (lambda a, b, c: aten.mish_backward(a, b), 2, 2),
+    (lambda a, b, c: aten.gelu(a, approximate="tanh"), 1, 5),
+    (lambda a, b, c: aten.gelu_backward(a, b), 0, 7),
+    (lambda a, b, c: a * b + c, 0, 1),  # two operators, two roundings
+])
+def test_products_are_contracted_where_nvcc_does(f: Any, fmas: int, products: int) -> None:
+    found = count(expressions(f, A, B, C))
+    assert (found["fma"], found["mul"]) == (fmas, products)
+
+
+@pytest.mark.parametrize(("f", "casts"), [
+    (lambda a, b, c: a * b + c, 2),
+    (lambda a, b, c: aten.sigmoid_backward(a, b), 3),  # this kernel computes in the dtype of its tensors
+    (lambda a, b, c: aten.tanh_backward(a, b), 3),
+    (lambda a, b, c: a ** 3, 2),
+    (lambda a, b, c: aten.silu_backward(a, b), 1),
+])
+def test_half_precision_is_rounded_where_eager_rounds(f: Any, casts: int) -> None:
+    found = expressions(f, *(x.bfloat16() for x in (A, B, C)))
+    assert sum(e.op == "cast" and e.dtype is torch.bfloat16 for e in found) == casts
+
+
+def test_a_quotient_by_a_number_is_a_product_with_its_reciprocal() -> None:
+    def numbers(found: list[Expr]) -> list[float]:
+        return [e.attr for e in found if e.op == "const"]
+
+    exact = expressions(lambda a: a / 3, A)
+    assert count(exact)["div"] == 0 and numbers(exact) == [torch.tensor(1 / 3).item()]
+    assert count(expressions(lambda a: a / 3, A, policy=FAST))["div"] == 1
+    assert count(expressions(lambda a, b: a / b, A, B))["div"] == 1
+    assert count(expressions(lambda a: torch._foreach_div([a], 3.0)[0], A))["div"] == 1  # over lists, eager divides
+
+
+def test_fast_numerics_contract_nothing() -> None:
+    assert count(expressions(lambda a, b: aten.tanh_backward(a, b), A, B, policy=FAST))["fma"] == 0
+
+
+def once(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32, rounded once: the product is exact in double."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+NEAR, FAR = torch.tensor(0.1), torch.tensor(0.8)
+
+
+@pytest.mark.parametrize(("f", "exact", "planted"), [
+    (lambda a, b, c: torch.addcmul(a, b, c, value=0.1), lambda a, b, c: once(NEAR, b * c, a),
+     lambda a, b, c: NEAR * (b * c) + a),
+    (lambda a, b, c: torch.lerp(a, b, 0.1), lambda a, b, c: once(NEAR, b - a, a), lambda a, b, c: NEAR * (b - a) + a),
+    (lambda a, b, c: torch.lerp(a, b, 0.8), lambda a, b, c: once(a - b, 1 - FAR, b),
+     lambda a, b, c: once(FAR, b - a, a)),
+    (lambda a, b, c: a / 3 + b * c, lambda a, b, c: a * torch.tensor(1 / 3) + b * c, lambda a, b, c: a / 3 + b * c),
+    (lambda a, b, c: a * b + c, lambda a, b, c: a * b + c, once),
+    (lambda a, b, c: aten.tanh_backward(a, b), lambda a, b, c: a * once(-b, b, torch.ones(())),
+     lambda a, b, c: a * (1 - b * b)),
+], ids=("addcmul", "near lerp", "far lerp", "number", "two operators", "slope"))
+def test_blocks_compute_what_eager_does_on_cuda(f: Any, exact: Any, planted: Any, monkeypatch: pytest.MonkeyPatch
+                                                ) -> None:
+    """The formulas for CUDA in Triton's interpreter; one rounding too many or too few gives other values."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    monkeypatch.setitem(EAGER, "cpu", EAGER["cuda"])
+    inputs = [torch.randn(900, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    graph = make_fx(lambda *x: [f(*x)])(*inputs)
+    ours, = compiled(graph, Options("eager", target="interpreter")).finish()(list(inputs))
+    assert differing(ours, exact(*inputs))[0] == 0
+    assert differing(ours, planted(*inputs))[0] > 0
+
+
+def test_minus_keeps_the_sign_of_zero() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    f = torch.compile(lambda x: -x, backend="flambeau", options={"target": "interpreter"})
+    assert torch.signbit(f(torch.tensor([0.0, -0.0, 1.0]))).tolist() == [True, False, True]
