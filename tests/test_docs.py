@@ -1,18 +1,23 @@
-"""The Python examples of the README run as they stand, and tests that a page names are there."""
+"""The Python examples of the README and of pages run as they stand, and tests that a page names are there."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-def test_examples_of_the_readme() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md"])
+def test_examples(page: str) -> None:
+    file = README.parent / page
+    blocks = re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL)
     scope: dict[str, object] = {}
-    for block in BLOCKS:
-        exec(compile(block, str(README), "exec"), scope)
+    for block in blocks:
+        exec(compile(block, str(file), "exec"), scope)
+    assert blocks
 
 
 def test_tests_that_the_page_of_the_device_names() -> None:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flambeau.errors import UnsupportedError
+from flambeau.targets.base import get_target
 
 from .decompositions import table
 from .differences import Difference, difference, gathered
@@ -99,6 +100,8 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
     """
     options = {"numerics": numerics, **({"target": target} if target is not None else {})}
     check_options(options, None)
+    if target is not None:
+        get_target(target)  # Dynamo would wrap what is wrong with its name
     start = states()
     eager = Run(Twin(function, args), start, backward)
     torch._dynamo.reset()  # what an earlier call left compiled would not be seen

@@ -67,10 +67,11 @@ def difference(name: str, eager: Any, compiled: Any, reference: Any = None) -> D
 
 
 def plain(name: str, eager: Any, compiled: Any) -> Difference:
-    both_nan = eager != eager and compiled != compiled
-    same = type(eager) is type(compiled) and (eager == compiled or both_nan)
+    """Values of which at most one is a tensor."""
+    same = type(eager) is type(compiled) and (eager == compiled or (eager != eager and compiled != compiled))
+    texts = [f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in (eager, compiled)]
     return Difference(name, type(eager).__name__, (), 1, 0 if same else 1,
-                      note="" if same else f"! {eager!r} in eager, {compiled!r} compiled")
+                      note="" if same else f"! {texts[0]} in eager, {texts[1]} compiled")
 
 
 def plane(t: torch.Tensor) -> torch.Tensor:
