@@ -118,7 +118,7 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
         if layers and eager.layers:
             compare_layers(out, function, args, start, options, eager, reference)
         if locate and not out.equal:
-            find_first(out, calls, function, args, start, backward)
+            find_first(out, calls, eager, function, args, start, backward)
     finally:
         torch._dynamo.reset()
     return out
@@ -183,7 +183,7 @@ class Reference(Run):
             if self.draws:
                 raise UnsupportedError("the function draws random numbers, and would draw others")
         except Exception as e:  # whatever the function does, it may not do it in float64
-            self.notes.append(f"no float64 reference: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
+            self.notes.append(f"no float64 reference: {type(e).__name__}: {first_line(e)}")
             self.results, self.gradients, self.changed, self.layers = {}, {}, {}, {}
         for part in (self.results, self.gradients, self.changed, self.layers):
             for name, t in list(part.items()):
@@ -233,7 +233,7 @@ def compare_layers(out: Comparison, function: Callable[..., Any], args: tuple[An
     try:
         ours = Run(Twin(function, args), start, False, options, hooks=True)
     except Exception as e:  # a graph with hooks is another graph, and layers are not what was asked for first
-        out.notes.append(f"layers are not compared: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
+        out.notes.append(f"layers are not compared: {type(e).__name__}: {first_line(e)}")
         return
     both = [name for name in eager.layers if name in ours.layers]
     out.layers = [difference(name, eager.layers[name], ours.layers[name], reference.layers.get(name)) for name in both]
@@ -241,20 +241,32 @@ def compare_layers(out: Comparison, function: Callable[..., Any], args: tuple[An
         out.notes.append(f"{missing} results of layers are seen in eager only")
 
 
+def first_line(e: Exception) -> str:
+    return (str(e).splitlines() or [""])[0]
+
+
 # ---- the first difference ----------------------------------------------------------------------------------
 
 
-def find_first(out: Comparison, calls: Sequence[Call], function: Callable[..., Any], args: tuple[Any, ...],
+def find_first(out: Comparison, calls: Sequence[Call], eager: Run, function: Callable[..., Any], args: tuple[Any, ...],
                start: Sequence[Any], backward: bool) -> None:
+    again = Run(Twin(function, args), start, backward)
+    if unsteady := sum(row.differ for part in ("results", "gradients", "changed")
+                       for row in rows(getattr(eager, part), getattr(again, part), {})):
+        out.notes.append(f"eager does not repeat itself: {unsteady:,} values differ between two runs of it")
     found = (first_of_call(call, number) for number, call in enumerate(calls, 1))
-    firsts = list(itertools.islice((f for f in found if f is not None), 1))
+    try:
+        firsts = list(itertools.islice((f for f in found if f is not None), 1))
+    except Exception as e:  # a graph with further results is another graph, and may be one that cannot be compiled
+        firsts = []
+        out.notes.append(f"the search for the first operator ended early: {type(e).__name__}: {first_line(e)}")
     if not firsts or firsts[0].direction == "backward":
         mode = Decomposed()
         Run(Twin(function, args), start, backward, mode=mode)
         firsts = [*firsts, *([mode.first] if mode.first else [])]
         firsts.sort(key=lambda f: (f.direction == "backward", f.kind == "capture"))
     out.first, out.also = (firsts[0], firsts[1:]) if firsts else (None, [])
-    if not firsts:
+    if not firsts and not any("ended early" in note for note in out.notes):
         out.notes.append("every captured graph gives what ATen gives operator by operator, and no operator was taken "
                          "apart with other results: what is left is the order in which gradients are summed up")
 

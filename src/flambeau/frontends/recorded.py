@@ -62,7 +62,8 @@ class Call:
         given = self.results()
         extra = [n for n in dict.fromkeys(nodes) if n not in given]
         gm = self.compiled.gm if not extra else fx.GraphModule(self.compiled.gm, longer(self.graph, extra))
-        run = pipeline.compile_graph(gm, self.compiled.options, self.compiled.exclude)
+        # Not compile_graph, which would let ATen run what cannot be compiled: that is equal, and explains nothing.
+        run = pipeline.boxed(pipeline.compiled(gm, self.compiled.options, self.compiled.exclude))
         with torch.no_grad(), random_state(self.random):
             outputs = run(self.fresh())
         found = dict(zip([*given, *extra], outputs, strict=True))
@@ -122,7 +123,9 @@ def record(made: Compiled, run: Any, args: list[Any], calls: list[Call]) -> Any:
     held = list(args)  # the run empties the list
     calls.append(call := Call(made, [copied(x) for x in held], states()))
     outputs = run(args)
-    call.outputs, call.after = [copied(x) for x in outputs], [copied(x) for x in held]
+    call.outputs = [copied(x) for x in outputs]
+    writes = any(n.target is torch.ops.aten.copy_.default for n in call.graph.nodes)
+    call.after = [copied(x) for x in held] if writes else call.inputs
     return outputs
 
 
