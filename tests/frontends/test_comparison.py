@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import flambeau
@@ -116,6 +117,14 @@ def test_a_difference_of_the_capture_is_told_apart(monkeypatch: pytest.MonkeyPat
     report = debug.compare(lambda x: -(x + 1), torch.randn(100), numerics="eager")
     assert report.first is not None and (report.first.operator, report.first.kind) == ("aten.neg.default", "capture")
     assert report.first.file == __file__ and "captured" in report.first.why()
+
+
+def test_private_results_of_an_operator_are_passed_over() -> None:
+    """On the CPU eager keeps no list of bags for this call, though its metadata say so; ours is there."""
+    torch.manual_seed(4)
+    weight, index = torch.randn(50, 8, dtype=torch.bfloat16, requires_grad=True), torch.randint(50, (40,))
+    report = debug.compare(lambda w: F.embedding_bag(index, w, torch.tensor([0, 20, 20]), mode="sum").sin(), weight)
+    assert report.first is not None and report.first.operator in ("aten._embedding_bag.default[0]", "aten.sin.default")
 
 
 def test_unknown_options() -> None:
