@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,6 +29,14 @@ def test_equal() -> None:
     assert (report.graphs, report.target, report.total, report.differ) == (2, "cpu", 40, 0)
     assert "bit for bit" in str(report)
     assert all(row.ratio == 1.0 for row in report.rows) and not report.worse()
+
+
+@pytest.mark.parametrize("function", [plain, nn.ReLU()])
+def test_what_is_compiled_already_is_compared_with_eager(function: Callable[..., torch.Tensor]) -> None:
+    def refuse(graph: object, inputs: object) -> None:
+        raise AssertionError("eager is compiled")
+
+    assert debug.compare(torch.compile(function, backend=refuse), torch.randn(4), numerics="eager").equal
 
 
 def test_nothing_is_disturbed() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import innermost_fn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,6 +103,7 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
     check_options(options, None)
     if target is not None:
         get_target(target)  # Dynamo would wrap what is wrong with its name
+    function = innermost_fn(getattr(function, "_orig_mod", function))  # eager is what was compiled before it was
     start = states()
     eager = Run(Twin(function, args), start, backward)
     torch._dynamo.reset()  # what an earlier call left compiled would not be seen

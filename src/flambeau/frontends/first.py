@@ -68,7 +68,7 @@ class First:
             return "the captured graph holds other operators in its place, and they give other values than it does"
         if self.kind == "fusion":
             return f"only where it is fused: with {', '.join(self.unrounded)} put into memory the difference vanishes"
-        return "its result differs though everything it reads is equal"
+        return "its result differs, though all that it reads, put into memory, is equal"
 
 
 def first_of_call(call: Call, number: int = 1) -> First | None:
@@ -136,7 +136,8 @@ class Search:
                 size //= 2
                 continue
             size = min(size, len(needed) // 2)
-        readers = [n for n in ancestors(last) if self.comparable(n) and not ancestors(n).keys().isdisjoint(needed)]
+        after = descendants(needed)
+        readers = [n for n in ancestors(last) if n in after and self.comparable(n)]
         for n in readers[:NEAR]:
             if self.differing([n]):
                 last = n
@@ -193,6 +194,17 @@ def ancestors(n: fx.Node) -> dict[fx.Node, None]:
         if m in found:
             found.update(m.all_input_nodes)
     return {m: None for m in n.graph.nodes if m in found and m is not n}
+
+
+def descendants(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What is computed from them."""
+    found: set[fx.Node] = set()
+    left = list(nodes)
+    while left:
+        new = [u for u in left.pop().users if u not in found]
+        found.update(new)
+        left += new
+    return found
 
 
 def called(n: fx.Node) -> str:
