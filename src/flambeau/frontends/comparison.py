@@ -263,7 +263,7 @@ def find_first(out: Comparison, calls: Sequence[Call], eager: Run, function: Cal
         firsts = []
         out.notes.append(f"the search for the first operator ended early: {type(e).__name__}: {first_line(e)}")
     if not firsts or firsts[0].direction == "backward":
-        mode = Decomposed()
+        mode = Decomposed({n.target for call in calls for n in call.graph.nodes})
         Run(Twin(function, args), start, backward, mode=mode)
         firsts = [*firsts, *([mode.first] if mode.first else [])]
         firsts.sort(key=lambda f: (f.direction == "backward", f.kind == "capture"))
@@ -274,17 +274,22 @@ def find_first(out: Comparison, calls: Sequence[Call], eager: Run, function: Cal
 
 
 class Decomposed(TorchDispatchMode):
-    """Beside every operator of eager, those that the capture puts in its place; keeps the first that differs."""
+    """Beside every operator of eager, those that the capture puts in its place; keeps the first that differs.
 
-    def __init__(self) -> None:
+    Those that the graphs hold as they are were not taken apart.
+    """
+
+    def __init__(self, whole: set[Any]) -> None:
         super().__init__()
+        overloads = (op for op in table() if isinstance(op, torch._ops.OpOverload) and op not in whole)
+        self.apart = {op for op in overloads if SEEDED not in op.tags and not op._schema.is_mutable}
         self.direction = "forward"
         self.first: First | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self.first is None and func in table() and SEEDED not in func.tags and not func._schema.is_mutable:
+        if self.first is None and func in self.apart:
             with Apart():
                 parts = table()[func](*args, **kwargs)
             if parts is not NotImplemented:
