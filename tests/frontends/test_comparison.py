@@ -12,7 +12,7 @@ from torch import nn
 
 import flambeau
 from flambeau import debug
-from flambeau.frontends.decompositions import table
+from flambeau.frontends.decompositions import OWN, table
 from flambeau.frontends.twin import Twin
 
 aten = torch.ops.aten
@@ -122,8 +122,12 @@ def test_a_difference_of_the_capture_is_told_apart(monkeypatch: pytest.MonkeyPat
     def other(x: torch.Tensor) -> torch.Tensor:
         return aten.mul.Tensor(aten.mul.Tensor(x, -3.0), 1 / 3)
 
-    monkeypatch.setitem(table(), aten.neg.default, other)
-    report = debug.compare(lambda x: -(x + 1), torch.randn(100))
+    monkeypatch.setitem(OWN, aten.neg.default, other)
+    table.cache_clear()
+    try:
+        report = debug.compare(lambda x: -(x + 1), torch.randn(100))
+    finally:
+        table.cache_clear()
     assert report.first is not None and (report.first.operator, report.first.kind) == ("aten.neg.default", "capture")
     assert report.first.file == __file__ and "captured" in report.first.why()
 
