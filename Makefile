@@ -87,8 +87,8 @@ bench: setup
 docs: setup
 	@echo "==> docs/settings.md"
 	@$(BIN)/python -m flambeau.report.settings > docs/settings.md
-	@echo "==> docs/numerics.md"
-	@$(BIN)/python -m flambeau.report.numerics > docs/numerics.md
+	@echo "==> docs/exact-operators.md"
+	@$(BIN)/python -m flambeau.report.numerics > docs/exact-operators.md
 	@echo "==> docs/performance.md"
 	@$(BIN)/python -m flambeau.report.performance results docs
 

@@ -8,6 +8,7 @@
     graph, groups = flambeau.debug.regions(model, x)
     for tally in flambeau.debug.recordings():
         print(tally.label, tally.replayed, tally.recorded, tally.uncaptured)
+    print(flambeau.debug.compare(model, x, numerics="eager"))
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from torch.utils import _pytree as pytree
 from flambeau.config import config
 from flambeau.frontends import pipeline
 from flambeau.frontends import regions as region_search
+from flambeau.frontends.comparison import Comparison, compare
 from flambeau.frontends.graphs import RECORDED, Tally
 from flambeau.frontends.outline import in_pieces
 from flambeau.frontends.pipeline import Compiled
 from flambeau.frontends.regions import Pieces
 from flambeau.frontends.subgraphs import calls_subgraphs, written_out
+
+__all__ = ["Comparison", "collect", "collect_regions", "compare", "compile_once", "regions"]
 
 
 @contextmanager

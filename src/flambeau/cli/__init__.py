@@ -19,6 +19,7 @@ COMMANDS = {
     "ops": "which operators have a lowering of their own",
     "bench": "Flambeau beside eager and Inductor, in one run",
     "explain": "what was captured, fused and generated, and why",
+    "compare": "where a compiled model differs from eager, by how much, and from which operator on",
     "cache": "show or clear the kernels kept on disk",
 }
 

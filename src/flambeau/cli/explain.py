@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -19,6 +16,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from flambeau import OptionError
+from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject
 
 if TYPE_CHECKING:
     from flambeau.frontends.graphs import Tally
@@ -30,20 +28,12 @@ SHORT = 12  # lines of a section, unless --full
 CALLS = 5  # with --graphs: a warm-up, a recording, and what follows
 PLACES = {"output": 1, "input": 2}  # the order of the memory table; others come first
 WIDTH = 160  # of a page that is not a terminal: a file is read without wrapped tables
-EPILOG = """\
-FILE:FUNC names a function (or an nn.Module) in a Python file. The file also defines FUNC_inputs() or
-inputs(), which returns the arguments to compile for: a tuple, or one tensor. Where a result requires a
-gradient, the backward graph is compiled and shown as well.
-
-  # example.py
-  import torch
-  def norm(x): return torch.nn.functional.gelu(x - x.mean(-1, keepdim=True))
-  def norm_inputs(): return (torch.randn(64, 512, requires_grad=True),)
+EPILOG = f"""\
+{FILES}
+Where a result requires a gradient, the backward graph is compiled and shown as well.
 
   flambeau explain example.py:norm --text
 """
-
-Subject = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,73 +88,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what to compile -------------------------------------------------------------------------------------
-
-
 def subject(args: argparse.Namespace) -> Subject:
     if args.demo:
         return demo_subject()
     return model_subject(args.model, args.size, args.infer) if args.model else file_subject(args.function)
-
-
-def demo_subject() -> Subject:
-    import torch
-    import torch.nn.functional as F
-
-    def attend(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        y = F.gelu(F.layer_norm(x, x.shape[-1:], weight, bias))
-        return torch.softmax(y @ y.transpose(-1, -2) / x.shape[-1] ** 0.5, dim=-1)
-
-    shapes = ((4, 64, 256), (256,), (256,))
-    return attend, tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
-
-
-def model_subject(name: str, size: str, infer: bool) -> Subject:
-    from flambeau.bench.models import SUITE
-
-    if name not in SUITE:
-        raise OptionError(f"no model is called {name!r}", hint=f"there are {', '.join(SUITE)}")
-    built = SUITE[name].build(size)
-    *inputs, target = built.make_inputs()
-    if infer:
-        return built.module.eval(), tuple(inputs)
-
-    def loss(*inputs: Any) -> Any:
-        return built.loss(built.module(*inputs), target)
-
-    return loss, tuple(inputs)
-
-
-def file_subject(text: str) -> Subject:
-    path, _, name = text.rpartition(":")
-    if not path or not name:
-        raise OptionError(f"{text!r} is not FILE:FUNC", hint="for example model.py:forward")
-    module = load(Path(path))
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise OptionError(f"{path} defines no function {name}")
-    make = getattr(module, f"{name}_inputs", None) or getattr(module, "inputs", None)
-    if not callable(make):
-        raise OptionError(f"{path} does not say what to call {name} with",
-                          hint=f"define {name}_inputs() or inputs(), which returns a tuple of arguments")
-    inputs = make()
-    return function, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-
-
-def load(path: Path) -> ModuleType:
-    """The file as a module; its neighbours can be imported, as when it is run as a script."""
-    if not path.is_file():
-        raise OptionError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise OptionError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    return module
 
 
 # ---- the page --------------------------------------------------------------------------------------------

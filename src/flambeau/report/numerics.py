@@ -1,6 +1,6 @@
-"""The page docs/numerics.md: what eager numerics promise, and which operators keep it by a lowering or by a call.
+"""The page docs/exact-operators.md: which operators keep eager's bits by a lowering, and which by a call.
 
-python -m flambeau.report.numerics > docs/numerics.md
+python -m flambeau.report.numerics > docs/exact-operators.md
 """
 
 from __future__ import annotations
@@ -9,41 +9,10 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.exact import CPU_WIDE, is_exact
 from flambeau.ops.registry import FAMILIES
 
-HEAD = """# Numerics
+HEAD = """# Operators with eager's bits
 
-`torch.compile(model, backend="flambeau", options={"numerics": ...})`, or `FLAMBEAU_NUMERICS`.
-
-| setting | what it means |
-|---|---|
-| `fast` (the default) | fused operators keep float32 between them; sums are made in the order that is fastest |
-| `eager` | every value has the bits that eager PyTorch gives it, on the same device with the same torch |
-
-NaN is NaN, whatever its payload. Random numbers are eager's, and its generator ends in the same state.
-
-## How eager numerics are kept
-
-One policy (`ir/numerics.py`) goes with a graph, and lowerings, passes and targets ask it.
-
-- An operator is **fused** if its lowering is exact: it moves, compares or chooses values, or it is eager's own formula,
-  rounding by rounding. Half precision is rounded between operators where eager stores it.
-- Every other operator is **a call of eager's kernel**: reductions, scans, softmax, norms, losses, average pooling,
-  random numbers, contractions. What stands around it is fused.
-- Nothing is taken apart that eager does not take apart: the tables of decompositions are empty.
-- On CUDA, `a * b + c` is one fused multiply-add exactly where nvcc makes one of it within eager's kernel, read from
-  machine code; division and square root are IEEE's; a quotient by a number is a product with its reciprocal, but not in
-  operators over lists; numbers below the least normal one are kept. The functions (`exp`, `tanh`) are those of the
-  CUDA toolkit's device library, if one of torch's version is found (`flambeau doctor` says so); else what changed
-  between it and Triton's copy is a call. `pow` by numbers other than 0, 1, 2, 3, 1/2, -1/2, -1 and -2 is always one.
-- On a CPU, eager has its functions from a vector library: operators that need one (`exp`, `sqrt`, `gelu`) are calls.
-  So are formulas of several steps in half precision, which eager itself rounds in one way in its vectors and in
-  another in what is left over after them.
-
-Known limits: the gradient of `prod`, which torch traces by another formula than it runs; operators whose own results
-differ from run to run.
-
-## Operators
-
-Those with a lowering, by family. What is not listed is a call.
+Which operators keep them under `options={"numerics": "eager"}` by a fused lowering, by family; every other one is a
+call of eager's kernel. [Numerics](numerics.md) says how.
 
 | family | fused on CUDA | fused on the CPU |
 |---|---|---|

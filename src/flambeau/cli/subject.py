@@ -1,0 +1,91 @@
+"""What a command works on: a function of a Python file, a model of the bench suite, or a function that comes along."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flambeau import OptionError
+
+FILES = """\
+FILE:FUNC names a function (or an nn.Module) in a Python file. The file also defines FUNC_inputs() or
+inputs(), which returns the arguments to call it with: a tuple, or one tensor.
+
+  # example.py
+  import torch
+  def norm(x): return torch.nn.functional.gelu(x - x.mean(-1, keepdim=True))
+  def norm_inputs(): return (torch.randn(64, 512, requires_grad=True),)
+"""
+
+Subject = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def demo_subject() -> Subject:
+    import torch
+    import torch.nn.functional as F
+
+    def attend(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        y = F.gelu(F.layer_norm(x, x.shape[-1:], weight, bias))
+        return torch.softmax(y @ y.transpose(-1, -2) / x.shape[-1] ** 0.5, dim=-1)
+
+    shapes = ((4, 64, 256), (256,), (256,))
+    return attend, tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
+
+
+def model_subject(name: str, size: str, infer: bool, device: str = "cpu", dtype: str = "float32",
+                  dropout: bool = True) -> Subject:
+    import torch
+
+    from flambeau.bench.models import SUITE, without_dropout
+
+    if name not in SUITE:
+        raise OptionError(f"no model is called {name!r}", hint=f"there are {', '.join(SUITE)}")
+    built = SUITE[name].build(size, device=device)
+    kind = getattr(torch, dtype)
+    *inputs, target = (t.to(kind) if t.is_floating_point() else t for t in built.make_inputs())
+    module, loss_of = built.module.to(kind), built.loss
+    if not dropout:
+        without_dropout(module)
+    if infer:
+        return module.eval(), tuple(inputs)
+
+    def loss(*inputs: Any) -> Any:
+        return loss_of(module(*inputs), target)
+
+    return loss, tuple(inputs)
+
+
+def file_subject(text: str) -> Subject:
+    path, _, name = text.rpartition(":")
+    if not path or not name:
+        raise OptionError(f"{text!r} is not FILE:FUNC", hint="for example model.py:forward")
+    module = load(Path(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise OptionError(f"{path} defines no function {name}")
+    make = getattr(module, f"{name}_inputs", None) or getattr(module, "inputs", None)
+    if not callable(make):
+        raise OptionError(f"{path} does not say what to call {name} with",
+                          hint=f"define {name}_inputs() or inputs(), which returns a tuple of arguments")
+    inputs = make()
+    return function, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+def load(path: Path) -> ModuleType:
+    """The file as a module; its neighbours can be imported, as when it is run as a script."""
+    if not path.is_file():
+        raise OptionError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module

@@ -1,0 +1,93 @@
+"""A comparison with eager as a page: tables, a histogram of ulps, and the first operator that differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from flambeau.frontends.comparison import Comparison
+from flambeau.frontends.differences import Difference
+from flambeau.frontends.first import First
+
+HEADINGS = ("", "type", "differ", "of", "most ulps", "error of eager", "compiled", "ratio", "")
+BAR, GAP, TALL, LEFT, TOP = 34, 10, 180, 20, 24  # of the plot, in pixels
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}: compiled and eager</title><style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem }}
+:root {{ color-scheme: light dark }}
+table {{ border-collapse: collapse; margin: 1rem 0 }} td, th {{ padding: .2rem .8rem; text-align: left }}
+td.n {{ text-align: right; font-variant-numeric: tabular-nums }} tr + tr td {{ border-top: 1px solid #8884 }}
+tr.differs td:first-child {{ box-shadow: inset 4px 0 #ee6677 }}
+tr.equal td:first-child {{ box-shadow: inset 4px 0 #228833 }}
+td.worse {{ color: #ee6677; font-weight: 600 }}
+.first {{ border-left: 4px solid #ee6677; padding: .2rem 1rem; margin: 1rem 0 }}
+pre {{ margin: .3rem 0 }}
+svg text {{ font: 11px system-ui, sans-serif; fill: currentColor }} svg rect {{ fill: #4477aa }}
+</style></head><body><h1>{title}: compiled and eager</h1>
+{body}
+</body></html>
+"""
+
+
+def cells(d: Difference) -> tuple[str, ...]:
+    """A row of the tables, as text."""
+    ratio = "" if d.ratio is None else "∞" if math.isinf(d.ratio) else f"{d.ratio:.2f}"
+    errors = ("" if e is None else f"{e:.2e}" for e in (d.rms_eager, d.rms_compiled))
+    return (d.name, f"{d.dtype}{list(d.shape)}", f"{d.differ:,}", f"{d.total:,}", f"{d.max_ulps:,}", *errors, ratio,
+            d.note.removeprefix("! "))
+
+
+def page(report: Comparison, title: str) -> str:
+    """A page that needs nothing but itself."""
+    body = [f"<p id=headline>{escape(report.headline())}</p>"]
+    for heading, first in [("The first difference", report.first), *(("Also", f) for f in report.also)]:
+        body += about(heading, first) if first is not None else []
+    if report.histogram:
+        body += ["<h2>How many ulps they differ by</h2>", plot(report.histogram)]
+    body += ["<h2>Results and gradients</h2>", table(report.rows)]
+    if report.layers:
+        body += ["<h2>Layers</h2><p>Results of submodules, in a model compiled so that it returns them too.</p>",
+                 table(report.layers)]
+    body += [f"<p class=note>{escape(note)}</p>" for note in report.notes]
+    body.append("<p>An error is the root of the mean square of the difference from a float64 reference; the ratio is "
+                "the compiled error as a multiple of eager's.</p>")
+    return PAGE.format(title=escape(title), body="\n".join(body))
+
+
+def about(heading: str, f: First) -> Iterator[str]:
+    place = f"graph {f.graph}, {f.direction}" if f.graph else f.direction
+    yield f"<h2>{heading}</h2><div class=first><p><b>{escape(f.operator)}</b> ({place}): {escape(f.why())}.</p>"
+    if f.layer or f.file:
+        where = f"{f.file}:{f.line}" if f.file else ""
+        yield f"<p>{escape(f.layer)}</p><pre>{escape(where)}\n  {escape(f.code)}</pre>"
+    if len(f.fused) > 1:
+        yield f"<p>In a kernel with {escape(', '.join(f.fused))}.</p>"
+    yield "</div>"
+
+
+def table(rows: Sequence[Difference]) -> str:
+    out = ["<table><tr>" + "".join(f"<th>{h}</th>" for h in HEADINGS) + "</tr>"]
+    for row in rows:
+        kinds = ["", "", "n", "n", "n", "n", "n", "n worse" if (row.ratio or 0.0) > 1.0 else "n", ""]
+        columns = "".join(f'<td class="{k}">{escape(c)}</td>' for k, c in zip(kinds, cells(row), strict=True))
+        out.append(f'<tr class={"equal" if row.equal else "differs"}>{columns}</tr>')
+    return "\n".join([*out, "</table>"])
+
+
+def plot(bins: Mapping[str, int]) -> str:
+    """Bars on a logarithmic scale: a single value that is far off must be seen beside thousands that are not."""
+    most = math.log10(max(bins.values()) + 1)
+    step = BAR + GAP
+    bars = []
+    for k, (name, n) in enumerate(bins.items()):
+        x, tall = LEFT + k * step, TALL * math.log10(n + 1) / most
+        y, middle = TOP + TALL - tall, x + BAR / 2
+        bars.append(f'<rect x="{x}" y="{y:.1f}" width="{BAR}" height="{tall:.1f}"><title>{escape(name)}: {n:,}</title>'
+                    f'</rect><text x="{middle}" y="{y - 4:.1f}" text-anchor="middle">{n:,}</text>'
+                    f'<text x="{middle}" y="{TOP + TALL + 12}" text-anchor="end" '
+                    f'transform="rotate(-40 {middle} {TOP + TALL + 12})">{escape(name)}</text>')
+    width, height = LEFT * 2 + step * len(bins) + 20, TOP + TALL + 80
+    return (f'<svg id=histogram role=img aria-label="differences in ulps" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}">{"".join(bars)}</svg>')
