@@ -55,6 +55,12 @@ def test_a_sum_of_nothing() -> None:
     torch.testing.assert_close(got, want)
 
 
+def test_nothing_has_no_places() -> None:
+    with config.override(target="interpreter"):
+        graph, = flambeau.debug.compile_once(lambda x: x.norm(), (torch.empty(0, 0),))
+    assert "% 0" not in graph.texts[0].text and "// 0" not in graph.texts[0].text
+
+
 def test_a_scatter_of_few_points() -> None:
     counts = torch.tensor([2, 0, 1, 3])
     want, got = both(lambda x, n: x.repeat_interleave(n, 0, output_size=6), torch.randn(4, 1), counts)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flambeau.ir.expr import Expr, cast, walk
-from flambeau.ir.index import Index, Op, Sym, as_index, product
+from flambeau.ir.index import ZERO, Index, Op, Sym, as_index, product
 from flambeau.ir.program import Item, LoopKernel
 
 from .triton import WIDEST, BlockWriter, Draft, is_aligned, is_wide, padded_read, power
@@ -272,7 +272,7 @@ class LoopBlocks(BlockWriter):
         rest = flat
         for n, v in enumerate(reversed(self.k.inner)):
             assert v.extent is not None
-            size = self.index(v.extent)
+            size = "1" if v.extent is ZERO else self.index(v.extent)  # of no points, none has a place
             last = n == len(self.k.inner) - 1
             self.line(f"{self.sym(v)} = {rest if last else f'{rest} % {size}'}")
             if not last:

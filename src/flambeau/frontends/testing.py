@@ -37,7 +37,8 @@ RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "exponential", "g
           "empty", "log_normal", "rrelu", "poisson", "fractional")
 
 # Outputs that eager itself leaves as they are in memory: the state of random numbers where nothing is random.
-UNDEFINED: dict[str, tuple[int, ...]] = {"torch.ops.aten._flash_attention_forward": (2, 3)}
+UNDEFINED: dict[str, tuple[int, ...]] = {"torch.ops.aten._flash_attention_forward": (2, 3),
+                                        "torch.ops.aten._efficient_attention_forward": (2, 3)}
 
 
 @dataclass

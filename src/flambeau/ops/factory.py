@@ -16,7 +16,7 @@ from flambeau.ir.expr import Expr, binary, cast, const, index_value, unary, wher
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv
 from flambeau.ir.index import maximum as index_max
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import abs_, cos, eq, sqrt
+from flambeau.ir.scalar import abs_, cos, eq, fma, sqrt
 from flambeau.ops.registry import lower, operand, scalar_at
 
 aten = torch.ops.aten
@@ -154,7 +154,10 @@ def _even_steps(start: Any, end: Any, steps: IndexLike, dtype: DType, i: Index) 
                  else scalar_at(n, (), dtype, compute) for n in (start, end))
     steps = as_index(steps)
     gap = (high - low) / index_value(index_max(steps - 1, 1), compute)
-    rising, falling = low + gap * index_value(i, compute), high - gap * index_value(steps - 1 - i, compute)
+    up, down = index_value(i, compute), index_value(steps - 1 - i, compute)
+    rising, falling = low + gap * up, high - gap * down
+    if build.graph().capabilities.gpu_eager:
+        rising, falling = fma(gap, up, low), fma(-gap, down, high)
     return where((index_value(i) < index_value(steps // 2)) | eq(index_value(steps), 1), rising, falling)
 
 
