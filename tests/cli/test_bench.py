@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from flambeau import cli
+from flambeau.report.performance import write
 
 
 def test_table_of_floors_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,3 +41,26 @@ def test_models_and_their_target(tmp_path: Path) -> None:
     command = ["bench", "models", "--only", "mlp", "--size", "tiny", "--infer", "--backends", "eager"]
     assert cli.main([*command, "--limit", "0.01", "--target", "cpu", "--json", str(file)]) == 0
     assert "gpu" not in json.loads(file.read_text())["machine"]
+
+
+def test_steps_of_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "optimizers.json"
+    assert cli.main(["bench", "optimizers", "--tiny", "--only", "SGD, momentum, 200", "--json", str(file)]) == 0
+    row, = json.loads(file.read_text())["rows"]
+    assert set(row["seconds"]) == {"foreach", "fused", "flambeau", "accelerate"} and row["floor"] > 0
+    write(tmp_path, tmp_path)
+    assert "| SGD, momentum, 200 equal |" in (tmp_path / "performance.md").read_text()
+
+
+def test_streams_of_the_device(tmp_path: Path) -> None:
+    """In a process of its own: the device is there for the rest of it."""
+    code = "from flambeau import cli; raise SystemExit(cli.main(['bench', 'device', '--tiny', '--only', 'reduction', " \
+           "'--json', 'device.json']))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    if "OpenCL" in done.stderr and done.returncode:
+        pytest.skip("no OpenCL device")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "device.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["copy", "sum of rows", "sum of columns", "sum", "places of maxima"]
+    write(tmp_path, tmp_path)
+    assert "| sum of rows |" in (tmp_path / "performance.md").read_text()

@@ -13,7 +13,7 @@ from rich.table import Table
 from flambeau.errors import UnsupportedError
 
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS = 3.0, 1.0, 120.0
-DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau"}
+DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach,fused,flambeau,accelerate"}
 PLAIN_WIDTH = 140  # columns of a table that no terminal bounds
 
 
@@ -21,8 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         choices=sorted(KINDS),
-        help="models: steps; ops: operators; compile: compile times; "
-        "floors: operators beside the memory limit, which is also what ops on cuda are",
+        help="models: steps; ops: operators; compile: compile times; optimizers: their steps; "
+        "floors: operators beside the memory limit, which is also what ops on cuda are; "
+        "device: operators of torch.device('flambeau') beside a copy",
     )
     parser.add_argument("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
@@ -172,10 +173,29 @@ def compile_times(
             compile_time.total_seconds(rows, compilers))
 
 
+def optimizers(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
+    from flambeau.bench import floors as floor_bench
+    from flambeau.bench import optimizers as bench
+
+    bandwidth = floor_bench.copy_bandwidth(floor_bench.drawer("tiny", "float32", args.target).device)
+    rows = list(bench.measure(args.target, args.only, backends, bandwidth, args.sizes == "tiny"))
+    return rows, bench.step_table(rows, backends), {"bandwidth": bandwidth}
+
+
+def device(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
+    from flambeau.bench import harness, streams
+
+    size = {"full": args.size or "full"}.get(args.sizes, args.sizes)
+    rows = list(streams.measure(args.only, size if size in streams.SIDES else "full",
+                                lambda cases: harness.progress(cases, "device", console)))
+    return rows, streams.stream_table(rows), {"device": streams.get_device_name(0)}
+
+
 def matching(only: str | None) -> list[str]:
     from flambeau.bench.models import SUITE
 
     return [name for name in SUITE if not only or only in name]
 
 
-KINDS = {"models": models, "ops": ops, "floors": floors, "compile": compile_times}
+KINDS = {"models": models, "ops": ops, "floors": floors, "compile": compile_times, "optimizers": optimizers,
+         "device": device}

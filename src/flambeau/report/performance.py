@@ -138,11 +138,40 @@ def chart(reports: Iterable[dict[str, Any]]) -> str | None:
     return None
 
 
+def optimizer_steps(report: dict[str, Any]) -> str:
+    names = ("foreach", "fused", "flambeau", "accelerate")
+    lines = ["| optimizer | floor ms | foreach ms | fused ms | Flambeau ms | accelerated ms | over floor | host ms | "
+             "first call s |", "|---" * 9 + "|"]
+    for r in report["rows"]:
+        t = r["seconds"]
+        cells = [cell(t[b] * 1e3 if b in t else None, "{:.3f}") for b in names]
+        host, first = (r[k].get("flambeau") for k in ("host", "first"))
+        lines.append(f"| {r['name']} | {r['floor'] * 1e3:.3f} | {' | '.join(cells)} | "
+                     f"{cell(t['flambeau'] / r['floor'] if 'flambeau' in t else None)} | "
+                     f"{cell(host and host * 1e3)} | {cell(first)} |")
+    return "\n".join(lines)
+
+
+def device_streams(report: dict[str, Any]) -> str:
+    """Share of a copy's bandwidth; beside PyTorch's CPU device where the device is one."""
+    beside = any("cpu" in r["seconds"] for r in report["rows"])
+    head = f"| operator | GB/s | of a copy |{' over the CPU device |' if beside else ''}"
+    lines = [f"{report['summary']['device']}, through OpenCL.", "", head, "|---" * (3 + beside) + "|"]
+    for r in report["rows"]:
+        ours = r["seconds"].get("flambeau")
+        if ours is not None:
+            peer = f" {cell(ours / r['seconds']['cpu'])} |" if beside else ""
+            lines.append(f"| {r['name']} | {r['bytes'] / ours / 1e9:.0f} | {r['floor'] / ours:.0%} |{peer}")
+    return "\n".join(lines)
+
+
 SECTIONS = {
     "models": ("Steps of the model suite", steps),
     "compile": ("Compile time, first training step", compile_seconds),
     "ops": ("Operators", steps),
     "floors": ("Operators beside the memory limit", floors),
+    "optimizers": ("Steps of optimizers", optimizer_steps),
+    "device": ("The device", device_streams),
 }
 
 

@@ -1,0 +1,135 @@
+"""Steps of optimizers over many tensors: torch's foreach and fused forms, ours compiled, ours under accelerate.
+
+    flambeau bench optimizers --target cuda
+
+The floor is each parameter, gradient and state read once, and each parameter and state written once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from flambeau.bench.floors import FloorRow
+
+BACKENDS = ("foreach", "fused", "flambeau", "accelerate")
+STEPS = 20
+# (class, options, how many float32 numbers of a parameter are read or written)
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, 7),
+    "Adam": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 1e-2}, 7),
+    "SGD, momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}, 5),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}, 5),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-3}, 5),
+}
+FUSED = ("AdamW", "Adam", "SGD, momentum", "Adagrad")
+
+
+def tensor_sets(small: bool) -> dict[str, list[tuple[int, int]]]:
+    draw = random.Random(0)
+    rows, columns = ([1, 3, 17], [1, 2, 64]) if small else ([1, 3, 17, 128, 1000, 4096], [1, 2, 64, 129, 512])
+    return {"200 equal": [(16, 16) if small else (1024, 1024)] * 200,
+            "2,000 mixed": [(draw.choice(rows), draw.choice(columns)) for _ in range(2000)]}
+
+
+@dataclass
+class StepRow(FloorRow):
+    """Also the first call, which compiles, and the host's part of a step."""
+
+    first: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
+
+
+def parameters(shapes: Sequence[tuple[int, int]], device: str) -> list[Tensor]:
+    draw = torch.Generator(device).manual_seed(0)
+    made = [torch.randn(s, device=device, generator=draw).requires_grad_() for s in shapes]
+    for p in made:
+        p.grad = torch.randn(p.shape, device=device, generator=draw)
+    return made
+
+
+def measure(device: str, only: str | None, backends: Sequence[str], bandwidth: float, small: bool = False,
+            ) -> Iterator[StepRow]:
+    for size, shapes in tensor_sets(small).items():
+        for name, (kind, options, numbers) in OPTIMIZERS.items():
+            if only and only not in f"{name}, {size}":
+                continue
+            moved = 4 * numbers * sum(a * b for a, b in shapes)
+            row = StepRow(f"{name}, {size}", "optimizer", "step", moved, moved / bandwidth)
+            want: list[Tensor] | None = None
+            for backend in backends:
+                if backend == "fused" and name not in FUSED:
+                    continue
+                tensors = parameters(shapes, device)
+                try:
+                    with stepping(kind(tensors, **options, **({"fused": True} if backend == "fused" else
+                                                              {"foreach": True})), backend, device) as step:
+                        measure_backend(row, backend, step, device)
+                except Exception as error:
+                    row.errors[backend] = str(error).strip().splitlines()[-1]
+                    continue
+                want = tensors if want is None else want
+                if any(not torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(tensors, want, strict=True)):
+                    row.errors[backend] = f"other parameters than {backends[0]}'s"
+            yield row
+
+
+class stepping:
+    """The step of an optimizer by one of the backends, until the block ends."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: str, device: str) -> None:
+        self.optimizer, self.backend, self.device = optimizer, backend, device
+
+    def __enter__(self) -> Callable[[], Any]:
+        torch._dynamo.reset()
+        if self.backend == "accelerate":
+            from flambeau.frontends.eager_steps import EagerSteps
+
+            self.steps = EagerSteps(self.device)
+        if self.backend.startswith("flambeau"):
+            step: Callable[[], Any] = torch.compile(self.optimizer.step, backend="flambeau")
+            return step
+        return self.optimizer.step
+
+    def __exit__(self, *error: object) -> None:
+        if self.backend == "accelerate":
+            self.steps.undo()
+
+
+def measure_backend(row: StepRow, backend: str, step: Callable[[], Any], device: str) -> None:
+    """Steps that follow one another: nobody waits for the device between them."""
+    def finished() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    start = finished()
+    step()
+    row.first[backend] = finished() - start
+    for _ in range(2):
+        step()
+    start = finished()
+    for _ in range(STEPS):
+        step()
+    row.host[backend] = (time.perf_counter() - start) / STEPS
+    row.seconds[backend] = (finished() - start) / STEPS
+
+
+def step_table(rows: Sequence[StepRow], backends: Sequence[str]) -> Table:
+    table = Table("case", "floor ms", *(f"{b} ms" for b in backends), "over floor", "host ms", "first s",
+                  title="Optimizer steps")
+    for row in rows:
+        ours = row.ratio("flambeau")
+        table.add_row(row.name, f"{row.floor * 1e3:.3f}",
+                      *(f"{row.seconds[b] * 1e3:.3f}" if b in row.seconds else "" for b in backends),
+                      "" if ours is None else f"{ours:.2f}",
+                      *(f"{times['flambeau'] * scale:.2f}" if "flambeau" in times else ""
+                        for times, scale in ((row.host, 1e3), (row.first, 1.0))))
+    return table

@@ -1,0 +1,140 @@
+"""Operators of the device that memory bounds, beside a copy and, where the device is a CPU, beside PyTorch's own CPU.
+
+    flambeau bench device
+
+Every result is compared with the CPU's before it is timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor
+
+from flambeau.bench.floors import FloorRow
+from flambeau.frontends.device import enable_device
+from flambeau.frontends.device_module import NAME, get_device_name
+from flambeau.targets.opencl_device import devices
+
+SIDES = {"full": 8192, "small": 1448, "tiny": 64}  # of the square matrices
+ROUNDS, SECONDS = 9, 0.05
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
+class Stream(NamedTuple):
+    group: str
+    name: str
+    moved: float  # bytes, by those of a float32 matrix
+    call: Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def image(x: Tensor) -> Tensor:
+    side = x.shape[0] // 16
+    return x.reshape(-1, 8, side, side)
+
+
+def norm_gradients(x: Tensor, y: Tensor) -> Any:
+    size = [x.shape[1]]
+    _, mean, scale = torch.native_layer_norm(x, size, y[0], y[1], 1e-5)
+    return torch.ops.aten.native_layer_norm_backward(x, y, size, mean, scale, y[0], y[1], [True, True, True])
+
+
+# Of two square matrices and one to write to.
+STREAMS = (
+    Stream("map", "copy", 2, lambda x, y, o: o.copy_(x)),
+    Stream("map", "add", 3, lambda x, y, o: torch.add(x, y, out=o)),
+    Stream("map", "mul by a number", 2, lambda x, y, o: torch.mul(x, 2.0, out=o)),
+    Stream("map", "relu", 2, lambda x, y, o: torch.relu(x)),
+    Stream("map", "gelu", 2, lambda x, y, o: F.gelu(x)),
+    Stream("map", "sigmoid", 2, lambda x, y, o: torch.sigmoid(x)),
+    Stream("map", "add a row", 2, lambda x, y, o: x + y[0]),
+    Stream("map", "greater", 2.25, lambda x, y, o: x > y),
+    Stream("map", "add, off by one", 3, lambda x, y, o: x.view(-1)[1:] + y.view(-1)[1:]),
+    Stream("layout", "transposed copy", 2, lambda x, y, o: x.t().contiguous()),
+    Stream("layout", "heads to rows", 2, lambda x, y, o: x.view(8, -1, 64, 8).transpose(1, 2).contiguous()),
+    Stream("layout", "to channels last", 2, lambda x, y, o: image(x).contiguous(memory_format=torch.channels_last)),
+    Stream("rows", "softmax", 2, lambda x, y, o: x.softmax(1)),
+    Stream("rows", "log_softmax", 2, lambda x, y, o: x.log_softmax(1)),
+    Stream("rows", "layer_norm", 2, lambda x, y, o: F.layer_norm(x, (x.shape[1],), y[0], y[1])),
+    Stream("rows", "layer_norm and gradients", 5, lambda x, y, o: norm_gradients(x, y)),
+    Stream("reduction", "sum of rows", 1, lambda x, y, o: x.sum(1)),
+    Stream("reduction", "sum of columns", 1, lambda x, y, o: x.sum(0)),
+    Stream("reduction", "sum", 1, lambda x, y, o: x.sum()),
+    Stream("reduction", "places of maxima", 1, lambda x, y, o: x.argmax(1)),
+    Stream("scan", "cumsum of rows", 2, lambda x, y, o: x.cumsum(1)),
+    Stream("scan", "cumsum of columns", 2, lambda x, y, o: x.cumsum(0)),
+    Stream("scan", "cummax of rows", 4, lambda x, y, o: x.cummax(1)),
+    Stream("pooling", "max_pool2d 2", 1.25, lambda x, y, o: F.max_pool2d(image(x), 2)),
+    Stream("pooling", "max_pool2d 3/2/1", 1.25, lambda x, y, o: F.max_pool2d(image(x), 3, 2, 1)),
+    Stream("pooling", "avg_pool2d 3/1/1", 2, lambda x, y, o: F.avg_pool2d(image(x), 3, 1, 1)),
+)
+
+
+def measure(only: str | None, size: str, console: Callable[[Sequence[Stream]], Iterator[Stream]] = iter,
+            ) -> Iterator[FloorRow]:
+    enable_device()
+    side = SIDES[size]
+    host = [torch.randn(side, side, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    there = [x.to(NAME) for x in host]
+    bandwidth = 0.0
+    for stream in console([s for s in STREAMS if not only or only in f"{s.group} {s.name}" or s.name == "copy"]):
+        row = FloorRow(stream.name, stream.group, "forward", int(stream.moved * 4 * side * side))
+        try:
+            check(stream, there, host)
+            # On the same cores PyTorch's CPU device is the peer.
+            peers = {"flambeau": there} | ({"cpu": host} if devices()[0].is_cpu else {})
+            row.seconds = in_turns({name: partial(stream.call, *tensors) for name, tensors in peers.items()})
+        except Exception as error:
+            row.errors["flambeau"] = str(error).strip().splitlines()[-1]
+        else:
+            bandwidth = bandwidth or row.bytes / row.seconds["flambeau"]
+            row.floor = row.bytes / bandwidth
+        yield row
+
+
+def check(stream: Stream, there: list[Tensor], host: list[Tensor]) -> None:
+    got, want = ([t.cpu() for t in (r if isinstance(r, tuple) else (r,))] for r in (
+        stream.call(*there), stream.call(*host)))
+    for x, y in zip(got, want, strict=True):
+        close = TOLERANCE.get(y.dtype, 0.0)
+        # Long sums: by the largest.
+        torch.testing.assert_close(x, y, rtol=close, atol=close * float(y.abs().max()) if close else 0.0)
+
+
+def in_turns(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Seconds of a call, as medians of rounds in turns; every round makes as many calls as `SECONDS` allow."""
+    counts, times = {}, {name: [0.0] * 0 for name in calls}
+    for name, call in calls.items():
+        call()
+        counts[name] = max(1, int(SECONDS / clock(call, 1)))
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(clock(call, counts[name]))
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def clock(call: Callable[[], Any], count: int) -> float:
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / count
+
+
+def stream_table(rows: Sequence[FloorRow]) -> Table:
+    beside = any("cpu" in row.seconds for row in rows)
+    table = Table("case", "GB/s", "of a copy", *(["over the CPU device"] if beside else []), title=get_device_name(0))
+    for row in rows:
+        taken = row.seconds.get("flambeau")
+        cells = ["failed", ""] if taken is None else [f"{row.bytes / taken / 1e9:.0f}", f"{row.floor / taken:.0%}"]
+        ratio = f"{taken / row.seconds['cpu']:.2f}" if taken is not None and "cpu" in row.seconds else ""
+        table.add_row(row.name, *cells, *([ratio] if beside else []))
+    return table
