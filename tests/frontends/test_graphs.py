@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flambeau
 from flambeau.bench.models import Block
 from flambeau.config import config
-from flambeau.frontends import graph_cache, graphs
+from flambeau.frontends import graph_cache, graphs, lists
 from flambeau.frontends.dynamo import check_options
 from flambeau.frontends.recordable import Recordable
 from flambeau.targets.cpu import CpuTarget
@@ -169,6 +169,21 @@ def test_parameter_moves(move: str) -> None:
     if not stays and move != "assign":  # other parameters are guarded: Dynamo compiles again
         assert reasons("recorded")["other parameters, or parameters moved"] == 2
         assert reasons("uncaptured")["warm-up: parameters moved"] == 2
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_one_of_the_parameters_moves(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(lists, "native", lambda: None)
+    stays, moves = (nn.Parameter(torch.randn(6)) for _ in range(2))
+    f = compiled(lambda x: (x * stays + moves).tanh())
+    held = [torch.randn(6) for _ in range(2)]
+    for k in (0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1):
+        moves.data = held[k]
+        x = torch.randn(3, 6)
+        with torch.no_grad():
+            torch.testing.assert_close(f(x), (x * stays + held[k]).tanh())
+    assert total("replayed") == 10 and sum(reasons("recorded").values()) == 2, flambeau.debug.recordings()
 
 
 def test_parameter_that_moves_in_every_call_is_never_recorded() -> None:
@@ -621,6 +636,7 @@ def test_recordings_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatc
     addresses = {address for take in takes for address in take.addresses}
     takes.clear()
     made.takes.clear()
+    made.meant.clear()
     assert not any(graphs.RESIDENT[address] for address in addresses)
 
 
