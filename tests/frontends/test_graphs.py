@@ -8,16 +8,18 @@ import string
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flambeau
 from flambeau.bench.models import Block
 from flambeau.config import config
-from flambeau.frontends import graph_cache, graphs
+from flambeau.frontends import graph_cache, graphs, lists
 from flambeau.frontends.dynamo import check_options
 from flambeau.frontends.recordable import Recordable
 from flambeau.targets.cpu import CpuTarget
@@ -169,6 +171,21 @@ def test_parameter_moves(move: str) -> None:
         assert reasons("uncaptured")["warm-up: parameters moved"] == 2
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_one_of_the_parameters_moves(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(lists, "native", lambda: None)
+    stays, moves = (nn.Parameter(torch.randn(6)) for _ in range(2))
+    f = compiled(lambda x: (x * stays + moves).tanh())
+    held = [torch.randn(6) for _ in range(2)]
+    for k in (0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1):
+        moves.data = held[k]
+        x = torch.randn(3, 6)
+        with torch.no_grad():
+            torch.testing.assert_close(f(x), (x * stays + held[k]).tanh())
+    assert total("replayed") == 10 and sum(reasons("recorded").values()) == 2, flambeau.debug.recordings()
+
+
 def test_parameter_that_moves_in_every_call_is_never_recorded() -> None:
     twins = Twins(net())
     kept = []
@@ -196,7 +213,7 @@ def test_buffers_are_written_through() -> None:
     with torch.no_grad():
         for _ in range(3):
             twins.forward(torch.randn(4, 8))
-    assert total("replayed") > 10, flambeau.debug.recordings()
+    assert total("replayed") >= 10, flambeau.debug.recordings()
 
 
 def test_tensor_of_the_user_that_is_written_to() -> None:
@@ -206,7 +223,7 @@ def test_tensor_of_the_user_that_is_written_to() -> None:
 
     f = compiled(add)
     a, b = torch.zeros(7), torch.zeros(7)
-    for state in (a, a, b, a, b, a, b, a):  # in the first call torch watches the operators
+    for state in (a, b, a, b, a, b, a):
         x = torch.randn(7)
         expected = state + x
         torch.testing.assert_close(f(state, x), expected * 2)
@@ -460,7 +477,7 @@ def test_own_optimizer_is_recorded() -> None:
         m.lerp_(grad, 0.1)
         p.sub_(lr * m)
 
-    for k in range(7):
+    for k in range(6):
         grad, lr = torch.randn(6), torch.full((1,), 0.5 / (k + 1))
         step(grad, lr)
         n.lerp_(grad, 0.1)
@@ -527,6 +544,25 @@ def test_operators_from_outside_are_not_recorded() -> None:
             x = torch.randn(4)
             torch.testing.assert_close(f(x), x * 2 + 1)
     assert "operator from outside" in str(reasons("uncaptured")) and total("replayed") == 0
+
+
+def test_dispatch_modes_see_operators() -> None:
+    """The first call may be a warm-up all the same: AOTAutograd runs it in a mode of its own."""
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    calls = graphs.Recorded(lambda args: [args[0].sin()], Replays(), Recordable("sin", 2, ()), torch.device("cpu"))
+    for mode, expected in ((Sees(), 1), (nullcontext(), 0), (nullcontext(), 0), (Sees(), 1), (nullcontext(), 0)):
+        seen: list[str] = []
+        x = torch.randn(4)
+        with mode:
+            made = calls([x])
+        assert seen == ["aten.sin.default"] * expected
+        torch.testing.assert_close(made.pop(), x.sin())
+    assert calls.tally.replayed == 2
+    assert calls.tally.uncaptured == {"warm-up": 1, "a dispatch mode wants to see the operators": 1}
 
 
 def test_a_recording_that_fails(recorder: Replays) -> None:
@@ -600,6 +636,7 @@ def test_recordings_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatc
     addresses = {address for take in takes for address in take.addresses}
     takes.clear()
     made.takes.clear()
+    made.meant.clear()
     assert not any(graphs.RESIDENT[address] for address in addresses)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flambeau.targets import cuda_graphs
 from flambeau.targets.cuda_graphs import CudaRecorder
 
 
@@ -31,37 +32,53 @@ class Target:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
 
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            said.append("wait")
+
     class Graph:
-        invalid = False
+        """`Graph.invalid`: how many ends fail from now on."""
+
+        invalid = 0
 
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
             said.append(f"begin {pool} {capture_error_mode}")
+            if pool in already:
+                raise RuntimeError("already recording to mempool_id")
 
         def capture_end(self) -> None:
             said.append("end")
             if Graph.invalid:
-                Graph.invalid = False
+                Graph.invalid -= 1
                 raise RuntimeError("invalid capture")
 
         def replay(self) -> None:
             said.append("replay")
 
+    already: list[str] = []  # what torch's allocator of pinned memory takes no further capture in
     pools = iter("ABC")
+
+    def close(device: int, pool: str) -> None:
+        said.append(f"close {pool}")
+        already.append(pool)
+
     fakes: dict[str, Any] = {
         "CUDAGraph": Graph, "synchronize": lambda: said.append("synchronize"), "current_device": lambda: 0,
-        "empty_cache": lambda: None, "graph_pool_handle": lambda: next(pools), "Stream": object,
-        "stream": lambda stream: nullcontext()}
+        "empty_cache": lambda: None, "graph_pool_handle": lambda: next(pools), "Stream": Stream,
+        "current_stream": Stream, "stream": lambda stream: nullcontext()}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: said.append(f"close {pool}"),
-                        raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", close, raising=False)
+    release = lambda device, pool: said.append(f"release {pool}")  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+    monkeypatch.setattr(cuda_graphs, "_FAILED", [])
     return said
 
 
 def test_a_run_is_captured_and_then_computed(said: list[str]) -> None:
     recorder = CudaRecorder(Target())  # type: ignore[arg-type]
     made = recorder.record(lambda args: [said.append("run"), gc.isenabled(), *args], [1, 2])
-    assert said == ["begin A relaxed", "run", "end", "replay"]
+    assert said == ["begin A relaxed", "run", "end", "wait", "replay"]
     assert made.results == [None, False, 1, 2] and gc.isenabled()
     made.replay()
     assert said[-1] == "replay"
@@ -78,20 +95,39 @@ def test_a_stream_has_one_pool(said: list[str]) -> None:
     assert recorder.place() is None
 
 
-def test_a_capture_that_fails_is_cleared_away(said: list[str]) -> None:
-    recorder = CudaRecorder(Target())  # type: ignore[arg-type]
-
+def failing(ends: int) -> Callable[[list[Any]], list[Any]]:
+    """A run that raises during the capture; this many calls fail that would end the capture."""
     def run(args: list[Any]) -> list[Any]:
-        torch.cuda.CUDAGraph.invalid = True  # type: ignore[attr-defined]
+        torch.cuda.CUDAGraph.invalid = ends  # type: ignore[attr-defined]
         raise ValueError("the host waits")
+    return run
 
+
+def test_a_capture_that_becomes_invalid_is_abandoned(said: list[str]) -> None:
+    recorder = CudaRecorder(Target())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the host waits"):
-        recorder.record(run, [])
-    # After it the allocator's pool is closed, and a capture that ends well tells the generator that nobody captures.
-    assert said == ["begin A relaxed", "end", "close A", "begin None global", "end"]
-    assert gc.isenabled() and len(recorder.failed) == 1
+        recorder.record(failing(1), [])
+    # The allocator's pool is closed, and a capture that ends well tells the generator that nobody captures.
+    assert said == ["begin A relaxed", "end", "close A", "release A", "begin None global", "end", "synchronize"]
+    assert gc.isenabled() and len(cuda_graphs._FAILED) == 1
+    del said[:]
+    recorder.record(lambda args: [], [])  # in another pool
+    assert said == ["begin B relaxed", "end", "wait", "replay"]
+
+
+def test_a_capture_that_ends_with_an_error_costs_nothing(said: list[str]) -> None:
+    recorder = CudaRecorder(Target())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the host waits"):
+        recorder.record(failing(0), [])
     recorder.record(lambda args: [], [])
-    assert said[-1] == "replay"
+    assert said == ["begin A relaxed", "end", "begin A relaxed", "end", "wait", "replay"]
+    assert not cuda_graphs._FAILED
+
+
+def test_it_is_said_when_the_generator_cannot_be_mended(said: list[str]) -> None:
+    recorder = CudaRecorder(Target())  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="random numbers may raise"), pytest.raises(ValueError, match="the host waits"):
+        recorder.record(failing(2), [])
 
 
 def test_what_all_earlier_kernels_found_is_raised(said: list[str]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,6 @@ class CudaRecorder(Recorder):
 
     def __init__(self, target: CudaTarget) -> None:
         self.target = target
-        self.failed: list[torch.cuda.CUDAGraph] = []
         self.places: dict[Hashable, tuple[Any, torch.cuda.Stream]] = {}
 
     def place(self) -> Hashable | None:
@@ -78,30 +76,63 @@ class CudaRecorder(Recorder):
                     # Kernels may be loaded, and memory of the host be pinned, while we capture; torch's own capture
                     # of a pool allows it for its allocator in the same way.
                     graph.capture_begin(pool, capture_error_mode="relaxed")
-                    try:
-                        results = run(list(inputs))
-                        graph.capture_end()
-                    except BaseException:
-                        self.give_up(graph, pool)
-                        raise
+                    results = run(list(inputs))
+                    graph.capture_end()
+            except BaseException:
+                with torch.cuda.stream(stream):
+                    ended = attempt(graph.capture_end)
+                if not ended:
+                    del self.places[place]
+                    abandon(graph, pool)
+                raise
             finally:
                 if collects:
                     gc.enable()
+            # To capture, torch wrote the seed of the generator in the other stream.
+            torch.cuda.current_stream().wait_stream(stream)
             graph.replay()  # a capture computes nothing
             return CudaRecording(graph, results)
 
-    def give_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """Where a capture becomes invalid, torch leaves its allocator and its generator in the middle of it."""
-        import torch
 
-        with suppress(Exception):
-            graph.capture_end()
-        with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        self.failed.append(graph)  # the allocators may still ask it what belongs to it
-        # The generator knows that nobody captures as soon as a capture ends well.
-        other = torch.cuda.CUDAGraph()
-        with suppress(Exception), warnings.catch_warnings(), torch.cuda.stream(torch.cuda.Stream()):
-            warnings.simplefilter("ignore")  # the graph is empty
-            other.capture_begin()
-            other.capture_end()
+# ---- captures that fail ----------------------------------------------------------------------------------
+
+
+_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator of pinned memory goes on asking them what belongs to them
+
+
+def abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """A capture that became invalid cannot be ended. What torch then leaves in the middle of it:
+
+    - The allocator of the device, which can be told.
+    - The allocator of pinned memory, which cannot. It takes no second capture in the same pool, so the pool is given
+      up; recordings that were made in it keep their memory.
+    - Up to 2.11 the generator, which draws nothing any more until a capture ends well: an empty one does.
+    """
+    import torch
+
+    _FAILED.append(graph)
+    device = torch.cuda.current_device()
+    if attempt(torch._C._cuda_endAllocateToPool, device, pool):
+        attempt(torch._C._cuda_releasePool, device, pool)  # else it ended so far that the graph does it
+    if not attempt(capture_nothing):
+        warnings.warn("flambeau: a CUDA graph capture failed, and torch's random numbers may raise from now on; "
+                      "options={'graphs': False} avoids it", stacklevel=2)
+
+
+def capture_nothing() -> None:
+    import torch
+
+    with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.Stream()):
+        warnings.simplefilter("ignore")  # the graph is empty
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        graph.capture_end()
+    torch.cuda.synchronize()
+
+
+def attempt(call: Callable[..., Any], *args: Any) -> bool:
+    try:
+        call(*args)
+    except Exception:
+        return False
+    return True
