@@ -23,7 +23,8 @@ POINTWISE = [name for name, op in OPS.items() if isinstance(op, (UnaryUfuncInfo,
 OTHERS = ("sum", "softmax", "nn_functional_layer_norm", "nn_functional_dropout", "nn_functional_batch_norm", "cumsum",
           "nn_functional_avg_pool2d", "nn_functional_max_pool2d", "nn_functional_cross_entropy", "bernoulli", "norm",
           "nn_functional_embedding", "index_put", "scatter_reduce_sum", "var_mean", "uniform", "amax",
-          "nn_functional_gelu", "nn_functional_silu", "lerp", "addcmul", "addcdiv", "nn_functional_group_norm")
+          "nn_functional_gelu", "nn_functional_silu", "lerp", "addcmul", "addcdiv", "nn_functional_group_norm", "prod",
+          "cumprod")
 
 
 def compiled(f: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float
-from flambeau.ir.expr import Expr, Scalar, lift
+from flambeau.ir.expr import Expr, Scalar, const, lift
 from flambeau.ir.scalar import fma, round_to
 
 _stored: ContextVar[DType] = ContextVar("flambeau_stored", default=torch.float32)
@@ -44,6 +44,11 @@ def mad(a: Expr, b: Expr, c: Scalar) -> Expr:
 def step(x: Expr) -> Expr:
     """A result within a kernel that computes in the dtype of its tensors."""
     return round_to(x, _stored.get()) if build.policy().steps and is_float(x.dtype) else x
+
+
+def stored(number: float, x: Expr) -> Expr:
+    """A number that such a kernel has in the dtype of its tensors."""
+    return step(const(number, x.dtype))
 
 
 def mad_by_steps(a: Expr, b: Expr, c: Scalar) -> Expr:
