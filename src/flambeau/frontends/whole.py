@@ -47,7 +47,10 @@ def recording() -> Iterator[None]:
         yield
 
 
-@torch.library.custom_op("flambeau::prod_backward", mutates_args=())
+torch.library.define("flambeau::prod_backward", "(Tensor grad, Tensor x, int? dim, bool keepdim) -> Tensor")
+
+
+@torch.library.impl("flambeau::prod_backward", "CompositeExplicitAutograd")
 def prod_backward(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
     """By autograd itself: what it does where there are zeros has no operator."""
     with recording():
@@ -57,7 +60,7 @@ def prod_backward(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim:
     return found if x.dim() else found.clone()  # which may be the gradient that was given
 
 
-@prod_backward.register_fake
+@torch.library.register_fake("flambeau::prod_backward")
 def _(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
@@ -74,7 +77,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return prod_backward(grad, *ctx.saved_tensors, *ctx.where), None, None
+        return torch.ops.flambeau.prod_backward.default(grad, *ctx.saved_tensors, *ctx.where), None, None
 
 
 def product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:

@@ -14,7 +14,7 @@ from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, clamp, erf, exp, expm1, isnan, log, log1p, maximum, minimum, sigmoid, tanh
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, wrap_dim
-from flambeau.ops.rounding import by_kernels, is_exact, mad, mad_by_steps, step, stored
+from flambeau.ops.rounding import by_kernels, is_exact, mad, mad_by_steps, step, stored, stored_anywhere
 
 aten = torch.ops.aten
 
@@ -123,7 +123,7 @@ def softshrink(x: Expr, lambd: float = 0.5) -> Expr:
 
 @lower_pointwise(aten.hardshrink, operands=1)
 def hardshrink(x: Expr, lambd: float = 0.5) -> Expr:
-    width = stored(lambd, x)
+    width = stored_anywhere(lambd, x)
     return where((x >= -width) & (x <= width), 0, x)
 
 

@@ -46,11 +46,6 @@ def step(x: Expr) -> Expr:
     return round_to(x, _stored.get()) if build.policy().steps and is_float(x.dtype) else x
 
 
-def stored(number: float, x: Expr) -> Expr:
-    """A number that such a kernel has in the dtype of its tensors."""
-    return step(const(number, x.dtype))
-
-
 def mad_by_steps(a: Expr, b: Expr, c: Scalar) -> Expr:
     """a * b + c in such a kernel: small floats are rounded in between, so that nothing is contracted."""
     if build.policy().steps and _stored.get() is not a.dtype:
@@ -66,3 +61,16 @@ def by_kernels(fast: Callable[..., Any], **exact: Callable[..., Any]) -> Callabl
         return exact.get(kernels, exact.get("both", fast) if kernels else fast)(*args, **named)
 
     return formula
+
+
+def _as_is(number: float, x: Expr) -> Expr:
+    return const(number, x.dtype)
+
+
+def _as_stored(number: float, x: Expr) -> Expr:
+    return round_to(const(number, x.dtype), _stored.get()) if is_float(x.dtype) else const(number, x.dtype)
+
+
+# A number that eager's kernels have in the dtype of their tensors x: those for CUDA, or all of them.
+stored = by_kernels(_as_is, cuda=_as_stored)
+stored_anywhere = by_kernels(_as_is, both=_as_stored)
