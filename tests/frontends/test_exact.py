@@ -23,7 +23,8 @@ POINTWISE = [name for name, op in OPS.items() if isinstance(op, (UnaryUfuncInfo,
 OTHERS = ("sum", "softmax", "nn_functional_layer_norm", "nn_functional_dropout", "nn_functional_batch_norm", "cumsum",
           "nn_functional_avg_pool2d", "nn_functional_max_pool2d", "nn_functional_cross_entropy", "bernoulli", "norm",
           "nn_functional_embedding", "index_put", "scatter_reduce_sum", "var_mean", "uniform", "amax",
-          "nn_functional_gelu", "nn_functional_silu", "lerp", "addcmul", "addcdiv", "nn_functional_group_norm")
+          "nn_functional_gelu", "nn_functional_silu", "lerp", "addcmul", "addcdiv", "nn_functional_group_norm", "prod",
+          "cumprod")
 
 
 def compiled(f: Any) -> Any:
@@ -78,6 +79,16 @@ def test_a_chain_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 ])
 def test_bits_are_compared(ours: list[float], eager: list[float], unequal: tuple[int, int]) -> None:
     assert differing(torch.tensor(ours), torch.tensor(eager)) == unequal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_the_sign_of_zeros_is_eagers(dtype: torch.dtype) -> None:
+    def f(x: Tensor) -> Any:
+        return (x.amax(1), x.max(1).values, x.max(), x.cummax(0).values, torch.relu(x), torch.maximum(x, x.flip(0)),
+                x.clamp(max=0.0), torch.clamp(x, min=x.flip(1)), F.max_pool2d(x[None, None], 3, 2, 1), F.relu6(-x))
+
+    x = torch.tensor([0.0, -0.0, -1.0], dtype=dtype)[torch.randint(3, (37, 53))]
+    assert [differing(a, b)[0] for a, b in zip(compiled(f)(x), f(x), strict=True)] == [0] * 10
 
 
 def test_random_numbers_and_the_generator_are_eagers() -> None:
@@ -152,8 +163,11 @@ def test_a_model_trains_to_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("op", "small", "devices"), [
     (aten.add.Tensor, False, ["cpu", "cuda"]), (aten.lerp.Scalar, True, ["cuda"]), (aten.sum.default, False, []),
     (aten.scatter.src, False, ["cpu", "cuda"]), (aten.scatter.reduce, False, []),
-    (aten.amax.default, True, ["cpu", "cuda"]), (aten.gelu.default, False, ["cuda"]), (aten.rand.default, False, []),
-    (aten._foreach_lerp.Scalar, False, ["cpu", "cuda"]), (aten.native_layer_norm.default, False, []),
+    (aten.max.dim, True, ["cpu", "cuda"]), (aten.max.default, False, []), (aten.maximum.default, False, ["cuda"]),
+    (aten.clamp_min.Tensor, False, ["cuda"]), (aten.clamp_min.default, False, ["cpu", "cuda"]),
+    (aten.argmax.default, True, ["cpu", "cuda"]), (aten.gelu.default, False, ["cuda"]),
+    (aten.rand.default, False, []), (aten._foreach_lerp.Scalar, False, ["cpu", "cuda"]),
+    (aten.native_layer_norm.default, False, []),
 ], ids=lambda x: str(x))
 def test_which_lowerings_are_exact(op: Any, small: bool, devices: list[str]) -> None:
     assert [d for d in ("cpu", "cuda") if is_exact(op, d, small)] == devices

@@ -30,7 +30,7 @@ def expressions(f: Any, *inputs: Tensor, policy: Policy = EAGER["cuda"]) -> list
     """What the kernels of f compute, as if for a GPU."""
     from flambeau.codegen.triton import CAPABILITIES
 
-    caps = replace(CAPABILITIES, tables=False)
+    caps = replace(CAPABILITIES, tables=False, gpu_eager=True)
     captured = capture(make_fx(lambda *x: [f(*x)])(*inputs), caps, policy=policy)
     assert not captured.externs
     program = schedule(captured.graph, caps, True)
@@ -70,10 +70,37 @@ def test_products_are_contracted_where_nvcc_does(f: Any, fmas: int, products: in
     (lambda a, b, c: aten.tanh_backward(a, b), 3),
     (lambda a, b, c: a ** 3, 2),
     (lambda a, b, c: aten.silu_backward(a, b), 1),
+    (lambda a, b, c: aten.log_sigmoid_backward(a, b, b), 1),
+    (lambda a, b, c: torch.round(a, decimals=2), 3),  # the power of ten too
 ])
 def test_half_precision_is_rounded_where_eager_rounds(f: Any, casts: int) -> None:
     found = expressions(f, *(x.bfloat16() for x in (A, B, C)))
     assert sum(e.op == "cast" and e.dtype is torch.bfloat16 for e in found) == casts
+
+
+def test_maxima_of_half_precision_see_the_sign_of_zero() -> None:
+    """A comparison does not: made as the values are stored, -0.0 would stay."""
+    x = A.bfloat16()
+    assert count(expressions(torch.relu, x))["max"] == 1
+    assert count(expressions(torch.relu, x, policy=FAST))["max"] == 0
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(("f", "inputs", "expected"), [
+    (lambda x: torch.nn.functional.softshrink(x), [-0.25, -0.0, 0.25, 1.0, NAN], [0.0, 0.0, 0.0, 0.5, NAN]),
+    (lambda x: aten.elu_backward(x, 1.0, 3.0, 1.0, True, torch.full_like(x, NAN)), [1.0, -2.0], [3.0, -6.0]),
+    (lambda x: torch.nn.functional.threshold(x, 0.3, 20.0), [0.300048828125, 0.5], [20.0, 0.5]),  # float16(0.3)
+    (lambda x: torch.nn.functional.hardshrink(x, 0.3), [0.300048828125, 0.5], [0.0, 0.5]),
+], ids=("softshrink", "elu of NaN", "threshold", "hardshrink"))
+def test_edges_are_those_of_eager_on_cuda(f: Any, inputs: list[float], expected: list[float],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    monkeypatch.setitem(EAGER, "cpu", EAGER["cuda"])
+    x = torch.tensor(inputs, dtype=torch.float16)
+    ours, = compiled(make_fx(lambda x: [f(x)])(x), Options("eager", target="interpreter")).finish()([x])
+    assert differing(ours, torch.tensor(expected, dtype=torch.float16))[0] == 0
 
 
 def test_a_quotient_by_a_number_is_a_product_with_its_reciprocal() -> None:

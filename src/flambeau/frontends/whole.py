@@ -5,7 +5,8 @@ a dozen gathers, and its gradient as many scatters). Within `whole_operators` th
 lower, and the forms of upsampling with a list of scale factors call the plain operator. Their gradients get
 shapes that may be symbolic, which torch's own do not.
 
-In exact numerics all of those kernels are put aside: eager does not use them (its dropout on a CPU is another).
+In exact numerics all of those kernels are put aside: eager does not use them (its dropout on a CPU is another). And
+gradients for which eager looks at the data, which nobody can who traces, are calls that look when they run.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from flambeau.ops import LOWERINGS, ops_loaded
 
 aten = torch.ops.aten
 
+_around = torch._C._dispatch_tls_local_exclude_set()
+with torch._C._AutoDispatchBelowAutograd():
+    AUTOGRAD = torch._C._dispatch_tls_local_exclude_set() - _around
+
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
            "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
@@ -32,6 +37,55 @@ RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_u
 # Here torch's own kernels only say what eager's do: which memory is written, or how long something is.
 UNROUNDED = ("broadcast_tensors", "empty", "native_batch_norm", "one_hot", "pad_sequence", "tensor_split",
              "unsafe_chunk")
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd, within an operator, where it is off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set() - AUTOGRAD
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+torch.library.define("flambeau::prod_backward", "(Tensor grad, Tensor x, int? dim, bool keepdim) -> Tensor")
+
+
+@torch.library.impl("flambeau::prod_backward", "CompositeExplicitAutograd")
+def prod_backward(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    """By autograd itself: what it does where there are zeros has no operator."""
+    with recording():
+        x = x.detach().requires_grad_()
+        result = x.prod() if dim is None else x.prod(dim, keepdim)
+    found = torch.autograd.grad(result, x, grad)[0]
+    return found if x.dim() else found.clone()  # which may be the gradient that was given
+
+
+@torch.library.register_fake("flambeau::prod_backward")
+def _(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Product(torch.autograd.Function):
+    """aten.prod, whose gradient is one call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.where = dim, keepdim
+        with torch._C._AutoDispatchBelowAutograd():
+            return aten.prod.default(x) if dim is None else aten.prod.dim_int(x, dim, keepdim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return torch.ops.flambeau.prod_backward.default(grad, *ctx.saved_tensors, *ctx.where), None, None
+
+
+def product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    return Product.apply(x if dtype is None else x.to(dtype), None, False)
+
+
+def product_along(x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    return Product.apply(x if dtype is None else x.to(dtype), dim, keepdim)
 
 
 def by_factors(plain: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -67,8 +121,10 @@ def whole_operators(exact: bool = False) -> Iterator[None]:
         if packet.default in LOWERINGS:
             wanted[packet.vec] = dict.fromkeys(KEYS, by_factors(packet.default))
             wanted[getattr(aten, name + "_backward").default] = {DispatchKey.Meta: gradient_shape}
-    if not exact:
-        wanted[aten.cumprod_backward.default] = dict.fromkeys(KEYS, torch.ops.flambeau.cumprod_backward.default)
+    wanted[aten.cumprod_backward.default] = dict.fromkeys(KEYS, torch.ops.flambeau.cumprod_backward.default)
+    if exact:
+        wanted[aten.prod.default] = {DispatchKey.Autograd: product}
+        wanted[aten.prod.dim_int] = {DispatchKey.Autograd: product_along}
     before = {op: dict(op.py_kernels) for op in wanted}
     try:
         for op, kernels in wanted.items():

@@ -17,6 +17,7 @@ class Policy:
     kernels: str = ""
     contracts: bool = False  # eager's compiler makes one rounding of a * b + c wherever it sees it
     reciprocals: bool = False  # what eager divides by a number, it multiplies by the number's reciprocal
+    orders_zeros: bool = False  # of two zeros, eager's maxima are the positive one and its minima the negative one
     steps: bool = False  # some of eager's kernels compute in the dtype of their tensors, and round at every step
 
     @property
@@ -28,7 +29,8 @@ FAST = Policy()
 # By the type of device. Elsewhere eager's kernels are our own, one operator at a time.
 EAGER = {
     "cpu": Policy(rounds=True, kernels="cpu", contracts=True),
-    "cuda": Policy(rounds=True, kernels="cuda", contracts=True, reciprocals=True, steps=True),
+    "cuda": Policy(rounds=True, kernels="cuda", contracts=True, reciprocals=True, orders_zeros=True,
+                   steps=True),
 }
 
 

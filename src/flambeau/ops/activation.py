@@ -12,9 +12,9 @@ from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import abs_, clamp, erf, exp, expm1, log, log1p, maximum, minimum, sigmoid, tanh
+from flambeau.ir.scalar import abs_, clamp, erf, exp, expm1, isnan, log, log1p, maximum, minimum, sigmoid, tanh
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, wrap_dim
-from flambeau.ops.rounding import by_kernels, is_exact, mad, mad_by_steps, step
+from flambeau.ops.rounding import by_kernels, is_exact, mad, mad_by_steps, step, stored, stored_anywhere
 
 aten = torch.ops.aten
 
@@ -29,12 +29,12 @@ def relu(x: Expr) -> Expr:
 
 @lower_pointwise(aten.threshold, operands=1)
 def threshold(x: Expr, threshold: float, value: float) -> Expr:
-    return where(x <= threshold, value, x)
+    return where(x <= stored(threshold, x), value, x)
 
 
 @lower_pointwise(aten.threshold_backward, operands=2)
 def threshold_backward(grad: Expr, x: Expr, threshold: float) -> Expr:
-    return where(x <= threshold, 0, grad)
+    return where(x <= stored(threshold, x), 0, grad)
 
 
 @lower_pointwise(aten.leaky_relu, operands=1)
@@ -111,20 +111,26 @@ def hardswish_backward(grad: Expr, x: Expr) -> Expr:
     return where(x <= -3, 0, where(x < 3, grad * (x / 3 + 0.5), grad))
 
 
+_nothing = by_kernels(lambda x: x * 0, cuda=lambda x: where(isnan(x), x, 0))
+
+
 @lower_pointwise(aten.softshrink, operands=1)
 def softshrink(x: Expr, lambd: float = 0.5) -> Expr:
-    """The middle is x * 0, which keeps NaN."""
-    return where(x > lambd, x - lambd, where(x < -lambd, x + lambd, x * 0))
+    """The middle keeps NaN."""
+    width = stored(lambd, x)
+    return where(x > width, x - width, where(x < -width, x + width, _nothing(x)))
 
 
 @lower_pointwise(aten.hardshrink, operands=1)
 def hardshrink(x: Expr, lambd: float = 0.5) -> Expr:
-    return where((x >= -lambd) & (x <= lambd), 0, x)
+    width = stored_anywhere(lambd, x)
+    return where((x >= -width) & (x <= width), 0, x)
 
 
 @lower_pointwise(aten.softshrink_backward, aten.hardshrink_backward, operands=2)
 def shrink_backward(grad: Expr, x: Expr, lambd: float) -> Expr:
-    return where((x >= -lambd) & (x <= lambd), 0, grad)
+    width = stored(lambd, x)
+    return where((x >= -width) & (x <= width), 0, grad)
 
 
 # ---- exponential units ---------------------------------------------------------------------------------
@@ -140,7 +146,8 @@ def elu_backward(grad: Value, alpha: float, scale: float, input_scale: float, is
                  x: Value) -> Value:
     def formula(grad: Expr, x: Expr) -> Expr:
         most, start = const(alpha, x.dtype) * scale, grad * input_scale
-        return where(x > 0, grad * scale, start * (x + most) if is_result else start * most * exp(x * input_scale))
+        slope = start * (x + most) if is_result else start * most * exp(x * input_scale)
+        return where(x <= 0, slope, grad * scale)  # so that NaN has the slope of what is above zero
 
     return pointwise(formula)(grad, x)
 
@@ -194,8 +201,9 @@ def log_sigmoid(x: Value) -> tuple[Value, Value]:
     return _log_sigmoid(x), build.pointwise((0,), lambda i: const(0, x.dtype))
 
 
-@pointwise
-def _log_sigmoid_backward(grad: Expr, x: Expr, small: Expr) -> Expr:
+@pointwise(operands=3)
+def _log_sigmoid_backward(grad: Expr, x: Expr, small: Expr | None) -> Expr:
+    small = _exp_of_minus_abs(x) if small is None else small
     if is_exact():
         rest = small / (1 + small)
         return grad * where(x < 0, 1 - rest, rest)
@@ -205,8 +213,7 @@ def _log_sigmoid_backward(grad: Expr, x: Expr, small: Expr) -> Expr:
 @lower(aten.log_sigmoid_backward)
 def log_sigmoid_backward(grad: Value, x: Value, buffer: Value) -> Value:
     """grad * sigmoid(-x), from exp(-|x|)."""
-    fresh = build.graph().capabilities.gpu_eager
-    return _log_sigmoid_backward(grad, x, pointwise(_exp_of_minus_abs)(x) if fresh else buffer)
+    return _log_sigmoid_backward(grad, x, None if build.graph().capabilities.gpu_eager else buffer)
 
 
 @lower_pointwise(aten.logit, operands=1, kind="float")

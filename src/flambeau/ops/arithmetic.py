@@ -37,7 +37,7 @@ from flambeau.ir.scalar import (
     trunc,
 )
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, table
-from flambeau.ops.rounding import by_kernels, mad, step
+from flambeau.ops.rounding import by_kernels, mad, step, stored
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -250,6 +250,13 @@ def _signbit(x: Expr) -> Expr:
     return unary("signbit", x) if is_float(x.dtype) else x < 0
 
 
+def _with_stored_sign(x: Expr, y: Expr) -> Expr:
+    """The machine takes the sign from a NaN in float16 when it widens it."""
+    if y.op != "cast" or y.args[0].dtype is not torch.float16:
+        return copysign(x, y)
+    return where(Expr("bitcast", torch.int16, y.args) < 0, -abs_(x), abs_(x))
+
+
 def _same(x: Expr) -> Expr:
     return x
 
@@ -267,7 +274,7 @@ table("default", {
 })
 table("bool", {aten.signbit: _signbit, prims.signbit: _signbit})
 table("float", {
-    aten.copysign: copysign,
+    aten.copysign: by_kernels(copysign, cuda=_with_stored_sign),
     aten.deg2rad: lambda x: x * (math.pi / 180),
     aten.rad2deg: lambda x: x * (180 / math.pi),
     aten.angle: lambda x: where(isnan(x), x, where(x < 0, const(math.pi, x.dtype), 0)),
@@ -279,8 +286,8 @@ def round_decimals(x: Expr, *, decimals: int) -> Expr:
     """Scaled by a positive power of ten whatever the sign of `decimals`: a negative one is not exact."""
     if decimals == 0 or not is_float(x.dtype):
         return _on_floats(round)(x)
-    scale = 10.0 ** abs(decimals)
-    return round(x * scale) / scale if decimals > 0 else round(x / scale) * scale
+    scale = stored(10.0 ** abs(decimals), x)
+    return round(step(x * scale)) / scale if decimals > 0 else round(step(x / scale)) * scale
 
 
 @lower_pointwise(aten.heaviside)

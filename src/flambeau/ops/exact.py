@@ -23,7 +23,7 @@ SUMS = frozenset((
 # Of the other families, the operators that choose one of their values.
 CHOICES = frozenset((
     "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "adaptive_max_pool2d",
-    "adaptive_max_pool3d", "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "cummax", "cummin", "embedding",
+    "adaptive_max_pool3d", "all", "any", "argmax", "argmin", "cummax", "cummin", "embedding",
     "fractional_max_pool2d", "fractional_max_pool3d", "max", "max_pool2d_with_indices", "max_pool3d_with_indices",
     "max_unpool2d", "max_unpool3d", "min", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
 ))
@@ -31,15 +31,15 @@ CHOICES = frozenset((
 PLAIN = frozenset((
     "_conj_physical", "_prelu_kernel", "_prelu_kernel_backward", "abs", "add", "angle", "ceil", "clamp", "clamp_max",
     "clamp_min", "clone", "copy", "copysign", "deg2rad", "div", "floor", "fmod", "frac", "hardshrink", "hardtanh",
-    "heaviside", "leaky_relu", "leaky_relu_backward", "maximum", "minimum", "mul", "nan_to_num", "neg", "pow",
-    "rad2deg", "reciprocal", "relu", "remainder", "round", "rsub", "sgn", "sign", "signbit", "sqrt", "sub", "threshold",
+    "heaviside", "leaky_relu", "leaky_relu_backward", "mul", "nan_to_num", "neg", "pow", "rad2deg", "reciprocal",
+    "relu", "remainder", "round", "rsub", "sgn", "sign", "signbit", "sqrt", "sub", "threshold",
     "threshold_backward", "trunc", "zero",
 ))
 # On a CPU, eager computes small floats in float32 up to the end within its vectors, and step by step in what is left
-# over after them: formulas of several steps are those of float32 and float64. So is the sign of a zero that is chosen.
+# over after them: formulas of several steps are those of float32 and float64. So is the sign of zeros that are bounds.
 CPU_WIDE = frozenset((
     "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "hardsigmoid", "hardsigmoid_backward", "hardswish", "lerp",
-    "maximum", "minimum", "native_dropout_backward", "pow", "sigmoid_backward", "tanh_backward",
+    "native_dropout_backward", "pow", "sigmoid_backward", "tanh_backward",
 ))
 FORMULAS = {
     # Of what is missing here, some differ in eager itself between its vectors and what is left over: whether NaN has a
@@ -50,10 +50,17 @@ FORMULAS = {
         "elu_backward", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fmax", "fmin", "gelu", "gelu_backward", "glu",
         "glu_backward", "hardshrink_backward", "hardsigmoid", "hardsigmoid_backward", "hardswish", "hardswish_backward",
         "hardtanh_backward", "hypot", "lerp", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid_backward",
-        "log_sigmoid_forward", "logaddexp", "logaddexp2", "logit", "logit_backward", "mish", "mish_backward",
-        "native_dropout_backward", "rsqrt", "sigmoid", "sigmoid_backward", "silu", "silu_backward", "sin", "sinc",
-        "sinh", "softplus", "softplus_backward", "softshrink", "softshrink_backward", "tan", "tanh", "tanh_backward",
+        "log_sigmoid_forward", "logaddexp", "logaddexp2", "logit", "logit_backward", "maximum", "minimum", "mish",
+        "mish_backward", "native_dropout_backward", "rsqrt", "sigmoid", "sigmoid_backward", "silu", "silu_backward",
+        "sin", "sinc", "sinh", "softplus", "softplus_backward", "softshrink", "softshrink_backward", "tan",
+        "tanh", "tanh_backward",
     )),
+}
+# Which of 0.0 and -0.0 is chosen depends, in eager's kernels for a CPU, on whether they are within a vector or left
+# over; in its reductions without an index, on the order in which they compare.
+TIES = {
+    "cpu": ("clamp.Tensor", "clamp_max.Tensor", "clamp_min.Tensor", "max.default", "min.default"),
+    "cuda": ("max.default", "min.default"),
 }
 FOREACH = "_foreach_"
 
@@ -66,6 +73,6 @@ def is_exact(op: torch._ops.OpOverload, device: str, small: bool = False) -> boo
         name = name.removeprefix(FOREACH)
     elif FAMILIES[op] in MOVES:
         return name not in SUMS and "reduce" not in op._overloadname
-    if small and device == "cpu" and name in CPU_WIDE:
+    if small and device == "cpu" and name in CPU_WIDE or f"{name}.{op._overloadname or 'default'}" in TIES[device]:
         return False
     return namespace == "aten" and (name in CHOICES or name in FORMULAS[device])

@@ -15,7 +15,7 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float
-from flambeau.ir.expr import Expr, Scalar, lift
+from flambeau.ir.expr import Expr, Scalar, const, lift
 from flambeau.ir.scalar import fma, round_to
 
 _stored: ContextVar[DType] = ContextVar("flambeau_stored", default=torch.float32)
@@ -61,3 +61,16 @@ def by_kernels(fast: Callable[..., Any], **exact: Callable[..., Any]) -> Callabl
         return exact.get(kernels, exact.get("both", fast) if kernels else fast)(*args, **named)
 
     return formula
+
+
+def _as_is(number: float, x: Expr) -> Expr:
+    return const(number, x.dtype)
+
+
+def _as_stored(number: float, x: Expr) -> Expr:
+    return round_to(const(number, x.dtype), _stored.get()) if is_float(x.dtype) else const(number, x.dtype)
+
+
+# A number that eager's kernels have in the dtype of their tensors x: those for CUDA, or all of them.
+stored = by_kernels(_as_is, cuda=_as_stored)
+stored_anywhere = by_kernels(_as_is, both=_as_stored)

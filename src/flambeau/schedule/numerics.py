@@ -13,6 +13,7 @@ from flambeau.ir.nodes import Graph
 from .inline import map_exprs
 
 _SMALL = (torch.float16, torch.bfloat16)
+_CHOICES = ("where", "min", "max")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -35,25 +36,30 @@ def keep_compared(roots: list[Expr], memo: dict[Expr, Expr]) -> None:
             memo[e] = cast(cast(rewrite(half.args[0], widen, None, memo), half.dtype), e.dtype)
 
 
-def narrow(e: Expr) -> Expr:
+def narrow(e: Expr, choices: tuple[str, ...] = _CHOICES) -> Expr:
     """A choice among values of half precision is one of them: made as they are stored, it needs no rounding, which is
     most of the work of a rectifier."""
-    if e.op == "cast" and e.dtype in _SMALL and e.args[0].op in ("where", "min", "max"):
-        chosen = stored(e.args[0], e.dtype)
+    if e.op == "cast" and e.dtype in _SMALL and e.args[0].op in choices:
+        chosen = stored(e.args[0], e.dtype, choices)
         return e if chosen is None else chosen
     return e
 
 
-def stored(e: Expr, dtype: DType) -> Expr | None:
+def choose(e: Expr) -> Expr:
+    """The same where the sign of zeros counts: a comparison does not see it, minima and maxima do."""
+    return narrow(e, ("where",))
+
+
+def stored(e: Expr, dtype: DType, choices: tuple[str, ...] = _CHOICES) -> Expr | None:
     """A float32 value as one of `dtype`, if it is a choice among numbers and values that were widened from it."""
     if e.op == "const":
         return None if math.isnan(e.attr) else const(e.attr, dtype)
     if e.op == "cast":
         return e.args[0] if e.args[0].dtype is dtype else None
-    if e.op not in ("where", "min", "max"):
+    if e.op not in choices:
         return None
     *_, a, b = e.args
-    x, y = stored(a, dtype), stored(b, dtype)
+    x, y = stored(a, dtype, choices), stored(b, dtype, choices)
     if x is None or y is None:
         return None
     if e.op == "where":
@@ -66,7 +72,8 @@ def stored(e: Expr, dtype: DType) -> Expr | None:
 
 def apply_policy(graph: Graph) -> None:
     """No rounding between fused operators, unless the policy asks for that of eager."""
-    for rule in (narrow,) if graph.policy.rounds else (widen, narrow):
+    last = choose if graph.policy.orders_zeros else narrow
+    for rule in (last,) if graph.policy.rounds else (widen, last):
         memo: dict[Expr, Expr] = {}
         if rule is widen:
             keep_compared([e for n in graph.nodes for e in n.exprs()], memo)
