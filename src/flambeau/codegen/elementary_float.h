@@ -48,9 +48,10 @@ FL_INLINE float FL_F(choose_ends)(float x, float low, float below, float inside,
 FL_INLINE float FL_F(exp)(float x) {
   const float c[] = {0x1.00000cp-1f, 0x1.555510p-3f,  0x1.5549d4p-5f,
                      0x1.1127c8p-7f, 0x1.71c7bap-10f, 0x1.9b813cp-13f};
-  const exp_parts p = FL_F(split_exp)(x, 2, 127);
+  const float most = x > 89.0f ? 89.0f : x;  // of which the result overflows: to clamp is cheaper than to choose
+  const exp_parts p = FL_F(split_exp)(most, 2, 127);
   const float y = FL_F(madd)(p.rest * p.rest, FL_HORNER6(p.rest, c), p.rest) + 1.0f;
-  return FL_F(choose_ends)(x, -104.0f, 0.0f, y * p.power * p.power, 89.0f, FL_INF);
+  return x < -104.0f ? 0.0f : y * p.power * p.power;
 }
 
 FL_INLINE float FL_F(exp2)(float x) {
