@@ -11,12 +11,14 @@ from torch import Tensor
 
 from codegen.programs import Built, built, run
 from codegen.test_loops import close, close_sum, each, running, softmax, sums
-from flambeau.codegen.opencl_several import MANY
+from flambeau.codegen.opencl_several import MANY, PART
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import cast
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import where
+from flambeau.targets.opencl_compile import library
+from flambeau.targets.opencl_device import host_device
 from opencl_forms import POINTS, THREADS
 
 N = MANY + 1  # odd: the last work-item has a part of its elements
@@ -131,6 +133,55 @@ def test_a_row_that_does_not_fit() -> None:
     b = built(lambda v: [softmax(v, 1), sums(v, [1])], torch.randn(2, 2), dynamic=True, on=POINTS)
     for n in (1, 300, 5003):
         rows(b, torch.randn(2, n))
+
+
+@pytest.mark.parametrize("n", [4096, 4100])
+def test_rows_read_what_they_do_not_keep_some_at_a_time(n: int) -> None:
+    base, weight, bias = torch.randn(3, n + 4), torch.randn(n + 4), torch.randn(n + 4)
+
+    def make(x: Value, weight: Value, bias: Value) -> list[Value]:
+        scaled = build.pointwise(x.shape, lambda i: x.load(i) * weight.load((i[1],)))
+        soft = softmax(scaled, 1)
+        return [build.pointwise(x.shape, lambda i: soft.load(i) * weight.load((i[1],)) + bias.load((i[1],)))]
+
+    b = built(make, base[:, :n], weight[:n], bias[:n], on=POINTS)
+    text, = b.texts
+    assert text.count("float4*)(p2") == -(-n // 4 // 256 * 4 // PART)
+    for k in (0, 1):
+        x, w, c = base[:, k:k + n], weight[k:k + n], bias[k:k + n]
+        close(b(x, w, c)[0], (x * w).double().softmax(1) * w + c)
+
+
+def test_columns_with_a_factor_of_each_row_are_cut_into_pieces() -> None:
+    x, rows = torch.randn(1024, 64), torch.randn(1024)
+    b = built(lambda x, rows: [sums(build.pointwise(x.shape, lambda i: x.load(i) * rows.load((i[0],))), [0])], x, rows,
+              on=POINTS)
+    assert len(b.texts) == 2
+    close_sum(b(x, rows)[0], x * rows[:, None], 0)
+
+
+def test_halves_by_the_functions_of_the_language() -> None:
+    """As on devices whose compiler is not known to be clang."""
+    import numpy
+    import pyopencl
+
+    kernel = ("__kernel void k(__global const ushort* halves, __global float* wide, __global const float* x, "
+              "__global ushort* narrow) {\n  const int i = get_global_id(0);\n  wide[i] = fl_from_half(halves[i]);\n"
+              "  narrow[i] = fl_to_half(x[i]);\n}\n")
+    device = host_device()
+    program = pyopencl.Program(device.context, library("opencl.h") + kernel).build(["-w"])
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    between = halves.float() + torch.randn(2**16).sign() * torch.where(halves.isinf(), 0, 2.0**-25)
+    x = torch.cat((between[::2], torch.randn(2**15) * 2.0 ** torch.randint(-30, 18, (2**15,))))
+    flags = pyopencl.mem_flags
+    inputs = [pyopencl.Buffer(device.context, flags.COPY_HOST_PTR, hostbuf=t.numpy()) for t in (halves, x)]
+    wide, narrow = numpy.empty(2**16, numpy.float32), numpy.empty(2**16, numpy.float16)
+    outputs = [pyopencl.Buffer(device.context, flags.WRITE_ONLY, a.nbytes) for a in (wide, narrow)]
+    program.k(device.queue, (2**16,), None, inputs[0], outputs[0], inputs[1], outputs[1])
+    for array, buffer in zip((wide, narrow), outputs, strict=True):
+        pyopencl.enqueue_copy(device.queue, array, buffer)
+    torch.testing.assert_close(torch.from_numpy(wide), halves.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(torch.from_numpy(narrow), x.half(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

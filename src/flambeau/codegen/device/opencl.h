@@ -33,6 +33,12 @@ typedef long int64_t;
 
 FL_INLINE float fl_from_bf16(ushort x) { return as_float((uint)x << 16); }
 
+FL_INLINE ushort fl_to_bf16(float x) {
+  const uint bits = as_uint(x), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (ushort)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+#ifdef FL_CLANG
 FL_INLINE float fl_from_half(ushort x) {
   const uint magnitude = ((uint)x & 0x7fffu) << 13, sign = ((uint)x & 0x8000u) << 16;
   // A subnormal becomes the fraction of a number in [2^-14, 2^-13); the subtraction normalises it exactly.
@@ -40,11 +46,6 @@ FL_INLINE float fl_from_half(ushort x) {
   uint bits = magnitude < (1u << 23) ? as_uint(subnormal) : magnitude + (112u << 23);
   bits = magnitude >= (31u << 23) ? magnitude | (255u << 23) : bits;
   return as_float(bits | sign);
-}
-
-FL_INLINE ushort fl_to_bf16(float x) {
-  const uint bits = as_uint(x), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (ushort)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
 FL_INLINE ushort fl_to_half(float x) {
@@ -57,6 +58,15 @@ FL_INLINE ushort fl_to_half(float x) {
   result = bits > 0x7f800000u ? 0x7e00u : result;
   return (ushort)(result | sign);
 }
+#else  // a GPU has instructions for it, which these become
+FL_INLINE float fl_from_half(ushort x) { return vload_half(0, (const half*)&x); }
+
+FL_INLINE ushort fl_to_half(float x) {
+  ushort bits;
+  vstore_half_rte(x, 0, (half*)&bits);
+  return bits;
+}
+#endif
 
 // ---- sizes, indices, threads ---------------------------------------------------------------------------
 
