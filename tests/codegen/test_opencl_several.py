@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
@@ -124,7 +126,7 @@ def rows(b: Built, x: Tensor) -> None:
 def test_rows_in_registers_at_every_offset() -> None:
     base = torch.randn(3, 520)
     b = built(lambda v: [softmax(v, 1), sums(v, [1])], base[:, :512], on=POINTS)
-    assert "float4" in "".join(b.texts)
+    assert all("float4" in text and "reqd_work_group_size(32," in text for text in b.texts)
     for k in (0, 1, 4, 6):
         rows(b, base[:, k:k + 512])
 
@@ -158,6 +160,32 @@ def test_columns_with_a_factor_of_each_row_are_cut_into_pieces() -> None:
               on=POINTS)
     assert len(b.texts) == 2
     close_sum(b(x, rows)[0], x * rows[:, None], 0)
+
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-42, 3e38, -1.0]
+
+
+def test_quotients_by_what_is_the_same_for_many_have_the_bits_of_a_division() -> None:
+    """But near zero, where they may miss the last place."""
+    x = torch.randint(-2**31, 2**31, (32, 600)).to(torch.int32).view(torch.float32)
+    x[x.abs() < 1e-25] = 1.5
+    x[:, :8] = torch.tensor(SPECIAL)
+    shared = torch.cat((torch.tensor(SPECIAL), x[1, 8:32]))[:, None].repeat(1, 600)
+    numbers = (9.0, 0.1, -1.7, 1e-38, 0.0, math.inf)
+
+    def make(x: Value, shared: Value) -> list[Value]:
+        most = [build.pointwise(x.shape, lambda i, c=c: x.load(i) / c) for c in numbers]
+        top, = build.reduce(shared.shape, [1], build.simple_combine("max", torch.float32), shared.load)
+        return [*most, build.pointwise(x.shape, lambda i: x.load(i) / top.load((i[0],)))]
+
+    b = built(make, x, shared, on=POINTS)
+    assert sum(text.count("fl_over") for text in b.texts) >= 4
+    for ours, by in zip(b(x, shared), (*numbers, shared), strict=True):
+        exact = x / by
+        assert torch.equal(ours.isnan(), exact.isnan())
+        near_zero = (x != 0) & (x.abs() < 1e-25) | (exact != 0) & (exact.abs() < 1e-35)
+        apart = (ours.nan_to_num(7).view(torch.int32).long() - exact.nan_to_num(7).view(torch.int32).long()).abs()
+        assert not apart[~near_zero].any() and apart.max() <= 1, by
 
 
 def test_halves_by_the_functions_of_the_language() -> None:

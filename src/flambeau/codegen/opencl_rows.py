@@ -21,6 +21,7 @@ from .opencl_points import SHORT, PointLoops
 from .opencl_several import FULL, Several
 
 LEAST = 32  # work-items of a group
+LINES = 4  # accesses of a work-item that are under way at once: with more work-items there is more to join
 STEP = 16  # elements of a work-item in each part of a row that does not fit into registers
 BARRIER = "barrier(CLK_LOCAL_MEM_FENCE);"
 
@@ -50,7 +51,7 @@ class Rows(Several):
             return
         limit, lines = shape.group, max(-(-self.number.const // self.lanes), 1)
         while limit <= shape.largest:  # larger ones where a row does not fit otherwise
-            self.group = power_below(max(min(2 * lines - 1, limit), LEAST))
+            self.group = power_below(max(min(2 * -(-lines // LINES) - 1, limit), LEAST))
             self.each = -(-lines // self.group) * self.lanes
             if self.each <= most:
                 return

@@ -227,6 +227,16 @@ FL_INLINE float fl_madd_f(float a, float b, float c) { return fma(a, b, c); }
 FL_INLINE float fl_madd_f(float a, float b, float c) { return a * b + c; }
 #endif
 
+// x / s, where r = 1 / s is known already: what the rounded product leaves is exact, and corrects it to the quotient's own
+// rounding (where it is not a number near zero, of which digits are missing). GPUs would take a reciprocal and a branch
+// for each x. Of zeros, infinities and NaNs the product is right.
+FL_INLINE float fl_over_f(float x, float s, float r) {
+  const float q = x * r, rest = fma(-q, s, x), corrected = fma(rest, r, q);
+  return (fl_abs_f(q) < INFINITY) & (fl_abs_f(rest) > 0.0f) ? corrected : q;
+}
+// A factor for both numbers, with which 1 / s does not overflow.
+FL_INLINE float fl_lift_f(float s) { return fl_abs_f(s) < 0x1p-100f ? 0x1p64f : 1.0f; }
+
 #define FL_F(name) fl_##name##_f
 #define FL_AS_FLOAT(bits) as_float(bits)
 #define FL_AS_BITS(x) as_uint(x)
