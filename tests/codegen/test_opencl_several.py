@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from codegen.programs import Built, built, run
-from codegen.test_loops import close, close_sum, each, running, softmax, sums
+from codegen.test_loops import affine, close, close_sum, each, running, softmax, sums
 from flambeau.codegen.opencl_several import MANY, PART
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
@@ -188,14 +188,15 @@ def test_quotients_by_what_is_the_same_for_many_have_the_bits_of_a_division() ->
         assert not apart[~near_zero].any() and apart.max() <= 1, by
 
 
-def test_halves_by_the_functions_of_the_language() -> None:
-    """As on devices whose compiler is not known to be clang."""
+def test_functions_of_the_language() -> None:
+    """Halves and exponentials, as on devices whose compiler is not known to be clang."""
     import numpy
     import pyopencl
 
-    kernel = ("__kernel void k(__global const ushort* halves, __global float* wide, __global const float* x, "
-              "__global ushort* narrow) {\n  const int i = get_global_id(0);\n  wide[i] = fl_from_half(halves[i]);\n"
-              "  narrow[i] = fl_to_half(x[i]);\n}\n")
+    kernel = ("__kernel void k(__global const ushort* halves, __global const float* x, __global float* wide, "
+              "__global ushort* narrow, __global float* power, __global float* power2) {\n"
+              "  const int i = get_global_id(0);\n  wide[i] = fl_from_half(halves[i]);\n"
+              "  narrow[i] = fl_to_half(x[i]);\n  power[i] = fl_exp_f(x[i]);\n  power2[i] = fl_exp2_f(x[i]);\n}\n")
     device = host_device()
     program = pyopencl.Program(device.context, library("opencl.h") + kernel).build(["-w"])
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
@@ -203,13 +204,24 @@ def test_halves_by_the_functions_of_the_language() -> None:
     x = torch.cat((between[::2], torch.randn(2**15) * 2.0 ** torch.randint(-30, 18, (2**15,))))
     flags = pyopencl.mem_flags
     inputs = [pyopencl.Buffer(device.context, flags.COPY_HOST_PTR, hostbuf=t.numpy()) for t in (halves, x)]
-    wide, narrow = numpy.empty(2**16, numpy.float32), numpy.empty(2**16, numpy.float16)
-    outputs = [pyopencl.Buffer(device.context, flags.WRITE_ONLY, a.nbytes) for a in (wide, narrow)]
-    program.k(device.queue, (2**16,), None, inputs[0], outputs[0], inputs[1], outputs[1])
-    for array, buffer in zip((wide, narrow), outputs, strict=True):
+    arrays = [numpy.empty(2**16, kind) for kind in (numpy.float32, numpy.float16, numpy.float32, numpy.float32)]
+    outputs = [pyopencl.Buffer(device.context, flags.WRITE_ONLY, a.nbytes) for a in arrays]
+    program.k(device.queue, (2**16,), None, *inputs, *outputs)
+    exact = (halves.float(), x.half(), x.double().exp().float(), x.double().exp2().float())
+    for array, buffer, e, rtol in zip(arrays, outputs, exact, (0, 0, 4e-7, 4e-7), strict=True):
         pyopencl.enqueue_copy(device.queue, array, buffer)
-    torch.testing.assert_close(torch.from_numpy(wide), halves.float(), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(torch.from_numpy(narrow), x.half(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(torch.from_numpy(array), e, rtol=rtol, atol=3e-45 if rtol else 0, equal_nan=True)
+
+
+def test_scans_of_several_components() -> None:
+    """Whose runs are longer than an access where the number of these is even."""
+    for n in (1200, 601, 1030):
+        a, b = torch.rand(n), torch.randn(n)
+        ours, = run(lambda a, b: [affine(a, b, False)], a, b, on=POINTS)
+        t, exact = 0.0, []
+        for x, y in zip(a.tolist(), b.tolist(), strict=True):
+            exact.append(t := x * t + y)
+        close(ours, torch.tensor(exact, dtype=torch.float64))
 
 
 @pytest.mark.slow
