@@ -52,7 +52,10 @@ FL_INLINE float FL_F(exp)(float x) {
                      0x1.1127c8p-7f, 0x1.71c7bap-10f, 0x1.9b813cp-13f};
   const float most = x > 89.0f ? 89.0f : x;  // of which the result overflows: to clamp is cheaper than to choose
   const exp_parts p = FL_F(split_exp)(most, 2, 127);
-  const float y = FL_F(madd)(p.rest * p.rest, FL_HORNER6(p.rest, c), p.rest) + 1.0f;
+  // in pairs: half as many steps that wait for one another
+  const float r = p.rest, square = r * r, low = FL_F(madd)(c[1], r, c[0]), high = FL_F(madd)(c[3], r, c[2]);
+  const float sum = FL_F(madd)(FL_F(madd)(FL_F(madd)(c[5], r, c[4]), square, high), square, low);
+  const float y = FL_F(madd)(square, sum, r) + 1.0f;
   return x < -104.0f ? 0.0f : y * p.power * p.power;
 }
 
