@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
@@ -10,13 +12,15 @@ import torch
 from torch import Tensor
 
 from codegen.programs import Built, built, run
-from codegen.test_loops import close, close_sum, each, running, softmax, sums
-from flambeau.codegen.opencl_several import MANY
+from codegen.test_loops import affine, close, close_sum, each, running, softmax, sums
+from flambeau.codegen.opencl_several import MANY, PART
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import cast
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import where
+from flambeau.targets.opencl_compile import library
+from flambeau.targets.opencl_device import host_device
 from opencl_forms import POINTS, THREADS
 
 N = MANY + 1  # odd: the last work-item has a part of its elements
@@ -122,7 +126,7 @@ def rows(b: Built, x: Tensor) -> None:
 def test_rows_in_registers_at_every_offset() -> None:
     base = torch.randn(3, 520)
     b = built(lambda v: [softmax(v, 1), sums(v, [1])], base[:, :512], on=POINTS)
-    assert "float4" in "".join(b.texts)
+    assert all("float4" in text and "reqd_work_group_size(32," in text for text in b.texts)
     for k in (0, 1, 4, 6):
         rows(b, base[:, k:k + 512])
 
@@ -131,6 +135,93 @@ def test_a_row_that_does_not_fit() -> None:
     b = built(lambda v: [softmax(v, 1), sums(v, [1])], torch.randn(2, 2), dynamic=True, on=POINTS)
     for n in (1, 300, 5003):
         rows(b, torch.randn(2, n))
+
+
+@pytest.mark.parametrize("n", [4096, 4100])
+def test_rows_read_what_they_do_not_keep_some_at_a_time(n: int) -> None:
+    base, weight, bias = torch.randn(3, n + 4), torch.randn(n + 4), torch.randn(n + 4)
+
+    def make(x: Value, weight: Value, bias: Value) -> list[Value]:
+        scaled = build.pointwise(x.shape, lambda i: x.load(i) * weight.load((i[1],)))
+        soft = softmax(scaled, 1)
+        return [build.pointwise(x.shape, lambda i: soft.load(i) * weight.load((i[1],)) + bias.load((i[1],)))]
+
+    b = built(make, base[:, :n], weight[:n], bias[:n], on=POINTS)
+    text, = b.texts
+    assert text.count("float4*)(p2") == -(-n // 4 // 256 * 4 // PART)
+    for k in (0, 1):
+        x, w, c = base[:, k:k + n], weight[k:k + n], bias[k:k + n]
+        close(b(x, w, c)[0], (x * w).double().softmax(1) * w + c)
+
+
+def test_columns_with_a_factor_of_each_row_are_cut_into_pieces() -> None:
+    x, rows = torch.randn(1024, 64), torch.randn(1024)
+    b = built(lambda x, rows: [sums(build.pointwise(x.shape, lambda i: x.load(i) * rows.load((i[0],))), [0])], x, rows,
+              on=POINTS)
+    assert len(b.texts) == 2
+    close_sum(b(x, rows)[0], x * rows[:, None], 0)
+
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-42, 3e38, -1.0]
+
+
+def test_quotients_by_what_is_the_same_for_many_have_the_bits_of_a_division() -> None:
+    """But near zero, where they may miss the last place."""
+    x = torch.randint(-2**31, 2**31, (32, 600)).to(torch.int32).view(torch.float32)
+    x[x.abs() < 1e-25] = 1.5
+    x[:, :8] = torch.tensor(SPECIAL)
+    shared = torch.cat((torch.tensor(SPECIAL), x[1, 8:32]))[:, None].repeat(1, 600)
+    numbers = (9.0, 0.1, -1.7, 1e-38, 0.0, math.inf)
+
+    def make(x: Value, shared: Value) -> list[Value]:
+        most = [build.pointwise(x.shape, lambda i, c=c: x.load(i) / c) for c in numbers]
+        top, = build.reduce(shared.shape, [1], build.simple_combine("max", torch.float32), shared.load)
+        return [*most, build.pointwise(x.shape, lambda i: x.load(i) / top.load((i[0],)))]
+
+    b = built(make, x, shared, on=POINTS)
+    assert sum(text.count("fl_over") for text in b.texts) >= 4
+    for ours, by in zip(b(x, shared), (*numbers, shared), strict=True):
+        exact = x / by
+        assert torch.equal(ours.isnan(), exact.isnan())
+        near_zero = (x != 0) & (x.abs() < 1e-25) | (exact != 0) & (exact.abs() < 1e-35)
+        apart = (ours.nan_to_num(7).view(torch.int32).long() - exact.nan_to_num(7).view(torch.int32).long()).abs()
+        assert not apart[~near_zero].any() and apart.max() <= 1, by
+
+
+def test_functions_of_the_language() -> None:
+    """Halves and exponentials, as on devices whose compiler is not known to be clang."""
+    import numpy
+    import pyopencl
+
+    kernel = ("__kernel void k(__global const ushort* halves, __global const float* x, __global float* wide, "
+              "__global ushort* narrow, __global float* power, __global float* power2) {\n"
+              "  const int i = get_global_id(0);\n  wide[i] = fl_from_half(halves[i]);\n"
+              "  narrow[i] = fl_to_half(x[i]);\n  power[i] = fl_exp_f(x[i]);\n  power2[i] = fl_exp2_f(x[i]);\n}\n")
+    device = host_device()
+    program = pyopencl.Program(device.context, library("opencl.h") + kernel).build(["-w"])
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    between = halves.float() + torch.randn(2**16).sign() * torch.where(halves.isinf(), 0, 2.0**-25)
+    x = torch.cat((between[::2], torch.randn(2**15) * 2.0 ** torch.randint(-30, 18, (2**15,))))
+    flags = pyopencl.mem_flags
+    inputs = [pyopencl.Buffer(device.context, flags.COPY_HOST_PTR, hostbuf=t.numpy()) for t in (halves, x)]
+    arrays = [numpy.empty(2**16, kind) for kind in (numpy.float32, numpy.float16, numpy.float32, numpy.float32)]
+    outputs = [pyopencl.Buffer(device.context, flags.WRITE_ONLY, a.nbytes) for a in arrays]
+    program.k(device.queue, (2**16,), None, *inputs, *outputs)
+    exact = (halves.float(), x.half(), x.double().exp().float(), x.double().exp2().float())
+    for array, buffer, e, rtol in zip(arrays, outputs, exact, (0, 0, 4e-7, 4e-7), strict=True):
+        pyopencl.enqueue_copy(device.queue, array, buffer)
+        torch.testing.assert_close(torch.from_numpy(array), e, rtol=rtol, atol=3e-45 if rtol else 0, equal_nan=True)
+
+
+def test_scans_of_several_components() -> None:
+    """Whose runs are longer than an access where the number of these is even."""
+    for n in (1200, 601, 1030):
+        a, b = torch.rand(n), torch.randn(n)
+        ours, = run(lambda a, b: [affine(a, b, False)], a, b, on=POINTS)
+        t, exact = 0.0, []
+        for x, y in zip(a.tolist(), b.tolist(), strict=True):
+            exact.append(t := x * t + y)
+        close(ours, torch.tensor(exact, dtype=torch.float64))
 
 
 @pytest.mark.slow

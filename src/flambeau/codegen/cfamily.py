@@ -43,6 +43,10 @@ class Dialect:
         """The function for an operation on values of this dtype."""
         return self.function.format(op)
 
+    def at_once(self, points: int, size: int) -> str:
+        """The pragma of a loop of which so many points, of so many bytes each, should be under way at once."""
+        return self.simd
+
     def constant(self, value: bool | int | float, dtype: DType) -> str:
         raise NotImplementedError
 

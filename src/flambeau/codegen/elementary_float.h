@@ -8,6 +8,7 @@
 //     FL_AS_FLOAT(bits)    a float from its bits, and FL_AS_BITS(x) those as a 32-bit unsigned number
 //     FL_BITS, FL_INT      that type, and the signed one
 //     FL_INF, FL_NAN       infinity, and what is no number
+//     FL_HAS_EXP           if it has functions exp and exp2 of its own
 
 // c[0] + c[1] x + c[2] x^2 + ... Written out: of a loop inside theirs, some compilers make no vectors.
 #define FL_STEP(x, c, k, rest) FL_F(madd)(rest, x, c[k])
@@ -44,13 +45,18 @@ FL_INLINE float FL_F(choose_ends)(float x, float low, float below, float inside,
   return x < low ? below : left;
 }
 
+#ifndef FL_HAS_EXP
 // With steps of 2 ln 2, scaling twice by the same power gives subnormal results and overflows alike.
 FL_INLINE float FL_F(exp)(float x) {
   const float c[] = {0x1.00000cp-1f, 0x1.555510p-3f,  0x1.5549d4p-5f,
                      0x1.1127c8p-7f, 0x1.71c7bap-10f, 0x1.9b813cp-13f};
-  const exp_parts p = FL_F(split_exp)(x, 2, 127);
-  const float y = FL_F(madd)(p.rest * p.rest, FL_HORNER6(p.rest, c), p.rest) + 1.0f;
-  return FL_F(choose_ends)(x, -104.0f, 0.0f, y * p.power * p.power, 89.0f, FL_INF);
+  const float most = x > 89.0f ? 89.0f : x;  // of which the result overflows: to clamp is cheaper than to choose
+  const exp_parts p = FL_F(split_exp)(most, 2, 127);
+  // in pairs: half as many steps that wait for one another
+  const float r = p.rest, square = r * r, low = FL_F(madd)(c[1], r, c[0]), high = FL_F(madd)(c[3], r, c[2]);
+  const float sum = FL_F(madd)(FL_F(madd)(FL_F(madd)(c[5], r, c[4]), square, high), square, low);
+  const float y = FL_F(madd)(square, sum, r) + 1.0f;
+  return x < -104.0f ? 0.0f : y * p.power * p.power;
 }
 
 FL_INLINE float FL_F(exp2)(float x) {
@@ -61,6 +67,7 @@ FL_INLINE float FL_F(exp2)(float x) {
   const float y = FL_F(madd)(rest, FL_HORNER7(rest, c), 1.0f);
   return FL_F(choose_ends)(x, -150.0f, 0.0f, y * power * power, 128.0f, FL_INF);
 }
+#endif
 
 // (e^x - 1) / 2 for x in [-87, 88.9]; half, because 2^128 is not a float.
 FL_INLINE float FL_F(half_expm1)(float x) {

@@ -23,6 +23,7 @@ from .sharing import ROOM, WORTH, best_shared, gain, shared_values, with_offsets
 from .windows import WindowWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
+ABREAST = 4  # bodies that a compiler may write side by side, so that their vectors are under way at once
 STEPS = 4  # of all lanes, that a row has at least; a shorter one has half as many lanes, as these must be joined
 BLOCK = 512  # columns that are reduced side by side
 REGISTERS = 512  # bytes of states that stay in registers
@@ -38,6 +39,11 @@ SERIAL_SHARED = 65536  # element operations of a shared row below which threads 
 def offset_items(items: Sequence[Item], rows: Sequence[Sym], v: Sym) -> list[Item]:
     made = iter(with_offsets([e for i in items for e in i.exprs], rows, v))
     return [Item(i.names, i.level, tuple(next(made) for _ in i.exprs), i.combine) for i in items]
+
+
+def widest_of(stage: Sequence[Item]) -> int:
+    """Bytes of the widest component of a state."""
+    return max(d.itemsize for i in stage if i.combine is not None for d in i.combine.dtypes)
 
 
 class LoopWriter(WindowWriter):
@@ -112,12 +118,15 @@ class LoopWriter(WindowWriter):
         """The innermost loop of a map, cut where its masks change (padding, the parts of a concatenation) and where
         an index stops at a border, so that the long parts have none of that."""
         exprs = [e.subs(self.narrowed) for i in items for e in i.exprs]
+        whole = lo == "0" and hi == self.extent(v)
         parts = pieces(exprs, v, addresses=True)
         long = [(a, b) for a, b in parts if b - a >= SHORTEST]
         if len(parts) < 2 or 2 * sum(b - a for a, b in long) < parts[-1][1] or not affordable(exprs, v, long):
-            self.map_loop(v, lo, hi, items, f"{self.d.simd} CHECKS")
+            size = max((self.dtypes[name].itemsize for name, _ in self.k.accesses()), default=1)
+            points = LANE_BYTES // size
+            even = whole and v.extent is not None and v.extent.is_const and v.extent.const % points == 0
+            self.map_loop(v, lo, hi, items, f"{self.at_once(exprs, points, size) if even else self.d.simd} CHECKS")
             return
-        whole = lo == "0" and hi == self.extent(v)
         for a, b in long:
             with self.inside(v, a, b):
                 self.map_loop(v, str(a) if whole else f"{self.fl}imax({lo}, {a})",
@@ -135,6 +144,10 @@ class LoopWriter(WindowWriter):
             for i in items:
                 self.map_item(i)
         self.unroll = before
+
+    def at_once(self, exprs: Sequence[Expr], points: int, size: int) -> str:
+        """The pragma for so many points, unless that would be much text for a compiler."""
+        return self.d.at_once(points, size) if written(exprs) * ABREAST <= COPIED else self.d.simd
 
     def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], pragma: str) -> None:
         """The points of v side by side; their windows, where those stay loops, in step."""
@@ -333,8 +346,7 @@ class LoopWriter(WindowWriter):
             self.map_item(i)
 
     def lanes(self, reductions: Sequence[Item], length: Index | None) -> int:
-        widest = max(d.itemsize for i in reductions for d in i.combine.dtypes)  # type: ignore[union-attr]
-        n = LANE_BYTES // widest
+        n = LANE_BYTES // widest_of(reductions)
         if length is None or not length.is_const:
             return n
         if n * STEPS > length.const:
@@ -392,8 +404,9 @@ class LoopWriter(WindowWriter):
         start = self.fresh("r")
         with self.scope("{"):
             self.line(f"{self.d.long} {start} = {lo};")
+            simd = self.at_once([e for i in stage for e in i.exprs], lanes, widest_of(stage))
             with self.scope(f"for (; {start} + {lanes} <= {hi}; {start} += {lanes}) {{"), \
-                    self.scope(f"for (int l = 0; l < {lanes}; ++l) {{", (v,), pragma=f"{self.d.simd} CHECKS"):
+                    self.scope(f"for (int l = 0; l < {lanes}; ++l) {{", (v,), pragma=f"{simd} CHECKS"):
                 self.line(f"const {self.d.long} {name} = {start} + l;")
                 self.lane_body(stage, arrays, "l")
             if not (length is not None and length.is_const and length.const % lanes == 0 and lo == "0"):

@@ -34,6 +34,7 @@ SUFFIX = {
     torch.uint8: "uc", torch.uint16: "us", torch.uint32: "ui", torch.uint64: "ul", torch.bool: "b",
 }
 WRAPPING = ("add", "sub", "mul")
+VECTOR = 32  # bytes, on CPUs
 
 
 class OpenCL(CLike):
@@ -52,6 +53,11 @@ class OpenCL(CLike):
 
     def __init__(self, long: str = "long") -> None:
         self.long = long  # of indices
+
+    def at_once(self, points: int, size: int) -> str:
+        """Said in so many words: PoCL leaves such a loop one vector long, and its states in memory."""
+        width = min(VECTOR // size, points)
+        return f"{self.simd} vectorize_width({width}) interleave_count({max(points // width, 1)})"
 
     def named(self, op: str, dtype: DType) -> str:
         return f"fl_{op}_{SUFFIX[dtype]}"

@@ -15,12 +15,11 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
 from .guards import guard_of
-from .opencl import Draft, OpenCL, Shape
+from .opencl import VECTOR, Draft, OpenCL, Shape
 from .opencl_contract import FUSED, ContractWriter
 from .opencl_threads import SHARES
 
-VECTOR = 32  # bytes: with 6 x 2 of them for sums, 16 registers are enough
-ROWS, VECTORS = 6, 2
+ROWS, VECTORS = 6, 2  # so many vectors for sums: 16 registers are enough
 # The largest blocks: both factors and the result of one fit a second-level cache together.
 MOST_ROWS, MOST_COLUMNS, DEPTH = 192, 256, 256
 GAP = 64  # bytes between rows of an array: rows a power of two apart would share few lines of the cache

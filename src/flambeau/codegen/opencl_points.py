@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from flambeau.ir.dtypes import opmath
-from flambeau.ir.expr import Expr, cast, walk
+from flambeau.ir.expr import Expr, cast, const, walk
 from flambeau.ir.index import Index, Sym, as_index, product
 from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
 
@@ -23,6 +25,7 @@ from .scatter import JOIN, ScatterWriter
 NARROW = 2**31 - 2**16  # indices below it are 32 bits wide, with room for the last group
 CASCADE = 128  # points that are reduced on their own, so that rounding errors do not pile up
 SHORT = 64  # points of a row that one work-item takes
+SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is larger, and smaller than 1 / SMALL
 
 
 def index_type(k: Kernel) -> str:
@@ -62,6 +65,23 @@ class Points(ClWriter, NestWriter):
 
     def draft(self) -> Draft:
         return Draft(self, self.total, self.group)
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        if e.op == "div" and e.dtype is torch.float32:
+            deep, shallow = (self.emit(a)[0] for a in e.args)
+            if shallow < deep:
+                e = quotient(*e.args)
+        return super().emit(e)
+
+
+def quotient(x: Expr, s: Expr) -> Expr:
+    """x / s where s is the same for many x: a division of theirs takes ten instructions."""
+    if s.op != "const":
+        lift = Expr("lift", s.dtype, (s,))
+        return Expr("over", s.dtype, (x * lift, s * lift, const(1, s.dtype) / (s * lift)))
+    if not SMALL < abs(s.attr) < 1 / SMALL:
+        return Expr("div", s.dtype, (x, s))
+    return Expr("over", s.dtype, (x, s, const((torch.ones(()) / s.attr).item(), s.dtype)))
 
 
 class PointLoops(Points):

@@ -21,6 +21,7 @@ from .opencl_points import SHORT, PointLoops
 from .opencl_several import FULL, Several
 
 LEAST = 32  # work-items of a group
+LINES = 4  # accesses of a work-item that are under way at once: with more work-items there is more to join
 STEP = 16  # elements of a work-item in each part of a row that does not fit into registers
 BARRIER = "barrier(CLK_LOCAL_MEM_FENCE);"
 
@@ -48,12 +49,13 @@ class Rows(Several):
         if not self.number.is_const:
             self.group, self.each = power_below(shape.group), max(self.lanes, min(most, STEP))
             return
-        for limit in (shape.group, shape.largest):  # larger ones where a row does not fit otherwise
-            lines = max(-(-self.number.const // self.lanes), 1)
-            self.group = power_below(max(min(2 * lines - 1, limit), LEAST))
+        limit, lines = shape.group, max(-(-self.number.const // self.lanes), 1)
+        while limit <= shape.largest:  # larger ones where a row does not fit otherwise
+            self.group = power_below(max(min(2 * -(-lines // LINES) - 1, limit), LEAST))
             self.each = -(-lines // self.group) * self.lanes
             if self.each <= most:
                 return
+            limit *= 2
         self.group, self.each = power_below(shape.group), max(self.lanes, min(most, STEP))
 
     def is_held(self) -> bool:
@@ -101,8 +103,17 @@ class RowLoops(Rows, PointLoops):
         self.full = {name: a for name, a in kernel.stores if name in maps}
         exprs = exprs_of(kernel)
         self.choose_lanes(exprs, self.full.items())
-        kinds = [*(e.dtype for e in self.ahead(exprs)), *(self.dtype_of[name] for name in kernel.scratch)]
+        self.held = self.to_hold()
+        kinds = [*(e.dtype for e in self.held), *(self.dtype_of[name] for name in kernel.scratch)]
         self.divide(shape, max(sum(-(-kind.itemsize // 4) for kind in kinds), 1))
+
+    def to_hold(self) -> list[Expr]:
+        """What a row that fits into registers has read before anything is done with it. The others are read some at a
+        time when it is their turn: what all rows read is in a cache, and what only a later stage wants can wait."""
+        stages = [self.ahead([e for i in s for e in i.exprs]) for s in self.k.stages]
+        first = next((reads for reads in stages if reads), [])
+        return [e for e in dict.fromkeys(e for reads in stages for e in reads)
+                if e.attr[1][0].symbols() & self.around and (e in first or sum(e in reads for reads in stages) > 1)]
 
     def write(self) -> None:
         exprs = exprs_of(self.k)
@@ -114,7 +125,7 @@ class RowLoops(Rows, PointLoops):
         self.look(self.ahead(exprs), self.full)
         with self.groups(self.k.outer):
             if held:
-                self.fetch(self.ahead(exprs), "0")
+                self.fetch(self.held, "0")
                 self.kept = {name: self.array(self.dtypes[name], "w") for name in self.full}
             for stage in self.k.stages:
                 self.stage(stage)
@@ -135,13 +146,17 @@ class RowLoops(Rows, PointLoops):
         states = self.declare(reductions)
         # A work-item meets the same points in every stage: what it stored, it may read again.
         with self.stretches() as base:
-            if not self.is_held():
+            reads = self.ahead([e for i in stage for e in i.exprs])
+            if self.is_held():
+                reads = [e for e in reads if e not in self.held]
+            else:
                 self.fetched.clear()
-                self.fetch(self.ahead([e for i in stage for e in i.exprs]), base)
                 self.kept = {name: self.array(self.dtypes[name], "w") for name in stored}
-            with self.every() as self.current, self.element(self.current, base, "skip"):
-                self.body(stage, states)
-            self.flush(stored, base)
+            for _ in self.in_parts(bool(reads) and self.is_held()):
+                self.fetch(reads, base)
+                with self.every() as self.current, self.element(self.current, base, "skip"):
+                    self.body(stage, states)
+                self.flush(stored, base)
         for i in reductions:
             assert i.combine is not None
             joined = self.joined(i.combine, [states[n] for n in i.names])

@@ -22,6 +22,7 @@ from .opencl_points import PointLoops, Points
 
 BYTES = 16  # of an access
 FULL = 64  # registers of 32 bits that hold what a work-item has read
+PART = 8  # elements for which a work-item reads what it does not keep
 MANY = 1 << 14  # points of a map from which on bandwidth counts
 DEAR = 96  # operations of a point for which memory does not have to hurry, and that are not written several times
 UNROLL = "#pragma unroll"
@@ -32,12 +33,14 @@ class Several(Points):
 
     each = 1
     lanes = 1  # elements side by side
+    run = 0  # those of them that are a work-item's, if there are more than these
     lined = False  # whether these can be one access
     runs = False  # whether they are a work-item's own in any case
     flat: tuple[Sym, ...] = ()
     around: frozenset[Sym] = frozenset()  # variables that are the same for all of a work-item's elements
     number: Index = ONE
     me = "me"
+    part: tuple[int, int] | None = None  # of these elements, the ones that are dealt with now
     turned = ""  # how a line is turned around where elements count downward
     address: dict[str, Index]
 
@@ -99,7 +102,8 @@ class Several(Points):
         apart = f"{s} * {self.group} + {self.me}"
         if self.lanes == 1:
             return f"{base} + {apart}"
-        beside = f"({s} / {self.lanes} * {self.group} + {self.me}) * {self.lanes} + {s} % {self.lanes}"
+        run = self.run or self.lanes
+        beside = f"({s} / {run} * {self.group} + {self.me}) * {run} + {s} % {run}"
         return f"{base} + ({beside})" if self.runs else f"{base} + (wide ? {beside} : {apart})"
 
     def at_once(self) -> int:
@@ -136,8 +140,17 @@ class Several(Points):
     def every(self, step: int = 1, end: int = 0) -> Iterator[str]:
         s = self.fresh("s")
         advance = f"++{s}" if step == 1 else f"{s} += {step}"
-        with self.scope(f"for (int {s} = 0; {s} < {end or self.each}; {advance}) {{", pragma=UNROLL):
+        first, last = (0, end) if end else self.part or (0, self.each)
+        with self.scope(f"for (int {s} = {first}; {s} < {last}; {advance}) {{", pragma=UNROLL):
             yield s
+
+    def in_parts(self, wanted: bool) -> Iterator[None]:
+        """A work-item's elements some at a time, where they need not all be there at once."""
+        step = max(self.lanes, PART) if wanted else self.each
+        for first in range(0, self.each, step):
+            self.part = (first, min(first + step, self.each))
+            yield
+        self.part = None
 
     def array(self, dtype: DType, prefix: str) -> str:
         name = self.fresh(prefix)
@@ -148,6 +161,8 @@ class Several(Points):
 
     def fetch(self, reads: Sequence[Expr], base: str) -> None:
         """All elements of these reads into arrays."""
+        for e in reads:
+            self.fetched.pop(e, None)
         arrays = {e: self.array(e.dtype, "r") for e in reads}
         lines = [e for e in reads if self.lined and self.is_line(e.attr[1][0], self.lanes)]
 

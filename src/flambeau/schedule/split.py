@@ -75,17 +75,18 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
 
 
 def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
-    """Whether what is read next to each other is reduced together."""
-    score = 0
+    """Whether what is read next to each other is reduced together, in what is read at the most points."""
+    places = []
     for e in loads(*n.inputs):
         name, index = e.attr
         strides = graph.buffers[name].strides
-        if strides is None:
-            continue
-        address = as_index(0)
-        for i, s in zip(index, strides, strict=True):
-            address = address + i * s
-        for v in n.vars:
-            if address.coefficient(v) is ONE and v.extent is not ONE:
+        if strides is not None:
+            places.append(sum((i * s for i, s in zip(index, strides, strict=True)), as_index(0)))
+    own = frozenset(v for v in n.vars if v.extent is not ONE)
+    depths = [len(own & place.symbols()) for place in places]
+    score = 0
+    for place, depth in zip(places, depths, strict=True):
+        for v in own if depth == max(depths) else ():
+            if place.coefficient(v) is ONE:
                 score += 1 if v in n.reduced else -1
     return score >= 0

@@ -33,6 +33,12 @@ typedef long int64_t;
 
 FL_INLINE float fl_from_bf16(ushort x) { return as_float((uint)x << 16); }
 
+FL_INLINE ushort fl_to_bf16(float x) {
+  const uint bits = as_uint(x), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (ushort)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+#ifdef FL_CLANG
 FL_INLINE float fl_from_half(ushort x) {
   const uint magnitude = ((uint)x & 0x7fffu) << 13, sign = ((uint)x & 0x8000u) << 16;
   // A subnormal becomes the fraction of a number in [2^-14, 2^-13); the subtraction normalises it exactly.
@@ -40,11 +46,6 @@ FL_INLINE float fl_from_half(ushort x) {
   uint bits = magnitude < (1u << 23) ? as_uint(subnormal) : magnitude + (112u << 23);
   bits = magnitude >= (31u << 23) ? magnitude | (255u << 23) : bits;
   return as_float(bits | sign);
-}
-
-FL_INLINE ushort fl_to_bf16(float x) {
-  const uint bits = as_uint(x), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (ushort)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
 FL_INLINE ushort fl_to_half(float x) {
@@ -57,6 +58,15 @@ FL_INLINE ushort fl_to_half(float x) {
   result = bits > 0x7f800000u ? 0x7e00u : result;
   return (ushort)(result | sign);
 }
+#else  // a GPU has instructions for it, which these become
+FL_INLINE float fl_from_half(ushort x) { return vload_half(0, (const half*)&x); }
+
+FL_INLINE ushort fl_to_half(float x) {
+  ushort bits;
+  vstore_half_rte(x, 0, (half*)&bits);
+  return bits;
+}
+#endif
 
 // ---- sizes, indices, threads ---------------------------------------------------------------------------
 
@@ -217,11 +227,26 @@ FL_INLINE float fl_madd_f(float a, float b, float c) { return fma(a, b, c); }
 FL_INLINE float fl_madd_f(float a, float b, float c) { return a * b + c; }
 #endif
 
+// x / s, where r = 1 / s is known already: what the rounded product leaves is exact, and corrects it to the quotient's own
+// rounding (where it is not a number near zero, of which digits are missing). GPUs would take a reciprocal and a branch
+// for each x. Of zeros, infinities and NaNs the product is right.
+FL_INLINE float fl_over_f(float x, float s, float r) {
+  const float q = x * r, rest = fma(-q, s, x), corrected = fma(rest, r, q);
+  return (fl_abs_f(q) < INFINITY) & (fl_abs_f(rest) > 0.0f) ? corrected : q;
+}
+// A factor for both numbers, with which 1 / s does not overflow.
+FL_INLINE float fl_lift_f(float s) { return fl_abs_f(s) < 0x1p-100f ? 0x1p64f : 1.0f; }
+
 #define FL_F(name) fl_##name##_f
 #define FL_AS_FLOAT(bits) as_float(bits)
 #define FL_AS_BITS(x) as_uint(x)
 #define FL_BITS uint
 #define FL_INT int
+#ifndef FL_CLANG  // a GPU has an instruction for powers of two; the language promises errors of 3 ulp at most
+#define FL_HAS_EXP
+FL_INLINE float fl_exp_f(float x) { return exp(x); }
+FL_INLINE float fl_exp2_f(float x) { return exp2(x); }
+#endif
 #define FL_INF INFINITY
 #define FL_NAN NAN
 #include "elementary_float.h"
