@@ -17,10 +17,10 @@ from flambeau.ir.expr import Expr, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
+from .cascade import FEW, JOINS, ROWS, CascadeWriter, Levels
 from .cfamily import Dialect, Scope
 from .cuts import COPIED, SHORTEST, affordable, pieces, written
 from .sharing import ROOM, WORTH, best_shared, gain, shared_values, with_offsets
-from .windows import WindowWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
 ABREAST = 4  # bodies that a compiler may write side by side, so that their vectors are under way at once
@@ -30,8 +30,6 @@ REGISTERS = 512  # bytes of states that stay in registers
 CHUNKS = 64  # parts of a long row
 MANY = 32  # outer points that are enough to keep threads busy
 TILE, LINE, GAP = 64, 256, 8  # its points one way, bytes the other way; between lines, which would meet in the cache
-CASCADE = 128  # rows of a column reduction that are summed on their own
-STRETCH = 2048  # elements of a long row that are summed on their own
 STACK = 1 << 20  # bytes that the states of a block of columns may take in all its chunks
 SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
 
@@ -46,7 +44,7 @@ def widest_of(stage: Sequence[Item]) -> int:
     return max(d.itemsize for i in stage if i.combine is not None for d in i.combine.dtypes)
 
 
-class LoopWriter(WindowWriter):
+class LoopWriter(CascadeWriter):
     def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
         super().__init__(dialect, kernel)
         self.k = kernel
@@ -423,21 +421,16 @@ class LoopWriter(WindowWriter):
         length = None if segment else v.extent
         lanes = self.lanes(reductions, length) if reductions else 1
         lo, hi = ("0", self.extent(v)) if k.bounds is None else (self.value(k.bounds[0]), self.value(k.bounds[1]))
-        # Short rows share their lanes; a long one, or each of several long ones, is taken in stretches.
-        longest = 2 * STRETCH if len(k.inner) == 1 else STRETCH // 2
-        if reductions and length is not None and not (length.is_const and length.const < longest):
-            totals = self.declare(reductions, 1)
-            self.deep(k.inner[:-1], lambda: self.stretches(stage, reductions, totals, lanes, "0", self.extent(v)))
-            for i in reductions:
-                self.finish(i, [f"{totals[n]}[0]" for n in i.names])
-            return
         arrays = self.declare(reductions, lanes)
         rest = length.const % lanes if length is not None and length.is_const and len(k.inner) == 1 else 0
         copies = bin(rest).count("1") * sum(1 for _ in walk(*(e for i in stage for e in i.exprs)))
         if rest and copies <= COPIED:
             self.row_with_rest(stage, reductions, arrays, lanes, rest)
+        elif segment:
+            self.row_walk(stage, arrays, lanes, lo, hi, None)
+            self.join_lanes(reductions, arrays, lanes)
         else:
-            self.deep(k.inner[:-1], lambda: self.row_walk(stage, arrays, lanes, lo, hi, length))
+            self.row_nest(stage, reductions, arrays, lanes, hi, length)
             self.join_lanes(reductions, arrays, lanes)
         for i in reductions:
             self.finish(i, [f"{arrays[n]}[0]" for n in i.names])
@@ -449,7 +442,7 @@ class LoopWriter(WindowWriter):
         v = self.k.inner[-1]
         assert v.extent is not None
         whole = v.extent.const - rest
-        self.row_walk(stage, arrays, lanes, "0", str(whole), as_index(whole))
+        self.row_nest(stage, reductions, arrays, lanes, str(whole), as_index(whole))
 
         def joined(width: int) -> None:
             if rest & width:
@@ -460,20 +453,40 @@ class LoopWriter(WindowWriter):
 
         self.join_lanes(reductions, arrays, lanes, joined)
 
-    def stretches(self, stage: Sequence[Item], reductions: Sequence[Item], totals: dict[str, str], lanes: int,
-                  lo: str, hi: str) -> None:
-        """A long row in stretches, each with lanes of its own, so that rounding errors do not pile up."""
+    def row_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str], lanes: int, hi: str,
+                 length: Index | None) -> None:
+        """One row, or all rows of a nest. Short ones rise by a level several at a time, long ones in parts."""
+        outer = self.k.inner[:-1]
+        assert length is not None
+        steps = ceildiv(length, lanes)
+        rows = product(x.extent for x in outer if x.extent is not None)
+        if steps.is_const and steps.const <= 2 * FEW:
+            levels = self.levels(reductions, arrays, lanes, rows, max(1, FEW // max(1, steps.const)))
+
+            def row() -> None:
+                self.row_walk(stage, arrays, lanes, "0", hi, length)
+                self.rise(levels)
+        else:
+            levels = self.levels(reductions, arrays, lanes, rows * ceildiv(steps, FEW), 1)
+
+            def row() -> None:
+                self.row_parts(stage, arrays, lanes, "0", hi, levels, length)
+
+        self.deep(outer, row)
+        self.top(levels)
+
+    def row_parts(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
+                  levels: Levels | None, length: Index | None = None) -> None:
+        if levels is None:
+            self.row_walk(stage, arrays, lanes, lo, hi, length)
+            return
         v = self.k.inner[-1]
-        start, last = self.fresh("z"), self.fresh("e")
-        with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {STRETCH}) {{",
+        start, last, size = self.fresh("z"), self.fresh("e"), FEW * lanes
+        with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {size}) {{",
                         (Sym(start, v.extent),)):
-            self.line(f"const {self.d.long} {last} = {self.fl}imin({start} + {STRETCH}, {hi});")
-            arrays = self.declare(reductions, lanes)
+            self.line(f"const {self.d.long} {last} = {self.fl}imin({start} + {size}, {hi});")
             self.row_walk(stage, arrays, lanes, start, last, None)
-            self.join_lanes(reductions, arrays, lanes)
-            for i in reductions:
-                assert i.combine is not None
-                self.combine_into(i.combine, [f"{totals[n]}[0]" for n in i.names], [f"{arrays[n]}[0]" for n in i.names])
+            self.rise(levels)
 
     def deep(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
         """Nested serial loops, each a scope of its own so that what does not change moves out."""
@@ -518,19 +531,16 @@ class LoopWriter(WindowWriter):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(split)});")
             lanes = self.lanes(reductions, v.extent) if reductions else 1
-            if single and reductions:
-                arrays = self.declare(reductions, 1)
-                self.stretches(stage, reductions, arrays, lanes, lo, hi)
-                lanes = 1
-            elif single:
-                arrays = {}
-                self.row_walk(stage, arrays, lanes, lo, hi, None)
+            arrays = self.declare(reductions, lanes)
+            levels = self.levels(reductions, arrays, lanes, None, 1)
+            if single:
+                self.row_parts(stage, arrays, lanes, lo, hi, levels)
             else:
-                arrays = self.declare(reductions, lanes)
                 flat = self.fresh("fl")
                 with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner[:-1]):
                     self.decompose(flat, k.inner[:-1])
-                    self.row_walk(stage, arrays, lanes, "0", self.extent(v), v.extent)
+                    self.row_parts(stage, arrays, lanes, "0", self.extent(v), levels, v.extent)
+            self.top(levels)
             self.join_lanes(reductions, arrays, lanes)
             for i in reductions:
                 for n in i.names:
@@ -598,11 +608,44 @@ class LoopWriter(WindowWriter):
             for i in stage:
                 self.map_item(i)
 
-    def column_walk(self, stage: Sequence[Item], arrays: dict[str, str]) -> None:
+    def column_walk(self, stage: Sequence[Item], arrays: dict[str, str], rows: int = 1) -> None:
+        """A row of a block of columns goes past, or some rows at a time, which are joined first."""
         assert self.k.vector is not None
+        at = f"{self.sym(self.k.vector)} - {self.origin}"
         with self.column_loop() as s:
             s.known.update(self.shared_by_rows)
-            self.lane_body(stage, arrays, f"{self.sym(self.k.vector)} - {self.origin}")
+            if rows == 1:
+                self.lane_body(stage, arrays, at)
+                return
+            v = self.k.inner[-1]
+            for i in stage:
+                assert i.combine is not None
+                values = [[self.value(e.subs({v: as_index(v) + q})) for e in i.exprs] for q in range(rows)]
+                while len(values) > 1:
+                    values = [self.combined(i.combine, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+                self.combine_into(i.combine, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
+
+    def rows_at_a_time(self, stage: Sequence[Item]) -> int:
+        """Those that are written out, where nothing but sums happens to them, and not much."""
+        exprs = [e for i in stage for e in i.exprs]
+        last = self.k.inner[-1].extent
+        if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * ROWS:
+            return 1
+        inner = any(e.op == "local" and self.level_of[e.attr] != "outer" for e in walk(*exprs))
+        return 1 if inner or ROWS * written(exprs) > COPIED else ROWS
+
+    def column_rows(self, stage: Sequence[Item], arrays: dict[str, str], lo: str, hi: str, rows: int,
+                    levels: Levels | None) -> None:
+        """The rows of the innermost reduced variable from lo to hi."""
+        v = self.k.inner[-1]
+        name, start = self.sym(v), self.fresh("r")
+        with self.scope("{"):
+            self.line(f"{self.d.long} {start} = {lo};")
+            for n in (rows, 1) if rows > 1 else (1,):
+                with self.scope(f"for (; {start} + {n} <= {hi}; {start} += {n}) {{", (v,)):
+                    self.line(f"const {self.d.long} {name} = {start};")
+                    self.column_walk(stage, arrays, n)
+                    self.rise(levels)
 
     def column_finish(self, reductions: Sequence[Item]) -> None:
         """States are the outer values themselves; what others want goes to memory."""
@@ -631,11 +674,15 @@ class LoopWriter(WindowWriter):
             values = shared_values([e for i in stage for e in i.exprs], k.inner, k.vector)
             self.shared_by_rows = self.side_by_side(values, k.vector, self.origin, self.end, self.width)
             reductions = [i for i in stage if i.combine is not None]
-        first = k.inner[0].extent
-        if k.bounds is None and reductions and first is not None and not (first.is_const and first.const < 2 * CASCADE):
-            self.cascade(stage, reductions, arrays)
-        elif k.bounds is None:
-            self.deep(k.inner, lambda: self.column_walk(stage, arrays))
+        if k.bounds is None:
+            rows = self.rows_at_a_time(stage)
+            last = k.inner[-1].extent
+            assert last is not None
+            steps = product(x.extent for x in k.inner[:-1] if x.extent is not None) * (last // rows + last % rows)
+            levels = self.levels(reductions, arrays, self.width, steps, JOINS if rows > 1 else FEW)
+            end = self.extent(k.inner[-1])
+            self.deep(k.inner[:-1], lambda: self.column_rows(stage, arrays, "0", end, rows, levels))
+            self.top(levels)
         else:
             with self.loop(k.inner[0], self.value(k.bounds[0]), self.value(k.bounds[1])):
                 if self.origin == "0":  # a block is a whole row
@@ -643,23 +690,6 @@ class LoopWriter(WindowWriter):
                 self.column_walk(stage, arrays)
         self.shared_by_rows = {}
         self.column_finish(reductions)
-
-    def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
-        """Many rows: groups of them are reduced first, so that rounding errors do not pile up."""
-        v = self.k.inner[0]
-        group = Sym(f"{v.name}c", v.extent)
-        name = self.sym(group)
-        with self.scope(f"for ({self.d.long} {name} = 0; {name} < {self.extent(v)}; {name} += {CASCADE}) {{", (group,)):
-            parts = {}
-            for n in states:
-                parts[n] = self.fresh("gp")
-                self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {parts[n]}[{self.width}];")
-            self.set_identity(reductions, parts)
-            last = self.fresh("e")
-            self.line(f"const {self.d.long} {last} = {self.fl}imin({name} + {CASCADE}, {self.extent(v)});")
-            with self.loop(v, name, last):
-                self.deep(self.k.inner[1:], lambda: self.column_walk(stage, parts))
-            self.join_columns(reductions, states, parts)
 
     def join_columns(self, reductions: Sequence[Item], states: dict[str, str], parts: dict[str, str]) -> None:
         with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", pragma=self.d.simd):
@@ -684,14 +714,24 @@ class LoopWriter(WindowWriter):
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(total)});")
             arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}
             self.set_identity(reductions, arrays)
-            flat = self.fresh("fl")
-            with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner):
-                self.decompose(flat, k.inner)
-                self.column_walk(stage, arrays)
+            rows = self.rows_at_a_time(stage) if len(k.inner) == 1 else 1
+            levels = self.levels(reductions, arrays, self.width, None, JOINS if rows > 1 else FEW)
+            if len(k.inner) == 1:
+                self.column_rows(stage, arrays, lo, hi, rows, levels)
+            else:
+                flat = self.fresh("fl")
+                with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner):
+                    self.decompose(flat, k.inner)
+                    self.column_walk(stage, arrays)
+                    self.rise(levels)
+            self.top(levels)
         if reductions:
+            if count != "1":
+                with self.scope(f"for (int h = 1; h < {count}; h *= 2) {{"), \
+                        self.scope(f"for (int c = 0; c + h < {count}; c += 2 * h) {{"):
+                    self.join_columns(reductions, {n: f"{partial[n]}[c]" for n in partial},
+                                      {n: f"{partial[n]}[c + h]" for n in partial})
             self.set_identity(reductions, states)
-            # Chunks join in order: their number is small and does not depend on the threads.
-            with self.scope(f"for (int c = 0; c < {count}; ++c) {{"):
-                self.join_columns(reductions, states, {n: f"{partial[n]}[c]" for n in partial})
+            self.join_columns(reductions, states, {n: f"{partial[n]}[0]" for n in partial})
             self.column_finish(reductions)
 
