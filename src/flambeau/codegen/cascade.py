@@ -69,12 +69,13 @@ class CascadeWriter(WindowWriter):
         """One more step is done."""
         if s is None:
             return
-        full = f"if (++{s.done} % {s.every} == 0) {{" if s.every > 1 else f"{{ ++{s.done};"
-        with self.scope(full):
+        self.line(f"++{s.done};")
+        with self.scope(f"if ({s.done} % {s.every} == 0) {{" if s.every > 1 else "{"):
             self.join_level(s, {n: f"{a}[0]" for n, a in s.upper.items()}, s.states, begin=True)
             if s.count == 1:
                 return
-            with self.scope(f"for ({self.d.long} j = 1, m = {s.done} / {s.every}; j < {s.count} && m % {JOINS} == 0; "
+            risen = s.done if s.every == 1 else f"{s.done} / {s.every}"
+            with self.scope(f"for ({self.d.long} j = 1, m = {risen}; j < {s.count} && m % {JOINS} == 0; "
                             f"++j, m /= {JOINS}) {{"):
                 self.join_level(s, {n: f"{a}[j]" for n, a in s.upper.items()},
                                 {n: f"{a}[j - 1]" for n, a in s.upper.items()}, begin=True)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, rewrite, walk
+from flambeau.ir.expr import Expr, loads, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
@@ -27,6 +27,7 @@ ABREAST = 4  # bodies that a compiler may write side by side, so that their vect
 STEPS = 4  # of all lanes, that a row has at least; a shorter one has half as many lanes, as these must be joined
 BLOCK = 512  # columns that are reduced side by side
 REGISTERS = 512  # bytes of states that stay in registers
+IN_STEP = 1024  # bytes of states of a block of columns that compilers keep in registers while rows go past
 CHUNKS = 64  # parts of a long row
 MANY = 32  # outer points that are enough to keep threads busy
 TILE, LINE, GAP = 64, 256, 8  # its points one way, bytes the other way; between lines, which would meet in the cache
@@ -460,7 +461,7 @@ class LoopWriter(CascadeWriter):
         assert length is not None
         steps = ceildiv(length, lanes)
         rows = product(x.extent for x in outer if x.extent is not None)
-        if steps.is_const and steps.const <= 2 * FEW:
+        if steps.is_const and steps.const <= 4 * FEW:  # lanes have small shares of the error
             levels = self.levels(reductions, arrays, lanes, rows, max(1, FEW // max(1, steps.const)))
 
             def row() -> None:
@@ -480,12 +481,20 @@ class LoopWriter(CascadeWriter):
         if levels is None:
             self.row_walk(stage, arrays, lanes, lo, hi, length)
             return
-        v = self.k.inner[-1]
-        start, last, size = self.fresh("z"), self.fresh("e"), FEW * lanes
-        with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {size}) {{",
-                        (Sym(start, v.extent),)):
-            self.line(f"const {self.d.long} {last} = {self.fl}imin({start} + {size}, {hi});")
-            self.row_walk(stage, arrays, lanes, start, last, None)
+        with self.parts(lo, hi, FEW * lanes, levels) as (start, end):
+            self.row_walk(stage, arrays, lanes, start, end, None)
+
+    @contextmanager
+    def parts(self, lo: str, hi: str, size: int, levels: Levels | None) -> Iterator[tuple[str, str]]:
+        """From lo to hi in parts of this size, after each of which the states rise; in the loop over a part nothing
+        else happens, so that they can stay in registers."""
+        if levels is None:
+            yield lo, hi
+            return
+        start, end = self.fresh("z"), self.fresh("e")
+        with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {size}) {{", (Sym(start),)):
+            self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {size}, {hi});")
+            yield start, end
             self.rise(levels)
 
     def deep(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
@@ -498,18 +507,18 @@ class LoopWriter(CascadeWriter):
 
     # ---- rows shared by threads ------------------------------------------------------------------------
 
-    def chunks(self, total: Index, least: int) -> tuple[str, str]:
-        """(number of chunks, length of one) from the sizes alone."""
+    def chunks(self, total: Index, least: int, unit: int = 1) -> tuple[str, str, Index | None]:
+        """(number of chunks, length of one, this length if it is certain) from the sizes alone."""
         if total.is_const:
             size = max(least, -(-total.const // CHUNKS))
-            size = -(-size // 64) * 64 if least >= 64 else size
-            return str(-(-total.const // size)), str(size)
+            size = -(-size // unit) * unit
+            return str(-(-total.const // size)), str(size), as_index(size)
         size_name = self.fresh("z")
         even = f"({self.index(total)} + {CHUNKS - 1}) / {CHUNKS}"
         self.line(f"const {self.d.long} {size_name} = {self.fl}imax({least}, {even});")
         count = self.fresh("m")
         self.line(f"const {self.d.long} {count} = ({self.index(total)} + {size_name} - 1) / {size_name};")
-        return count, size_name
+        return count, size_name, None
 
     def shared(self, count: str) -> str:
         amount = self.work((*self.k.outer, *self.k.inner), self.cost)
@@ -522,7 +531,7 @@ class LoopWriter(CascadeWriter):
         single = len(k.inner) == 1
         v = k.inner[-1]
         split = product(x.extent for x in (k.inner if single else k.inner[:-1]) if x.extent is not None)
-        count, size = self.chunks(split, 4096 if single else 1)
+        count, size, certain = self.chunks(split, 4096 if single else 1, 64 if single else 1)
         partial = self.declare(reductions, CHUNKS, "part")
         chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
         marker = Sym(chunk, CHUNKS)
@@ -532,7 +541,8 @@ class LoopWriter(CascadeWriter):
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(split)});")
             lanes = self.lanes(reductions, v.extent) if reductions else 1
             arrays = self.declare(reductions, lanes)
-            levels = self.levels(reductions, arrays, lanes, None, 1)
+            steps = certain if single or certain is None or v.extent is None else certain * v.extent
+            levels = self.levels(reductions, arrays, lanes, steps and ceildiv(steps, FEW * lanes), 1)
             if single:
                 self.row_parts(stage, arrays, lanes, lo, hi, levels)
             else:
@@ -626,26 +636,60 @@ class LoopWriter(CascadeWriter):
                 self.combine_into(i.combine, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
 
     def rows_at_a_time(self, stage: Sequence[Item]) -> int:
-        """Those that are written out, where nothing but sums happens to them, and not much."""
+        """Those that are written out: where states go through memory, nothing but sums happens, and not much."""
         exprs = [e for i in stage for e in i.exprs]
         last = self.k.inner[-1].extent
         if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * ROWS:
             return 1
+        if self.width * sum(self.dtype_of[n].itemsize for i in stage for n in i.names) <= IN_STEP:
+            return 1
+        if any(e.dtype.itemsize < 4 for e in loads(*exprs)):  # several rows of halves are unpacked more slowly
+            return 1
         inner = any(e.op == "local" and self.level_of[e.attr] != "outer" for e in walk(*exprs))
         return 1 if inner or ROWS * written(exprs) > COPIED else ROWS
 
-    def column_rows(self, stage: Sequence[Item], arrays: dict[str, str], lo: str, hi: str, rows: int,
-                    levels: Levels | None) -> None:
+    def column_rows(self, stage: Sequence[Item], arrays: dict[str, str], lo: str, hi: str, rows: int) -> None:
         """The rows of the innermost reduced variable from lo to hi."""
         v = self.k.inner[-1]
+        if rows == 1:
+            with self.loop(v, lo, hi):
+                self.column_walk(stage, arrays)
+            return
         name, start = self.sym(v), self.fresh("r")
         with self.scope("{"):
             self.line(f"{self.d.long} {start} = {lo};")
-            for n in (rows, 1) if rows > 1 else (1,):
+            for n in (rows, 1):
                 with self.scope(f"for (; {start} + {n} <= {hi}; {start} += {n}) {{", (v,)):
                     self.line(f"const {self.d.long} {name} = {start};")
                     self.column_walk(stage, arrays, n)
-                    self.rise(levels)
+
+    def column_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str]) -> None:
+        """All rows of a nest: where the innermost loop is short they rise several at a time, where long in parts."""
+        outer, v = self.k.inner[:-1], self.k.inner[-1]
+        assert v.extent is not None
+        rows = self.rows_at_a_time(stage)
+        size = self.part(rows)
+        repeats = product(x.extent for x in outer if x.extent is not None)
+        if v.extent.is_const and v.extent.const <= size:
+            levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.extent.const)))
+
+            def walk_rows() -> None:
+                self.column_rows(stage, arrays, "0", self.extent(v), rows)
+                self.rise(levels)
+        else:
+            levels = self.levels(reductions, arrays, self.width, repeats * ceildiv(v.extent, size), 1)
+
+            def walk_rows() -> None:
+                with self.parts("0", self.extent(v), size, levels) as (start, end):
+                    self.column_rows(stage, arrays, start, end, rows)
+
+        self.deep(outer, walk_rows)
+        self.top(levels)
+
+    @staticmethod
+    def part(rows: int) -> int:
+        """Rows of columns after which states rise."""
+        return rows * JOINS if rows > 1 else FEW
 
     def column_finish(self, reductions: Sequence[Item]) -> None:
         """States are the outer values themselves; what others want goes to memory."""
@@ -675,14 +719,7 @@ class LoopWriter(CascadeWriter):
             self.shared_by_rows = self.side_by_side(values, k.vector, self.origin, self.end, self.width)
             reductions = [i for i in stage if i.combine is not None]
         if k.bounds is None:
-            rows = self.rows_at_a_time(stage)
-            last = k.inner[-1].extent
-            assert last is not None
-            steps = product(x.extent for x in k.inner[:-1] if x.extent is not None) * (last // rows + last % rows)
-            levels = self.levels(reductions, arrays, self.width, steps, JOINS if rows > 1 else FEW)
-            end = self.extent(k.inner[-1])
-            self.deep(k.inner[:-1], lambda: self.column_rows(stage, arrays, "0", end, rows, levels))
-            self.top(levels)
+            self.column_nest(stage, reductions, arrays)
         else:
             with self.loop(k.inner[0], self.value(k.bounds[0]), self.value(k.bounds[1])):
                 if self.origin == "0":  # a block is a whole row
@@ -701,7 +738,13 @@ class LoopWriter(CascadeWriter):
         k = self.k
         reductions = [i for i in stage if i.combine is not None]
         total = product(x.extent for x in k.inner if x.extent is not None)
-        count, size = self.chunks(total, 32)
+        v = k.inner[-1]
+        assert v.extent is not None
+        # Rows that are next to each other in a chunk must be so in the nest as well.
+        rows = self.rows_at_a_time(stage)
+        if len(k.inner) > 1 and not (total.is_const and v.extent.const % rows == 0):
+            rows = 1
+        count, size, certain = self.chunks(total, 32, rows)
         states = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         partial: dict[str, str] = {}
         for n in states:
@@ -714,16 +757,17 @@ class LoopWriter(CascadeWriter):
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(total)});")
             arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}
             self.set_identity(reductions, arrays)
-            rows = self.rows_at_a_time(stage) if len(k.inner) == 1 else 1
-            levels = self.levels(reductions, arrays, self.width, None, JOINS if rows > 1 else FEW)
-            if len(k.inner) == 1:
-                self.column_rows(stage, arrays, lo, hi, rows, levels)
-            else:
-                flat = self.fresh("fl")
-                with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner):
-                    self.decompose(flat, k.inner)
-                    self.column_walk(stage, arrays)
-                    self.rise(levels)
+            part = self.part(rows)
+            levels = self.levels(reductions, arrays, self.width, certain and ceildiv(certain, part), 1)
+            with self.parts(lo, hi, part, levels) as (start, end):
+                if len(k.inner) == 1:
+                    self.column_rows(stage, arrays, start, end, rows)
+                else:
+                    flat = self.fresh("fl")
+                    head = f"for ({self.d.long} {flat} = {start}; {flat} < {end}; {flat} += {rows}) {{"
+                    with self.scope(head, k.inner):
+                        self.decompose(flat, k.inner)
+                        self.column_walk(stage, arrays, rows)
             self.top(levels)
         if reductions:
             if count != "1":
