@@ -643,7 +643,7 @@ class LoopWriter(CascadeWriter):
             return 1
         if self.width * sum(self.dtype_of[n].itemsize for i in stage for n in i.names) <= IN_STEP:
             return 1
-        if any(e.dtype.itemsize < 4 for e in loads(*exprs)):  # several rows of halves are unpacked more slowly
+        if self.of_halves(stage):  # several rows of these are unpacked more slowly
             return 1
         inner = any(e.op == "local" and self.level_of[e.attr] != "outer" for e in walk(*exprs))
         return 1 if inner or ROWS * written(exprs) > COPIED else ROWS
@@ -668,7 +668,7 @@ class LoopWriter(CascadeWriter):
         outer, v = self.k.inner[:-1], self.k.inner[-1]
         assert v.extent is not None
         rows = self.rows_at_a_time(stage)
-        size = self.part(rows)
+        size = self.part(stage, rows)
         repeats = product(x.extent for x in outer if x.extent is not None)
         if v.extent.is_const and v.extent.const <= size:
             levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.extent.const)))
@@ -687,9 +687,12 @@ class LoopWriter(CascadeWriter):
         self.top(levels)
 
     @staticmethod
-    def part(rows: int) -> int:
-        """Rows of columns after which states rise."""
-        return rows * JOINS if rows > 1 else FEW
+    def of_halves(stage: Sequence[Item]) -> bool:
+        return any(e.dtype.itemsize < 4 for e in loads(*(e for i in stage for e in i.exprs)))
+
+    def part(self, stage: Sequence[Item], rows: int) -> int:
+        """Rows of columns after which states rise. The errors of halves themselves are much larger than their sum's."""
+        return rows * JOINS if rows > 1 else 4 * FEW if self.of_halves(stage) else FEW
 
     def column_finish(self, reductions: Sequence[Item]) -> None:
         """States are the outer values themselves; what others want goes to memory."""
@@ -757,7 +760,7 @@ class LoopWriter(CascadeWriter):
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(total)});")
             arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}
             self.set_identity(reductions, arrays)
-            part = self.part(rows)
+            part = self.part(stage, rows)
             levels = self.levels(reductions, arrays, self.width, certain and ceildiv(certain, part), 1)
             with self.parts(lo, hi, part, levels) as (start, end):
                 if len(k.inner) == 1:
