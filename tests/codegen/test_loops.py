@@ -170,6 +170,26 @@ def test_a_million_floats_add_up(n: int) -> None:
         torch.testing.assert_close(first.double(), y.double().sum(0), rtol=4e-6, atol=0)
 
 
+@pytest.mark.parametrize("shape, axes", [
+    ((48, 2048), [0]), ((515, 1024), [0]), ((2048, 1536), [0]), ((8195, 64), [0]), ((9000, 8), [0]),
+    ((8, 28, 28, 256), [0, 1, 2]), ((70, 3, 9, 1000), [0, 1, 2]), ((1000, 1000), [1]), ((128, 65536), [1]),
+    ((16, 64, 28, 28), [0, 2, 3]), ((64, 300, 7, 7), [0, 2, 3]), ((3, 100003), [1])])
+def test_sums_err_no_more_than_those_of_eager(shape: tuple[int, ...], axes: list[int]) -> None:
+    """Column, row and shared forms alike: eager adds up no more than sixteen numbers one after the other."""
+    x, y = torch.rand(shape), torch.rand(shape)
+
+    def both(a: Value, b: Value) -> list[Value]:
+        product, = build.reduce(a.shape, axes, simple_combine("sum", F32), lambda i: a.load(i) * b.load(i))
+        return [sums(a, axes), product]
+
+    def error(result: Tensor, values: Tensor) -> float:
+        return float((result.double() - values.double().sum(axes)).square().mean().sqrt())
+
+    for ours, values in zip(run(both, x, y), (x, x * y), strict=True):
+        few = 2.0 if ours.numel() < 32 else 1.1  # results, whose errors are a matter of luck
+        assert error(ours, values) <= few * error(values.sum(axes), values)
+
+
 # ---- maps ----------------------------------------------------------------------------------------------
 
 

@@ -218,13 +218,13 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("again", [False, True])  # the second time, graphs come from the cache
+@pytest.mark.parametrize("cached", ["", "stored", "found"])  # without the cache, backwards are not compiled at once
 @pytest.mark.parametrize("bucket", [25, 0.08])  # MB: one graph, and several, of which one holds some layers
-def test_ddp(group: None, monkeypatch: pytest.MonkeyPatch, bucket: float, again: bool) -> None:
+def test_ddp(group: None, monkeypatch: pytest.MonkeyPatch, bucket: float, cached: str) -> None:
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
     model = deep(8)
     expected = step(model, tokens(), None)
-    with config.override(verify=False), flambeau.debug.collect_regions() as found:
+    with config.override(verify=False, graph_cache=bool(cached)), flambeau.debug.collect_regions() as found:
         ours = step(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket), tokens())
     for keeper in list(graph_cache.keepers):
         keeper.join(60)

@@ -70,6 +70,15 @@ def test_variance_far_from_zero(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, tuple(w.to(dtype) for w in want))
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_variance_errs_no_more_than_that_of_eager(axis: int) -> None:
+    """On the CPU eager accumulates it in float64."""
+    x = torch.randn(1100, 1000) + 3
+    got, eager = through(lambda x: torch.std_mean(x, axis))(x), torch.std_mean(x, axis)
+    for a, b, exact in zip(got, eager, torch.std_mean(x.double(), axis), strict=True):
+        assert (a - exact).square().mean() <= 1.05 * (b - exact).square().mean()
+
+
 def test_variance_without_freedom() -> None:
     def fn(x):
         return (x.var(1), x.var(1, correction=0), x.var(0, correction=5), x.std(0, correction=3.5),

@@ -13,25 +13,24 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, rewrite, walk
+from flambeau.ir.expr import Expr, loads, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
 from flambeau.ir.program import Item, LoopKernel
 
+from .cascade import FEW, JOINS, ROWS, CascadeWriter, Levels
 from .cfamily import Dialect, Scope
 from .cuts import COPIED, SHORTEST, affordable, pieces, written
 from .sharing import ROOM, WORTH, best_shared, gain, shared_values, with_offsets
-from .windows import WindowWriter
 
 LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
 ABREAST = 4  # bodies that a compiler may write side by side, so that their vectors are under way at once
 STEPS = 4  # of all lanes, that a row has at least; a shorter one has half as many lanes, as these must be joined
 BLOCK = 512  # columns that are reduced side by side
 REGISTERS = 512  # bytes of states that stay in registers
+IN_STEP = 1024  # bytes of states of a block of columns that compilers keep in registers while rows go past
 CHUNKS = 64  # parts of a long row
 MANY = 32  # outer points that are enough to keep threads busy
 TILE, LINE, GAP = 64, 256, 8  # its points one way, bytes the other way; between lines, which would meet in the cache
-CASCADE = 128  # rows of a column reduction that are summed on their own
-STRETCH = 2048  # elements of a long row that are summed on their own
 STACK = 1 << 20  # bytes that the states of a block of columns may take in all its chunks
 SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
 
@@ -46,7 +45,7 @@ def widest_of(stage: Sequence[Item]) -> int:
     return max(d.itemsize for i in stage if i.combine is not None for d in i.combine.dtypes)
 
 
-class LoopWriter(WindowWriter):
+class LoopWriter(CascadeWriter):
     def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
         super().__init__(dialect, kernel)
         self.k = kernel
@@ -423,21 +422,16 @@ class LoopWriter(WindowWriter):
         length = None if segment else v.extent
         lanes = self.lanes(reductions, length) if reductions else 1
         lo, hi = ("0", self.extent(v)) if k.bounds is None else (self.value(k.bounds[0]), self.value(k.bounds[1]))
-        # Short rows share their lanes; a long one, or each of several long ones, is taken in stretches.
-        longest = 2 * STRETCH if len(k.inner) == 1 else STRETCH // 2
-        if reductions and length is not None and not (length.is_const and length.const < longest):
-            totals = self.declare(reductions, 1)
-            self.deep(k.inner[:-1], lambda: self.stretches(stage, reductions, totals, lanes, "0", self.extent(v)))
-            for i in reductions:
-                self.finish(i, [f"{totals[n]}[0]" for n in i.names])
-            return
         arrays = self.declare(reductions, lanes)
         rest = length.const % lanes if length is not None and length.is_const and len(k.inner) == 1 else 0
         copies = bin(rest).count("1") * sum(1 for _ in walk(*(e for i in stage for e in i.exprs)))
         if rest and copies <= COPIED:
             self.row_with_rest(stage, reductions, arrays, lanes, rest)
+        elif segment:
+            self.row_walk(stage, arrays, lanes, lo, hi, None)
+            self.join_lanes(reductions, arrays, lanes)
         else:
-            self.deep(k.inner[:-1], lambda: self.row_walk(stage, arrays, lanes, lo, hi, length))
+            self.row_nest(stage, reductions, arrays, lanes, hi, length)
             self.join_lanes(reductions, arrays, lanes)
         for i in reductions:
             self.finish(i, [f"{arrays[n]}[0]" for n in i.names])
@@ -449,7 +443,7 @@ class LoopWriter(WindowWriter):
         v = self.k.inner[-1]
         assert v.extent is not None
         whole = v.extent.const - rest
-        self.row_walk(stage, arrays, lanes, "0", str(whole), as_index(whole))
+        self.row_nest(stage, reductions, arrays, lanes, str(whole), as_index(whole))
 
         def joined(width: int) -> None:
             if rest & width:
@@ -460,20 +454,48 @@ class LoopWriter(WindowWriter):
 
         self.join_lanes(reductions, arrays, lanes, joined)
 
-    def stretches(self, stage: Sequence[Item], reductions: Sequence[Item], totals: dict[str, str], lanes: int,
-                  lo: str, hi: str) -> None:
-        """A long row in stretches, each with lanes of its own, so that rounding errors do not pile up."""
-        v = self.k.inner[-1]
-        start, last = self.fresh("z"), self.fresh("e")
-        with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {STRETCH}) {{",
-                        (Sym(start, v.extent),)):
-            self.line(f"const {self.d.long} {last} = {self.fl}imin({start} + {STRETCH}, {hi});")
-            arrays = self.declare(reductions, lanes)
-            self.row_walk(stage, arrays, lanes, start, last, None)
-            self.join_lanes(reductions, arrays, lanes)
-            for i in reductions:
-                assert i.combine is not None
-                self.combine_into(i.combine, [f"{totals[n]}[0]" for n in i.names], [f"{arrays[n]}[0]" for n in i.names])
+    def row_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str], lanes: int, hi: str,
+                 length: Index | None) -> None:
+        """One row, or all rows of a nest. Short ones rise by a level several at a time, long ones in parts."""
+        outer = self.k.inner[:-1]
+        assert length is not None
+        steps = ceildiv(length, lanes)
+        rows = product(x.extent for x in outer if x.extent is not None)
+        if steps.is_const and steps.const <= 4 * FEW:  # lanes have small shares of the error
+            levels = self.levels(reductions, arrays, lanes, rows, max(1, FEW // max(1, steps.const)))
+
+            def row() -> None:
+                self.row_walk(stage, arrays, lanes, "0", hi, length)
+                self.rise(levels)
+        else:
+            levels = self.levels(reductions, arrays, lanes, rows * ceildiv(steps, FEW), 1)
+
+            def row() -> None:
+                self.row_parts(stage, arrays, lanes, "0", hi, levels, length)
+
+        self.deep(outer, row)
+        self.top(levels)
+
+    def row_parts(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
+                  levels: Levels | None, length: Index | None = None) -> None:
+        if levels is None:
+            self.row_walk(stage, arrays, lanes, lo, hi, length)
+            return
+        with self.parts(lo, hi, FEW * lanes, levels) as (start, end):
+            self.row_walk(stage, arrays, lanes, start, end, None)
+
+    @contextmanager
+    def parts(self, lo: str, hi: str, size: int, levels: Levels | None) -> Iterator[tuple[str, str]]:
+        """From lo to hi in parts of this size, after each of which the states rise; in the loop over a part nothing
+        else happens, so that they can stay in registers."""
+        if levels is None:
+            yield lo, hi
+            return
+        start, end = self.fresh("z"), self.fresh("e")
+        with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {size}) {{", (Sym(start),)):
+            self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {size}, {hi});")
+            yield start, end
+            self.rise(levels)
 
     def deep(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
         """Nested serial loops, each a scope of its own so that what does not change moves out."""
@@ -485,18 +507,18 @@ class LoopWriter(WindowWriter):
 
     # ---- rows shared by threads ------------------------------------------------------------------------
 
-    def chunks(self, total: Index, least: int) -> tuple[str, str]:
-        """(number of chunks, length of one) from the sizes alone."""
+    def chunks(self, total: Index, least: int, unit: int = 1) -> tuple[str, str, Index | None]:
+        """(number of chunks, length of one, this length if it is certain) from the sizes alone."""
         if total.is_const:
             size = max(least, -(-total.const // CHUNKS))
-            size = -(-size // 64) * 64 if least >= 64 else size
-            return str(-(-total.const // size)), str(size)
+            size = -(-size // unit) * unit
+            return str(-(-total.const // size)), str(size), as_index(size)
         size_name = self.fresh("z")
         even = f"({self.index(total)} + {CHUNKS - 1}) / {CHUNKS}"
         self.line(f"const {self.d.long} {size_name} = {self.fl}imax({least}, {even});")
         count = self.fresh("m")
         self.line(f"const {self.d.long} {count} = ({self.index(total)} + {size_name} - 1) / {size_name};")
-        return count, size_name
+        return count, size_name, None
 
     def shared(self, count: str) -> str:
         amount = self.work((*self.k.outer, *self.k.inner), self.cost)
@@ -509,7 +531,7 @@ class LoopWriter(WindowWriter):
         single = len(k.inner) == 1
         v = k.inner[-1]
         split = product(x.extent for x in (k.inner if single else k.inner[:-1]) if x.extent is not None)
-        count, size = self.chunks(split, 4096 if single else 1)
+        count, size, certain = self.chunks(split, 4096 if single else 1, 64 if single else 1)
         partial = self.declare(reductions, CHUNKS, "part")
         chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
         marker = Sym(chunk, CHUNKS)
@@ -518,19 +540,17 @@ class LoopWriter(WindowWriter):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(split)});")
             lanes = self.lanes(reductions, v.extent) if reductions else 1
-            if single and reductions:
-                arrays = self.declare(reductions, 1)
-                self.stretches(stage, reductions, arrays, lanes, lo, hi)
-                lanes = 1
-            elif single:
-                arrays = {}
-                self.row_walk(stage, arrays, lanes, lo, hi, None)
+            arrays = self.declare(reductions, lanes)
+            steps = certain if single or certain is None or v.extent is None else certain * v.extent
+            levels = self.levels(reductions, arrays, lanes, steps and ceildiv(steps, FEW * lanes), 1)
+            if single:
+                self.row_parts(stage, arrays, lanes, lo, hi, levels)
             else:
-                arrays = self.declare(reductions, lanes)
                 flat = self.fresh("fl")
                 with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner[:-1]):
                     self.decompose(flat, k.inner[:-1])
-                    self.row_walk(stage, arrays, lanes, "0", self.extent(v), v.extent)
+                    self.row_parts(stage, arrays, lanes, "0", self.extent(v), levels, v.extent)
+            self.top(levels)
             self.join_lanes(reductions, arrays, lanes)
             for i in reductions:
                 for n in i.names:
@@ -598,11 +618,81 @@ class LoopWriter(WindowWriter):
             for i in stage:
                 self.map_item(i)
 
-    def column_walk(self, stage: Sequence[Item], arrays: dict[str, str]) -> None:
+    def column_walk(self, stage: Sequence[Item], arrays: dict[str, str], rows: int = 1) -> None:
+        """A row of a block of columns goes past, or some rows at a time, which are joined first."""
         assert self.k.vector is not None
+        at = f"{self.sym(self.k.vector)} - {self.origin}"
         with self.column_loop() as s:
             s.known.update(self.shared_by_rows)
-            self.lane_body(stage, arrays, f"{self.sym(self.k.vector)} - {self.origin}")
+            if rows == 1:
+                self.lane_body(stage, arrays, at)
+                return
+            v = self.k.inner[-1]
+            for i in stage:
+                assert i.combine is not None
+                values = [[self.value(e.subs({v: as_index(v) + q})) for e in i.exprs] for q in range(rows)]
+                while len(values) > 1:
+                    values = [self.combined(i.combine, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+                self.combine_into(i.combine, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
+
+    def rows_at_a_time(self, stage: Sequence[Item]) -> int:
+        """Those that are written out: where states go through memory, nothing but sums happens, and not much."""
+        exprs = [e for i in stage for e in i.exprs]
+        last = self.k.inner[-1].extent
+        if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * ROWS:
+            return 1
+        if self.width * sum(self.dtype_of[n].itemsize for i in stage for n in i.names) <= IN_STEP:
+            return 1
+        if self.of_halves(stage):  # several rows of these are unpacked more slowly
+            return 1
+        inner = any(e.op == "local" and self.level_of[e.attr] != "outer" for e in walk(*exprs))
+        return 1 if inner or ROWS * written(exprs) > COPIED else ROWS
+
+    def column_rows(self, stage: Sequence[Item], arrays: dict[str, str], lo: str, hi: str, rows: int) -> None:
+        """The rows of the innermost reduced variable from lo to hi."""
+        v = self.k.inner[-1]
+        if rows == 1:
+            with self.loop(v, lo, hi):
+                self.column_walk(stage, arrays)
+            return
+        name, start = self.sym(v), self.fresh("r")
+        with self.scope("{"):
+            self.line(f"{self.d.long} {start} = {lo};")
+            for n in (rows, 1):
+                with self.scope(f"for (; {start} + {n} <= {hi}; {start} += {n}) {{", (v,)):
+                    self.line(f"const {self.d.long} {name} = {start};")
+                    self.column_walk(stage, arrays, n)
+
+    def column_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str]) -> None:
+        """All rows of a nest: where the innermost loop is short they rise several at a time, where long in parts."""
+        outer, v = self.k.inner[:-1], self.k.inner[-1]
+        assert v.extent is not None
+        rows = self.rows_at_a_time(stage)
+        size = self.part(stage, rows)
+        repeats = product(x.extent for x in outer if x.extent is not None)
+        if v.extent.is_const and v.extent.const <= size:
+            levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.extent.const)))
+
+            def walk_rows() -> None:
+                self.column_rows(stage, arrays, "0", self.extent(v), rows)
+                self.rise(levels)
+        else:
+            levels = self.levels(reductions, arrays, self.width, repeats * ceildiv(v.extent, size), 1)
+
+            def walk_rows() -> None:
+                with self.parts("0", self.extent(v), size, levels) as (start, end):
+                    self.column_rows(stage, arrays, start, end, rows)
+
+        self.deep(outer, walk_rows)
+        self.top(levels)
+
+    @staticmethod
+    def of_halves(stage: Sequence[Item]) -> bool:
+        return any(e.dtype.itemsize < 4 for e in loads(*(e for i in stage for e in i.exprs)))
+
+    def part(self, stage: Sequence[Item], rows: int) -> int:
+        """Rows of columns after which states rise. The errors of halves themselves are much larger than their sum's."""
+        return rows * JOINS if rows > 1 else 4 * FEW if self.of_halves(stage) else FEW
 
     def column_finish(self, reductions: Sequence[Item]) -> None:
         """States are the outer values themselves; what others want goes to memory."""
@@ -631,11 +721,8 @@ class LoopWriter(WindowWriter):
             values = shared_values([e for i in stage for e in i.exprs], k.inner, k.vector)
             self.shared_by_rows = self.side_by_side(values, k.vector, self.origin, self.end, self.width)
             reductions = [i for i in stage if i.combine is not None]
-        first = k.inner[0].extent
-        if k.bounds is None and reductions and first is not None and not (first.is_const and first.const < 2 * CASCADE):
-            self.cascade(stage, reductions, arrays)
-        elif k.bounds is None:
-            self.deep(k.inner, lambda: self.column_walk(stage, arrays))
+        if k.bounds is None:
+            self.column_nest(stage, reductions, arrays)
         else:
             with self.loop(k.inner[0], self.value(k.bounds[0]), self.value(k.bounds[1])):
                 if self.origin == "0":  # a block is a whole row
@@ -643,23 +730,6 @@ class LoopWriter(WindowWriter):
                 self.column_walk(stage, arrays)
         self.shared_by_rows = {}
         self.column_finish(reductions)
-
-    def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
-        """Many rows: groups of them are reduced first, so that rounding errors do not pile up."""
-        v = self.k.inner[0]
-        group = Sym(f"{v.name}c", v.extent)
-        name = self.sym(group)
-        with self.scope(f"for ({self.d.long} {name} = 0; {name} < {self.extent(v)}; {name} += {CASCADE}) {{", (group,)):
-            parts = {}
-            for n in states:
-                parts[n] = self.fresh("gp")
-                self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {parts[n]}[{self.width}];")
-            self.set_identity(reductions, parts)
-            last = self.fresh("e")
-            self.line(f"const {self.d.long} {last} = {self.fl}imin({name} + {CASCADE}, {self.extent(v)});")
-            with self.loop(v, name, last):
-                self.deep(self.k.inner[1:], lambda: self.column_walk(stage, parts))
-            self.join_columns(reductions, states, parts)
 
     def join_columns(self, reductions: Sequence[Item], states: dict[str, str], parts: dict[str, str]) -> None:
         with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", pragma=self.d.simd):
@@ -671,7 +741,13 @@ class LoopWriter(WindowWriter):
         k = self.k
         reductions = [i for i in stage if i.combine is not None]
         total = product(x.extent for x in k.inner if x.extent is not None)
-        count, size = self.chunks(total, 32)
+        v = k.inner[-1]
+        assert v.extent is not None
+        # Rows that are next to each other in a chunk must be so in the nest as well.
+        rows = self.rows_at_a_time(stage)
+        if len(k.inner) > 1 and not (total.is_const and v.extent.const % rows == 0):
+            rows = 1
+        count, size, certain = self.chunks(total, 32, rows)
         states = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         partial: dict[str, str] = {}
         for n in states:
@@ -684,14 +760,25 @@ class LoopWriter(WindowWriter):
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(total)});")
             arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}
             self.set_identity(reductions, arrays)
-            flat = self.fresh("fl")
-            with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner):
-                self.decompose(flat, k.inner)
-                self.column_walk(stage, arrays)
+            part = self.part(stage, rows)
+            levels = self.levels(reductions, arrays, self.width, certain and ceildiv(certain, part), 1)
+            with self.parts(lo, hi, part, levels) as (start, end):
+                if len(k.inner) == 1:
+                    self.column_rows(stage, arrays, start, end, rows)
+                else:
+                    flat = self.fresh("fl")
+                    head = f"for ({self.d.long} {flat} = {start}; {flat} < {end}; {flat} += {rows}) {{"
+                    with self.scope(head, k.inner):
+                        self.decompose(flat, k.inner)
+                        self.column_walk(stage, arrays, rows)
+            self.top(levels)
         if reductions:
+            if count != "1":
+                with self.scope(f"for (int h = 1; h < {count}; h *= 2) {{"), \
+                        self.scope(f"for (int c = 0; c + h < {count}; c += 2 * h) {{"):
+                    self.join_columns(reductions, {n: f"{partial[n]}[c]" for n in partial},
+                                      {n: f"{partial[n]}[c + h]" for n in partial})
             self.set_identity(reductions, states)
-            # Chunks join in order: their number is small and does not depend on the threads.
-            with self.scope(f"for (int c = 0; c < {count}; ++c) {{"):
-                self.join_columns(reductions, states, {n: f"{partial[n]}[c]" for n in partial})
+            self.join_columns(reductions, states, {n: f"{partial[n]}[0]" for n in partial})
             self.column_finish(reductions)
 

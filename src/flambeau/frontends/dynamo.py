@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
@@ -75,9 +76,11 @@ def compiled_backend(
         return compile_dynamo_graph(gm, example_inputs, settings)
     # DDP compiles its buckets one by one, and runs each on fake tensors first, to learn what the next one gets.
     # AOTAutograd would serve that run; but a graph out of the cache, or a piece called twice, does not come by it.
+    # Nor may a backward wait for its first run: torch counts those as one to a bucket, and pieces are more.
     context.fakify_first_call = False
     try:
-        compiled = compile_dynamo_graph(gm, example_inputs, settings)
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            compiled = compile_dynamo_graph(gm, example_inputs, settings)
     finally:
         context.fakify_first_call = True
 

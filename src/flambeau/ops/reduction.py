@@ -124,7 +124,7 @@ def mean_all(x: Value, *, dtype: DType | None = None) -> Value:
 
 
 def _var_mean(x: Value, dim: Any, correction: Any, keepdim: bool, root: bool) -> tuple[Value, Value]:
-    wide = opmath(x.dtype)
+    wide = torch.float64 if build.graph().on_cpu else opmath(x.dtype)  # ATen's own accumulator on CPUs
     axes = wrap_dims(dim, x.rank)
     mean, spread = moments(x.shape, axes, wide, lambda i: cast(x.load(i), wide))
     # No more degrees of freedom than zero: the quotient is then infinite or NaN, as ATen has it.
