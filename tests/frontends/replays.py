@@ -1,12 +1,14 @@
 """A recorder for the CPU: it runs the recorded call again at the addresses of then, as a CUDA graph would.
 
-An argument that was not brought along, a parameter that moved, a result that is overwritten while somebody holds it:
+An argument that was not brought along, a parameter that moved, a result that is overwritten while somebody holds it, by
+a replay of its own recording or of an earlier one:
 here as there, they are wrong numbers.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -26,7 +28,10 @@ def at_its_address(x: Any) -> Any:
 
 
 class Replay(Recording):
+    """`later`: of the same memory. Its intermediates lie where the results of later recordings do."""
+
     def __init__(self, run: Run, inputs: list[Any]) -> None:
+        self.later: list[weakref.ref[Replay]] = []
         self.run, self.inputs = run, [at_its_address(x) for x in inputs]
         self.results = run(list(self.inputs))
         given = {x.untyped_storage().data_ptr() for x in self.inputs if isinstance(x, torch.Tensor)}
@@ -36,6 +41,10 @@ class Replay(Recording):
     def replay(self) -> None:
         for k in self.own:  # the first kernels may write there already
             self.results[k].fill_(float("nan") if self.results[k].is_floating_point() else 0)
+        for other in filter(None, (ref() for ref in self.later)):
+            for k in other.own:
+                with torch.inference_mode(other.results[k].is_inference()):
+                    other.results[k].fill_(7)
         made = self.run(list(self.inputs))
         for k in self.own:
             self.results[k].copy_(made[k])
@@ -48,6 +57,7 @@ class Replays(Recorder):
         self.current: Hashable | None = "queue"
         self.fails: Exception | None = None
         self.finds: Exception | None = None
+        self.made: dict[Hashable, list[weakref.ref[Replay]]] = {}
 
     def place(self) -> Hashable | None:
         return self.current
@@ -56,7 +66,12 @@ class Replays(Recorder):
         if self.finds is not None:
             raise self.finds
 
-    def record(self, run: Run, inputs: list[Any]) -> Replay:
+    def record(self, run: Run, inputs: list[Any], group: Hashable = None) -> Replay:
         if self.fails is not None:
             raise self.fails
-        return Replay(run, inputs)
+        made = Replay(run, inputs)
+        earlier = self.made.setdefault((self.current, group), [])
+        for other in filter(None, (ref() for ref in earlier)):
+            other.later.append(weakref.ref(made))
+        earlier.append(weakref.ref(made))
+        return made

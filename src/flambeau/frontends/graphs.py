@@ -12,7 +12,8 @@ A recording holds addresses. So of every argument it is known how it reaches the
 Results lie in memory of the recording, and the next replay overwrites them. While somebody holds one of them, the
 recording rests. If it is a small part of them (an output, where what the backward needs is free again), it is given
 out as a copy from then on; else (gradients that accumulate, a second forward before the backward) there will be another
-recording.
+recording. Intermediates of a recording share memory with later recordings, results of those included: while somebody
+holds one of these, it rests as well.
 What cannot be recorded runs as it would without: the reason is counted, and `flambeau.debug.recordings()` lists it.
 """
 
@@ -22,6 +23,7 @@ import itertools
 import math
 import threading
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +78,7 @@ class Take:
         self.watches: tuple[Watch, Watch] | None = None  # over both, if all are tensors
         self.given: Hashable = None
         self.last = 0  # call that used it
+        self.number = next(_made)
         starts = {x.untyped_storage().data_ptr(): k for k, x in reversed(list(enumerate(inputs)))
                   if isinstance(x, torch.Tensor) and x.numel()}
         first = {id(x): k for k, x in reversed(list(enumerate(made.results))) if isinstance(x, torch.Tensor)}
@@ -118,6 +121,25 @@ class Take:
         count = torch._C._storage_Use_Count
         return [k for cdata, alone, ks in self.storages if count(cdata) > alone for k in ks]
 
+    def is_free(self, place: Hashable) -> bool:
+        """Whether a replay overwrites nothing that somebody holds: its own results, or those of later recordings, which
+        may lie where it computes. Those of earlier ones lay there when it was made, so it leaves them alone."""
+        if self.in_use():
+            return False
+        with _GIVEN_LOCK:
+            given = GIVEN.setdefault(place, [])
+            later = bisect_right(given, self.number, key=number_of)
+            given[later:] = [take for take in given[later:] if take.in_use()]
+            return later == len(given)
+
+    def give_in(self, place: Hashable, args: list[Any], copied: set[int]) -> list[Any]:
+        with _GIVEN_LOCK:
+            given = GIVEN.setdefault(place, [])
+            at = bisect_left(given, self.number, key=number_of)
+            if at == len(given) or given[at] is not self:
+                given.insert(at, self)
+        return self.give(args, copied)
+
     def give(self, args: list[Any], copied: set[int]) -> list[Any]:
         out: list[Any] = []
         copied = copied | self.scalars
@@ -137,6 +159,14 @@ class Take:
 
 
 RESIDENT: Counter[int] = Counter()  # addresses of results of recordings
+# By the memory they share: recordings whose results somebody may hold, in the order they were made.
+GIVEN: dict[Hashable, list[Take]] = {}
+_GIVEN_LOCK = threading.Lock()
+_made = itertools.count()
+
+
+def number_of(take: Take) -> int:
+    return take.number
 
 
 def bring(args: list[Any], copies: list[tuple[int, torch.Tensor]]) -> None:
@@ -203,6 +233,9 @@ class Recorded:
         self.tally = Tally(what.label)
         self.lock = threading.RLock()
         self.number = next(_numbers)
+        compiling = torch._guards.CompileContext.current_compile_id()
+        # What belongs to one function shares memory; results of others that somebody holds are no concern of it.
+        self.group: Hashable = self.number if compiling is None else ("function", compiling.frame_id)
         RECORDED.add(self)
         if not self.off:
             lists.begin()
@@ -248,7 +281,8 @@ class Recorded:
         assert self.recorder is not None
         given = (place, torch.is_inference_mode_enabled())
         take = self.meant.get(self.hint(args))
-        if take is None or torch._C._len_torch_dispatch_stack() or not take.is_meant(args, given) or take.in_use():
+        if take is None or torch._C._len_torch_dispatch_stack() or not take.is_meant(args, given) \
+                or not take.is_free((place, self.group)):
             found = self.find(args, given)
             if isinstance(found, str):
                 return found
@@ -263,7 +297,7 @@ class Recorded:
             if self.tally.replayed % RESTS == 0:
                 self.drop_unused()
         take.last = self.tally.calls
-        return take.give(args, self.copied)
+        return take.give_in((place, self.group), args, self.copied)
 
     def hint(self, args: list[Any]) -> int:
         return TensorBase.data_ptr(args[self.anchor]) if self.anchor >= 0 else 0
@@ -279,7 +313,7 @@ class Recorded:
         if torch._C._len_torch_dispatch_stack():  # in one of its own, AOTAutograd looks at first calls
             return "a dispatch mode wants to see the operators"
         fitting = [t for t in takes if t.fits(args)]
-        take = next((t for t in fitting if not t.in_use()), None)
+        take = next((t for t in fitting if t.is_free((given[0], self.group))), None)
         if take is not None:
             return take
         why = self.why(takes, fitting, sizes)
@@ -357,7 +391,7 @@ class Recorded:
             bring(args, copies)
             self.recorder.settle()
             try:
-                made = self.recorder.record(self.run, inputs)
+                made = self.recorder.record(self.run, inputs, self.group)
             except Exception as e:  # whatever does not let itself be captured, runs without
                 self.off = f"recording failed: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
                 return self.off
@@ -383,6 +417,9 @@ class Recorded:
         for takes in made:
             takes[:] = [t for t in takes if t.last >= oldest]
         self.meant = {address: t for address, t in self.meant.items() if t.last >= oldest}
+        with _GIVEN_LOCK:
+            for given in GIVEN.values():
+                given[:] = [t for t in given if t.in_use()]
 
 
 def recorded(run: Run, recorder: Recorder | None, what: Recordable, device: torch.device) -> Callable[..., Any]:

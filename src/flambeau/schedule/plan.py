@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.expr import Expr, loads, rewrite, where
+from flambeau.ir.expr import Expr, loads, rewrite, walk, where
 from flambeau.ir.index import ZERO, Dyn, Index, Sym, as_index
 from flambeau.ir.nodes import (
     Buffer,
@@ -37,7 +37,7 @@ from flambeau.ir.program import (
 from flambeau.ir.verify import verify
 
 from .contract import prepare_contractions, shape_contract
-from .fuse import Group, fuse, reads_elsewhere
+from .fuse import Group, Single, fuse, reads_elsewhere
 from .inline import inline, materialised
 from .layout import settle_layouts
 from .loops import is_empty, shape_group, shape_scan, shape_scatter
@@ -143,7 +143,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
             else:
                 assert isinstance(n, Scatter)
                 kernel = shape_scatter(n, graph.buffers)
-        if all(is_empty(graph.buffers[p.name]) for p in kernel.params if p.written):
+        if all(is_empty(graph.buffers[p.name]) for p in kernel.params if p.written) and not checks(g):
             continue
         at = seen.setdefault(kernel, len(kernels))
         if at == len(kernels):
@@ -158,6 +158,11 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     place_buffers(p, graph)
     plan_memory(p)
     return p
+
+
+def checks(g: Group | Single) -> bool:
+    """Whether its kernel looks for what is wrong with its data."""
+    return any(e.op in ("check", "require") for n in g.nodes for e in walk(*n.exprs()))
 
 
 def forget_unused_kernels(p: Program) -> None:

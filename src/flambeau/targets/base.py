@@ -92,8 +92,10 @@ class Recorder(ABC):
         """What orders the replays of now; a recording is replayed where it was made. None: nothing can be recorded."""
 
     @abstractmethod
-    def record(self, run: Run, inputs: list[Any]) -> Recording:
-        """Run it once, and keep what it launched, which does not keep the inputs alive."""
+    def record(self, run: Run, inputs: list[Any], group: Hashable = None) -> Recording:
+        """Run it once, and keep what it launched, which does not keep the inputs alive.
+
+        Recordings of one group share memory: intermediates of one may lie where results of a later one are."""
 
     def check(self) -> None:  # noqa: B027 - most have nothing to say
         """Raise what earlier replays found wrong with their data, as far as it is known."""

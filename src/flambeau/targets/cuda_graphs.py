@@ -1,4 +1,4 @@
-"""Recordings on NVIDIA GPUs: CUDA graphs, all of a stream in one pool of torch's allocator."""
+"""Recordings on NVIDIA GPUs: CUDA graphs, those of a function in one pool of torch's allocator."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class CudaRecording(Recording):
 
 class CudaRecorder(Recorder):
     """Graphs of one pool use the memory of each other's intermediates, so all of them run in the order of one stream:
-    each stream has a pool, and a stream to capture in, of its own. Torch's generator of the device counts in its own
+    each stream has pools, and streams to capture in, of its own. Torch's generator of the device counts in its own
     memory what a graph draws, so a replay goes on where the call before it stopped."""
 
     def __init__(self, target: CudaTarget) -> None:
         self.target = target
-        self.places: dict[Hashable, tuple[Any, torch.cuda.Stream]] = {}
+        # A pool, the stream to capture in, and a graph that keeps the pool: without any, torch takes no other for it.
+        self.places: dict[Hashable, tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]] = {}
 
     def place(self) -> Hashable | None:
         return self.target.queue()
@@ -58,16 +59,16 @@ class CudaRecorder(Recorder):
         torch.cuda.synchronize()
         self.check()
 
-    def record(self, run: Run, inputs: list[Any]) -> CudaRecording:
+    def record(self, run: Run, inputs: list[Any], group: Hashable = None) -> CudaRecording:
         import torch
 
         with _ONE_AT_A_TIME:
-            place = self.place()
-            assert place is not None
+            place = self.place(), group
             if place not in self.places:
                 torch.cuda.empty_cache()  # nothing can be given back to the system during a capture
-                self.places[place] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            pool, stream = self.places[place]
+                pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                self.places[place] = pool, stream, capture_nothing(stream, pool)
+            pool, stream, _ = self.places[place]
             graph = torch.cuda.CUDAGraph()
             collects = gc.isenabled()
             gc.disable()  # what it would delete may be another graph, which a capture does not survive
@@ -114,20 +115,21 @@ def abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     device = torch.cuda.current_device()
     if attempt(torch._C._cuda_endAllocateToPool, device, pool):
         attempt(torch._C._cuda_releasePool, device, pool)  # else it ended so far that the graph does it
-    if not attempt(capture_nothing):
+    if not attempt(capture_nothing, torch.cuda.Stream()):
         warnings.warn("flambeau: a CUDA graph capture failed, and torch's random numbers may raise from now on; "
                       "options={'graphs': False} avoids it", stacklevel=2)
 
 
-def capture_nothing() -> None:
+def capture_nothing(stream: torch.cuda.Stream, *pool: Any) -> torch.cuda.CUDAGraph:
     import torch
 
-    with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.Stream()):
+    with warnings.catch_warnings(), torch.cuda.stream(stream):
         warnings.simplefilter("ignore")  # the graph is empty
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
+        graph.capture_begin(*pool)
         graph.capture_end()
     torch.cuda.synchronize()
+    return graph
 
 
 def attempt(call: Callable[..., Any], *args: Any) -> bool:
