@@ -14,6 +14,16 @@ import torch
 import torch.distributed as dist
 
 
+def a_compiled_step_asks_for_it() -> None:
+    """Dynamo is at work when the optimizer asks whether there is an accelerator."""
+    x = torch.ones(3, requires_grad=True)
+    x.grad = torch.ones(3)
+    step = torch.compile(torch.optim.AdamW([x], lr=0.1).step, backend="flambeau")
+    for _ in range(2):
+        step()
+    assert not torch.flambeau.is_initialized() and x.detach().lt(0.9).all()
+
+
 def the_first_use_starts_the_device() -> None:
     assert not {"pyopencl", "flambeau.frontends.device", "flambeau.targets.base"} & set(sys.modules)
     assert torch.device("flambeau", 1).type == "flambeau" and not torch.flambeau.is_initialized()
@@ -121,7 +131,7 @@ def there_is_no_compiler() -> None:
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case for case in (
         the_first_use_starts_the_device, an_accelerator_is_recommended, programs_do_not_mean_it,
-        a_fork_after_a_look_at_the_devices, there_is_no_pyopencl, there_is_no_compiler)
+        a_fork_after_a_look_at_the_devices, there_is_no_pyopencl, there_is_no_compiler, a_compiled_step_asks_for_it)
 } | {
     "a_stream_starts_it": starts(lambda: torch.flambeau.Stream("flambeau")),
     "loading_starts_it": starts(load),

@@ -76,7 +76,21 @@ def is_available() -> bool:
     A device that is just this machine's CPU is not: it is there for those who name it. Optimisers and loaders ask for
     this all the time, so nothing is started for the answer.
     """
-    return is_initialized() or bool(importlib.import_module("flambeau.frontends.device").found().accelerates)
+    if is_initialized():
+        return True
+    with _not_compiled():
+        return bool(importlib.import_module("flambeau.frontends.device").found().accelerates)
+
+
+@contextmanager
+def _not_compiled() -> Iterator[None]:
+    """Frames of an import are none for Dynamo to compile, which would ask again before the import has ended."""
+    set_callback = torch._C._dynamo.eval_frame.set_eval_frame
+    callback = set_callback(None)
+    try:
+        yield
+    finally:
+        set_callback(callback)
 
 
 def is_initialized() -> bool:
