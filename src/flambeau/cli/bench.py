@@ -186,9 +186,9 @@ def device(args: argparse.Namespace, backends: Sequence[str], console: Console) 
     from flambeau.bench import harness, streams
 
     size = {"full": args.size or "full"}.get(args.sizes, args.sizes)
-    rows = list(streams.measure(args.only, size if size in streams.SIDES else "full",
-                                lambda cases: harness.progress(cases, "device", console)))
-    return rows, streams.stream_table(rows), {"device": streams.get_device_name(0)}
+    size = size if size in streams.SIDES else "full"
+    rows = list(streams.measure(args.only, size, lambda cases: harness.progress(cases, "device", console)))
+    return rows, streams.stream_table(rows), {"device": streams.get_device_name(0), "side": streams.SIDES[size]}
 
 
 def matching(only: str | None) -> list[str]:

@@ -156,7 +156,8 @@ def device_streams(report: dict[str, Any]) -> str:
     """Share of a copy's bandwidth; beside PyTorch's CPU device where the device is one."""
     beside = any("cpu" in r["seconds"] for r in report["rows"])
     head = f"| operator | GB/s | of a copy |{' over the CPU device |' if beside else ''}"
-    lines = [f"{report['summary']['device']}, through OpenCL.", "", head, "|---" * (3 + beside) + "|"]
+    summary = report["summary"]
+    lines = [f"{summary['device']}, through OpenCL; matrices of {summary['side']} by {summary['side']}.", "", head, "|---" * (3 + beside) + "|"]
     for r in report["rows"]:
         ours = r["seconds"].get("flambeau")
         if ours is not None:
