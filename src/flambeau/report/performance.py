@@ -157,7 +157,8 @@ def device_streams(report: dict[str, Any]) -> str:
     beside = any("cpu" in r["seconds"] for r in report["rows"])
     head = f"| operator | GB/s | of a copy |{' over the CPU device |' if beside else ''}"
     summary = report["summary"]
-    lines = [f"{summary['device']}, through OpenCL; matrices of {summary['side']} by {summary['side']}.", "", head, "|---" * (3 + beside) + "|"]
+    lines = [f"{summary['device']}, through OpenCL; matrices of {summary['side']} by {summary['side']}.", "",
+             head, "|---" * (3 + beside) + "|"]
     for r in report["rows"]:
         ours = r["seconds"].get("flambeau")
         if ours is not None:
