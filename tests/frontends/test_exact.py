@@ -14,6 +14,7 @@ from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, 
 from flambeau.frontends import chains
 from flambeau.frontends.chains import check_chains
 from flambeau.frontends.testing import OPS, check_opinfo, differing
+from flambeau.ops import ops_loaded
 from flambeau.ops.exact import is_exact
 
 aten = torch.ops.aten
@@ -170,4 +171,5 @@ def test_a_model_trains_to_the_same_bits(dtype: torch.dtype) -> None:
     (aten.native_layer_norm.default, False, []),
 ], ids=lambda x: str(x))
 def test_which_lowerings_are_exact(op: Any, small: bool, devices: list[str]) -> None:
+    ops_loaded()
     assert [d for d in ("cpu", "cuda") if is_exact(op, d, small)] == devices

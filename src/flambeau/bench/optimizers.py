@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floors import FloorRow
+from flambeau.frontends.eager_steps import EagerSteps
 
 BACKENDS = ("foreach", "fused", "flambeau", "accelerate")
 STEPS = 20
@@ -81,26 +83,16 @@ def measure(device: str, only: str | None, backends: Sequence[str], bandwidth: f
             yield row
 
 
-class stepping:
+@contextmanager
+def stepping(optimizer: torch.optim.Optimizer, backend: str, device: str) -> Iterator[Callable[[], Any]]:
     """The step of an optimizer by one of the backends, until the block ends."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: str, device: str) -> None:
-        self.optimizer, self.backend, self.device = optimizer, backend, device
-
-    def __enter__(self) -> Callable[[], Any]:
-        torch._dynamo.reset()
-        if self.backend == "accelerate":
-            from flambeau.frontends.eager_steps import EagerSteps
-
-            self.steps = EagerSteps(self.device)
-        if self.backend.startswith("flambeau"):
-            step: Callable[[], Any] = torch.compile(self.optimizer.step, backend="flambeau")
-            return step
-        return self.optimizer.step
-
-    def __exit__(self, *error: object) -> None:
-        if self.backend == "accelerate":
-            self.steps.undo()
+    torch._dynamo.reset()
+    accelerated = EagerSteps(device) if backend == "accelerate" else None
+    try:
+        yield torch.compile(optimizer.step, backend="flambeau") if backend == "flambeau" else optimizer.step
+    finally:
+        if accelerated is not None:
+            accelerated.undo()
 
 
 def measure_backend(row: StepRow, backend: str, step: Callable[[], Any], device: str) -> None:

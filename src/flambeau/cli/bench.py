@@ -185,8 +185,7 @@ def optimizers(args: argparse.Namespace, backends: Sequence[str], console: Conso
 def device(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
     from flambeau.bench import harness, streams
 
-    size = {"full": args.size or "full"}.get(args.sizes, args.sizes)
-    size = size if size in streams.SIDES else "full"
+    size = args.sizes if args.sizes in streams.SIDES else "full"
     rows = list(streams.measure(args.only, size, lambda cases: harness.progress(cases, "device", console)))
     return rows, streams.stream_table(rows), {"device": streams.get_device_name(0), "side": streams.SIDES[size]}
 

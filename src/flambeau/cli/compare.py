@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flambeau import Error, OptionError, UnsupportedError
-from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject
+from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, page_console
 
 if TYPE_CHECKING:
     from flambeau.frontends.comparison import Comparison
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 DIFFERENT = 3  # the exit status; 1 is an error, and 2 an error of usage
 SHORT = 12  # rows of a table, unless --full
 BAR = 50  # characters of the longest bar
-WIDTH = 160  # of a page that is not a terminal
 EPILOG = f"""\
 MODEL is the name of a model of the bench suite (a training step of it, without dropout), or FILE:FUNC.
 
@@ -65,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from flambeau.debug import compare
     from flambeau.report.comparison import page
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = page_console()
     function, inputs = subject(args)
     try:
         with torch.set_grad_enabled(not args.infer):

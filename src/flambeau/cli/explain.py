@@ -16,7 +16,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from flambeau import OptionError
-from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject
+from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, page_console
 
 if TYPE_CHECKING:
     from flambeau.frontends.graphs import Tally
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 SHORT = 12  # lines of a section, unless --full
 CALLS = 5  # with --graphs: a warm-up, a recording, and what follows
 PLACES = {"output": 1, "input": 2}  # the order of the memory table; others come first
-WIDTH = 160  # of a page that is not a terminal: a file is read without wrapped tables
 EPILOG = f"""\
 {FILES}
 Where a result requires a gradient, the backward graph is compiled and shown as well.
@@ -61,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from flambeau.debug import collect_regions, compile_once, recordings
     from flambeau.report.program import summarise
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = page_console()
     function, inputs = subject(args)
     if args.html and not args.regions:
         raise OptionError("--html is a page of repeated regions", hint="add --regions")

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rich.console import Console
+
 from flambeau import OptionError
 
 FILES = """\
@@ -21,7 +23,15 @@ inputs(), which returns the arguments to call it with: a tuple, or one tensor.
   def norm_inputs(): return (torch.randn(64, 512, requires_grad=True),)
 """
 
+WIDTH = 160  # of a page that is not a terminal: a file is read without wrapped tables
 Subject = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def page_console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
 
 
 def demo_subject() -> Subject:

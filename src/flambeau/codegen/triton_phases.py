@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as points_of
 
-from flambeau.ir.expr import Expr, index_value, load, rewrite, walk
+from flambeau.ir.expr import CHECKED, Expr, index_value, load, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index
 from flambeau.ir.program import Item, LoopKernel
 
@@ -22,7 +22,6 @@ MOST = 16  # elements of one point
 ABREAST = 4  # windows next to each other that one point computes, where no division asks for phases
 LARGEST = 4  # values of one variable that are written out
 LINE = 32  # elements of a row in a compact tile: one access of a warp
-CHECKED = frozenset(("check", "require"))
 
 Limits = dict[Sym, Expr]  # phase variable -> what holds where its element exists
 

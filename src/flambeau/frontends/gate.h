@@ -132,14 +132,6 @@ struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-template <class Fn>
-PyObject* guarded(Fn&& body) {
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
-}
-
 }  // namespace
+
+#include "guarded.h"

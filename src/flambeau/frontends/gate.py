@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flambeau.errors import UnsupportedError
+from flambeau.targets.toolchain import whole_text
 
 from .eager_ops import all_forms, cpp_names
 from .native import load_native, python_headers
 
 _NAME = "gate"
 _FOLDER = Path(__file__).parent
-_SHARED = "gate.h"
 
 
 class Gates(Protocol):
@@ -48,8 +48,7 @@ def load_gates() -> Gates:
 
 
 def text(name: str) -> str:
-    """One text, so that one hash is enough."""
-    return (_FOLDER / f"{name}.cpp").read_text().replace(f'#include "{_SHARED}"', (_FOLDER / _SHARED).read_text())
+    return whole_text(_FOLDER / f"{name}.cpp")
 
 
 def source() -> str:

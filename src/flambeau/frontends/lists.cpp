@@ -15,6 +15,8 @@
 #include <memory>
 #include <vector>
 
+#include "guarded.h"
+
 namespace {
 
 Py_ssize_t place = 0;  // of the tensor in its Python object
@@ -23,16 +25,6 @@ c10::TensorImpl* tensor_of(PyObject* object) {
   c10::TensorImpl* impl;
   std::memcpy(&impl, reinterpret_cast<const char*>(object) + place, sizeof impl);
   return impl;
-}
-
-template <class Fn>
-PyObject* guarded(Fn&& body) {
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
 }
 
 PyObject* open(PyObject*, PyObject* samples) {

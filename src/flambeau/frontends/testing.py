@@ -29,6 +29,7 @@ from flambeau.errors import GuessedShapeError
 from flambeau.ir.numerics import wants_bits
 
 from .decompositions import table
+from .differences import INTEGERS, ordered, plane
 from .pipeline import Options, boxed, compile_graph, interpret
 from .whole import whole_operators
 
@@ -257,19 +258,13 @@ class _Case:
 
 def differing(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
     """How many values have other bits than y's, NaN aside, and by how many representable numbers at most."""
-    if x.is_complex():
-        x, y = torch.view_as_real(x.resolve_conj()), torch.view_as_real(y.resolve_conj())
+    x, y = plane(x), plane(y)
+    a, b = (t.view(INTEGERS[t.element_size()]).long() for t in (x, y))
     if not x.is_floating_point():
-        return int((x != y).sum()), 0
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size())
-    if words is None:
-        return int((x.float() != y.float()).sum()), 0
-    a, b = (t.contiguous().view(words).to(torch.int64) for t in (x, y))
+        return int((a != b).sum()), 0
     other = (a != b) & ~(x.isnan() & y.isnan())
-    least = torch.iinfo(words).min
-    a, b = (torch.where(t < 0, least - t, t) for t in (a, b))  # in the order of the numbers
-    count = int(other.sum())
-    return count, int(torch.where(other, (a - b).abs(), 0).max()) if count else 0
+    a, b = (ordered(t, 8 * x.element_size()) for t in (a, b))
+    return int(other.sum()), int((a - b)[other].abs().max()) if bool(other.any()) else 0
 
 
 def tolerance(op: Any, dtype: torch.dtype) -> dict[str, float]:

@@ -58,6 +58,7 @@ OPS: dict[str, tuple[int, str | DType]] = {
     "philox": (3, torch.int64),
     "bitcast": (1, "same"),  # attr-free reinterpretation between int and float of one width
 }
+CHECKED = frozenset(("check", "require"))  # those that look for what is wrong with data, and tell
 
 _exprs: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 _fresh = itertools.count()

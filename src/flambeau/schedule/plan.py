@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.expr import Expr, loads, rewrite, walk, where
+from flambeau.ir.expr import CHECKED, Expr, loads, rewrite, walk, where
 from flambeau.ir.index import ZERO, Dyn, Index, Sym, as_index
 from flambeau.ir.nodes import (
     Buffer,
@@ -162,7 +162,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
 
 def checks(g: Group | Single) -> bool:
     """Whether its kernel looks for what is wrong with its data."""
-    return any(e.op in ("check", "require") for n in g.nodes for e in walk(*n.exprs()))
+    return any(e.op in CHECKED for n in g.nodes for e in walk(*n.exprs()))
 
 
 def forget_unused_kernels(p: Program) -> None:

@@ -94,7 +94,6 @@ def join_launches(p: Program) -> None:
 def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int]
             ) -> list[Step]:
     """The launches between two calls, those that wait for the same number of others next to each other."""
-    segment = [s for s in segment if (row := rows[id(s)]) is None or row.length is not ZERO]  # over nothing: nothing
     groups: dict[tuple[int, TableKernel], list[Launch]] = {}
     ranks = ranks_of(p, segment)
     for s, rank in zip(segment, ranks, strict=True):

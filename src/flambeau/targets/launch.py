@@ -19,12 +19,11 @@ from types import ModuleType
 from flambeau.errors import CompileError
 from flambeau.targets.base import Launch, Plan, Step
 from flambeau.targets.cache import DiskCache
-from flambeau.targets.toolchain import Toolchain, load_extension
+from flambeau.targets.toolchain import Toolchain, load_extension, whole_text
 
 log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SHARED = "launcher.h"
 _NAME = "launcher"
 
 
@@ -82,9 +81,7 @@ def _include() -> Path:
 
 
 def _text(name: str) -> str:
-    """One text, so that one hash is enough."""
-    text = (_FOLDER / f"{name}.cpp").read_text()
-    return text.replace(f'#include "{_SHARED}"', (_FOLDER / _SHARED).read_text())
+    return whole_text(_FOLDER / f"{name}.cpp")
 
 
 def _key(name: str, toolchain: Toolchain) -> str:

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -248,6 +249,12 @@ def _openmp_libraries() -> tuple[str, ...]:
     folder = Path(torch.origin).parent
     found = [*folder.glob("lib/libgomp-*.so*"), *folder.parent.glob("torch.libs/libgomp-*.so*")]
     return (f"-Wl,--as-needed,{found[0]}",) if found else ()
+
+
+def whole_text(path: Path) -> str:
+    """A text with the files beside it that it includes, so that one hash is enough."""
+    return re.sub(r'^#include "([^"]+)"$', lambda found: whole_text(path.parent / found[1]), path.read_text(),
+                  flags=re.MULTILINE)
 
 
 def load_extension(name: str, path: Path) -> ModuleType:
