@@ -90,3 +90,28 @@ def test_fifty_steps_follow_eager(name: str) -> None:
     assert ours[-BATCHES:].mean() < 0.9 * ours[:BATCHES].mean(), "it learns"
     torch.testing.assert_close(ours[:10], eager[:10], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours, eager, rtol=2e-4, atol=2e-5)
+
+
+def test_gradients_come_laid_out_as_results_are() -> None:
+    seen = []
+
+    @torch.library.custom_op("flambeau_tests::turned", mutates_args=())
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return (2 * x).transpose(0, 1).contiguous().transpose(0, 1)
+
+    turned.register_fake(lambda x: torch.empty_strided(x.shape, (1, x.shape[0]), dtype=x.dtype, device=x.device))
+
+    @torch.library.custom_op("flambeau_tests::turned_backward", mutates_args=())
+    def turned_backward(g: torch.Tensor) -> torch.Tensor:
+        seen.append(g.stride())
+        return 2 * g
+
+    turned_backward.register_fake(torch.empty_like)
+    turned.register_autograd(lambda ctx, g: turned_backward(g))
+    x = torch.randn(3, 5, requires_grad=True)
+    from torch._functorch import config
+
+    with config.patch(guess_tangent_strides_as_outputs=False):  # torch has it on or off, by version
+        y = torch.compile(turned, backend="flambeau")(x)
+    y.backward(torch.randn(5, 3).t())
+    assert seen == [(1, 3)]

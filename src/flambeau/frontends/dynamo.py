@@ -64,7 +64,9 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
     without_marks()
-    with progress("compiling a graph"):
+    # Gradients come laid out as eager's do: torch 2.11 would copy those that are not contiguous, between pieces too,
+    # and cuDNN's attention keeps plans that are wrong for another layout than the one it met first.
+    with progress("compiling a graph"), torch._functorch.config.patch(guess_tangent_strides_as_outputs=True):
         return compiled_backend(gm, example_inputs, settings)
 
 
