@@ -214,7 +214,7 @@ def test_functions_of_the_language() -> None:
 
 
 def test_scans_of_several_components() -> None:
-    """Whose runs are longer than an access where the number of these is even."""
+    """Over several lines of a group, whole and not."""
     for n in (1200, 601, 1030):
         a, b = torch.rand(n), torch.randn(n)
         ours, = run(lambda a, b: [affine(a, b, False)], a, b, on=POINTS)

@@ -54,7 +54,7 @@ class GroupScan(Rows, ScanWriter):
                 self.put({j: f"{own[j]}[{s}]" for j in own}, starts)
             with self.element(s, base, "skip"):
                 self.put({j: f"{own[j]}[{s}]" for j in own}, {j: self.value(k.exprs[j]) for j in own})
-        with self.every() as s, self.scope(f"if ({s} % {self.run} != 0) {{"):
+        with self.every() as s, self.scope(f"if ({s} % {self.lanes} != 0) {{"):
             now = {j: f"{own[j]}[{s}]" for j in own}
             self.put(now, self.joined({j: f"{own[j]}[{s} - 1]" for j in own}, now))
         return own
@@ -75,10 +75,7 @@ class RowScan(GroupScan):
         self.divide(shape, 2 * self.words)
         while self.each > self.lanes and self.each // self.lanes * self.group * 4 * self.words > shape.local:
             self.each = max(self.each // 2 // self.lanes, 1) * self.lanes
-        accesses = self.each // self.lanes
-        # Of states with several parts, more is joined by a work-item alone, and less in the tree.
-        self.run = self.lanes * max(n for n in ((4, 2, 1) if len(self.kinds) > 1 else (1,)) if accesses % n == 0)
-        self.lines = self.each // self.run
+        self.lines = self.each // self.lanes
 
     def write(self) -> None:
         k = self.k
@@ -92,7 +89,7 @@ class RowScan(GroupScan):
                 own = self.run_elements(base)
                 sums = dict(zip(self.kinds, self.shared([*self.kinds.values()], self.lines), strict=True))
                 with self.each_line() as line:
-                    last = f"({line} + 1) * {self.run} - 1"
+                    last = f"({line} + 1) * {self.lanes} - 1"
                     self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{last}]" for j in own})
                 self.line(BARRIER)
                 self.tree(sums)
@@ -136,7 +133,7 @@ class RowScan(GroupScan):
         with self.scope(f"if ({self.me} > 0) {{"):
             self.put(before, self.joined(carry, {j: self.at(sums[j], line, "me - 1") for j in own}))
         s = self.fresh("s")
-        header = f"for (int {s} = {line} * {self.run}; {s} < ({line} + 1) * {self.run}; ++{s}) {{"
+        header = f"for (int {s} = {line} * {self.lanes}; {s} < ({line} + 1) * {self.lanes}; ++{s}) {{"
         with self.scope(header, pragma=UNROLL):
             running = self.running(self.joined(before, {j: f"{own[j]}[{s}]" for j in own}))
             for name in self.stored:
@@ -155,7 +152,7 @@ class ColumnScan(GroupScan):
         points = product(v.extent for v in kernel.outer if v.extent is not None)
         self.wide = NARROW if points.is_const and points.const < FEW else WIDE
         self.group = power_below(shape.group)
-        self.each = self.lanes = self.run = power_below(max(FULL // 2 // self.words, 1))
+        self.each = self.lanes = power_below(max(FULL // 2 // self.words, 1))
 
     def at_once(self) -> int:
         return self.each * self.group // self.wide

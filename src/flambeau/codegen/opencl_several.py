@@ -33,7 +33,6 @@ class Several(Points):
 
     each = 1
     lanes = 1  # elements side by side
-    run = 0  # those of them that are a work-item's, if there are more than these
     lined = False  # whether these can be one access
     runs = False  # whether they are a work-item's own in any case
     flat: tuple[Sym, ...] = ()
@@ -102,8 +101,7 @@ class Several(Points):
         apart = f"{s} * {self.group} + {self.me}"
         if self.lanes == 1:
             return f"{base} + {apart}"
-        run = self.run or self.lanes
-        beside = f"({s} / {run} * {self.group} + {self.me}) * {run} + {s} % {run}"
+        beside = f"({s} / {self.lanes} * {self.group} + {self.me}) * {self.lanes} + {s} % {self.lanes}"
         return f"{base} + ({beside})" if self.runs else f"{base} + (wide ? {beside} : {apart})"
 
     def at_once(self) -> int:
