@@ -20,6 +20,7 @@ from flambeau.config import config
 from flambeau.errors import OptionError
 from flambeau.ir.numerics import wants_bits
 
+from .channels import channels_last
 from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
@@ -98,6 +99,9 @@ def compile_dynamo_graph(
     """In pieces, if some of them repeat."""
     if calls_subgraphs(gm):
         gm = written_out(gm)
+    target = target_of(common_device(example_inputs), settings["target"])
+    if target is not None and target.channels_last and not wants_bits(settings["numerics"]):
+        gm = channels_last(gm)
     if settings.pop("regions"):
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:

@@ -112,6 +112,7 @@ class Target(ABC):
     # For each group of eager operators (frontends/eager_ops.py) in which its kernels beat those that torch has for the
     # same device: from how many elements on they do.
     wins: ClassVar[Mapping[str, int]] = {}
+    channels_last: ClassVar[bool] = False  # torch's convolutions there are fastest where channels are contiguous
     opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
 
     @abstractmethod

@@ -48,6 +48,7 @@ class CudaTarget(Target):
     """`arch` and `driver` are those of the machine, unless a test says otherwise."""
 
     name = "cuda"
+    channels_last = True
     # To start a kernel of ours takes the host some microseconds more than to start torch's: sizes from which on the
     # kernels themselves take longer than that.
     wins: ClassVar[Mapping[str, int]] = {
