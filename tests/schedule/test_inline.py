@@ -10,16 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flambeau.ir import build
+from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import const, index_value, walk
 from flambeau.ir.nodes import Graph, Pointwise, Value
-from flambeau.ir.scalar import exp, sin
+from flambeau.ir.scalar import exp, sin, sqrt
 from flambeau.schedule.inline import DEEPEST, LARGEST, depth_of, inline
 from schedule.programs import launches, program, written
 
 F32 = torch.float32
+PLAIN = Capabilities("test")
 
 
-def graph(make) -> tuple[Graph, list[str]]:  # type: ignore[no-untyped-def]
+def graph(make, caps: Capabilities = PLAIN) -> tuple[Graph, list[str]]:  # type: ignore[no-untyped-def]
     g = Graph()
     with build.building(g, "test"):
         x = g.add_input((8, 16), F32)
@@ -27,7 +29,7 @@ def graph(make) -> tuple[Graph, list[str]]:  # type: ignore[no-untyped-def]
     for b in g.buffers.values():
         b.strides = b.strides or (b.shape[1], 1) if len(b.shape) == 2 else b.strides
     notes: list[str] = []
-    inline(g, notes)
+    inline(g, notes, caps)
     return g, notes
 
 
@@ -104,6 +106,31 @@ def test_something_dear_broadcast_is_kept() -> None:
 
     g, notes = graph(make)
     assert len(g.nodes) == 2 and any("more than once" in n for n in notes)
+
+
+def test_where_memory_is_what_counts() -> None:
+    """A root is computed for each point that is written, a sum of two for two readers rather than written; not a root
+    for every point that a reduction reads, nor a sum of three for three readers."""
+    waits = Capabilities("test", waits_for_memory=True)
+
+    def rows(x: Value) -> list[Value]:
+        row = build.pointwise(x.shape[1:], lambda i: 1.0 / sqrt(x.load((0, i[0])) + 1e-5))
+        return [build.pointwise(x.shape, lambda i: x.load(i) * row.load((i[1],)))]
+
+    def reduced(x: Value) -> list[Value]:
+        row = build.pointwise(x.shape[1:], lambda i: 1.0 / sqrt(x.load((0, i[0])) + 1e-5))
+        return [*build.reduce(x.shape, [1], build.simple_combine("sum", F32), lambda i: x.load(i) * row.load((i[1],)))]
+
+    def readers(count: int) -> Callable[[Value], list[Value]]:
+        def make(x: Value) -> list[Value]:
+            terms = [x.load((7 - k, 0)) for k in range(count)]
+            y = build.pointwise(x.shape, lambda i: sum((x.load((k, i[1])) for k in range(count)), terms[0]))
+            return [build.pointwise(x.shape, lambda i, k=k: y.load(i) * (k + 2.0)) for k in range(count)]
+
+        return make
+
+    for make, there, elsewhere in ((rows, 1, 2), (reduced, 2, 2), (readers(2), 2, 3), (readers(4), 5, 5)):
+        assert [len(graph(make, caps)[0].nodes) for caps in (waits, PLAIN)] == [there, elsewhere], make
 
 
 def test_bodies_do_not_grow_without_end() -> None:

@@ -29,6 +29,8 @@ class Capabilities:
     gathers_rows: bool = False
     # A read under a mask costs no more than one without; otherwise one reads elsewhere and drops what it gets.
     masked_reads: bool = False
+    # To compute takes next to no time beside a trip through memory: what is cheap is rather computed again.
+    waits_for_memory: bool = False
     tables: bool = False  # kernels can follow addresses that they read from memory
     missing: frozenset[str] = frozenset()  # operations of expressions that it has no function for
     inexact: frozenset[str] = frozenset()  # those whose last bits are not the ones of eager's kernels there

@@ -1,8 +1,9 @@
 """Vertical fusion: the body of a pointwise node takes the place of the reads of it.
 
 A producer is inlined where that costs nothing: its only consumer reads each element once; or it is so cheap that
-computing it again beats a trip through memory. What must be memory anyway (outputs, arguments of externs) is read
-from memory, unless it reads nothing itself. Every decision that keeps a value as memory leaves a note.
+computing it again beats a trip through memory (machines differ in what that is). What must be memory anyway (outputs,
+arguments of externs) is read from memory, unless it reads nothing itself. Every decision that keeps a value as memory
+leaves a note.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import OPS, Expr, index_children, masked, rewrite, walk
@@ -19,6 +21,7 @@ from flambeau.ir.index import ONE, Index, Op, Sym, as_index
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 
 CHEAP = 4  # operations that are worth computing twice
+CHEAP_BESIDE_MEMORY = 16  # the same where memory alone counts: a root and a quotient
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
 DEEPEST = 120  # operations that wait for one another: expressions are walked by recursion
 MOST_READS = 24
@@ -95,7 +98,7 @@ def is_rough(e: Expr) -> bool:
     return e.op in OPS and e.op not in SIMPLE and e.op not in EXACT and is_float(e.dtype)
 
 
-def inline(graph: Graph, notes: list[str]) -> None:
+def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
     prune(graph)
     hard = materialised(graph)
     uses: Counter[str] = Counter()
@@ -107,7 +110,7 @@ def inline(graph: Graph, notes: list[str]) -> None:
     nodes: list[Node] = []
     for n in graph.nodes:
         if not isinstance(n, Extern):
-            n = _inline_into(n, graph, bodies, uses, hard, why)
+            n = _inline_into(n, caps, bodies, uses, hard, why)
         if isinstance(n, Pointwise):
             everything = list(walk(n.body))
             bodies[n.names[0]] = Body(n, n.body, cost_of([n.body]), sum(e.op == "load" for e in everything),
@@ -121,7 +124,7 @@ def inline(graph: Graph, notes: list[str]) -> None:
             notes.append(f"{name} is kept: {'; '.join(sorted(reasons))}")
 
 
-def _inline_into(n: Node, graph: Graph, bodies: dict[str, Body], uses: Counter[str], hard: dict[str, str],
+def _inline_into(n: Node, caps: Capabilities, bodies: dict[str, Body], uses: Counter[str], hard: dict[str, str],
                  why: dict[str, set[str]]) -> Node:
     seen: dict[str, set[tuple[Index, ...]]] = defaultdict(set)
     inner_only: dict[str, bool] = {}
@@ -139,7 +142,7 @@ def _inline_into(n: Node, graph: Graph, bodies: dict[str, Body], uses: Counter[s
     reads = sum(1 for e in everything if e.op == "load")
     for name, places in seen.items():
         b = bodies[name]
-        verdict = _decide(b, uses[name], hard.get(name), inner_only[name], len(places))
+        verdict = _decide(b, n, uses[name], hard.get(name), inner_only[name], len(places), caps.waits_for_memory)
         if verdict is None and (budget + b.size * len(places) > LARGEST or reads + b.reads > MOST_READS) and b.cost > 1:
             verdict = "the fused body would be too large"
         if verdict is None and depth + b.depth > DEEPEST:
@@ -180,8 +183,8 @@ def divisions_in(everything: list[Expr]) -> int:
                for a in i.atoms())
 
 
-def _decide(b: Body, uses: int, hard: str | None, repeated: bool, places: int) -> str | None:
-    """None to inline, else the reason to keep the value."""
+def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, places: int, waits: bool) -> str | None:
+    """None to inline it into n, else the reason to keep the value."""
     if b.reads == 0 and b.divisions and repeated:
         return "a table, with divisions"
     if b.reads == 0 and b.cost <= 2 * CHEAP:
@@ -190,11 +193,14 @@ def _decide(b: Body, uses: int, hard: str | None, repeated: bool, places: int) -
         return hard
     if b.cost <= 1 and b.reads <= 1:
         return None  # only moves data
-    if b.cost <= CHEAP and b.reads <= 1:
+    beside = waits and b.cost <= CHEAP_BESIDE_MEMORY
+    written = places == 1 and isinstance(n, Pointwise)  # every time it is computed, something is written
+    if b.reads <= 1 and (b.cost <= CHEAP or (beside and written)):
         return None
     if repeated or places > 1:
         return "read more than once by one consumer"
-    if uses == 1:
+    # Either every consumer reads what it reads; or that is read once, and what comes of it written, and read by each.
+    if uses == 1 or (beside and b.reads * uses <= b.reads + 1 + uses):
         return None
     return f"{uses} consumers and {b.cost} operations"
 

@@ -113,7 +113,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     make_views_real(graph)
     if check:
         verify(graph, "after lowering")
-    inline(graph, notes)
+    inline(graph, notes, caps)
     apply_policy(graph)
     prepare_contractions(graph, caps)
     split_reductions(graph, caps)
