@@ -52,15 +52,18 @@ def test_steps_of_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "| SGD, momentum, 200 equal |" in (tmp_path / "performance.md").read_text()
 
 
-def test_streams_of_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "names", "line"), [
+    (["device", "--tiny", "--only", "places"], ["copy", "places of maxima"], "| places of maxima |"),
+    (["device-steps", "--size", "tiny", "--only", "matmul", "--limit", "0.1"], ["matmul"], "| matmul forward |"),
+])
+def test_the_device_is_measured(tmp_path: Path, words: list[str], names: list[str], line: str) -> None:
     """In a process of its own: the device is there for the rest of it."""
-    code = "from flambeau import cli; raise SystemExit(cli.main(['bench', 'device', '--tiny', '--only', 'places', " \
-           "'--json', 'device.json']))"
+    code = f"from flambeau import cli; raise SystemExit(cli.main({['bench', *words, '--json', 'device.json']}))"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     if "OpenCL" in done.stderr and done.returncode:
         pytest.skip("no OpenCL device")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "device.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["copy", "places of maxima"]
+    assert [row["name"] for row in rows] == names and all(row["seconds"]["flambeau"] > 0 for row in rows)
     write(tmp_path, tmp_path)
-    assert "| places of maxima |" in (tmp_path / "performance.md").read_text()
+    assert line in (tmp_path / "performance.md").read_text()

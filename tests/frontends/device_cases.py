@@ -162,6 +162,27 @@ def test_a_stray_address_is_no_memory() -> None:
         _driver().find(0x1234)
 
 
+def test_tensors_begin_at_different_places_of_their_pages() -> None:
+    if not _driver().found[0].is_cpu:
+        pytest.skip("only CPUs mistake addresses for each other")
+    torch.flambeau.empty_cache()
+    host = [numbers(5000 + k) for k in range(4)]
+    there = [x.to(DEV) for x in host]
+    places = [at for _, at in (_driver().find(t.data_ptr()) for t in there)]
+    assert len({at % opencl_driver.PAGE for at in places}) == 4 and all(at % 128 == 0 for at in places)
+    for x, t in zip(host, there, strict=True):
+        same(t[4:], x[4:])
+        same(t[7:] * 2, x[7:] * 2)
+
+
+def test_memory_that_was_freed_last_is_used_first() -> None:
+    blocks = [torch.empty(3 << 20, dtype=torch.uint8, device=DEV) for _ in range(3)]
+    last = blocks[1].data_ptr()
+    for k in (0, 2, 1):
+        blocks[k] = torch.empty(0)
+    assert torch.empty(3 << 20, dtype=torch.uint8, device=DEV).data_ptr() == last
+
+
 def test_pinned_memory() -> None:
     x = numbers(1000).pin_memory()
     assert x.is_pinned() and x[10:].is_pinned() and not numbers(3).is_pinned()

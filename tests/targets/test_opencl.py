@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,6 +58,26 @@ def kernel(body: str, **options: Any) -> Any:
 
 
 # ---- devices ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "pinned"), [({}, True), ({"POCL_AFFINITY": "0"}, False),
+                                               ({"POCL_MAX_PTHREAD_COUNT": "1"}, False)])
+def test_threads_keep_to_a_core(given: dict[str, str], pinned: bool) -> None:
+    if len(os.sched_getaffinity(0)) != os.cpu_count() or not host_device().is_pocl:
+        pytest.skip("only where PoCL runs in a process that has all cores")
+    script = f"""
+import os
+from flambeau.targets.opencl_device import devices
+before = set(os.listdir("/proc/self/task"))
+devices()
+started = set(os.listdir("/proc/self/task")) - before
+cores = [tuple(os.sched_getaffinity(int(t))) for t in started]
+assert cores and all(len(c) == (1 if {pinned} else os.cpu_count()) for c in cores), cores
+assert not {pinned} or len(set(cores)) == os.cpu_count(), cores
+assert os.environ.get("POCL_AFFINITY") == {given.get("POCL_AFFINITY")!r}
+"""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("POCL_")}
+    subprocess.run([sys.executable, "-c", script], env=plain | given, check=True, timeout=120)
 
 
 def test_devices_have_names_and_limits() -> None:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(KINDS),
         help="models: steps; ops: operators; compile: compile times; optimizers: their steps; "
         "floors: operators beside the memory limit, which is also what ops on cuda are; "
-        "device: operators of torch.device('flambeau') beside a copy",
+        "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there",
     )
     parser.add_argument("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
@@ -190,6 +190,16 @@ def device(args: argparse.Namespace, backends: Sequence[str], console: Console) 
     return rows, streams.stream_table(rows), {"device": streams.get_device_name(0), "side": streams.SIDES[size]}
 
 
+def device_steps(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
+    from flambeau.bench import device_steps as bench
+    from flambeau.bench import harness
+
+    size = args.size or "small"
+    rows = list(bench.measure(args.only, size, args.limit or MODEL_SECONDS,
+                              lambda cases: harness.progress(cases, "steps", console)))
+    return rows, bench.step_table(rows, size), {"device": bench.get_device_name(0), "size": size}
+
+
 def matching(only: str | None) -> list[str]:
     from flambeau.bench.models import SUITE
 
@@ -197,4 +207,4 @@ def matching(only: str | None) -> list[str]:
 
 
 KINDS = {"models": models, "ops": ops, "floors": floors, "compile": compile_times, "optimizers": optimizers,
-         "device": device}
+         "device": device, "device-steps": device_steps}

@@ -339,6 +339,7 @@ class Memory final : public c10::DeviceAllocator {
     if (pool == pools_.end()) return nullptr;
     auto found = pool->second.lower_bound(size);
     if (found == pool->second.end() || found->first > size + size / 4) return nullptr;  // mostly waste
+    found = std::prev(pool->second.upper_bound(found->first));  // freed last, so still in the caches
     Block* block = found->second;
     pool->second.erase(found);
     return block;

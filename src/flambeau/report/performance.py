@@ -167,6 +167,18 @@ def device_streams(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def device_steps(report: dict[str, Any]) -> str:
+    """Training steps and a product on the device, beside PyTorch's CPU device."""
+    summary = report["summary"]
+    what = f"{summary['device']}, through OpenCL, in eager mode; {summary['size']} models: forward, backward, AdamW."
+    lines = [what, "", "| case | CPU device ms | device ms | ratio |", "|---|---|---|---|"]
+    for r in report["rows"]:
+        t = r["seconds"]
+        ms = [cell(t[b] * 1e3 if b in t else None) for b in ("cpu", "flambeau")]
+        lines.append(f"| {r['name']} {r['mode']} | {' | '.join(ms)} | {cell(over(t, 'cpu'))} |")
+    return "\n".join(lines)
+
+
 SECTIONS = {
     "models": ("Steps of the model suite", steps),
     "compile": ("Compile time, first training step", compile_seconds),
@@ -174,6 +186,7 @@ SECTIONS = {
     "floors": ("Operators beside the memory limit", floors),
     "optimizers": ("Steps of optimizers", optimizer_steps),
     "device": ("The device", device_streams),
+    "device-steps": ("Steps on the device", device_steps),
 }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ GROUP = 256  # work-items of a group: enough for every GPU, and few enough for e
 LARGE_GROUP = 1024  # of a long row
 PIECES = 64  # that a reduction of few results is cut into on CPUs: the same on all of them, so that results are
 POCL = "Portable Computing Language"
+_PINNED = "POCL_AFFINITY"
+_FEWER = ("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT")  # threads than cores
 
 
 class ClDevice:
@@ -143,6 +147,24 @@ class ClDevice:
                                    target=f"{NAME}, {self.name}")
 
 
+@contextmanager
+def _a_core_for_each_thread() -> Iterator[None]:
+    """PoCL's threads, as many as there are cores, are told to keep to one each.
+
+    They sleep whenever a kernel ends, and a system that wakes them side by side on one core never lets them work at the
+    same time. Not where the process has some of the cores only: PoCL would not know which.
+    """
+    whole = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
+    if not whole or any(name in os.environ for name in (_PINNED, *_FEWER)):
+        yield
+        return
+    os.environ[_PINNED] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_PINNED]  # processes that this one starts decide for themselves
+
+
 @cache
 def devices() -> tuple[ClDevice, ...]:
     """Those of all platforms; UnsupportedError if there is none."""
@@ -152,7 +174,8 @@ def devices() -> tuple[ClDevice, ...]:
     except ImportError as error:
         raise UnsupportedError(f"PyOpenCL cannot be imported: {error}", target=NAME, hint=hint) from error
     try:
-        found = [d for platform in pyopencl.get_platforms() for d in platform.get_devices()]
+        with _a_core_for_each_thread():
+            found = [d for platform in pyopencl.get_platforms() for d in platform.get_devices()]
     except pyopencl.Error as error:
         raise UnsupportedError(f"OpenCL finds no platform: {error}", target=NAME, hint=hint) from error
     if not found:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import pyopencl
 
 ALL = -1  # streams of a device; or, where a stream shall wait, the host
+# CPUs tell a load from a store before it by the last bits of their addresses: buffers that all begin at a page would
+# wait for one another. So each begins as much further into its page than the one before.
+PAGE, STAGGER = 4096, 1152
 
 
 class ClStream:
@@ -48,7 +51,8 @@ class ClDriver:
         self.devices = len(self.found)
         self.accelerates = not all(device.is_cpu for device in self.found)
         self._lock = threading.Lock()
-        self._buffers: dict[int, pyopencl.Buffer] = {}
+        self._buffers: dict[int, tuple[pyopencl.Buffer, int]] = {}  # by address; from which byte on
+        self._begin = 0
         self._used = [0] * self.devices
         self._streams: dict[tuple[int, int], ClStream] = {}
         self._events: dict[int, tuple[ClDevice, pyopencl.Event]] = {}
@@ -80,21 +84,24 @@ class ClDriver:
         # and asked for now.
         if self._used[device] + nbytes > total:
             raise MemoryError(f"The device has {total} bytes")
+        begin = 0
+        if on.is_cpu and PAGE <= nbytes <= most - PAGE:
+            begin = self._begin = (self._begin + STAGGER) % PAGE
         try:
-            buffer = pyopencl.Buffer(on.context, pyopencl.mem_flags.READ_WRITE, nbytes)
+            buffer = pyopencl.Buffer(on.context, pyopencl.mem_flags.READ_WRITE, begin + nbytes)
             stream.last = pyopencl.enqueue_migrate_mem_objects(
                 stream.queue, [buffer], pyopencl.mem_migration_flags.CONTENT_UNDEFINED)
         except pyopencl.MemoryError as error:
             raise MemoryError(str(error)) from error
         with self._lock:
-            self._buffers[address] = buffer
-            self._used[device] += nbytes
-        self.launcher.add_block(address, nbytes, buffer.int_ptr)
+            self._buffers[address] = buffer, begin
+            self._used[device] += buffer.size
+        self.launcher.add_block(address, nbytes, buffer.int_ptr, begin)
 
     def free(self, device: int, address: int) -> None:
         self.launcher.remove_block(address)
         with self._lock:
-            buffer = self._buffers.pop(address)
+            buffer, _ = self._buffers.pop(address)
             self._used[device] -= buffer.size
         buffer.release()  # the driver keeps it while commands use it
 
@@ -106,7 +113,8 @@ class ClDriver:
         """The buffer that an address lies in, and how many bytes from its start."""
         if (start := self.launcher.start_of(address)) is None:
             raise Error(f"{address:#x} is not in memory of a device", target=NAME)
-        return self._buffers[start], address - start
+        buffer, begin = self._buffers[start]
+        return buffer, begin + address - start
 
     def copy(self, device: int, stream: int, to: int, source: int, nbytes: int) -> None:
         import pyopencl

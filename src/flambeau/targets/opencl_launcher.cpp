@@ -28,6 +28,7 @@ struct Driver {
 struct Block {
   uint64_t bytes;
   Handle memory;
+  uint64_t begin;  // in the memory
 };
 
 struct Queue {
@@ -53,7 +54,7 @@ bool find(uint64_t address, Handle& memory, int64_t& offset) {
   if (after == blocks.begin()) return false;
   const auto& [start, block] = *std::prev(after);
   memory = block.memory;
-  offset = int64_t(address - start);
+  offset = int64_t(block.begin + address - start);
   return address - start < block.bytes;
 }
 
@@ -83,10 +84,10 @@ PyObject* follow(PyObject*, PyObject* address) {
 }
 
 PyObject* add_block(PyObject*, PyObject* args) {
-  unsigned long long address, bytes, memory;
-  if (!PyArg_ParseTuple(args, "KKK", &address, &bytes, &memory)) return nullptr;
+  unsigned long long address, bytes, memory, begin;
+  if (!PyArg_ParseTuple(args, "KKKK", &address, &bytes, &memory, &begin)) return nullptr;
   std::lock_guard<std::mutex> hold(lock);
-  blocks[address] = {bytes, reinterpret_cast<Handle>(memory)};
+  blocks[address] = {bytes, reinterpret_cast<Handle>(memory), begin};
   Py_RETURN_NONE;
 }
 
@@ -102,11 +103,10 @@ PyObject* remove_block(PyObject*, PyObject* address) {
 PyObject* start_of(PyObject*, PyObject* given) {
   uint64_t address = PyLong_AsUnsignedLongLong(given);
   if (PyErr_Occurred()) return nullptr;
-  Handle memory;
-  int64_t offset;
   std::lock_guard<std::mutex> hold(lock);
-  if (address == 0 || !find(address, memory, offset)) Py_RETURN_NONE;
-  return PyLong_FromUnsignedLongLong(address - uint64_t(offset));
+  auto after = blocks.upper_bound(address);
+  if (after == blocks.begin() || address - std::prev(after)->first >= std::prev(after)->second.bytes) Py_RETURN_NONE;
+  return PyLong_FromUnsignedLongLong(std::prev(after)->first);
 }
 
 // add_queue(device, stream, queue, faults)

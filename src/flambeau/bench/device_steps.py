@@ -1,0 +1,83 @@
+"""Training steps and a matrix product on the device beside PyTorch's CPU device, in turns.
+
+    flambeau bench device-steps
+
+A step is forward, loss, backward and AdamW. Each is waited for, as a loop is that reads its loss. The losses of the
+first steps are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from flambeau.bench.harness import Row, message, timed, training_step
+from flambeau.bench.models import SUITE
+from flambeau.frontends.device import enable_device
+from flambeau.frontends.device_module import NAME, get_device_name
+
+PLACES = {"cpu": "cpu", "flambeau": NAME}  # by the names of backends in a report
+PRODUCT, SIDES = "matmul", {"small": 1024, "large": 4096, "tiny": 32}
+MODELS = ("gpt", "resnet")
+CHECKED = 2  # steps, of which the second stands on the gradients of the first
+
+
+def step_on(name: str, size: str, device: str) -> Callable[[], Tensor]:
+    built = SUITE[name].build(size, device=device)
+    forth_and_back = training_step(built, built.make_inputs(), "eager")
+    optimizer = torch.optim.AdamW(built.module.parameters(), 1e-4)
+
+    def step() -> Tensor:
+        loss = forth_and_back()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def product_on(size: str, device: str) -> Callable[[], Tensor]:
+    side = SIDES[size]
+    x, y = (torch.randn(side, side, generator=torch.Generator().manual_seed(k)).to(device) for k in range(2))
+    return partial(torch.mm, x, y)
+
+
+def measure(only: str | None, size: str, limit: float,
+            console: Callable[[Sequence[str]], Iterator[str]] = iter) -> Iterator[Row]:
+    enable_device()
+    for name in console([n for n in (PRODUCT, *MODELS) if not only or only in n]):
+        row = Row(name, "product" if name == PRODUCT else "train", "forward" if name == PRODUCT else "train")
+        try:
+            calls = {backend: product_on(size, device) if name == PRODUCT else step_on(name, size, device)
+                     for backend, device in PLACES.items()}
+            for _ in range(CHECKED):
+                ours, theirs = calls["flambeau"]().cpu(), calls["cpu"]()
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+        except Exception as error:
+            row.errors["flambeau"] = message(error)
+        else:
+            timed(row, calls, limit, settled)
+        yield row
+
+
+def settled() -> float:
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def step_table(rows: Sequence[Row], size: str) -> Table:
+    table = Table("case", "CPU device ms", "device ms", "ratio", title=f"{get_device_name(0)}, {size}")
+    for row in rows:
+        table.add_row(f"{row.name} {row.mode}", *cells(row.seconds))
+    return table
+
+
+def cells(seconds: dict[str, Any]) -> list[str]:
+    if len(seconds) < len(PLACES):
+        return ["", "failed", ""]
+    return [f"{seconds[b] * 1e3:.2f}" for b in PLACES] + [f"{seconds['flambeau'] / seconds['cpu']:.2f}"]
