@@ -130,7 +130,7 @@ class ClDevice:
             return Capabilities(NAME, dtypes=self.dtypes, threads=self.units, programs=PIECES, serial_scans=doubles,
                                 ordered_scatter=True, missing=missing, contracts=True)
         return Capabilities(NAME, dtypes=self.dtypes, vector_bytes=16, threads=self.units, programs=1024,
-                            scratch_bytes=2 * int(self.device.local_mem_size), serial_scans=False, missing=missing,
+                            scratch_bytes=3 * int(self.device.local_mem_size), serial_scans=False, missing=missing,
                             scatters=self.joins, masked_reads=True, gathers_rows=True, contracts=True)
 
     @cached_property
