@@ -161,15 +161,19 @@ def test_a_model_trains_to_the_same_bits(dtype: torch.dtype) -> None:
     assert {name: differing(t, ends[0][name])[0] for name, t in ends[1].items()} == dict.fromkeys(ends[0], 0)
 
 
-@pytest.mark.parametrize(("op", "small", "devices"), [
-    (aten.add.Tensor, False, ["cpu", "cuda"]), (aten.lerp.Scalar, True, ["cuda"]), (aten.sum.default, False, []),
-    (aten.scatter.src, False, ["cpu", "cuda"]), (aten.scatter.reduce, False, []),
-    (aten.max.dim, True, ["cpu", "cuda"]), (aten.max.default, False, []), (aten.maximum.default, False, ["cuda"]),
-    (aten.clamp_min.Tensor, False, ["cuda"]), (aten.clamp_min.default, False, ["cpu", "cuda"]),
-    (aten.argmax.default, True, ["cpu", "cuda"]), (aten.gelu.default, False, ["cuda"]),
-    (aten.rand.default, False, []), (aten._foreach_lerp.Scalar, False, ["cpu", "cuda"]),
-    (aten.native_layer_norm.default, False, []),
+WIDE, SMALL, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(("op", "dtype", "devices"), [
+    (aten.add.Tensor, WIDE, ["cpu", "cuda"]), (aten.lerp.Scalar, SMALL, ["cuda"]), (aten.sum.default, WIDE, []),
+    (aten.scatter.src, WIDE, ["cpu", "cuda"]), (aten.scatter.reduce, WIDE, []),
+    (aten.max.dim, SMALL, ["cpu", "cuda"]), (aten.max.default, WIDE, []), (aten.maximum.default, WIDE, ["cuda"]),
+    (aten.clamp_min.Tensor, WIDE, ["cuda"]), (aten.clamp_min.default, WIDE, ["cpu", "cuda"]),
+    (aten.argmax.default, SMALL, ["cpu", "cuda"]), (aten.gelu.default, WIDE, ["cuda"]),
+    (aten.rand.default, WIDE, []), (aten._foreach_lerp.Scalar, WIDE, ["cpu", "cuda"]),
+    (aten.native_layer_norm.default, WIDE, []), (aten.copysign.Tensor, SMALL, ["cpu", "cuda"]),
+    (aten.copysign.Tensor, HALF, ["cpu"]), (aten.signbit.default, HALF, ["cpu"]),
 ], ids=lambda x: str(x))
-def test_which_lowerings_are_exact(op: Any, small: bool, devices: list[str]) -> None:
+def test_which_lowerings_are_exact(op: Any, dtype: torch.dtype, devices: list[str]) -> None:
     ops_loaded()
-    assert [d for d in ("cpu", "cuda") if is_exact(op, d, small)] == devices
+    assert [d for d in ("cpu", "cuda") if is_exact(op, d, {dtype, torch.bool})] == devices

@@ -280,8 +280,7 @@ class _Lowering:
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
-        small = any(t.dtype in (torch.float16, torch.bfloat16) for t in made)
-        if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, small):
+        if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
             supported(t) and t.device == self.device for t in made)
