@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
 
+from flambeau.debug import collect
 from flambeau.frontends import chains
 from flambeau.frontends.chains import check_chains
 from flambeau.frontends.testing import OPS, check_opinfo, differing
@@ -177,3 +178,31 @@ WIDE, SMALL, HALF = torch.float32, torch.bfloat16, torch.float16
 def test_which_lowerings_are_exact(op: Any, dtype: torch.dtype, devices: list[str]) -> None:
     ops_loaded()
     assert [d for d in ("cpu", "cuda") if is_exact(op, d, {dtype, torch.bool})] == devices
+
+
+class Normed(nn.Module):
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.norm, self.twice = nn.BatchNorm2d(3), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(x))
+        return self.norm(x * 2) if self.twice else x
+
+
+@pytest.mark.parametrize(("twice", "operators"), [(False, {"aten._native_batch_norm_legit.default"}),
+                                                  (True, {"aten._native_batch_norm_legit_functional.default"})])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_running_statistics_are_written_by_the_call(twice: bool, operators: set[str], dtype: torch.dtype) -> None:
+    """Unless somebody else reads them before or after."""
+    ours, eager = Normed(twice).to(dtype), Normed(twice).to(dtype)
+    x = torch.randn(4, 3, 5, 5, dtype=dtype)
+    torch._dynamo.reset()
+    with collect() as seen:
+        run = compiled(ours)
+        for _ in range(2):
+            assert not differing(run(x).detach(), eager(x).detach())[0]
+    called = {str(op) for c in seen for op in c.captured.externs}
+    assert operators <= called
+    assert {name: differing(t, eager.state_dict()[name])[0] for name, t in ours.state_dict().items()} == dict.fromkeys(
+        ours.state_dict(), 0)
