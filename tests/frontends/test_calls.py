@@ -93,9 +93,18 @@ def test_constants(x: Any, kind: str, yes: bool) -> None:
 
 
 def test_a_schema_fills_in_what_is_not_given() -> None:
-    found = by_schema(aten.sum.dim_IntList, (A, [0]), {"keepdim": True})
+    found = by_schema(aten.sum.dim_IntList, (A, [0]), {"keepdim": True}, None)
     assert found is not None and [x for x, _ in found[1:]] == [[0], True, None]
-    assert by_schema(aten.split.Tensor, (A, 2), {}) is None  # returns a list
+    assert by_schema(aten.mm.default, (A,), {}, None) is None
+
+
+def test_only_tensors_are_returned() -> None:
+    attention = aten._scaled_dot_product_flash_attention.default
+    given = (X, X, X)
+    assert by_schema(attention, given, {}, (0, 1)) is not None
+    assert by_schema(attention, given, {}, (0, 4)) is None  # a size
+    assert by_schema(aten.split.Tensor, (A, 2), {}, (0, 1)) is None  # a list
+    assert by_schema(aten.split.Tensor, (A, 2), {}, None) is None
 
 
 def test_programs_have_them() -> None:

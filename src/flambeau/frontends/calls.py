@@ -62,11 +62,14 @@ class Prepared:
         return call
 
 
-def by_schema(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, Any]] | None:
-    """The arguments of a call in the order of the schema, each with its type; None if something is missing, or if the
-    operator returns more than tensors."""
+def by_schema(op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[int] | None
+              ) -> list[tuple[Any, Any]] | None:
+    """The arguments of a call in the order of the schema, each with its type; None if something is missing, or if what
+    is to be returned is not a tensor."""
     schema = op._schema
-    if any(str(r.type) != "Tensor" for r in schema.returns) or len(args) > len(schema.arguments):
+    returned = [str(r.type) for r in schema.returns]
+    single = outputs is None and returned != ["Tensor"]
+    if single or any(returned[k:k + 1] != ["Tensor"] for k in outputs or ()) or len(args) > len(schema.arguments):
         return None
     out = []
     for k, a in enumerate(schema.arguments):
@@ -94,7 +97,7 @@ def is_constant(x: Any, kind: str) -> bool:
 # ---- the extension -------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_module: list[Any] = []  # when it is there
+_module: list[Any] = []  # when it is there; None: there is none
 _waiting: list[Callable[[Any], None]] | None = None  # what is to be told of it; None: nobody builds it
 
 
@@ -108,18 +111,21 @@ def when_native(tell: Callable[[Any], None]) -> None:
                 threading.Thread(target=_build, name="flambeau-calls", daemon=True).start()
             _waiting.append(tell)
             return
-    tell(_module[0])
+    if _module[0] is not None:
+        tell(_module[0])
 
 
 def _build() -> None:
+    module = None
     try:
         module = load_native("calls", "the calls of operators", text("calls"), seconds=4)
         module.open(torch.Tensor)
     except Exception as error:  # whatever it is, programs run
         log.warning("calls of operators spend more time in Python: %s", error)
-        return
     with _lock:
         _module.append(module)
-        told = _waiting or []
-    for tell in told:
+        told = list(_waiting or ())
+        if _waiting is not None:
+            _waiting.clear()
+    for tell in told if module is not None else ():
         tell(module)

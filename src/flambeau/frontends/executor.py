@@ -247,7 +247,8 @@ class Writer:
         op = c.target if c.out is None else c.out
         if not isinstance(op, torch._ops.OpOverload):
             return None
-        found = by_schema(op, c.args, {**dict(c.kwargs), **({} if c.out is None else {"out": c.names[0]})})
+        outputs = () if c.out is not None or not c.names else c.outputs
+        found = by_schema(op, c.args, {**dict(c.kwargs), **({} if c.out is None else {"out": c.names[0]})}, outputs)
         if found is None:
             return None
         args: list[Any] = []
@@ -258,7 +259,6 @@ class Writer:
                 return None
             args.append(got[0])
             tensors += got[1:]
-        outputs = () if c.out is not None or not c.names else c.outputs
         name = self.named(self.calls, "call", Prepared(operator_path(op), tuple(args), outputs))
         return f"{name}({', '.join(tensors)})"
 
