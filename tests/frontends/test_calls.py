@@ -29,6 +29,12 @@ CASES: dict[str, tuple[Prepared, tuple[torch.Tensor, ...], Callable[[], Any]]] =
     "a view of a view": (
         Prepared("aten.mul.Tensor", (Strided((2, 3), (6, 2), 1, True), Strided((2, 3), (6, 2), 1, False)), None),
         (A[2:], A[2:]), lambda: A[2:, 1::2] * A[:2, 1::2]),
+    "no tensor": (Prepared("aten.native_batch_norm_backward.default",
+                           (TENSOR, TENSOR, None, None, None, TENSOR, TENSOR, True, 1e-5, [True, False, False]), (0,)),
+                  (X, X, X.mean((0, 2, 3)), X.var((0, 2, 3)).rsqrt()),
+                  lambda: aten.native_batch_norm_backward(X, X, None, None, None, X.mean((0, 2, 3)),
+                                                          X.var((0, 2, 3)).rsqrt(), True, 1e-5,
+                                                          [True, False, False])[:1]),
     "numbers": (Prepared("aten.clamp.default", (TENSOR, -1, 0.5), None), (A,), lambda: A.clamp(-1, 0.5)),
     "a text, kept by name": (Prepared("aten.gelu.default", (TENSOR, "tanh"), None), (A,),
                              lambda: aten.gelu(A, approximate="tanh")),
@@ -86,7 +92,8 @@ def test_dispatch_modes_see_them(native: Any) -> None:
 @pytest.mark.parametrize(("x", "kind", "yes"), [
     (3, "int", True), (3, "float", True), (0.5, "int", False), (None, "Optional[int]", True), (None, "int", False),
     ([1, 2], "List[int]", True), ([], "List[Tensor]", False), (torch.float32, "Optional[int]", False),
-    (True, "bool", True), ([True, False], "List[bool]", True), ("none", "str", True),
+    (None, "Tensor", True), (3, "Tensor", False), (True, "bool", True), ([True, False], "List[bool]", True),
+    ("none", "str", True),
 ])
 def test_constants(x: Any, kind: str, yes: bool) -> None:
     assert is_constant(x, kind) is yes
@@ -112,3 +119,11 @@ def test_programs_have_them() -> None:
     package = compiled(gm, Options("eager")).package
     assert [c.operator for c in package.calls.values()] == ["aten.convolution.default"]
     assert torch.equal(package.load()([X, W])[0], torch.relu(aten.convolution(X, W, *CONV)))
+
+
+def test_an_argument_may_be_no_tensor(native: Any) -> None:
+    """Where the schema asks for one: what an operator does without it is its own affair."""
+    make = Prepared("aten.relu.default", (None,), None)
+    for call in (make.native(native, aten.relu.default), make.python(aten.relu.default)):
+        with pytest.raises((RuntimeError, NotImplementedError), match="[Tt]ensor"):
+            call()

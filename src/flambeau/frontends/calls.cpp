@@ -107,8 +107,11 @@ IValue list_of(PyObject* x, Fn&& element) {
 }
 
 IValue constant(PyObject* x, const c10::Type* type) {
-  if (type->kind() == c10::TypeKind::OptionalType) type = type->containedType(0).get();
-  if (x == Py_None) return {};
+  if (type->kind() == c10::TypeKind::OptionalType) {
+    if (x == Py_None) return {};
+    type = type->containedType(0).get();
+  }
+  if (x == Py_None && type->kind() == c10::TypeKind::TensorType) return Tensor();
   switch (type->kind()) {
     case c10::TypeKind::IntType: return integer(x);
     case c10::TypeKind::FloatType: return real(x);

@@ -91,7 +91,7 @@ def is_constant(x: Any, kind: str) -> bool:
         return x is None or is_constant(x, kind[9:-1])
     if kind.startswith("List["):
         return isinstance(x, list) and kind[5:-1] in CONSTANTS and all(is_constant(y, kind[5:-1]) for y in x)
-    return isinstance(x, CONSTANTS.get(kind, ()))
+    return x is None if kind == "Tensor" else isinstance(x, CONSTANTS.get(kind, ()))
 
 
 # ---- the extension -------------------------------------------------------------------------------------
