@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +128,13 @@ def test_an_argument_may_be_no_tensor(native: Any) -> None:
     for call in (make.native(native, aten.relu.default), make.python(aten.relu.default)):
         with pytest.raises((RuntimeError, NotImplementedError), match="[Tt]ensor"):
             call()
+
+
+def test_warnings_are_pythons(native: Any) -> None:
+    call = Prepared("aten.mm.out", (TENSOR, TENSOR, TENSOR), ()).native(native, aten.mm.out)
+    with pytest.warns(UserWarning, match="resized"):
+        call(A, B.t(), torch.empty(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="resized"):
+            call(A, B.t(), torch.empty(3))

@@ -13,6 +13,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <variant>
 #include <vector>
 
 // Of libtorch_python, whose own headers take long to compile.
@@ -42,6 +43,21 @@ PyObject* translated(Fn&& body) {
 struct Released {
   PyThreadState* state = PyEval_SaveThread();
   ~Released() { PyEval_RestoreThread(state); }
+};
+
+// What torch warns of while Python is not held.
+struct Warnings final : c10::WarningHandler {
+  std::vector<c10::Warning> seen;
+  void process(const c10::Warning& warning) override { seen.push_back(warning); }
+
+  // False: a warning became an error.
+  bool issue() const {
+    for (const c10::Warning& w : seen) {
+      bool old = std::holds_alternative<c10::Warning::DeprecationWarning>(w.type());
+      if (PyErr_WarnEx(old ? PyExc_DeprecationWarning : PyExc_UserWarning, w.msg().c_str(), 1) < 0) return false;
+    }
+    return true;
+  }
 };
 
 // Where a tensor of the call goes.
@@ -177,10 +193,13 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
       Tensor t = tensor_of(args[i]);
       stack[place.argument] = place.view ? view_of(t, place) : std::move(t);
     }
+    Warnings warnings;
     {
+      c10::WarningUtils::WarningHandlerGuard guard(&warnings);
       Released gil;
       p->op.callBoxed(&stack);
     }
+    if (!warnings.issue()) return nullptr;
     if (p->single) return result(stack[0]);
     PyObject* made = PyTuple_New(Py_ssize_t(p->outputs.size()));
     for (size_t i = 0; made != nullptr && i < p->outputs.size(); ++i) {
