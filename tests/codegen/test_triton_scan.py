@@ -57,3 +57,20 @@ def test_logarithms_of_sums(kind: str, shape: str, short_pieces: None, monkeypat
     with config.override(graph_cache=False):
         run = torch.compile(lambda x: x.logcumsumexp(0), backend="flambeau", options={"target": "interpreter"})
         torch.testing.assert_close(run(x).double(), x.double().logcumsumexp(0), rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", ["row", "columns", "walked"])
+def test_an_extremum_is_carried_with_the_sign_of_its_zero(shape: str, short_pieces: None,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.tensor([0.0, -0.0, -1.0])[torch.randint(3, (260, 3), generator=torch.Generator().manual_seed(0))]
+    x[120:140] = -1
+    if shape == "row":
+        x = x[:, 0].clone()
+    if shape == "walked":
+        monkeypatch.setattr(triton_scan, "PROGRAMS", 0)
+    torch._dynamo.reset()
+    with config.override(graph_cache=False):
+        run = torch.compile(lambda x: x.cummax(0), backend="flambeau", options={"target": "interpreter"})
+        values, indices = run(x)
+    assert torch.equal(indices, x.cummax(0).indices)
+    assert torch.equal(values.view(torch.int32), x.gather(0, indices).view(torch.int32))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
 
+from flambeau.debug import collect
 from flambeau.frontends import chains
 from flambeau.frontends.chains import check_chains
 from flambeau.frontends.testing import OPS, check_opinfo, differing
@@ -161,15 +162,47 @@ def test_a_model_trains_to_the_same_bits(dtype: torch.dtype) -> None:
     assert {name: differing(t, ends[0][name])[0] for name, t in ends[1].items()} == dict.fromkeys(ends[0], 0)
 
 
-@pytest.mark.parametrize(("op", "small", "devices"), [
-    (aten.add.Tensor, False, ["cpu", "cuda"]), (aten.lerp.Scalar, True, ["cuda"]), (aten.sum.default, False, []),
-    (aten.scatter.src, False, ["cpu", "cuda"]), (aten.scatter.reduce, False, []),
-    (aten.max.dim, True, ["cpu", "cuda"]), (aten.max.default, False, []), (aten.maximum.default, False, ["cuda"]),
-    (aten.clamp_min.Tensor, False, ["cuda"]), (aten.clamp_min.default, False, ["cpu", "cuda"]),
-    (aten.argmax.default, True, ["cpu", "cuda"]), (aten.gelu.default, False, ["cuda"]),
-    (aten.rand.default, False, []), (aten._foreach_lerp.Scalar, False, ["cpu", "cuda"]),
-    (aten.native_layer_norm.default, False, []),
+WIDE, SMALL, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(("op", "dtype", "devices"), [
+    (aten.add.Tensor, WIDE, ["cpu", "cuda"]), (aten.lerp.Scalar, SMALL, ["cuda"]), (aten.sum.default, WIDE, []),
+    (aten.scatter.src, WIDE, ["cpu", "cuda"]), (aten.scatter.reduce, WIDE, []),
+    (aten.max.dim, SMALL, ["cpu", "cuda"]), (aten.max.default, WIDE, []), (aten.maximum.default, WIDE, ["cuda"]),
+    (aten.clamp_min.Tensor, WIDE, ["cuda"]), (aten.clamp_min.default, WIDE, ["cpu", "cuda"]),
+    (aten.argmax.default, SMALL, ["cpu", "cuda"]), (aten.gelu.default, WIDE, ["cuda"]),
+    (aten.rand.default, WIDE, []), (aten._foreach_lerp.Scalar, WIDE, ["cpu", "cuda"]),
+    (aten.native_layer_norm.default, WIDE, []), (aten.copysign.Tensor, SMALL, ["cpu", "cuda"]),
+    (aten.copysign.Tensor, HALF, ["cpu"]), (aten.signbit.default, HALF, ["cpu"]),
 ], ids=lambda x: str(x))
-def test_which_lowerings_are_exact(op: Any, small: bool, devices: list[str]) -> None:
+def test_which_lowerings_are_exact(op: Any, dtype: torch.dtype, devices: list[str]) -> None:
     ops_loaded()
-    assert [d for d in ("cpu", "cuda") if is_exact(op, d, small)] == devices
+    assert [d for d in ("cpu", "cuda") if is_exact(op, d, {dtype, torch.bool})] == devices
+
+
+class Normed(nn.Module):
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.norm, self.twice = nn.BatchNorm2d(3), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(x))
+        return self.norm(x * 2) if self.twice else x
+
+
+@pytest.mark.parametrize(("twice", "operators"), [(False, {"aten._native_batch_norm_legit.default"}),
+                                                  (True, {"aten._native_batch_norm_legit_functional.default"})])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_running_statistics_are_written_by_the_call(twice: bool, operators: set[str], dtype: torch.dtype) -> None:
+    """Unless somebody else reads them before or after."""
+    ours, eager = Normed(twice).to(dtype), Normed(twice).to(dtype)
+    x = torch.randn(4, 3, 5, 5, dtype=dtype)
+    torch._dynamo.reset()
+    with collect() as seen:
+        run = compiled(ours)
+        for _ in range(2):
+            assert not differing(run(x).detach(), eager(x).detach())[0]
+    called = {str(op) for c in seen for op in c.captured.externs}
+    assert operators <= called
+    assert {name: differing(t, eager.state_dict()[name])[0] for name, t in ours.state_dict().items()} == dict.fromkeys(
+        ours.state_dict(), 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 from flambeau.ir.cost import cost_of
+from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import Expr, cast, loads, rewrite
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Combine, Level
@@ -163,13 +164,18 @@ class ScanBlocks(BlockWriter):
             last = f"tl.minimum({self.index(self.length)} - {first or '0'}, {size}) - 1"
         at = self.fresh("at")
         self.line(f"{at} = lane == {last}")
-        return [self.picked(s, at, self.row) for s in scanned]
+        return self.picked(scanned, at, self.row)
 
-    def picked(self, text: str, at: str, axis: int) -> str:
-        name = self.fresh("t")
+    def picked(self, texts: list[str], at: str, axis: int) -> list[str]:
+        """Those at one place, as a sum with zeros: of bits, since -0.0 is no sum of zeros."""
         keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
-        self.line(f"{name} = tl.sum(tl.where({at}, {text}, tl.zeros_like({text})), {axis}{keep})")
-        return name
+        names = []
+        for text, dtype in zip(texts, self.k.combine.dtypes, strict=True):
+            here, back = (f"{text}.to(tl.int{8 * dtype.itemsize}, bitcast=True)", f".to({self.d.types[dtype]}, "
+                          "bitcast=True)") if is_float(dtype) else (text, "")
+            names.append(self.fresh("t"))
+            self.line(f"{names[-1]} = tl.sum(tl.where({at}, {here}, 0), {axis}{keep}){back}")
+        return names
 
     def all_inside(self, first: str) -> str | None:
         """What holds where the whole piece is inside, if accesses are wider then."""
@@ -309,7 +315,7 @@ class ScanBlocks(BlockWriter):
         if c.name in COMMUTATIVE:
             return self.reduced(c, values, 0)
         last = f"tl.arange(0, {WINDOW}) == {WINDOW - 1}"
-        return [self.picked(s, last, 0) for s in self.over("tl.associative_scan", c, values, 0)]
+        return self.picked(self.over("tl.associative_scan", c, values, 0), last, 0)
 
 
 class State:

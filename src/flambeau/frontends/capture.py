@@ -26,6 +26,7 @@ from flambeau.schedule.plan import strided
 from . import replay
 from .devices import CPU, flat, movable
 from .elsewhere import Elsewhere
+from .in_place import in_place_form
 from .package import Held, as_number
 from .symbols import Host, Symbols
 
@@ -73,6 +74,7 @@ class _Lowering:
         self.exclude, self.device = exclude, device
         self.elsewhere = Elsewhere(device)
         self.env: dict[fx.Node, Any] = {}
+        self.done: set[fx.Node] = set()  # by a call that was made before them
         self.numbers: list[Sym] = []  # numbers of the run
         self.scanned: set[str] = set()
         self.looked_at = 0  # nodes that went into it
@@ -230,6 +232,8 @@ class _Lowering:
             return val
         args: Any = fx.node.map_aggregate(n.args, self.lookup)
         kwargs: Any = fx.node.map_aggregate(n.kwargs, self.lookup)
+        if n in self.done:
+            return args[0]
         if target is aten.copy_.default:
             return self.mutate(args[0], args[1])
         if target in (replay.RUN_AND_SAVE, replay.RUN_WITH):
@@ -280,8 +284,7 @@ class _Lowering:
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
-        small = any(t.dtype in (torch.float16, torch.bfloat16) for t in made)
-        if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, small):
+        if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
             supported(t) and t.device == self.device for t in made)
@@ -343,6 +346,11 @@ class _Lowering:
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = n.target
+        form = in_place_form(n)
+        if form is not None:
+            target = form.op
+            self.done.update(form.done)
+        written = () if form is None else form.written
         library = target in CONTRACTIONS and not self.g.capabilities.contracts
         kind = Library if library else Extern
         if kind is Extern:
@@ -355,13 +363,14 @@ class _Lowering:
         if several:  # what nobody takes may be nothing at the run, whatever torch's rule for its shape says
             taken = {u.args[1] for u in n.users if u.target is operator.getitem}
             metas = [m if k in taken or len(taken) < len(n.users) else None for k, m in enumerate(metas)]
+            metas = metas[:len(metas) - len(written)]
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
             and val.device == self.device else None
         made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out)
-        self.bind_results(made, val if several else [val])
+        self.bind_results(made, val[:len(made)] if several else [val])
         if several:
-            return list(made)
+            return [*made, *(args[k] for k in written)]
         return made[0] if made else None
 
     def metas(self, target: Any, vals: Sequence[Any]) -> list[Any]:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from flambeau.ir.index import ONE, Index, Sym
-from flambeau.ir.nodes import Value
+from flambeau.ir.nodes import Buffer, Value
 from flambeau.ir.program import Call, Copy, Launch, Program
 from flambeau.schedule.memory import nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
 
+from .calls import TENSOR, Prepared, Strided, by_schema, is_constant
 from .package import Package, Step, Table, View, is_operator, operator_path
 from .symbols import Host, python_text
 from .tables import blocks_of, sizes_of
@@ -35,7 +36,7 @@ def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym,
     """
     w = Writer(p, sources, positions, count)
     return Package(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
-                   w.tables, len(w.slots) + 1, device or torch.device("cpu"))
+                   w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"))
 
 
 class Writer:
@@ -51,6 +52,7 @@ class Writer:
         self.plans: dict[str, tuple[Step, ...]] = {}
         self.views: list[View] = []
         self.tables: dict[str, Table] = {}
+        self.calls: dict[str, Prepared] = {}
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
         self.bound: set[Sym] = set()
@@ -91,23 +93,26 @@ class Writer:
             self.variables.add(name)
         return name
 
-    def value(self, v: Value) -> str:
-        """A tensor expression for a value: the buffer, or a strided view of it."""
+    def view(self, v: Value) -> tuple[tuple[Index, ...], Index, bool] | None:
+        """Strides and offset of a value that is not its whole buffer, and whether the offset counts from where the
+        buffer's tensor begins: it may begin inside its storage."""
         b = self.p.buffers[v.buffer]
-        base = self.tensor(v.buffer)
-        from flambeau.ir.nodes import Buffer
-
-        laid = Buffer(b.name, b.shape, b.dtype, b.strides)
-        got = strided(v, laid)
+        got = strided(v, Buffer(b.name, b.shape, b.dtype, b.strides))
         assert got is not None, f"{v} is not a strided view"
         strides, offset = got
         same = v.shape == b.shape and all(
             s is t or n is ONE for s, t, n in zip(strides, b.strides, b.shape, strict=True))
         if same and offset.is_const and offset.const == 0:
+            return None
+        return strides, offset, b.place in ("input", "arena", "extern")
+
+    def value(self, v: Value) -> str:
+        """A tensor expression for a value: the buffer, or a strided view of it."""
+        base, view = self.tensor(v.buffer), self.view(v)
+        if view is None:
             return base
-        at = python_text(offset)
-        if b.place in ("input", "arena", "extern"):  # may start inside their storage
-            at = f"{at} + {base}.storage_offset()"
+        strides, offset, within = view
+        at = python_text(offset) + (f" + {base}.storage_offset()" if within else "")
         return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
 
     def argument(self, x: Any) -> str:
@@ -237,17 +242,55 @@ class Writer:
     def copy(self, c: Copy) -> None:
         self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)})")
 
+    def prepared(self, c: Call) -> str | None:
+        """The text of a call of which all is known but its tensors; None if there is more."""
+        op = c.target if c.out is None else c.out
+        if not isinstance(op, torch._ops.OpOverload):
+            return None
+        outputs = () if c.out is not None or not c.names else c.outputs
+        found = by_schema(op, c.args, {**dict(c.kwargs), **({} if c.out is None else {"out": c.names[0]})}, outputs)
+        if found is None:
+            return None
+        args: list[Any] = []
+        tensors: list[str] = []
+        for x, kind in found:
+            got = self.known(x, str(kind))
+            if got is None:
+                return None
+            args.append(got[0])
+            tensors += got[1:]
+        name = self.named(self.calls, "call", Prepared(operator_path(op), tuple(args), outputs))
+        return f"{name}({', '.join(tensors)})"
+
+    def known(self, x: Any, kind: str) -> tuple[Any, ...] | None:
+        """An argument as a prepared call has it, and the tensor that goes there."""
+        if kind == "Tensor" and isinstance(x, str):  # a buffer that is written to
+            return TENSOR, self.tensor(x)
+        if isinstance(x, Value):
+            view = self.view(x)
+            if view is None:
+                return TENSOR, self.tensor(x.buffer)
+            strides, offset, within = view
+            if not all(i.is_const for i in (*x.shape, *strides, offset)):
+                return None
+            shape, steps = (tuple(i.const for i in y) for y in (x.shape, strides))
+            return Strided(shape, steps, offset.const, within), self.tensor(x.buffer)
+        constant = plain_constant(x)
+        return (constant,) if is_constant(constant, kind) else None
+
     def call(self, c: Call, launched: set[str]) -> None:
-        args = [self.argument(a) for a in c.args] + [f"{k}={self.argument(v)}" for k, v in c.kwargs]
-        if c.out is not None:
-            self.line(f"{self.const(c.out, 'f')}({', '.join([*args, f'out={self.tensor(c.names[0])}'])})")
-            return
-        call = f"{self.const(c.target, 'f')}({', '.join(args)})"
-        if not c.names:
+        call = self.prepared(c)
+        if call is None:
+            args = [self.argument(a) for a in c.args] + [f"{k}={self.argument(v)}" for k, v in c.kwargs]
+            args += [] if c.out is None else [f"out={self.tensor(c.names[0])}"]
+            call = f"{self.const(c.target if c.out is None else c.out, 'f')}({', '.join(args)})"
+        if c.out is not None or not c.names:
             self.line(call)
             return
         if c.outputs is None:
             self.line(f"{c.names[0]} = {call}")
+        elif call.startswith("call"):
+            self.line(f"{''.join(n + ', ' for n in c.names)} = {call}")
         else:
             got = f"r{len(self.lines)}"
             self.line(f"{got} = {call}")
@@ -267,3 +310,10 @@ class Writer:
                 self.line(f"if {name}.stride() != {strides}: {name} = fit({name}, {strides})")
                 if name in launched:
                     self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+
+
+def plain_constant(x: Any) -> Any:
+    """Sizes that are known as numbers, and what is several of them as a list."""
+    if isinstance(x, Index):
+        return x.const if x.is_const else x
+    return [plain_constant(y) for y in x] if isinstance(x, (list, tuple)) else x

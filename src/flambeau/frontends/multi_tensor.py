@@ -159,9 +159,10 @@ class _Call:
             return []
         prepared = self.prepare()
         # All are compiled before the first of them runs: what cannot be compiled, is left to torch as a whole.
-        parts = [(c, *part) for c in prepared.classes for part in self.parts(c, prepared.watch)]
-        if (watch := prepared.watch) is None:
-            watch = prepared.watch = Watch(list(self.lists.values()))
+        try:
+            parts = [(c, *part) for c in prepared.classes for part in self.parts(c, prepared.watch)]
+        finally:  # for a call that is declined too: the next one is not looked at again
+            watch = prepared.watch = prepared.watch or Watch(list(self.lists.values()))
         if prepared.apart != watch.moves:
             if not watch.apart():  # rows are computed in no order
                 raise Declined("tensors that share memory")

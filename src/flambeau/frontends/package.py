@@ -23,6 +23,7 @@ from flambeau.errors import CompileError
 from flambeau.ir.faults import error_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
+from .calls import Prepared, when_native
 from .graphs import recorded
 from .recordable import Recordable
 from .tables import PointerTable
@@ -70,6 +71,7 @@ class Package:
     operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out": they do not pickle themselves
     views: tuple[View, ...] = ()
     tables: dict[str, Table] = field(default_factory=dict)
+    calls: dict[str, Prepared] = field(default_factory=dict)
     slots: int = 1  # of the pointer table
     device: torch.device = torch.device("cpu")
     graphs: Recordable | None = None  # runs are to be recorded
@@ -104,6 +106,11 @@ class Package:
             "PROTO": [0] * self.slots, "KEY": next(_keys),
             "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
         }
+        operators = {name: operator_named(c.operator) for name, c in self.calls.items()}
+        scope.update((name, c.python(operators[name])) for name, c in self.calls.items())
+        if self.calls:
+            when_native(lambda module: scope.update(
+                (name, c.native(module, operators[name])) for name, c in self.calls.items()))
         exec(compile(self.source, "<flambeau program>", "exec"), scope)
         run: Run = scope["run"]
         if self.graphs is not None:

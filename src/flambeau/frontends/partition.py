@@ -22,9 +22,19 @@ APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torc
 
 def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     merge_equal(joint.graph)
+    forget_unread(joint.graph)
     keep_compared(joint.graph)
     with torch._functorch.config.patch(cse=False):
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def forget_unread(graph: fx.Graph) -> None:
+    """The gradient of a batch norm in training has no use for running statistics. They would be kept for it as they are
+    after the forward, in memory of their own. Without weights, their dtype says in which one it computes."""
+    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
+        grad, x, weight, mean, variance, *saved, train, eps, mask = n.args
+        if train is True and weight is not None:
+            n.args = (grad, x, weight, None, None, *saved, train, eps, mask)
 
 
 def keep_compared(graph: fx.Graph) -> None:

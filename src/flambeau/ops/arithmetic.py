@@ -250,13 +250,6 @@ def _signbit(x: Expr) -> Expr:
     return unary("signbit", x) if is_float(x.dtype) else x < 0
 
 
-def _with_stored_sign(x: Expr, y: Expr) -> Expr:
-    """The machine takes the sign from a NaN in float16 when it widens it."""
-    if y.op != "cast" or y.args[0].dtype is not torch.float16:
-        return copysign(x, y)
-    return where(Expr("bitcast", torch.int16, y.args) < 0, -abs_(x), abs_(x))
-
-
 def _same(x: Expr) -> Expr:
     return x
 
@@ -274,7 +267,7 @@ table("default", {
 })
 table("bool", {aten.signbit: _signbit, prims.signbit: _signbit})
 table("float", {
-    aten.copysign: by_kernels(copysign, cuda=_with_stored_sign),
+    aten.copysign: copysign,
     aten.deg2rad: lambda x: x * (math.pi / 180),
     aten.rad2deg: lambda x: x * (180 / math.pi),
     aten.angle: lambda x: where(isnan(x), x, where(x < 0, const(math.pi, x.dtype), 0)),

@@ -7,8 +7,11 @@ eager's kernel, rounding by rounding. What a formula's functions (exp, tanh) are
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
+from flambeau.ir.dtypes import DType
 from flambeau.ops.registry import FAMILIES
 
 # Families in which nothing is rounded, but for the operators that add up or compute.
@@ -56,6 +59,12 @@ FORMULAS = {
         "tanh", "tanh_backward",
     )),
 }
+# By the dtypes of what is read and made, what is a call where it otherwise is not. The machine takes the sign from a
+# NaN in float16 when it widens it; some versions of eager's kernels widen before they look at the sign, others do not.
+CALLS = {
+    "cpu": {torch.float16: CPU_WIDE, torch.bfloat16: CPU_WIDE},
+    "cuda": {torch.float16: frozenset(("copysign", "signbit"))},
+}
 # Which of 0.0 and -0.0 is chosen depends, in eager's kernels for a CPU, on whether they are within a vector or left
 # over; in its reductions without an index, on the order in which they compare.
 TIES = {
@@ -65,14 +74,14 @@ TIES = {
 FOREACH = "_foreach_"
 
 
-def is_exact(op: torch._ops.OpOverload, device: str, small: bool = False) -> bool:
-    """Whether what the lowering computes has the bits of eager's kernel there, its functions apart; `small`: of values
-    in half precision."""
+def is_exact(op: torch._ops.OpOverload, device: str, dtypes: Collection[DType] = ()) -> bool:
+    """Whether what the lowering computes has the bits of eager's kernel there, its functions apart, in these dtypes."""
     namespace, _, name = op._schema.name.partition("::")
     if name.startswith(FOREACH):
         name = name.removeprefix(FOREACH)
     elif FAMILIES[op] in MOVES:
         return name not in SUMS and "reduce" not in op._overloadname
-    if small and device == "cpu" and name in CPU_WIDE or f"{name}.{op._overloadname or 'default'}" in TIES[device]:
+    called = any(name in CALLS[device].get(d, ()) for d in dtypes)
+    if called or f"{name}.{op._overloadname or 'default'}" in TIES[device]:
         return False
     return namespace == "aten" and (name in CHOICES or name in FORMULAS[device])

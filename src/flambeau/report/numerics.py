@@ -6,7 +6,7 @@ python -m flambeau.report.numerics > docs/exact-operators.md
 from __future__ import annotations
 
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.exact import CPU_WIDE, is_exact
+from flambeau.ops.exact import CALLS, is_exact
 from flambeau.ops.registry import FAMILIES
 
 HEAD = """# Operators with eager's bits
@@ -17,6 +17,7 @@ call of eager's kernel. [Numerics](numerics.md) says how.
 | family | fused on CUDA | fused on the CPU |
 |---|---|---|
 """
+MARKS = {"cpu": " ¹", "cuda": " ²"}
 
 
 def page() -> str:
@@ -26,14 +27,14 @@ def page() -> str:
         namespace, _, name = op._schema.name.partition("::")
         for device in ("cuda", "cpu"):
             if namespace == "aten" and is_exact(op, device):
-                mark = " ¹" if device == "cpu" and name in CPU_WIDE else ""
+                mark = MARKS[device] if any(name in row for row in CALLS[device].values()) else ""
                 fused.setdefault(FAMILIES[op], {}).setdefault(device, set()).add(f"`{name}`{mark}")
     rows = ""
     for family, by in sorted(fused.items()):
         cuda, cpu = by.get("cuda", set()), by.get("cpu", set())
-        same = "the same" if {c.removesuffix(" ¹") for c in cpu} == cuda and " ¹" not in "".join(cpu) else ""
+        same = "the same" if cpu == cuda else ""
         rows += f"| {family} | {', '.join(sorted(cuda)) or '-'} | {same or ', '.join(sorted(cpu)) or '-'} |\n"
-    return f"{HEAD}{rows}\n¹ in float32 and float64; in half precision a call.\n"
+    return f"{HEAD}{rows}\n¹ in float32 and float64; in half precision a call.\n² in float16 a call.\n"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""Operators that return new values of their arguments, called in the form that writes them where they belong.
+
+A graph without side effects has running statistics as results, which it copies into its inputs at the end; eager's
+kernel writes them there itself. Where nobody else looks at either, so does the call.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+aten = torch.ops.aten
+
+# The form that writes, and by position the arguments it writes: their new values are the last results of the other.
+FORMS: dict[Any, tuple[Any, tuple[int, ...]]] = {
+    aten._native_batch_norm_legit_functional.default: (aten._native_batch_norm_legit.default, (3, 4)),
+    aten._batch_norm_with_update_functional.default: (aten._batch_norm_with_update.default, (3, 4)),
+}
+
+
+@dataclass(frozen=True)
+class InPlace:
+    op: Any
+    written: tuple[int, ...]  # arguments
+    done: tuple[fx.Node, ...]  # nodes that the call takes the place of
+
+
+def in_place_form(n: fx.Node) -> InPlace | None:
+    """What to call in place of a node's operator; None if there is no such form, or if somebody would notice."""
+    op, written = FORMS.get(n.target, (None, ()))
+    done: list[fx.Node] = []
+    for k, at in enumerate(written):
+        found = copied_by(n, len(op._schema.returns) + k, n.args[at])
+        if found is None:
+            return None
+        done += found
+    return InPlace(op, written, tuple(done)) if op is not None else None
+
+
+def copied_by(n: fx.Node, output: int, into: Any) -> list[fx.Node] | None:
+    """The nodes that bring a result into an input which nobody but the node reads; None if it goes anywhere else."""
+    if not isinstance(into, fx.Node) or into.op != "placeholder":
+        return None
+    others = [u for u in into.users if u is not n]
+    path = [u for u in n.users if u.target is operator.getitem and u.args[1] == output]
+    # The result is a copy of the input, written to, whatever torch's rule for its dtype says: and then casts it.
+    while len(path) in (1, 2) and [u.target for u in path[-1].users] == [aten._to_copy.default]:
+        path += path[-1].users
+    if len(path) not in (1, 2) or len(others) != 1 or list(path[-1].users) != others:
+        return None
+    copy, = others
+    if copy.target is not aten.copy_.default or copy.args != (into, path[-1]) or copy.users:
+        return None
+    return [*path[1:], copy]
