@@ -85,6 +85,8 @@ class Take:
         first = {id(x): k for k, x in reversed(list(enumerate(made.results))) if isinstance(x, torch.Tensor)}
         self.results = [Result(None, same_as=first[id(x)]) if first.get(id(x), k) < k else given_out(x, inputs, starts)
                         for k, x in enumerate(made.results)]
+        # An argument that is a result as well belongs to somebody else: a recording that held it, would keep it in use.
+        made.results = [r.owned for r in self.results]
         # Everybody who holds a result holds its storage. Counted when nobody but the recording does.
         owned: dict[int, list[int]] = {}
         for k, r in enumerate(self.results):
