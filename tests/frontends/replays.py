@@ -34,9 +34,13 @@ class Replay(Recording):
         self.later: list[weakref.ref[Replay]] = []
         self.run, self.inputs = run, [at_its_address(x) for x in inputs]
         self.results = run(list(self.inputs))
-        given = {x.untyped_storage().data_ptr() for x in self.inputs if isinstance(x, torch.Tensor)}
-        self.own = [k for k, x in enumerate(self.results)
-                    if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given]
+        given = {x.untyped_storage().data_ptr(): x for x in inputs if isinstance(x, torch.Tensor)}
+        first = {id(x): k for k, x in reversed(list(enumerate(self.results))) if isinstance(x, torch.Tensor)}
+        self.own = [k for k in sorted(first.values()) if self.results[k].untyped_storage().data_ptr() not in given]
+        # Where a result is an argument, a captured call returns that argument, and so keeps its memory.
+        self.results = [given[at].as_strided(x.shape, x.stride(), x.storage_offset())
+                        if isinstance(x, torch.Tensor) and (at := x.untyped_storage().data_ptr()) in given else x
+                        for x in self.results]
 
     def replay(self) -> None:
         for k in self.own:  # the first kernels may write there already

@@ -76,8 +76,8 @@ def function(name: str = "adam") -> ListFunction:
     return multi_tensor.list_function(getattr(module, name).__wrapped__, module.__name__)
 
 
-def variants() -> list[Variant]:
-    return [v for found in function().compiled.values() for v in found if isinstance(v, Variant)]
+def variants(name: str = "adam") -> list[Variant]:
+    return [v for found in function(name).compiled.values() for v in found if isinstance(v, Variant)]
 
 
 @pytest.mark.parametrize(("name", "options", "target"), [
@@ -214,17 +214,38 @@ def test_counts_that_differ_from_row_to_row() -> None:
     assert not DECLINED and [int(a.state[p]["step"]) for p in ours] == [6, 6, 3]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_counts_on_the_cpu_of_parameters_elsewhere(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU without `capturable`: counts have kernels and tables of their own, on the CPU."""
-    other = torch.device("cpu", 0)  # the same memory, but not the same device
-    monkeypatch.setattr(multi_tensor, "RowKind", lambda _, *rest: RowKind(other, *rest))
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are taken for those of another device than the CPU's, though the memory is the same."""
+    monkeypatch.setattr(multi_tensor, "RowKind", lambda _, *rest: RowKind(torch.device("cpu", 0), *rest))
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(("name", "target"), [
+    *((name, "cpu") for name in ("Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "RAdam")),
+    *(pytest.param(name, "interpreter", marks=NEEDS_TRITON) for name in ("Adam", "RMSprop"))])
+def test_counts_on_the_cpu_of_parameters_elsewhere(name: str, target: str) -> None:
+    """As on a GPU without `capturable`: counts have kernels and tables of their own, on the CPU. That is so as well
+    where nothing is computed from them."""
     ours, eager = parameters(), parameters()
-    a, b = torch.optim.AdamW(ours), torch.optim.AdamW(eager)
+    a, b = (getattr(torch.optim, name)(p) for p in (ours, eager))
     train(ours, eager, compiled(a, target), b.step)
-    (v,) = variants()
-    assert not DECLINED and [t.apart for t in v.launches] in ([False, True], [True, False])
+    assert not DECLINED
+    for v in variants(name.lower()):
+        assert sorted(t.apart for t in v.launches) == [False, True]
     assert all(state["step"] == 3 for state in a.state.values())
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_capturable_counts_on_the_cpu_are_torchs_to_refuse(name: str) -> None:
+    ours = parameters()
+    optimizer = getattr(torch.optim, name)(ours, capturable=True)
+    for p in ours:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(AssertionError, match="capturable"):
+        compiled(optimizer)()
+    assert list(DECLINED) == [f"{'adam' if name == 'AdamW' else 'rmsprop'}: numbers of parameters on another device"]
 
 
 def test_a_step_within_a_function() -> None:

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flambeau.config import config
+from flambeau.frontends import partition
 from flambeau.frontends.partition import merge_equal
 
 
@@ -36,3 +39,32 @@ def calls(f: Callable[..., Any], *inputs: Tensor) -> list[str]:
 ], ids=["calls", "parts", "types", "returned", "random", "mutated"])
 def test_what_is_merged(f: Callable[..., Any], left: list[str]) -> None:
     assert calls(f, torch.linspace(0.1, 0.9, 6).view(2, 3)) == left
+
+
+@pytest.mark.parametrize(("slope", "count"), [(0.01, 2), (0.2, 2), (0.0, 3), (-0.5, 3)])
+def test_what_a_leaky_relu_needs(slope: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its result is kept for the convolution after it, its argument's argument for the norm before it. Its argument is
+    kept only where the result does not have the same sign."""
+    saved: list[Any] = []
+    cut = partition.min_cut_rematerialization_partition
+
+    def watched(joint: Any, *args: Any, **kwargs: Any) -> Any:
+        forward, backward = cut(joint, *args, **kwargs)
+        *_, output = forward.graph.nodes
+        saved.extend(n for n in output.args[0][kwargs["num_fwd_outputs"]:]
+                     if n.op != "placeholder" and n.meta["val"].numel() == 2 * 4 * 5 * 5)
+        return forward, backward
+
+    def f(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        x = F.group_norm(F.conv2d(x, first, padding=1), 2)
+        return F.conv2d(F.leaky_relu(x, slope), second)
+
+    monkeypatch.setattr(partition, "min_cut_rematerialization_partition", watched)
+    torch.manual_seed(0)
+    x, *weights = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(2, 4, 3, 3)
+    leaves = [w.requires_grad_() for w in weights]
+    torch._dynamo.reset()
+    with config.override(graph_cache=False):
+        got = torch.autograd.grad(torch.compile(f, backend="flambeau")(x, *leaves).sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(f(x, *leaves).sum(), leaves))
+    assert len(saved) == count, saved

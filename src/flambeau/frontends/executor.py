@@ -15,7 +15,7 @@ import torch
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Buffer, Value
 from flambeau.ir.program import Call, Copy, Launch, Program
-from flambeau.schedule.memory import nbytes
+from flambeau.schedule.memory import lifetimes, nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
 
@@ -25,6 +25,7 @@ from .symbols import Host, python_text
 from .tables import blocks_of, sizes_of
 
 LARGE = 16 << 20  # bytes from which a target is told of fresh memory
+HEAVY = 1 << 20  # bytes that are worth a launch of their own, if others can have them afterwards
 
 
 def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym, tuple[Any, ...]],
@@ -156,7 +157,6 @@ class Writer:
         for name, b in p.buffers.items():
             if b.place == "input" and name in launched:
                 self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
-        self.allocate(launched)
         self.steps(launched)
         outs = "".join(self.argument(o) + ", " for o in p.outputs)
         self.line(f"return [{outs}]")
@@ -183,37 +183,53 @@ class Writer:
                 self.line(f"{s.name} = {source[1]}")
                 self.bound.add(s)
 
-    def allocate(self, launched: set[str]) -> None:
-        """Memory for every buffer whose sizes are known by now; what data decides comes after its call."""
-        for name, b in self.p.buffers.items():
-            sizes = frozenset().union(*(i.symbols() for i in (*b.shape, *b.strides)))
-            if b.place in ("output", "alloc") and name not in self.variables and sizes <= self.bound:
-                self.variables.add(name)
-                self.line(f"{name} = empty_strided({self.shape(b.shape)}, {self.shape(b.strides)}, "
-                          f"{self.const(b.dtype)})")
-                size = nbytes(b)
-                if size is None or size >= LARGE:
-                    self.line(f"fresh({name})")
-                if name in launched:
-                    self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+    def allocate(self, name: str, launched: set[str]) -> None:
+        b = self.p.buffers[name]
+        self.line(f"{name} = empty_strided({self.shape(b.shape)}, {self.shape(b.strides)}, {self.const(b.dtype)})")
+        if self.is_of(name, LARGE):
+            self.line(f"fresh({name})")
+        if name in launched:
+            self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+
+    def is_of(self, name: str, least: int) -> bool:
+        """Whether a buffer may have that many bytes."""
+        size = nbytes(self.p.buffers[name])
+        return size is None or size >= least
 
     def steps(self, launched: set[str]) -> None:
+        """Memory comes when the first step needs it, and goes after the last."""
         p = self.p
         pending: list[tuple[Step, tuple[str, ...]]] = []  # with the operators that the kernel computes
         sizes: dict[str, int] = {}  # texts
+        dead: list[str] = []
+        lives = lifetimes(p)
+        begins: dict[int, list[str]] = {}
+        for name, b in p.buffers.items():
+            if b.place in ("output", "alloc"):  # one that no step knows, comes last: by then all sizes are known
+                begins.setdefault(lives[name][0] if name in lives else len(p.steps), []).append(name)
 
         def flush() -> None:
-            if not pending:
-                return
-            plan = self.named(self.plans, "plan", tuple(step for step, _ in pending))
-            table = "(" + "".join(s + ", " for s in sizes) + ")"
-            where = self.const([origins for _, origins in pending], "w")
-            self.line(f"bad = {plan}(P, {table})")
-            self.line(f"if bad is not None: check(bad, {where})")
-            pending.clear()
-            sizes.clear()
+            if pending:
+                plan = self.named(self.plans, "plan", tuple(step for step, _ in pending))
+                table = "(" + "".join(s + ", " for s in sizes) + ")"
+                where = self.const([origins for _, origins in pending], "w")
+                self.line(f"bad = {plan}(P, {table})")
+                self.line(f"if bad is not None: check(bad, {where})")
+                pending.clear()
+                sizes.clear()
+            if dead:
+                self.line(f"del {', '.join(dead)}")
+                dead.clear()
+
+        def begin(k: int) -> None:
+            new = begins.get(k, ())
+            if any(self.is_of(name, HEAVY) for name in new) and any(self.is_of(name, HEAVY) for name in dead):
+                flush()
+            for name in new:
+                self.allocate(name, launched)
 
         for k, step in enumerate(p.steps):
+            begin(k)
             if isinstance(step, Launch):
                 places = [p.buffers[name] for name in step.args]
                 pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
@@ -226,9 +242,10 @@ class Writer:
             else:
                 flush()
                 self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
-            dead = p.frees.get(k, ())
-            if dead and not pending:
-                self.line(f"del {', '.join(dead)}")
+            dead += p.frees.get(k, ())
+            if not pending:
+                flush()
+        begin(len(p.steps))
         flush()
 
     def table(self, pointers: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
@@ -297,10 +314,7 @@ class Writer:
             for name, k in zip(c.names, c.outputs, strict=True):
                 self.line(f"{name} = {got}[{k}]")
             self.line(f"del {got}")
-        before = len(self.bound)
         self.bind_sizes(set(c.names))
-        if len(self.bound) > before:
-            self.allocate(launched)
         for name in c.names:
             if name in self.p.buffers:
                 b = self.p.buffers[name]

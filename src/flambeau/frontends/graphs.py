@@ -13,7 +13,8 @@ Results lie in memory of the recording, and the next replay overwrites them. Whi
 recording rests. If it is a small part of them (an output, where what the backward needs is free again), it is given
 out as a copy from then on; else (gradients that accumulate, a second forward before the backward) there will be another
 recording. Intermediates of a recording share memory with later recordings, results of those included: while somebody
-holds one of these, it rests as well.
+holds one of these, it rests as well. So of several recordings that fit, the first one is taken: the order in which a
+step goes through its recordings becomes the order in which they were made.
 What cannot be recorded runs as it would without: the reason is counted, and `flambeau.debug.recordings()` lists it.
 """
 
@@ -23,7 +24,7 @@ import itertools
 import math
 import threading
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ class Take:
         first = {id(x): k for k, x in reversed(list(enumerate(made.results))) if isinstance(x, torch.Tensor)}
         self.results = [Result(None, same_as=first[id(x)]) if first.get(id(x), k) < k else given_out(x, inputs, starts)
                         for k, x in enumerate(made.results)]
+        # An argument that is a result as well belongs to somebody else: a recording that held it, would keep it in use.
+        made.results = [r.owned for r in self.results]
         # Everybody who holds a result holds its storage. Counted when nobody but the recording does.
         owned: dict[int, list[int]] = {}
         for k, r in enumerate(self.results):
@@ -97,7 +100,7 @@ class Take:
         weakref.finalize(self, RESIDENT.subtract, self.addresses).atexit = False
 
     def expect(self, args: list[Any], given: Hashable) -> None:
-        """Calls like this one are recognized at once."""
+        """Calls like this one are meant for it."""
         self.given = given
         if self.watches is None and all(type(x) in lists.PLAIN for x in args):
             self.watches = Watch([[args[k] for k in self.staying]]), Watch([[args[k] for k in self.moving]])
@@ -109,9 +112,15 @@ class Take:
         staying, moving = self.watches
         moves = staying.moves
         if staying.check([[args[k] for k in self.staying]]) and staying.moves == moves:
-            return moving.check([[args[k] for k in self.moving]])
+            others = [args[k] for k in self.moving]
+            return moving.check([others]) and not any(map(is_resident, others))
         self.watches = None
         return False
+
+    def rank(self) -> tuple[int, int]:
+        """Which of several is taken: one that little is copied for; then the first, since those made after it can be
+        replayed while its results are in use, but not the other way round."""
+        return len(self.copies), self.number
 
     def fits(self, args: list[Any]) -> bool:
         return all(args[k].data_ptr() == address for k, address in self.bound.items())
@@ -169,6 +178,11 @@ def number_of(take: Take) -> int:
     return take.number
 
 
+def is_resident(x: torch.Tensor) -> bool:
+    """Whether it is a result of a recording."""
+    return RESIDENT[TensorBase.data_ptr(x)] > 0
+
+
 def bring(args: list[Any], copies: list[tuple[int, torch.Tensor]]) -> None:
     for k, memory in copies:
         memory.copy_(args[k].detach().as_strided(memory.shape, memory.stride()))
@@ -219,7 +233,8 @@ _numbers = itertools.count()
 class Recorded:
     """A run function, from recordings of it."""
 
-    def __init__(self, run: Run, recorder: Recorder | None, what: Recordable, device: torch.device) -> None:
+    def __init__(self, run: Run, recorder: Recorder | None, what: Recordable, device: torch.device,
+                 function: Hashable = None) -> None:
         self.run, self.recorder, self.device = run, recorder, device
         self.steps, self.written = what.steps, frozenset(what.written)
         self.off = what.obstacle if recorder is not None else f"nothing is recorded on {device.type}"
@@ -228,14 +243,14 @@ class Recorded:
         self.sizes: set[Hashable] = set()
         self.memory: dict[Hashable, torch.Tensor] = {}  # that arguments are copied into; replays take turns
         self.copied: set[int] = set()  # results that are given out as copies
-        self.anchor = -1  # position of an argument that stays
-        self.meant: dict[int, Take] = {}  # by its address: what was used last
+        self.guides: tuple[int, ...] = ()  # positions of an argument that stays, and of a result of another recording
+        self.meant: dict[tuple[int, ...], list[Take]] = {}  # by their addresses: what was used
         self.tally = Tally(what.label)
         self.lock = threading.RLock()
         self.number = next(_numbers)
-        compiling = torch._guards.CompileContext.current_compile_id()
-        # What belongs to one function shares memory; results of others that somebody holds are no concern of it.
-        self.group: Hashable = self.number if compiling is None else ("function", compiling.frame_id)
+        # What belongs to one function shares memory; results of others that somebody holds are no concern of it. Nor
+        # are gradients, which add up over several backwards, a concern of the forwards between them.
+        self.group: Hashable = ("graph", self.number) if function is None else (function, what.backward)
         RECORDED.add(self)
         if not self.off:
             lists.begin()
@@ -280,15 +295,15 @@ class Recorded:
         """The results; or why this call runs as it is."""
         assert self.recorder is not None
         given = (place, torch.is_inference_mode_enabled())
-        take = self.meant.get(self.hint(args))
-        if take is None or torch._C._len_torch_dispatch_stack() or not take.is_meant(args, given) \
-                or not take.is_free((place, self.group)):
+        take = None
+        if not torch._C._len_torch_dispatch_stack():
+            meant = self.meant.get(self.hint(args), ())
+            take = next((t for t in meant if t.is_free((place, self.group)) and t.is_meant(args, given)), None)
+        if take is None:
             found = self.find(args, given)
             if isinstance(found, str):
                 return found
             take = found
-            take.expect(args, given)
-            self.meant[self.hint(args)] = take
         if take.last:  # else it was made just now, and has run
             self.recorder.check()
             bring(args, take.copies)
@@ -299,8 +314,8 @@ class Recorded:
         take.last = self.tally.calls
         return take.give_in((place, self.group), args, self.copied)
 
-    def hint(self, args: list[Any]) -> int:
-        return TensorBase.data_ptr(args[self.anchor]) if self.anchor >= 0 else 0
+    def hint(self, args: list[Any]) -> tuple[int, ...]:
+        return tuple(TensorBase.data_ptr(args[k]) for k in self.guides)
 
     def find(self, args: list[Any], given: tuple[Hashable, ...]) -> Take | str:
         """The recording for a call, a new one if need be; or why there is none."""
@@ -312,15 +327,43 @@ class Recorded:
             return takes
         if torch._C._len_torch_dispatch_stack():  # in one of its own, AOTAutograd looks at first calls
             return "a dispatch mode wants to see the operators"
-        fitting = [t for t in takes if t.fits(args)]
-        take = next((t for t in fitting if t.is_free((given[0], self.group))), None)
+        bound = self.results_of_others(args)
+        fitting = sorted((t for t in takes if t.fits(args)), key=Take.rank)
+        exact = [t for t in fitting if t.bound.keys() >= bound.keys()]  # others would copy what need not be copied
+        where = (given[0], self.group)
+        take = next((t for t in exact if t.is_free(where)), None)
         if take is not None:
-            return take
-        why = self.why(takes, fitting, sizes)
-        made = self.record(args, key, sizes, fitting)
-        if isinstance(made, Take):
-            self.tally.recorded[why] += 1
-        return made
+            return self.remember(take, args, given)
+        if takes and not exact and self.is_new((key, tuple(bound.items()))):
+            # Of a forward that ran as it is for once, what it saved is elsewhere for once.
+            return next((t for t in fitting if t.is_free(where)), "results of other recordings moved")
+        why = self.why(takes, exact, sizes)
+        made = self.record(args, key, sizes, exact, bound)
+        if isinstance(made, str):
+            return made
+        self.tally.recorded[why] += 1
+        return self.remember(made, args, given)
+
+    def remember(self, take: Take, args: list[Any], given: Hashable) -> Take:
+        """Calls like this one are recognized at once."""
+        take.expect(args, given)
+        meant = self.meant.setdefault(self.hint(args), [])
+        if take not in meant:
+            insort(meant, take, key=Take.rank)
+        return take
+
+    def is_new(self, where: Hashable) -> bool:
+        if where in self.missed:
+            return False
+        if len(self.missed) >= MOST_WARM:
+            self.missed.clear()
+        self.missed.add(where)
+        return True
+
+    def results_of_others(self, args: list[Any]) -> dict[int, int]:
+        """Positions and addresses of arguments that are results of recordings."""
+        return {k: x.data_ptr() for k, x in enumerate(args)
+                if isinstance(x, torch.Tensor) and not self.is_anchor(k, x) and is_resident(x)}
 
     def warm(self, key: Hashable, sizes: Hashable, args: list[Any]) -> str:
         """The first call of its kind runs as it is: kernels are compiled, libraries choose theirs."""
@@ -350,7 +393,8 @@ class Recorded:
             return "other parameters, or parameters moved"
         return "other sizes" if self.sizes else "first"
 
-    def record(self, args: list[Any], key: Hashable, sizes: Hashable, busy: list[Take]) -> Take | str:
+    def record(self, args: list[Any], key: Hashable, sizes: Hashable, busy: list[Take],
+               bound: dict[int, int]) -> Take | str:
         assert self.recorder is not None
         if sizes not in self.sizes and len(self.sizes) >= MOST_SIZES:
             return f"it has recordings of {MOST_SIZES} sizes"
@@ -364,15 +408,7 @@ class Recorded:
             self.copied |= kept
         tensors = {k: x for k, x in enumerate(args) if isinstance(x, torch.Tensor)}
         anchors = {k for k, x in tensors.items() if self.is_anchor(k, x)}  # their addresses are in the key
-        self.anchor = min(anchors, default=-1)
-        bound = {k: x.data_ptr() for k, x in tensors.items() if k not in anchors and RESIDENT[x.data_ptr()] > 0}
         moving = [k for k in tensors if k not in bound and k not in anchors]
-        if self.takes[key] and not busy and (key, tuple(bound.items())) not in self.missed:
-            # Of a forward that ran as it is for once, what it saved is elsewhere for once.
-            if len(self.missed) >= MOST_WARM:
-                self.missed.clear()
-            self.missed.add((key, tuple(bound.items())))
-            return "results of other recordings moved"
         if moving and self.steps < FEWEST:
             return "one launch needs no recording"
         bytes_moved = sum(math.prod(elements(args[k])[0]) * args[k].element_size() for k in moving)
@@ -401,6 +437,10 @@ class Recorded:
         takes = self.takes[key]
         assert isinstance(takes, list)
         takes.append(take)
+        guides = tuple(min(some) for some in (anchors, bound) if some)
+        if guides != self.guides:
+            self.guides = guides
+            self.meant.clear()
         return take
 
     def static(self, key: Hashable, k: int, x: torch.Tensor) -> torch.Tensor:
@@ -416,15 +456,23 @@ class Recorded:
         oldest = self.tally.calls - max(RESTS, 4 * sum(map(len, made)))
         for takes in made:
             takes[:] = [t for t in takes if t.last >= oldest]
-        self.meant = {address: t for address, t in self.meant.items() if t.last >= oldest}
+        meant = {where: [t for t in some if t.last >= oldest] for where, some in self.meant.items()}
+        self.meant = {where: some for where, some in meant.items() if some}
         with _GIVEN_LOCK:
             for given in GIVEN.values():
                 given[:] = [t for t in given if t.in_use()]
 
 
-def recorded(run: Run, recorder: Recorder | None, what: Recordable, device: torch.device) -> Callable[..., Any]:
+def function_now() -> Hashable:
+    """The function that Dynamo is compiling."""
+    compiling = torch._guards.CompileContext.current_compile_id()
+    return None if compiling is None else compiling.frame_id
+
+
+def recorded(run: Run, recorder: Recorder | None, what: Recordable, device: torch.device,
+             function: Hashable) -> Callable[..., Any]:
     """A plain function around it, as AOTAutograd's wrappers want."""
-    calls = Recorded(run, recorder, what, device)
+    calls = Recorded(run, recorder, what, device, function)
 
     def replayed(args: list[Any]) -> list[Any]:
         return calls(args)

@@ -24,7 +24,7 @@ from flambeau.ir.faults import error_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
 from .calls import Prepared, when_native
-from .graphs import recorded
+from .graphs import function_now, recorded
 from .recordable import Recordable
 from .tables import PointerTable
 
@@ -83,7 +83,7 @@ class Package:
         for kernel in kernels.values():
             if isinstance(kernel, CompileError):
                 raise kernel
-        return self.bind(kernels)
+        return self.bind(kernels, function_now())
 
     def build(self) -> Build | None:
         """Start to build the kernels, in the background."""
@@ -91,8 +91,8 @@ class Package:
         with target.on(self.device):
             return target.build(self.kernels) if self.kernels else None
 
-    def bind(self, kernels: Mapping[str, Launch | CompileError]) -> Run:
-        """The run function over kernels that are built."""
+    def bind(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
+        """The run function over kernels that are built. `function`: what was compiled, this graph being a part."""
         target = get_target(self.target)
         loaded: list[Any] = [kernels[k.name] for k in self.kernels]
         scope: dict[str, Any] = {
@@ -114,7 +114,7 @@ class Package:
         exec(compile(self.source, "<flambeau program>", "exec"), scope)
         run: Run = scope["run"]
         if self.graphs is not None:
-            run = recorded(run, target.recorder(), self.graphs, self.device)
+            run = recorded(run, target.recorder(), self.graphs, self.device, function)
         return target.guarded(run, self.device)
 
 

@@ -16,6 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition, m
 from torch.utils.checkpoint import CheckpointPolicy
 
 EQUAL = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
+LEAKY = torch.ops.aten.leaky_relu.default
 # Two such calls are not one, though they look alike: they draw numbers, or name a size that only data decides.
 APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -24,6 +25,7 @@ def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.Grap
     merge_equal(joint.graph)
     forget_unread(joint.graph)
     keep_compared(joint.graph)
+    ask_results(joint.graph)
     with torch._functorch.config.patch(cse=False):
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
@@ -46,6 +48,18 @@ def keep_compared(graph: fx.Graph) -> None:
                     x = x.all_input_nodes[0]
                 if x.op == "call_function" and not must_recompute(x):
                     x.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def ask_results(graph: fx.Graph) -> None:
+    """A leaky ReLU's gradient asks for the sign of its argument. Its result has the same, and is kept anyway for what
+    reads it: an argument that the norm before it computed, need not be."""
+    results = {(n.args[0], tuple(n.args[1:2]) or (0.01,)): n for n in graph.nodes if n.target is LEAKY}
+    for n in graph.nodes:
+        if n.target is torch.ops.aten.leaky_relu_backward.default:
+            grad, x, slope, is_result = n.args
+            made = results.get((x, (slope,)))
+            if not is_result and made is not None and isinstance(slope, float | int) and slope > 0:
+                n.args = (grad, made, slope, True)
 
 
 def merge_equal(graph: fx.Graph) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from flambeau.targets.base import Build
 from .capture import Captured, capture
 from .devices import graph_device, target_of
 from .executor import write
+from .graphs import function_now
 from .package import Package, Run
 from .progress import progress
 from .recordable import recordable
@@ -55,6 +56,7 @@ class Compiled:
     seconds: dict[str, float] = field(default_factory=dict)
     run: Run | None = None
     exclude: frozenset[str] = frozenset()
+    function: Hashable = field(default_factory=function_now)  # that this graph is a part of
 
     def finish(self) -> Run:
         with LOCK:
@@ -69,7 +71,7 @@ class Compiled:
             bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
             if bad:
                 return self.retry(bad)
-            self.run = self.package.bind(kernels)
+            self.run = self.package.bind(kernels, self.function)
             return self.run
 
     def retry(self, bad: dict[int, CompileError]) -> Run:

@@ -29,6 +29,7 @@ class Recordable:
     steps: int
     written: tuple[int, ...]  # positions of the arguments that it writes to
     obstacle: str = ""  # why it cannot be recorded
+    backward: bool = False
 
 
 def recordable(p: Program, gm: fx.GraphModule, positions: list[int], device: torch.device) -> Recordable:
@@ -37,7 +38,8 @@ def recordable(p: Program, gm: fx.GraphModule, positions: list[int], device: tor
     where = dict(zip(p.inputs, positions, strict=True))
     written = sorted({where[name] for name in writes(p) if name in where})
     count = len(p.steps)
-    return Recordable(f"{label} ({count} steps)", count, tuple(written), next(obstacles(p, gm, device), ""))
+    backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in gm.graph.nodes)
+    return Recordable(f"{label} ({count} steps)", count, tuple(written), next(obstacles(p, gm, device), ""), backward)
 
 
 def writes(p: Program) -> Iterator[str]:

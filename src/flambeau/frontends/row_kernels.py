@@ -102,7 +102,7 @@ def target_name(device: torch.device, wanted: str | None) -> str:
 
 def compile_row(f: Form, c: RowKind, count: float) -> Variant:
     apart = c.scalars is not None and c.scalars != c.device
-    if apart and (not f.counts or c.scalars != torch.device("cpu")):
+    if apart and (f.given.get("capturable") or c.scalars != torch.device("cpu")):
         raise Declined("numbers of parameters on another device")
     target = get_target(target_name(c.device, f.target))
     if not target.capabilities().tables:

@@ -20,6 +20,9 @@ class Capabilities:
     # No result may depend on which of two points comes first: asked for by the user, and dear without ordered scatters.
     deterministic: bool = False
     row_elements: int | None = None  # longest row whose values stay in fast memory, whatever their dtype
+    # Larger intermediates are allocated one by one: an arena is there all the time, while an allocator that keeps its
+    # memory has it for others, such as gradients, as soon as one is dead. None: all share an arena.
+    arena_most: int | None = None
     programs: int = 1  # independent parts that a reduction of few results is cut into
     # A scan adds one by one, so that rounding errors pile up; otherwise in trees, where they hardly do.
     serial_scans: bool = True

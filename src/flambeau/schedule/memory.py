@@ -53,14 +53,15 @@ def nbytes(b: BufferPlan) -> int | None:
     return top.const * b.dtype.itemsize if top.is_const else None
 
 
-def plan_memory(p: Program) -> None:
-    """Give arena buffers their offsets: largest first, at the lowest place free during their whole life."""
+def plan_memory(p: Program, most: int | None = None) -> None:
+    """Give arena buffers their offsets: largest first, at the lowest place free during their whole life. Those of more
+    bytes than `most` are allocated by themselves."""
     lives = lifetimes(p)
     arena = [b for b in p.buffers.values() if b.place == "arena"]
     known = []
     for b in arena:
         size = nbytes(b)
-        if size is None or b.name not in lives:
+        if size is None or b.name not in lives or (most is not None and size > most):
             b.place = "alloc"
         else:
             known.append((size, b))

@@ -156,7 +156,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
         join_launches(p)
     forget_unused_kernels(p)
     place_buffers(p, graph)
-    plan_memory(p)
+    plan_memory(p, caps.arena_most)
     return p
 
 

@@ -74,7 +74,8 @@ class CudaTarget(Target):
     def capabilities(self) -> Capabilities:
         from flambeau.codegen.triton import CAPABILITIES
 
-        return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact())
+        return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
+                       arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there
 
     def identity(self) -> str:
         return f"{self.name} {self.arch(self.current_device())}"
