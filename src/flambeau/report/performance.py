@@ -40,9 +40,9 @@ def cell(x: float | None, form: str = "{:.2f}") -> str:
     return "" if x is None else form.format(x)
 
 
-def over(times: dict[str, float], peer: str) -> float | None:
+def over(times: dict[str, float], peer: str, ours: str = "flambeau") -> float | None:
     """Our time over the peer's."""
-    return times["flambeau"] / times[peer] if "flambeau" in times and peer in times else None
+    return times[ours] / times[peer] if ours in times and peer in times else None
 
 
 def machine_line(m: dict[str, Any]) -> str:
@@ -179,12 +179,41 @@ def device_steps(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def compiled_steps(report: dict[str, Any]) -> str:
+    """Whole models: time and memory, with and without repeated regions, and recorded."""
+    kinds = {"eager": "eager", "inductor": "Inductor", "ours": "Flambeau", "whole": "without regions",
+             "reduce": "Inductor, recorded", "graphs": "Flambeau, recorded"}
+    peaks = {k: kinds[k] for k in ("eager", "inductor", "ours")}
+    heads = ["model", "step", *(f"{v} ms" for v in kinds.values()), *(f"{v} MiB" for v in peaks.values())]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for r in report["rows"]:
+        cells = [*(cell(r["ms"].get(k)) for k in kinds), *(cell(r["peak_mib"].get(k), "{:.0f}") for k in peaks)]
+        lines.append(f"| {r['name']} | {r['mode']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def bits(report: dict[str, Any]) -> str:
+    """`numerics="eager"` beside eager, value by value; and how long it takes."""
+    lines = ["| what | cases | values | unequal |", "|---|---|---|---|"]
+    lines += [f"| {r['name']} | {r['cases']} | {r['values']:,} | {r['unequal']:,} |" for r in report["rows"]]
+    modes = {"exact": "eager's bits", "fast": "fast", "exact graphs": "eager's bits, recorded",
+             "fast graphs": "fast, recorded"}
+    lines += ["", f"| training step, over eager's | {' | '.join(modes.values())} | error of fast over eager's |",
+              "|---" * (len(modes) + 2) + "|"]
+    for name, t in report["summary"]["ms"].items():
+        error = cell(report["summary"]["error"].get(name), "{:.3f}")
+        lines.append(f"| {name} | {' | '.join(cell(over(t, 'eager', k)) for k in modes)} | {error} |")
+    return "\n".join(lines)
+
+
 SECTIONS = {
     "models": ("Steps of the model suite", steps),
+    "compiled": ("Whole models, in pieces and recorded", compiled_steps),
     "compile": ("Compile time, first training step", compile_seconds),
     "ops": ("Operators", steps),
     "floors": ("Operators beside the memory limit", floors),
     "optimizers": ("Steps of optimizers", optimizer_steps),
+    "numerics": ("Eager's bits", bits),
     "device": ("The device", device_streams),
     "device-steps": ("Steps on the device", device_steps),
 }
