@@ -12,7 +12,7 @@ import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import is_bool, is_float, opmath
-from flambeau.ir.expr import Expr, binary, cast, const, unary, where
+from flambeau.ir.expr import Expr, binary, cast, const, require, unary, where
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
@@ -28,7 +28,6 @@ from flambeau.ir.scalar import (
     maximum,
     minimum,
     ne,
-    require,
     round,
     rsqrt,
     sign,

@@ -10,11 +10,11 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, lowest, opmath
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cast, check, const, index_value, require, where
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Combine, Value, dim_vars
-from flambeau.ir.scalar import abs_, cast, check, const, eq, index_value, maximum, ne, pow_, require, sqrt, where
+from flambeau.ir.scalar import abs_, eq, maximum, ne, pow_, sqrt
 from flambeau.ops.registry import lower, to_dtype
 
 aten = torch.ops.aten

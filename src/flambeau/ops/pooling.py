@@ -10,22 +10,10 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import (
-    cast,
-    check,
-    clamp,
-    computed,
-    const,
-    eq,
-    fold_over,
-    index_value,
-    isnan,
-    round_to,
-    where,
-)
+from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, unflat, within
 from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import along_shares, are_long, narrow, share_of, tabled

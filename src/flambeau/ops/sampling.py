@@ -17,26 +17,10 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, product
 from flambeau.ir.nodes import Combine, Value, dim_vars
-from flambeau.ir.scalar import (
-    abs_,
-    cast,
-    computed,
-    const,
-    eq,
-    floor,
-    fma,
-    fmod,
-    index_value,
-    isnan,
-    minimum,
-    ne,
-    round,
-    trunc,
-    where,
-)
+from flambeau.ir.scalar import abs_, eq, floor, fma, fmod, isnan, minimum, ne, round, trunc
 from flambeau.ops.plane import Place, all_of
 from flambeau.ops.registry import lower
 

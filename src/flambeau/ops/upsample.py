@@ -19,21 +19,10 @@ from torch import Tensor
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float, opmath
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import (
-    abs_,
-    cast,
-    ceil,
-    clamp,
-    computed,
-    const,
-    eq,
-    floor,
-    index_value,
-    where,
-)
+from flambeau.ir.scalar import abs_, ceil, clamp, eq, floor
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
 from flambeau.ops.fixedpoint import resize_bytes
