@@ -15,9 +15,10 @@ from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, ceil, clamp, floor, fold_over
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ops.fixedpoint import resize_bytes
+from flambeau.ops.plane import cubic_far, cubic_near
 from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import Column, column, gather_all, table
-from flambeau.ops.upsample import Axis, cubic_far, cubic_near
+from flambeau.ops.upsample import Axis
 
 aten = torch.ops.aten
 
