@@ -27,8 +27,8 @@ from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
 from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import Place, cubic_weights, pick, split
-from flambeau.ops.registry import lower
-from flambeau.ops.separable import Column, column, gather_all, narrow, position_table
+from flambeau.ops.registry import lower, narrow
+from flambeau.ops.separable import Column, column, gather_all, position_table
 
 aten = torch.ops.aten
 
