@@ -11,7 +11,7 @@ is needed. Everything rests on ranges: `(12*a + b) // 24` is `a // 2` when b is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 from typing import Any, Union
 from weakref import WeakValueDictionary
@@ -314,6 +314,15 @@ def product(sizes: Iterable[IndexLike]) -> Index:
     for s in sizes:
         out = out * s
     return out
+
+
+def unflat(at: Index, sizes: Sequence[Index]) -> tuple[Index, ...]:
+    """The place of a row-major position; in memory without holes the divisions join and fall away."""
+    out: list[Index] = []
+    for n in reversed(sizes[1:]):
+        out.append(at % n)
+        at = at // n
+    return (at, *reversed(out))
 
 
 def walks_as_one(i: Index, a: Sym, b: Sym) -> bool:

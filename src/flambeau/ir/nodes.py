@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from .capabilities import Capabilities
 from .dtypes import DType
 from .expr import Expr, load, restart_names, walk
@@ -30,6 +32,12 @@ def as_indices(vars: Iterable[Sym]) -> tuple[Index, ...]:
     One of an empty range stays: what is read with it must stay in the loop that never runs.
     """
     return tuple(ZERO if v.hi == 0 and v.extent is not ZERO else as_index(v) for v in vars)
+
+
+def narrow(size: Index) -> DType:
+    """Of positions below a size: as wide as a float, where they fit, they keep lanes alike and are half the load."""
+    top = size.bounds()[1]
+    return torch.int32 if top is not None and top < 2**31 else torch.int64
 
 
 def contiguous_strides(shape: Sequence[Index]) -> tuple[Index, ...]:

@@ -12,10 +12,10 @@ from flambeau.ir.dtypes import DType, lowest, opmath
 from flambeau.ir.expr import Expr, cast, check, const, index_value, require, where
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index
-from flambeau.ir.nodes import Combine, Value, dim_vars
+from flambeau.ir.nodes import Combine, Value, dim_vars, narrow
 from flambeau.ir.scalar import eq, maximum, ne
 from flambeau.ops.reduction import p_norm
-from flambeau.ops.registry import lower, narrow, to_dtype
+from flambeau.ops.registry import lower, to_dtype
 
 aten = torch.ops.aten
 

@@ -30,15 +30,6 @@ def flat(place: Place, sizes: Sequence[Index]) -> Index:
     return out
 
 
-def unflat(at: Index, sizes: Sequence[Index]) -> Place:
-    """The place of a flat position; in memory without holes the divisions join and fall away."""
-    out: list[Index] = []
-    for n in reversed(sizes[1:]):
-        out.append(at % n)
-        at = at // n
-    return (at, *reversed(out))
-
-
 def within(i: Index, size: IndexLike) -> Expr:
     return (index_value(i) >= 0) & (index_value(i) < index_value(as_index(size)))
 

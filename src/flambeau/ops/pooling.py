@@ -11,11 +11,11 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, where
-from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product
-from flambeau.ir.nodes import Value
+from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product, unflat
+from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to
-from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, unflat, within
-from flambeau.ops.registry import lower, narrow, to_dtype
+from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
+from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import along_shares, are_long, share_of, tabled
 
 aten = torch.ops.aten

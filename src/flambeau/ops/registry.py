@@ -171,11 +171,5 @@ def wrap_dims(dims: Any, rank: int) -> tuple[int, ...]:
     return tuple(sorted({wrap_dim(d, rank) for d in dims})) if rank else ()
 
 
-def narrow(size: Index) -> DType:
-    """Of positions below a size: as wide as a float, where they fit, they keep lanes alike and are half the load."""
-    top = size.bounds()[1]
-    return torch.int32 if top is not None and top < 2**31 else torch.int64
-
-
 def to_dtype(v: Value, dtype: DType) -> Value:
     return v if v.dtype is dtype else build.pointwise(v.shape, lambda i: v.load(i), dtype)

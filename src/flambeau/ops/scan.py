@@ -13,9 +13,9 @@ from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
-from flambeau.ir.nodes import Combine, Level, Value
+from flambeau.ir.nodes import Combine, Level, Value, narrow
 from flambeau.ir.scalar import abs_, eq, exp2, fma, isnan, log, log2, maximum, rough_log2
-from flambeau.ops.registry import lower, narrow, to_dtype, wrap_dim
+from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
 

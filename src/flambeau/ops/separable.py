@@ -11,10 +11,9 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, cast, computed, const, index_value, rewrite, where
 from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, minimum
-from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars
+from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars, narrow
 from flambeau.ir.scalar import fold_over, ne
 from flambeau.ops.plane import Place, nearest, together, within
-from flambeau.ops.registry import narrow
 
 
 def table(size: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Expr]:

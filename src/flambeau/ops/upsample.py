@@ -21,13 +21,13 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float, opmath
 from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum
-from flambeau.ir.nodes import Value
+from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import abs_, ceil, clamp, eq, floor
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
 from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import Place, cubic_weights, pick, split
-from flambeau.ops.registry import lower, narrow
+from flambeau.ops.registry import lower
 from flambeau.ops.separable import Column, column, gather_all, position_table
 
 aten = torch.ops.aten
