@@ -155,9 +155,8 @@ class BlockWriter(Writer):
         if self.wide:
             return depth, text
         key = Index((((a,), 1),), 0)
-        for k in range(len(self.scopes) - 1, -1, -1):
-            if key in self.scopes[k].indices:
-                return k, self.scopes[k].indices[key]
+        if (found := self.innermost("indices", key)) is not None:
+            return found
         name = self.fresh("i")
         self.define(self.scopes[depth], "", name, f"tl.cast({text}, tl.int32)")
         self.scopes[depth].indices[key] = name

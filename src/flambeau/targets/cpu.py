@@ -23,7 +23,7 @@ import flambeau.codegen
 from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.targets.base import Allocator, Build, Launch, Plan, Source, Step, Target
+from flambeau.targets.base import Allocator, Build, Launch, Plan, Source, Step, Target, failed
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import CTYPES, Launcher, build_launcher, stored_launcher
 from flambeau.targets.toolchain import CompilerKilled, Toolchain, cpu_identity, find_toolchain
@@ -173,7 +173,7 @@ class CpuTarget(Target):
     def _known(self, kernel: _Kernel, disk: DiskCache) -> bool:
         """Whether the table has the kernel, if need be from disk."""
         known = self._kernels.get(kernel.key)
-        if known is not None and not _failed(known):
+        if known is not None and not failed(known):
             return True
         unit = disk.read(kernel.key, ".ref")
         path = unit and disk.get(unit.decode(), ".so")
@@ -287,11 +287,6 @@ def unit_text(kernels: Sequence[_Kernel]) -> str:
         text = kernel.source.text.replace("KERNEL_NAME", kernel.symbol)
         parts.append(f"namespace n_{kernel.symbol} {{\n{text}\n}}")
     return "\n".join(parts) + "\n"
-
-
-def _failed(address: _Address) -> bool:
-    """Such a kernel is tried again: the reason may have been the machine and not the text."""
-    return address.done() and (address.exception() is not None or isinstance(address.result(), CompileError))
 
 
 def _finished(value: T) -> Future[T]:
