@@ -494,6 +494,17 @@ def _is_positive(d: Index) -> bool:
     return lo is not None and lo > 0
 
 
+def _by_common_factor(e: Index, k: int) -> tuple[int, Index, Index] | None:
+    """e as g * big + small with small below g, for the greatest such g that divides k."""
+    for g in sorted({gcd(c, k) for _, c in e.terms}, reverse=True):
+        if g == 1:
+            break
+        small = Index(tuple((m, c) for m, c in e.terms if c % g), e.const % g)
+        if fits(small, g):
+            return g, Index(tuple((m, c // g) for m, c in e.terms if c % g == 0), e.const // g), small
+    return None
+
+
 def floordiv(e: Index, d: Index) -> Index:
     if d is ONE:
         return e
@@ -507,13 +518,9 @@ def floordiv(e: Index, d: Index) -> Index:
     if not d.terms:
         k = d.const
         if k > 0:
-            for g in sorted({gcd(c, k) for _, c in r.terms}, reverse=True):
-                if g == 1:
-                    break
-                small = Index(tuple((m, c) for m, c in r.terms if c % g), r.const % g)
-                if fits(small, g):
-                    big = Index(tuple((m, c // g) for m, c in r.terms if c % g == 0), r.const // g)
-                    return q + floordiv(big, as_index(k // g))
+            if (parts := _by_common_factor(r, k)) is not None:
+                g, big, _ = parts
+                return q + floordiv(big, as_index(k // g))
             a = r.atom()
             if isinstance(a, Op) and a.kind == "mod" and not a.b.terms and a.b.const % k == 0:
                 return q + mod(floordiv(a.a, d), as_index(a.b.const // k))
@@ -549,13 +556,9 @@ def mod(e: Index, d: Index) -> Index:
             if len(m) == 1 and isinstance(m[0], Op) and m[0].kind == "mod" and not (m[0].b * c % k).terms:
                 if (m[0].b * c % k) is ZERO:
                     return mod(r - from_atom(m[0]) * c + m[0].a * c, d)
-        for g in sorted({gcd(c, k) for _, c in r.terms}, reverse=True):
-            if g == 1:
-                break
-            small = Index(tuple((m, c) for m, c in r.terms if c % g), r.const % g)
-            if fits(small, g):
-                big = Index(tuple((m, c // g) for m, c in r.terms if c % g == 0), r.const // g)
-                return mod(big, as_index(k // g)) * g + small
+        if (parts := _by_common_factor(r, k)) is not None:
+            g, big, small = parts
+            return mod(big, as_index(k // g)) * g + small
     dhi = d.bounds()[1]
     lo = 0
     hi = None if dhi is None else dhi - 1
