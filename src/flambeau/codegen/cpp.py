@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from flambeau.ir.dtypes import DType
@@ -68,20 +70,13 @@ class Cpp(CLike):
 
 
 CPP = Cpp()
+WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter | ScanWriter | ScatterWriter]] = {
+    LoopKernel: LoopWriter, ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter}
 
 
 def render(kernel: AnyKernel, name: str) -> KernelSource:
     """The text of one kernel."""
-    writer: LoopWriter | ScanWriter | ScatterWriter
-    if isinstance(kernel, LoopKernel):
-        writer = LoopWriter(CPP, kernel)
-    elif isinstance(kernel, ScanKernel):
-        writer = ScanWriter(CPP, kernel)
-    elif isinstance(kernel, TableKernel):
-        writer = TableWriter(CPP, kernel)
-    else:
-        assert isinstance(kernel, ScatterKernel)
-        writer = ScatterWriter(CPP, kernel)
+    writer = WRITERS[type(kernel)](CPP, kernel)
     body = writer.render()
     lines = ['extern "C" int64_t KERNEL_NAME(void** p, const int64_t* n) {', "  int64_t bad = 0;"]
     # Names of buffers differ between graphs; equal kernels must have equal text.

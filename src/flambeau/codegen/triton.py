@@ -323,6 +323,13 @@ class BlockWriter(Writer):
         for name, text in zip(names, new, strict=True):
             self.line(f"{name} = {text}")
 
+    def keep(self, name: str, e: Expr) -> str:
+        """The text of an expression, which goes by a name from here on."""
+        text = self.value(e)
+        self.local_axes[name] = self.axes_of(e)
+        self.scopes[-1].locals[name] = text
+        return text
+
     # ---- combines --------------------------------------------------------------------------------------
 
     def combine(self, c: Combine) -> str:
