@@ -70,7 +70,7 @@ SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
-CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
+CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=16384, programs=1024,
                             serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
                             masked_reads=True, gathers_rows=True, waits_for_memory=True, tables=True)
 POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")

@@ -26,7 +26,7 @@ from flambeau.errors import CompileError
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Source, Step, Target, failed
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import CTYPES, Launcher, build_launcher, stored_launcher
-from flambeau.targets.toolchain import CompilerKilled, Toolchain, cpu_identity, find_toolchain
+from flambeau.targets.toolchain import CompilerKilled, Toolchain, find_toolchain
 
 if TYPE_CHECKING:
     import torch
@@ -79,13 +79,10 @@ class CpuTarget(Target):
         self._start()
 
     def capabilities(self) -> Capabilities:
-        import torch
-
         from flambeau.codegen.cpp import INEXACT
         from flambeau.ir.capabilities import Capabilities
 
-        return Capabilities(name=self.name, vector_bytes=vector_bytes(), threads=torch.get_num_threads(),
-                            ordered_scatter=True, tables=True, inexact=INEXACT)
+        return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.cpp import render
@@ -303,13 +300,6 @@ def in_large_pages(memory: torch.Tensor) -> None:
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     # It is advice: a system that does not take it provides small pages, as always.
     _madvise(start, nbytes - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
-
-
-@cache
-def vector_bytes() -> int:
-    """The width of a vector register, as the compiler will use it."""
-    features = set(cpu_identity().split())
-    return next((width for feature, width in (("avx512f", 64), ("avx2", 32)) if feature in features), 16)
 
 
 @cache
