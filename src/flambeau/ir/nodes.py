@@ -57,7 +57,6 @@ class Buffer:
     shape: Shape
     dtype: DType
     strides: tuple[Index, ...] | None = None  # None: the schedule is free to choose
-    offset: Index = ZERO
 
     @property
     def numel(self) -> Index:
@@ -358,12 +357,10 @@ class Graph:
         self.buffers[buffer.name] = buffer
         return buffer
 
-    def add_input(self, shape: Sequence[IndexLike], dtype: DType, strides: Sequence[IndexLike] | None = None,
-                  offset: IndexLike = 0) -> Value:
+    def add_input(self, shape: Sequence[IndexLike], dtype: DType, strides: Sequence[IndexLike] | None = None) -> Value:
         sizes = tuple(as_index(n) for n in shape)
         laid = contiguous_strides(sizes) if strides is None else tuple(as_index(s) for s in strides)
         buffer = self.add_buffer(sizes, dtype, f"in{len(self.inputs)}", laid)
-        buffer.offset = as_index(offset)
         self.inputs.append(buffer.name)
         return self.whole(buffer.name)
 
