@@ -23,7 +23,6 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.verify is False
     assert config.numerics == "fast"
     assert config.log == "warning"
-    assert config.debug_dir is None
 
 
 @pytest.mark.parametrize("xdg", ["", "relative/path"])
@@ -51,7 +50,6 @@ ENVIRONMENT = [
     ("progress", "FLAMBEAU_PROGRESS", "0", False),
     ("log", "FLAMBEAU_LOG", "debug", "debug"),
     ("log", "FLAMBEAU_LOG", "", "warning"),
-    ("debug_dir", "FLAMBEAU_DEBUG_DIR", "/tmp/debug", Path("/tmp/debug")),
 ]
 
 

@@ -18,7 +18,7 @@ def sample() -> CompileError:
         shapes=[torch.Size([2, 3]), ()],
         dtypes=[torch.float32, "int64"],
         target="cpu",
-        hint="set FLAMBEAU_DEBUG_DIR to keep the text",
+        hint="set FLAMBEAU_VERIFY=1 to see more",
     )
 
 
@@ -28,7 +28,7 @@ def test_message_shows_every_field() -> None:
         "  shapes: [2, 3], []",
         "  dtypes: float32, int64",
         "  target: cpu",
-        "  hint: set FLAMBEAU_DEBUG_DIR to keep the text",
+        "  hint: set FLAMBEAU_VERIFY=1 to see more",
     ]
 
 

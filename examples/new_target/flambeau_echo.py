@@ -37,7 +37,7 @@ class EchoTarget(Target):
         self._driver = EchoDriver()
 
     def capabilities(self):
-        return Capabilities(self.name, threads=1, ordered_scatter=True)
+        return Capabilities(self.name, ordered_scatter=True)
 
     def render(self, kernel, name):
         return render(kernel, name)

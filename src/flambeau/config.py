@@ -75,10 +75,6 @@ def _path(value: object) -> Path:
     return Path(value).expanduser()
 
 
-def _optional_path(value: object) -> Path | None:
-    return None if value is None else _path(value)
-
-
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("a non-empty string")
@@ -152,7 +148,6 @@ class Config:
     graphs         = Setting("FLAMBEAU_GRAPHS", _boolean, False, "record runs and replay them (NVIDIA GPUs)")
     progress       = Setting("FLAMBEAU_PROGRESS", _boolean, True, "a bar on the terminal while compiles take long")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
-    debug_dir      = Setting("FLAMBEAU_DEBUG_DIR", _optional_path, None, "folder for dumps of every stage")
     # fmt: on
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:

@@ -21,13 +21,12 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from flambeau.config import config
-from flambeau.frontends import pipeline
 from flambeau.frontends import regions as region_search
 from flambeau.frontends.comparison import Comparison, compare
 from flambeau.frontends.graphs import RECORDED, Tally
 from flambeau.frontends.outline import in_pieces
 from flambeau.frontends.pipeline import Compiled
+from flambeau.frontends.recorded import observed
 from flambeau.frontends.regions import Pieces
 from flambeau.frontends.subgraphs import calls_subgraphs, written_out
 
@@ -38,14 +37,8 @@ __all__ = ["Comparison", "collect", "collect_regions", "compare", "compile_once"
 def collect() -> Iterator[list[Compiled]]:
     """The graphs compiled inside the block, by whichever thread, in the order of their compilation."""
     found: list[Compiled] = []
-    observer = found.append
-    pipeline.OBSERVERS.append(observer)
-    try:
-        # A graph that is found on disk would not be compiled, and not be seen.
-        with config.override(graph_cache=False):
-            yield found
-    finally:
-        pipeline.OBSERVERS.remove(observer)
+    with observed(found.append):
+        yield found
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_flaggems_takes_part_where_it_has_the_operator(monkeypatch: pytest.Monke
 
 def test_flaggems_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors.importlib.util, "find_spec", lambda name: None)
-    assert floors.available(floors.BACKENDS) == ["eager", "inductor", "flambeau", "accelerate"]
+    assert floors.available([*floors.PEERS, *floors.OURS]) == ["eager", "inductor", "flambeau", "accelerate"]
 
 
 def test_choice_of_cases() -> None:

@@ -99,7 +99,7 @@ def test_differences_do_not_hide_nan_or_a_missing_gradient() -> None:
 
 def test_measure_model_and_report(tmp_path: Path) -> None:
     rows = [harness.measure_model("scans", "tiny", mode, ["eager", "aot_eager"], limit=0.0)
-            for mode in harness.MODES]
+            for mode in harness.STEPS]
     assert all(set(row.seconds) == {"eager", "aot_eager"} and not row.errors for row in rows)
     assert [len(row.accuracy["aot_eager"]) for row in rows] == [len(harness.DRAWS)] * 2
     assert all(draw["rel"] < 1e-5 for row in rows for draw in row.accuracy["aot_eager"])

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from codegen.programs import built
 from flambeau.codegen.cuts import pieces
 from flambeau.ir import build
-from flambeau.ir.expr import Expr, index_value, load
+from flambeau.ir.expr import Expr, index_value, load, where
 from flambeau.ir.index import Sym, as_index, maximum, minimum
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import fold_over, where
+from flambeau.ir.scalar import fold_over
 from flambeau.ir.scalar import maximum as larger
 
 F32 = torch.float32

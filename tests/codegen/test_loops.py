@@ -10,10 +10,10 @@ from torch import Tensor
 
 from codegen.programs import Built, built, run
 from flambeau.ir import build
-from flambeau.ir.build import arg_combine, simple_combine, welford_combine
-from flambeau.ir.expr import cast, check, const, index_value
+from flambeau.ir.build import arg_combine, make_combine, simple_combine
+from flambeau.ir.expr import Expr, cast, check, const, index_value, where
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import exp, sin
+from flambeau.ir.scalar import eq, exp, sin
 from threads import threads
 
 SIZES = (0, 1, 7, 31, 33, 127, 1000, 8193, 10007)
@@ -48,7 +48,14 @@ def arg_max(x: Value, axis: int) -> tuple[Value, ...]:
 
 
 def moments(x: Value, axes: Sequence[int]) -> tuple[Value, ...]:
-    return build.reduce(x.shape, axes, welford_combine(x.dtype),
+    """Welford's: mean, sum of squared deviations and count."""
+
+    def join(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (am, a2, an), (bm, b2, bn) = a, b
+        delta, share = bm - am, where(eq(an + bn, 0), const(0, x.dtype), bn / (an + bn))
+        return am + delta * share, a2 + b2 + delta * delta * an * share, an + bn
+
+    return build.reduce(x.shape, axes, make_combine("welford", (x.dtype,) * 3, (0, 0, 0), join),
                         lambda i: (x.load(i), const(0, x.dtype), const(1, x.dtype)))
 
 

@@ -16,9 +16,8 @@ from codegen.test_loops import affine, close, close_sum, each, running, softmax,
 from flambeau.codegen.opencl_several import MANY, PART
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
-from flambeau.ir.expr import cast
+from flambeau.ir.expr import cast, where
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import where
 from flambeau.targets.opencl_compile import library
 from flambeau.targets.opencl_device import host_device
 from opencl_forms import POINTS, THREADS

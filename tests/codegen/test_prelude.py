@@ -128,14 +128,9 @@ KERNELS = [
         for s in ("bf16", "half")
     ),
     *(kernel(f"philox{k}", ["uint64_t"] * 3, "uint32_t", f"fl::philox(a, b, c, {k})") for k in range(4)),
-    kernel("uniform", ["uint32_t"], "float", "fl::uniform(a)"),
-    kernel("uniform53", ["uint32_t", "uint32_t"], "double", "fl::uniform53(a, b)"),
     kernel("branches", ["float"], "float", "a > 0 ? fl::exp(a) : a < -1 ? fl::erf(a) : fl::log1p(a)"),
     kernel("branches_libm", ["float"], "float", "a > 0 ? fl::sin(a) : fl::atan2(a, a)"),
     kernel("libm_expf", ["float"], "float", "__builtin_expf(a)"),
-    'extern "C" void max_of(int64_t n, const float* p, float* out) { float m = p[0]; '
-    '_Pragma("omp simd reduction(fl_max : m)") '
-    "for (int64_t i = 0; i < n; ++i) m = fl::max(m, p[i]); *out = m; }",
 ]
 
 
@@ -269,10 +264,7 @@ def test_hot_loops_are_vectors(native: Native) -> None:
         "f64_to_half",
         "philox0",
         "philox3",
-        "uniform",
-        "uniform53",
         "branches",
-        "max_of",
         "f32_to_i8",
         "f32_to_bool",
         "i32_floordiv",
@@ -357,15 +349,6 @@ def test_division_never_traps(native: Native, kind: str) -> None:
             native(f"{kind}_{name}", a, np.full(3, divisor, dtype))
 
 
-def test_maximum_keeps_nan(native: Native) -> None:
-    x = np.random.default_rng(12).normal(size=1003).astype(np.float32)
-    assert native("max_of", x)[0] == x.max()
-    for place in (0, 500, 1002):
-        y = x.copy()
-        y[place] = np.nan
-        assert np.isnan(native("max_of", y)[0])
-
-
 STORAGE = {"bf16": torch.bfloat16, "half": torch.float16}
 
 
@@ -408,10 +391,3 @@ def test_philox_known_answers(native: Native, counter: int, stream: int, key: in
     for lane, word in enumerate(words.split()):
         inputs = [np.full(37, x, np.uint64) for x in (key, stream, counter)]
         assert set(native(f"philox{lane}", *inputs, out=np.uint32).tolist()) == {int(word, 16)}
-
-
-def test_uniform(native: Native) -> None:
-    bits = np.array([0, 255, 256, 2**31, 2**32 - 1], np.uint32)
-    assert native("uniform", bits, out=np.float32).tolist() == [0, 0, 2.0**-24, 0.5, 1 - 2.0**-24]
-    high, low = np.array([0, 0, 2**31, 2**32 - 1], np.uint32), np.array([63, 64, 0, 2**32 - 1], np.uint32)
-    assert native("uniform53", high, low, out=np.float64).tolist() == [0, 2.0**-53, 0.5, 1 - 2.0**-53]

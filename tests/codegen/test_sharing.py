@@ -7,8 +7,9 @@ import torch
 
 from codegen.programs import built
 from flambeau.ir import build
+from flambeau.ir.expr import cast, computed, const, index_value, where
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import cast, computed, const, exp, floor, index_value, sin, where
+from flambeau.ir.scalar import exp, floor, sin
 from threads import threads
 
 POINTS = (1, 64, 700)

@@ -7,9 +7,10 @@ import torch
 
 from codegen.programs import built
 from flambeau.ir import build
+from flambeau.ir.expr import cast, computed, const, index_value, where
 from flambeau.ir.index import as_index
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import cast, computed, const, fold_over, index_value, where
+from flambeau.ir.scalar import fold_over
 
 
 @pytest.mark.parametrize("columns", [1, 63, 64, 65, 200])

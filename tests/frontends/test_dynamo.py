@@ -250,6 +250,18 @@ def test_strided_arguments() -> None:
         same(lambda x: (x * 2, x.sum(-1), x.softmax(0), x.cumsum(-1), x.transpose(0, -1).contiguous()), x)
 
 
+def test_offsets_in_the_storage_of_an_argument() -> None:
+    """They count from its start, wherever the argument begins in it; that is no part of what Dynamo guards."""
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.as_strided(x, (3,), (2,), 7) * 2, torch.as_strided(x[2:], (3,), (2,), 9) + 1,
+                torch.as_strided(x * 2, (3,), (2,), 4), torch.as_strided(x, (3,), (2,)) - 1,
+                torch.as_strided_scatter(x, x[:3] * 2, (3,), (2,), 6))
+
+    ours = compiled(fn)
+    for start in (5, 0, 3):
+        same(fn, torch.arange(32.0)[start:start + 20], fn_compiled=ours, gradients=False)
+
+
 # ---- dynamic shapes ------------------------------------------------------------------------------------
 
 

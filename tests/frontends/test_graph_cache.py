@@ -23,6 +23,7 @@ from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.frontends import graph_cache, graph_key
 from flambeau.frontends.package import Package
+from flambeau.ir.capabilities import Capabilities
 from flambeau.targets.cpu import CpuTarget
 
 
@@ -146,7 +147,7 @@ def test_other_versions_and_machines_are_not_found(monkeypatch: pytest.MonkeyPat
         (torch, "__version__", "2.99"),
         (sys, "version", "3.99"),
         (graph_key, "source_digest", lambda: "other"),
-        (torch, "get_num_threads", lambda: 99),
+        (CpuTarget, "capabilities", lambda self: Capabilities("cpu", ordered_scatter=True, programs=2)),
     ]
     for where, name, value in changes:
         with monkeypatch.context() as patch:

@@ -18,7 +18,7 @@ from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import Call, Kernel, Launch, Program
 from flambeau.schedule.plan import schedule
 
-CPU = Capabilities("cpu", threads=2)
+CPU = Capabilities("cpu")
 
 
 def programs(fn: Callable[..., Any], *args: Any, numerics: str = "fast", dynamic: bool = False) -> list[Program]:

@@ -466,8 +466,7 @@ def test_memory_is_aligned(nbytes: int) -> None:
 
 def test_capabilities() -> None:
     capabilities = get_target("cpu").capabilities()
-    assert capabilities.name == "cpu" and capabilities.threads == torch.get_num_threads()
-    assert capabilities.vector_bytes in (16, 32, 64)
+    assert capabilities.name == "cpu" and capabilities.ordered_scatter
 
 
 def test_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:

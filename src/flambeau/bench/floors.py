@@ -33,7 +33,6 @@ PEERS = ("eager", "inductor", FLAGGEMS)
 ACCELERATE = "accelerate"  # eager calls, with our kernels behind them
 SETTLED = 40  # calls after which a gate has timed its kernel against torch's and chosen
 OURS = ("flambeau", ACCELERATE)
-BACKENDS = (*PEERS, *OURS)
 REFERENCE = 4.3e12  # bytes per second of an H200's device copy, to compare runs with one another
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 # Written before each call: several times the second-level cache, and long enough for the host to run ahead, so that

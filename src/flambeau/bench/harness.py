@@ -31,7 +31,6 @@ T = TypeVar("T")
 Results = dict[str, Tensor]
 DRAWS = (1, 2, 3)  # seeds of the inputs on which results are compared
 NOISY = 0.25  # a spread from which on a time is marked
-MODES = ("train", "infer")
 
 
 @dataclass

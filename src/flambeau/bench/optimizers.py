@@ -21,7 +21,6 @@ from torch import Tensor
 from flambeau.bench.floors import FloorRow
 from flambeau.frontends.eager_steps import EagerSteps
 
-BACKENDS = ("foreach", "fused", "flambeau", "accelerate")
 STEPS = 20
 # (class, options, how many float32 numbers of a parameter are read or written)
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], int]] = {

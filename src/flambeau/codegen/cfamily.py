@@ -113,14 +113,12 @@ class CLike(Dialect):
 
 @dataclass
 class Scope:
-    header: str
     lines: list[str] = field(default_factory=list)
     vars: set[Sym] = field(default_factory=set)
     known: dict[Expr, str] = field(default_factory=dict)
     indices: dict[Index, str] = field(default_factory=dict)
     locals: dict[str, str] = field(default_factory=dict)  # buffer computed in this kernel -> text
     checks: bool = False
-    footer: str = "}"
     vector: bool = False  # in a loop whose steps are lanes
 
 
@@ -130,7 +128,7 @@ class Writer:
     def __init__(self, dialect: Dialect) -> None:
         self.d = dialect
         self.fl = dialect.function.format("")  # before the names of the library's functions
-        self.scopes: list[Scope] = [Scope("")]
+        self.scopes: list[Scope] = [Scope()]
         self.names: dict[Sym, str] = {}
         self.count = 0
         self.unroll = UNROLL
@@ -154,7 +152,7 @@ class Writer:
         """A block; a pragma line that holds CHECKS gets the clause for what is reported if there is any, or
         `reporting` takes its place."""
         lanes = self.scopes[-1].vector or pragma.startswith(self.d.simd)
-        s = Scope(header, vars=set(vars), footer=footer, vector=lanes)
+        s = Scope(vars=set(vars), vector=lanes)
         self.scopes.append(s)
         yield s
         self.scopes.pop()
@@ -194,24 +192,20 @@ class Writer:
     # ---- where an expression belongs -------------------------------------------------------------------
 
     def depth_of_syms(self, syms: frozenset[Sym]) -> int:
-        depth = 0
-        for k in range(len(self.scopes) - 1, 0, -1):
-            if self.scopes[k].vars & syms:
-                depth = k
-                break
-        return depth
+        return next((k for k in range(len(self.scopes) - 1, 0, -1) if self.scopes[k].vars & syms), 0)
+
+    def innermost(self, table: str, key: object) -> tuple[int, str] | None:
+        """(scope depth, text) of what a table of the scopes holds, of the innermost that does."""
+        for k in range(len(self.scopes) - 1, -1, -1):
+            if key in (held := getattr(self.scopes[k], table)):
+                return k, held[key]
+        return None
 
     def local(self, name: str) -> tuple[int, str] | None:
-        for k in range(len(self.scopes) - 1, -1, -1):
-            if name in self.scopes[k].locals:
-                return k, self.scopes[k].locals[name]
-        return None
+        return self.innermost("locals", name)
 
     def lookup(self, e: Expr) -> tuple[int, str] | None:
-        for k in range(len(self.scopes) - 1, -1, -1):
-            if e in self.scopes[k].known:
-                return k, self.scopes[k].known[e]
-        return None
+        return self.innermost("known", e)
 
     # ---- indices -------------------------------------------------------------------------------------
 
@@ -240,9 +234,8 @@ class Writer:
         assert isinstance(a, Op)
         depth = max(self.index_depth(a.a), self.index_depth(a.b))
         key = Index((((a,), 1),), 0)
-        for k in range(len(self.scopes) - 1, -1, -1):
-            if key in self.scopes[k].indices:
-                return k, self.scopes[k].indices[key]
+        if (found := self.innermost("indices", key)) is not None:
+            return found
         x, y = self.index(a.a), self.index(a.b)
         lo = a.a.bounds()[0]
         if a.kind in ("div", "mod") and lo is not None and lo >= 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from flambeau.ir.dtypes import DType
@@ -15,7 +17,7 @@ from .source import KernelSource
 from .tables import TableWriter
 
 SPECIAL = frozenset((
-    "lgamma", "digamma", "polygamma", "zeta", "i0", "i0e", "i1", "i1e", "ndtri", "ndtr", "log_ndtr", "erfcx", "igamma",
+    "lgamma", "digamma", "polygamma", "zeta", "i0", "i0e", "i1", "i1e", "ndtri", "erfcx", "igamma",
     "igammac", "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0",
     "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0",
     "scaled_modified_bessel_k1", "spherical_bessel_j0", "chebyshev_polynomial_t", "chebyshev_polynomial_u",
@@ -68,20 +70,13 @@ class Cpp(CLike):
 
 
 CPP = Cpp()
+WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter | ScanWriter | ScatterWriter]] = {
+    LoopKernel: LoopWriter, ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter}
 
 
 def render(kernel: AnyKernel, name: str) -> KernelSource:
     """The text of one kernel."""
-    writer: LoopWriter | ScanWriter | ScatterWriter
-    if isinstance(kernel, LoopKernel):
-        writer = LoopWriter(CPP, kernel)
-    elif isinstance(kernel, ScanKernel):
-        writer = ScanWriter(CPP, kernel)
-    elif isinstance(kernel, TableKernel):
-        writer = TableWriter(CPP, kernel)
-    else:
-        assert isinstance(kernel, ScatterKernel)
-        writer = ScatterWriter(CPP, kernel)
+    writer = WRITERS[type(kernel)](CPP, kernel)
     body = writer.render()
     lines = ['extern "C" int64_t KERNEL_NAME(void** p, const int64_t* n) {', "  int64_t bad = 0;"]
     # Names of buffers differ between graphs; equal kernels must have equal text.

@@ -347,12 +347,6 @@ FL_INLINE uint32_t philox(uint64_t seed, uint64_t subsequence, uint64_t counter,
   return lane & 2 ? high : low;
 }
 
-// In [0, 1): 24 bits for a float, 53 for a double. Signed conversions, because those vectorise everywhere.
-FL_INLINE float uniform(uint32_t bits) { return float(int32_t(bits >> 8)) * 0x1p-24f; }
-FL_INLINE double uniform53(uint32_t high, uint32_t low) {
-  return (double(int32_t(high >> 5)) * 0x1p26 + double(int32_t(low >> 6))) * 0x1p-53;
-}
-
 // ---- threads -------------------------------------------------------------------------------------------
 
 #ifdef _OPENMP
@@ -366,12 +360,5 @@ FL_INLINE int64_t most_threads() { return 1; }
 #endif
 
 }  // namespace fl
-
-// `#pragma omp simd reduction(fl_max : acc)` keeps NaN, which OpenMP's own min and max lose. Each lane starts
-// from the value the accumulator has before the loop, which is neutral whatever it is.
-#pragma omp declare reduction(fl_min : float, double : omp_out = fl::min(omp_out, omp_in)) \
-    initializer(omp_priv = omp_orig)
-#pragma omp declare reduction(fl_max : float, double : omp_out = fl::max(omp_out, omp_in)) \
-    initializer(omp_priv = omp_orig)
 
 #include "elementary.h"

@@ -303,17 +303,7 @@ static inline double erfcx(double x) {
   return x < 0 ? 2 * exp(x * x) - right : right;
 }
 
-static inline double ndtr(double x) {
-  const double t = x * FL_SQRT_HALF;
-  return x < -1 ? 0.5 * erfc(-t) : 0.5 + 0.5 * erf(t);
-}
-
-static inline double log_ndtr(double x) {
-  const double t = x * FL_SQRT_HALF;
-  return x < -1 ? log(0.5 * erfcx(-t)) - t * t : log1p(-0.5 * erfc(t));
-}
-
-// Inverse of ndtr. In the tails Newton's method on log(erfc), which is nearly a parabola.
+// Inverse of the distribution function. In the tails Newton's method on log(erfc), which is nearly a parabola.
 static inline double ndtri(double p) {
   if (p == 0) return -FL_DINF;
   if (p == 1) return FL_DINF;
@@ -334,7 +324,7 @@ FL_FLOAT(digamma) FL_FLOAT(i0) FL_FLOAT(i0e) FL_FLOAT(i1) FL_FLOAT(i1e)
 FL_FLOAT(modified_bessel_i0) FL_FLOAT(modified_bessel_i1)
 FL_FLOAT(modified_bessel_k0) FL_FLOAT(modified_bessel_k1)
 FL_FLOAT(scaled_modified_bessel_k0) FL_FLOAT(scaled_modified_bessel_k1) FL_FLOAT(spherical_bessel_j0)
-FL_FLOAT(airy_ai) FL_FLOAT(erfcx) FL_FLOAT(ndtr) FL_FLOAT(log_ndtr) FL_FLOAT(ndtri)
+FL_FLOAT(airy_ai) FL_FLOAT(erfcx) FL_FLOAT(ndtri)
 FL_FLOAT2(zeta) FL_FLOAT2(igamma) FL_FLOAT2(igammac)
 
 #ifdef __cplusplus

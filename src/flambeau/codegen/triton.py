@@ -63,14 +63,14 @@ class Triton(Dialect):
 
 TRITON = Triton()
 # The special functions that NVIDIA's device library has not.
-MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "ndtr", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1",
+MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1",
                      "modified_bessel_i0", "modified_bessel_i1"}
 # Joins that memory itself does. Of floats it has no minimum that keeps NaN.
 SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
-CAPABILITIES = Capabilities("blocks", vector_bytes=16, scratch_bytes=1 << 20, row_elements=16384, programs=1024,
+CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=16384, programs=1024,
                             serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
                             masked_reads=True, gathers_rows=True, waits_for_memory=True, tables=True)
 POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
@@ -155,9 +155,8 @@ class BlockWriter(Writer):
         if self.wide:
             return depth, text
         key = Index((((a,), 1),), 0)
-        for k in range(len(self.scopes) - 1, -1, -1):
-            if key in self.scopes[k].indices:
-                return k, self.scopes[k].indices[key]
+        if (found := self.innermost("indices", key)) is not None:
+            return found
         name = self.fresh("i")
         self.define(self.scopes[depth], "", name, f"tl.cast({text}, tl.int32)")
         self.scopes[depth].indices[key] = name
@@ -323,6 +322,13 @@ class BlockWriter(Writer):
             self.line(f"{new[-1]} = {self.spread(self.value(u), axes)}")
         for name, text in zip(names, new, strict=True):
             self.line(f"{name} = {text}")
+
+    def keep(self, name: str, e: Expr) -> str:
+        """The text of an expression, which goes by a name from here on."""
+        text = self.value(e)
+        self.local_axes[name] = self.axes_of(e)
+        self.scopes[-1].locals[name] = text
+        return text
 
     # ---- combines --------------------------------------------------------------------------------------
 

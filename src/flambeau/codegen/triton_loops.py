@@ -190,13 +190,9 @@ class LoopBlocks(BlockWriter):
         """One pass of a stage's items over the current tile; `taken`: carried components of its reductions."""
         for i in items:
             if i.combine is None:
-                text = self.value(i.exprs[0])
-                axes = self.full() if i.level == "full" else self.outer_axes()
-                name = i.names[0]
-                self.local_axes[name] = self.axes_of(i.exprs[0])
-                self.scopes[-1].locals[name] = text
-                if name in self.addresses:
-                    self.put(name, text, axes)
+                text = self.keep(i.names[0], i.exprs[0])
+                if i.names[0] in self.addresses:
+                    self.put(i.names[0], text, self.full() if i.level == "full" else self.outer_axes())
                 continue
             kept = self.operands(i.combine, i.exprs, self.row)
             if taken is None:
@@ -231,9 +227,7 @@ class LoopBlocks(BlockWriter):
             if read is not None and not any(x.op in ("load", "local") for x in walk(read) if x is not read):
                 self.value(e)
         for i in items:
-            text = self.value(i.exprs[0])
-            self.local_axes[i.names[0]] = self.axes_of(i.exprs[0])
-            self.scopes[-1].locals[i.names[0]] = text
+            self.keep(i.names[0], i.exprs[0])
         full = self.full()
         for names in p.joined:
             texts = [self.scopes[-1].locals[n] for n in names]

@@ -188,7 +188,7 @@ def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
                 address = addresses[name].subs(point)
                 stores.append((of(name), address))
                 buffers[of(name)] = name
-                for v in bound:
+                for v in sorted(bound, key=lambda v: v.name):  # in one order, or every process has a text of its own
                     limit = rewrite(limits[v], lambda x: x, point)
                     holds[of(name)] = holds[of(name)] & limit if of(name) in holds else limit
                 beside = next((v for v in vars if v not in limits and addresses[name].coefficient(v) is ONE

@@ -95,8 +95,6 @@ class TableBlocks(BlockWriter):
         places = dict(self.k.stores)
         for items in self.k.stages:
             for i in items:
-                name, text = i.names[0], self.value(i.exprs[0])
-                self.local_axes[name] = self.axes_of(i.exprs[0])
-                self.scopes[-1].locals[name] = text
-                if name in places:
-                    self.store(name, places[name], text, self.full())
+                text = self.keep(i.names[0], i.exprs[0])
+                if i.names[0] in places:
+                    self.store(i.names[0], places[i.names[0]], text, self.full())

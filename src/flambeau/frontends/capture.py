@@ -156,12 +156,8 @@ class _Lowering:
                 self.c.sources[missing] = ("text", text.text, text.sizes)
 
     def attribute(self, n: fx.Node) -> Any:
-        obj: Any = self.gm
-        for part in str(n.target).split("."):
-            obj = getattr(obj, part)
-        if isinstance(obj, torch.Tensor):
-            return self.constant(obj)
-        return obj
+        held = operator.attrgetter(str(n.target))(self.gm)
+        return self.constant(held) if isinstance(held, torch.Tensor) else held
 
     def constant(self, t: torch.Tensor) -> Value:
         """A tensor held by the graph itself: small ones become numbers in the text, others a call's result."""

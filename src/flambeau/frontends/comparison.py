@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,8 @@ class Run:
         if options is not None:
             compiled = torch.compile(twin.function, backend="flambeau", options=options)
             call = lambda: compiled(*twin.args)  # noqa: E731
-        with random_state(start), mode or nothing(), hooked(twin, found, options is None if hooks is None else hooks):
+        wanted = options is None if hooks is None else hooks
+        with random_state(start), mode or nullcontext(), hooked(twin, found, wanted):
             self.outputs = call()
             self.results = named("result", self.outputs)
             self.dtypes = [t.dtype for t in self.results.values() if isinstance(t, torch.Tensor)]
@@ -204,11 +205,6 @@ def weights(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What a result counts for in the sum that is differentiated: equal weights would hide what sums to nothing."""
     line = torch.linspace(-1, 1, t.numel(), dtype=torch.float64) if t.numel() != 1 else torch.ones(1)
     return line.to(dtype).to(t.device, t.dtype).reshape(t.shape)
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager

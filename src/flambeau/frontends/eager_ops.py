@@ -17,6 +17,8 @@ import torch
 from flambeau.errors import OptionError
 from flambeau.ops import LOWERINGS, ops_loaded
 
+from .whole import RESIZES
+
 aten = torch.ops.aten
 
 
@@ -35,10 +37,6 @@ def _both(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}{end}" for name in names for end in ("", "_backward"))
 
 
-_PLANES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-           "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-           "upsample_trilinear3d", "upsample_bicubic2d")
-
 GROUPS: dict[str, Group] = {
     "cumulative": Group(
         "each line on its own, one element after another: across rows every element is a new cache line",
@@ -52,7 +50,8 @@ GROUPS: dict[str, Group] = {
         "the bounds of every window by division",
         _both("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d")),
     "unpooling": Group("zeros first, then single writes", ("max_unpool2d", "max_unpool3d")),
-    "resizing": Group("one output after another, by indices and weights", _both(*_PLANES)),
+    "resizing": Group("one output after another, by indices and weights",
+                      _both(*(name for name in RESIZES if not name.endswith("_aa")))),
     "grid sampling": Group("gradients by atomic additions where threads are many", _both("grid_sampler_2d")),
     "volume sampling": Group(
         "eight corners in scalar code; gradients by atomic additions where threads are many", _both("grid_sampler_3d")),

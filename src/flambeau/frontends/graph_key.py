@@ -36,7 +36,7 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Settings that say where and how to work, not what comes out.
 ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "regions", "compiler", "compile_jobs", "verify", "log",
-         "progress", "debug_dir")
+         "progress")
 # What a subgraph's meta may hold that changes how it is compiled.
 REGION_META = ("_checkpoint_context_fn", "nested_region_config")
 

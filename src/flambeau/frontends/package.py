@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -131,10 +132,7 @@ def operator_path(op: Any) -> str:
 
 
 def operator_named(path: str) -> Any:
-    found: Any = torch.ops
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(path)(torch.ops)
 
 
 # ---- what the source calls -----------------------------------------------------------------------------

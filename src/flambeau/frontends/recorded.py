@@ -11,7 +11,7 @@ Inputs and the state of the random numbers are copied before a call, so that it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +97,17 @@ def longer(graph: fx.Graph, extra: Sequence[fx.Node]) -> fx.Graph:
 
 
 @contextmanager
+def observed(observe: Callable[[Compiled], None]) -> Iterator[None]:
+    """Told of every graph that is compiled inside the block; one found on disk would not be, and not be seen."""
+    pipeline.OBSERVERS.append(observe)
+    try:
+        with config.override(graph_cache=False):
+            yield
+    finally:
+        pipeline.OBSERVERS.remove(observe)
+
+
+@contextmanager
 def recorded() -> Iterator[list[Call]]:
     """The calls of graphs that are compiled inside the block, in their order."""
     calls: list[Call] = []
@@ -111,12 +122,8 @@ def recorded() -> Iterator[list[Call]]:
 
         made.finish = finish_and_record  # type: ignore[method-assign]
 
-    pipeline.OBSERVERS.append(observe)
-    try:
-        with config.override(graph_cache=False):  # a graph that is found on disk would not be seen
-            yield calls
-    finally:
-        pipeline.OBSERVERS.remove(observe)
+    with observed(observe):
+        yield calls
 
 
 def record(made: Compiled, run: Any, args: list[Any], calls: list[Call]) -> Any:

@@ -47,10 +47,7 @@ def value(n: fx.Node) -> Any:
 
 
 def held_by(gm: fx.GraphModule, n: fx.Node) -> Any:
-    found: Any = gm
-    for part in str(n.target).split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(str(n.target))(gm)
 
 
 def subgraph(gm: fx.GraphModule, n: fx.Node) -> fx.GraphModule | None:

@@ -31,6 +31,7 @@ from .region_nodes import (
     is_state,
     memory,
     mutated,
+    name_of,
     operators_in,
     size_in_bytes,
     storage,
@@ -281,17 +282,13 @@ def difference(a: Piece, b: Piece) -> str:
             continue
         for part, x, y in zip(PARTS, line[0], other[0]):
             if x != y:
-                what = f"calls {called(n)}, not {called(m)}" if part == "operator" else f"has another {part}"
+                what = f"calls {name_of(n)}, not {name_of(m)}" if part == "operator" else f"has another {part}"
                 return f"{n.name} {what}" + (f": {shown(n)}, not {shown(m)}" if part == "result" else "")
         return f"{n.name} has other arguments than {m.name}"
     if len(a.nodes) != len(b.nodes):
         more, piece = ("ends", b) if len(b.nodes) < len(a.nodes) else ("goes on", a)
         return f"it {more} after {piece.nodes[-1].name}"
     return next((f"other {what}" for what, x, y in zip(WHOLE, a.key, b.key) if x != y), "")
-
-
-def called(n: fx.Node) -> str:
-    return str(n.target) if isinstance(n.target, str) else str(getattr(n.target, "__name__", n.target))
 
 
 def shown(n: fx.Node) -> str:

@@ -30,7 +30,7 @@ from flambeau.ir.numerics import wants_bits
 
 from .decompositions import table
 from .differences import INTEGERS, ordered, plane
-from .pipeline import Options, boxed, compile_graph, interpret
+from .pipeline import Options, compile_graph, interpret
 from .whole import whole_operators
 
 OPS: dict[str, OpInfo] = {o.formatted_name: o for o in op_db}
@@ -49,7 +49,6 @@ class Report:
     samples: int = 0
     gradients: int = 0
     externs: dict[str, int] = field(default_factory=dict)
-    contractions: int = 0
     failures: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # eager or the capture itself refuses the sample
     values: int = 0  # compared bit by bit
@@ -298,9 +297,6 @@ def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:
         return True
     ours, eager = ours[finite], eager[finite]
     return bool(ours.square().mean() <= 4 * eager.square().mean()) and bool(ours.abs().amax() <= 3 * eager.abs().amax())
-
-
-__all__ = ["OPS", "Report", "boxed", "check_opinfo"]
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Twin:
         del self.tensors[outside:]  # inputs have names of their own
 
     def call(self) -> Any:
-        with in_double() if self.wide else no_change():
+        with in_double() if self.wide else nullcontext():
             return self.function(*self.args)
 
     @property
@@ -204,8 +204,3 @@ def in_double() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextmanager
-def no_change() -> Iterator[None]:
-    yield

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .dtypes import DType, highest, is_bool, is_float, lowest
-from .expr import Expr, Scalar, binary, const, lift, unary, where
+from .expr import Expr, Scalar, binary, lift, unary, where
 from .index import Index, IndexLike, as_index
 from .nodes import (
     Combine,
@@ -196,37 +196,22 @@ def simple_combine(name: str, dtype: DType) -> Combine:
 
 
 @cache
-def arg_combine(name: str, dtype: DType, later: bool = False) -> Combine:
-    """min or max with its index; NaN wins; on ties the first index, or the later one if asked."""
+def arg_combine(name: str, dtype: DType) -> Combine:
+    """min or max with its index; NaN wins; on ties the first index."""
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         (av, ai), (bv, bi) = a, b
         better = bv > av if name == "max" else bv < av
-        earlier = (bi >= ai) if later else (bi < ai)
         equal = binary("eq", av, bv)
         if is_float(dtype):
             a_nan, b_nan = unary("isnan", av), unary("isnan", bv)
             better = (better | b_nan) & ~a_nan
             equal = equal | (a_nan & b_nan)
-        take = better | (equal & earlier)
+        take = better | (equal & (bi < ai))
         return where(take, bv, av), where(take, bi, ai)
 
     start = lowest(dtype) if name == "max" else highest(dtype)
     # An index past every real one: the identity never wins a tie against an element.
-    return make_combine(f"arg{name}", (dtype, torch.int64), (start, -1 if later else 2**62), fn)
-
-
-@cache
-def welford_combine(dtype: DType) -> Combine:
-    """(mean, sum of squared deviations, count), the count as a float of the same dtype."""
-
-    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
-        (am, a2, an), (bm, b2, bn) = a, b
-        n = an + bn
-        delta = bm - am
-        share = where(binary("eq", n, 0), const(0, dtype), bn / n)
-        return am + delta * share, a2 + b2 + delta * delta * an * share, n
-
-    return make_combine("welford", (dtype,) * 3, (0, 0, 0), fn)
+    return make_combine(f"arg{name}", (dtype, torch.int64), (start, 2**62), fn)
 
 

@@ -11,8 +11,6 @@ from .dtypes import SUPPORTED, DType, is_float
 class Capabilities:
     name: str
     dtypes: frozenset[DType] = field(default=SUPPORTED)
-    vector_bytes: int = 32  # width of one vector register
-    threads: int = 1  # workers that one kernel can use
     scratch_bytes: int = 1 << 18  # fast memory one worker may use for the rows of a fused kernel
     # One worker walks a plane in order: sums scattered into it cost no atomics and always add up in the same order.
     # Without this, gradients that could be scattered are gathered.

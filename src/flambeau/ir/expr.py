@@ -37,7 +37,7 @@ OPS: dict[str, tuple[int, str | DType]] = {
         "neg", "abs", "sign", "bitwise_not", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt", "exp", "exp2",
         "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
         "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "erfcx", "lgamma", "digamma",
-        "i0", "i0e", "i1", "i1e", "ndtri", "ndtr", "log_ndtr", "bessel_j0", "bessel_j1", "bessel_y0",
+        "i0", "i0e", "i1", "i1e", "ndtri", "bessel_j0", "bessel_j1", "bessel_y0",
         "bessel_y1", "modified_bessel_k0", "modified_bessel_k1", "modified_bessel_i0", "modified_bessel_i1",
         "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai",
         "rough_log2",  # of float32: to an absolute 2^-22, where a machine has an instruction for it
@@ -62,6 +62,13 @@ CHECKED = frozenset(("check", "require"))  # those that look for what is wrong w
 
 _exprs: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 _fresh = itertools.count()
+
+
+def _operator(op: str, reflected: bool = False) -> Callable[[Expr, Scalar], Expr]:
+    """Python's operator for one of the table; `reflected`: what stands on the left is a number."""
+    if reflected:
+        return lambda self, o: binary(op, lift(o, self.dtype), self)
+    return lambda self, o: binary(op, self, o)
 
 
 class Expr:
@@ -137,53 +144,15 @@ class Expr:
 
     # ---- operators: a lowering reads like its formula ------------------------------------------------
 
-    def __add__(self, o: Scalar) -> Expr:
-        return binary("add", self, o)
-
-    def __radd__(self, o: Scalar) -> Expr:
-        return binary("add", lift(o, self.dtype), self)
-
-    def __sub__(self, o: Scalar) -> Expr:
-        return binary("sub", self, o)
-
-    def __rsub__(self, o: Scalar) -> Expr:
-        return binary("sub", lift(o, self.dtype), self)
-
-    def __mul__(self, o: Scalar) -> Expr:
-        return binary("mul", self, o)
-
-    def __rmul__(self, o: Scalar) -> Expr:
-        return binary("mul", lift(o, self.dtype), self)
-
-    def __truediv__(self, o: Scalar) -> Expr:
-        return binary("div", self, o)
-
-    def __rtruediv__(self, o: Scalar) -> Expr:
-        return binary("div", lift(o, self.dtype), self)
+    __add__, __radd__ = _operator("add"), _operator("add", reflected=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", reflected=True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", reflected=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", reflected=True)
+    __lt__, __le__, __gt__, __ge__ = _operator("lt"), _operator("le"), _operator("gt"), _operator("ge")
+    __and__, __or__, __xor__ = _operator("bitwise_and"), _operator("bitwise_or"), _operator("bitwise_xor")
 
     def __neg__(self) -> Expr:
         return unary("neg", self)
-
-    def __lt__(self, o: Scalar) -> Expr:
-        return binary("lt", self, o)
-
-    def __le__(self, o: Scalar) -> Expr:
-        return binary("le", self, o)
-
-    def __gt__(self, o: Scalar) -> Expr:
-        return binary("gt", self, o)
-
-    def __ge__(self, o: Scalar) -> Expr:
-        return binary("ge", self, o)
-
-    def __and__(self, o: Scalar) -> Expr:
-        return binary("bitwise_and", self, o)
-
-    def __or__(self, o: Scalar) -> Expr:
-        return binary("bitwise_or", self, o)
-
-    def __xor__(self, o: Scalar) -> Expr:
-        return binary("bitwise_xor", self, o)
 
     def __invert__(self) -> Expr:
         return unary("logical_not" if is_bool(self.dtype) else "bitwise_not", self)

@@ -11,7 +11,7 @@ is needed. Everything rests on ranges: `(12*a + b) // 24` is `a // 2` when b is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 from typing import Any, Union
 from weakref import WeakValueDictionary
@@ -316,6 +316,15 @@ def product(sizes: Iterable[IndexLike]) -> Index:
     return out
 
 
+def unflat(at: Index, sizes: Sequence[Index]) -> tuple[Index, ...]:
+    """The place of a row-major position; in memory without holes the divisions join and fall away."""
+    out: list[Index] = []
+    for n in reversed(sizes[1:]):
+        out.append(at % n)
+        at = at // n
+    return (at, *reversed(out))
+
+
 def walks_as_one(i: Index, a: Sym, b: Sym) -> bool:
     """Whether a and b are in it only as a * (extent of b) + b, within divisions as well. Values that a kernel computes
     have indices of their own."""
@@ -485,6 +494,17 @@ def _is_positive(d: Index) -> bool:
     return lo is not None and lo > 0
 
 
+def _by_common_factor(e: Index, k: int) -> tuple[int, Index, Index] | None:
+    """e as g * big + small with small below g, for the greatest such g that divides k."""
+    for g in sorted({gcd(c, k) for _, c in e.terms}, reverse=True):
+        if g == 1:
+            break
+        small = Index(tuple((m, c) for m, c in e.terms if c % g), e.const % g)
+        if fits(small, g):
+            return g, Index(tuple((m, c // g) for m, c in e.terms if c % g == 0), e.const // g), small
+    return None
+
+
 def floordiv(e: Index, d: Index) -> Index:
     if d is ONE:
         return e
@@ -498,13 +518,9 @@ def floordiv(e: Index, d: Index) -> Index:
     if not d.terms:
         k = d.const
         if k > 0:
-            for g in sorted({gcd(c, k) for _, c in r.terms}, reverse=True):
-                if g == 1:
-                    break
-                small = Index(tuple((m, c) for m, c in r.terms if c % g), r.const % g)
-                if fits(small, g):
-                    big = Index(tuple((m, c // g) for m, c in r.terms if c % g == 0), r.const // g)
-                    return q + floordiv(big, as_index(k // g))
+            if (parts := _by_common_factor(r, k)) is not None:
+                g, big, _ = parts
+                return q + floordiv(big, as_index(k // g))
             a = r.atom()
             if isinstance(a, Op) and a.kind == "mod" and not a.b.terms and a.b.const % k == 0:
                 return q + mod(floordiv(a.a, d), as_index(a.b.const // k))
@@ -540,13 +556,9 @@ def mod(e: Index, d: Index) -> Index:
             if len(m) == 1 and isinstance(m[0], Op) and m[0].kind == "mod" and not (m[0].b * c % k).terms:
                 if (m[0].b * c % k) is ZERO:
                     return mod(r - from_atom(m[0]) * c + m[0].a * c, d)
-        for g in sorted({gcd(c, k) for _, c in r.terms}, reverse=True):
-            if g == 1:
-                break
-            small = Index(tuple((m, c) for m, c in r.terms if c % g), r.const % g)
-            if fits(small, g):
-                big = Index(tuple((m, c // g) for m, c in r.terms if c % g == 0), r.const // g)
-                return mod(big, as_index(k // g)) * g + small
+        if (parts := _by_common_factor(r, k)) is not None:
+            g, big, small = parts
+            return mod(big, as_index(k // g)) * g + small
     dhi = d.bounds()[1]
     lo = 0
     hi = None if dhi is None else dhi - 1

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from .capabilities import Capabilities
 from .dtypes import DType
 from .expr import Expr, load, restart_names, walk
@@ -32,6 +34,12 @@ def as_indices(vars: Iterable[Sym]) -> tuple[Index, ...]:
     return tuple(ZERO if v.hi == 0 and v.extent is not ZERO else as_index(v) for v in vars)
 
 
+def narrow(size: Index) -> DType:
+    """Of positions below a size: as wide as a float, where they fit, they keep lanes alike and are half the load."""
+    top = size.bounds()[1]
+    return torch.int32 if top is not None and top < 2**31 else torch.int64
+
+
 def contiguous_strides(shape: Sequence[Index]) -> tuple[Index, ...]:
     out: list[Index] = []
     step = as_index(1)
@@ -49,7 +57,6 @@ class Buffer:
     shape: Shape
     dtype: DType
     strides: tuple[Index, ...] | None = None  # None: the schedule is free to choose
-    offset: Index = ZERO
 
     @property
     def numel(self) -> Index:
@@ -350,12 +357,10 @@ class Graph:
         self.buffers[buffer.name] = buffer
         return buffer
 
-    def add_input(self, shape: Sequence[IndexLike], dtype: DType, strides: Sequence[IndexLike] | None = None,
-                  offset: IndexLike = 0) -> Value:
+    def add_input(self, shape: Sequence[IndexLike], dtype: DType, strides: Sequence[IndexLike] | None = None) -> Value:
         sizes = tuple(as_index(n) for n in shape)
         laid = contiguous_strides(sizes) if strides is None else tuple(as_index(s) for s in strides)
         buffer = self.add_buffer(sizes, dtype, f"in{len(self.inputs)}", laid)
-        buffer.offset = as_index(offset)
         self.inputs.append(buffer.name)
         return self.whole(buffer.name)
 

@@ -7,36 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .dtypes import DType, is_bool, is_float, opmath
-from .expr import (
-    Expr,
-    Scalar,
-    binary,
-    cast,
-    check,
-    computed,
-    const,
-    fold,
-    fresh_carry,
-    fresh_sym,
-    index_value,
-    lift,
-    masked,
-    require,
-    unary,
-    where,
-)
+from .expr import Expr, Scalar, binary, cast, const, fold, fresh_carry, fresh_sym, lift, unary
 from .index import Index, IndexLike, as_index, upper
-
-__all__ = [
-    "Expr", "Scalar", "abs_", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cast", "ceil",
-    "check", "clamp", "computed", "const", "copysign", "cos", "cosh", "digamma", "eq", "erf", "erfc",
-    "erfinv", "exp", "exp2", "expm1", "floor", "floordiv", "fma", "fmod", "fold_over", "hypot",
-    "index_value", "is_finite", "isinf", "isnan", "lgamma", "lift", "log", "log10", "log1p", "log2",
-    "masked", "math1", "math2", "maximum", "minimum", "mod", "ne", "not_", "philox", "pow_", "remainder",
-    "require", "rough_log2", "round", "round_to", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "square", "tan",
-    "tanh",
-    "trunc", "where", "window",
-]
 
 
 def math1(name: str) -> Callable[[Expr], Expr]:
@@ -53,24 +25,14 @@ expm1 = math1("expm1")
 log = math1("log")
 log2 = math1("log2")
 rough_log2 = math1("rough_log2")
-log10 = math1("log10")
 log1p = math1("log1p")
 sin = math1("sin")
 cos = math1("cos")
 tan = math1("tan")
-asin = math1("asin")
-acos = math1("acos")
-atan = math1("atan")
-sinh = math1("sinh")
-cosh = math1("cosh")
 tanh = math1("tanh")
-asinh = math1("asinh")
-acosh = math1("acosh")
-atanh = math1("atanh")
 sigmoid = math1("sigmoid")
 erf = math1("erf")
 erfc = math1("erfc")
-erfinv = math1("erfinv")
 sqrt = math1("sqrt")
 rsqrt = math1("rsqrt")
 floor = math1("floor")
@@ -80,15 +42,12 @@ round = math1("round")
 sign = math1("sign")
 isnan = math1("isnan")
 isinf = math1("isinf")
-lgamma = math1("lgamma")
 digamma = math1("digamma")
 fmod = math2("fmod")
-remainder = math2("remainder")
 atan2 = math2("atan2")
 hypot = math2("hypot")
 copysign = math2("copysign")
 floordiv = math2("floordiv")
-mod = math2("mod")
 
 
 def abs_(x: Expr) -> Expr:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from flambeau.ir.dtypes import DType, is_float, opmath
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import abs_, cast, ceil, clamp, computed, const, floor, fold_over, index_value, where
+from flambeau.ir.scalar import abs_, ceil, clamp, floor, fold_over
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ops.fixedpoint import resize_bytes
+from flambeau.ops.plane import cubic_far, cubic_near
 from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import Column, column, gather_all, table
-from flambeau.ops.upsample import Axis, cubic_far, cubic_near
+from flambeau.ops.upsample import Axis
 
 aten = torch.ops.aten
 

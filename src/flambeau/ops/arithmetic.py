@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import is_bool, is_float, opmath
-from flambeau.ir.expr import Expr, binary, cast, const, unary, where
+from flambeau.ir.expr import Expr, binary, cast, const, require, unary, where
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
@@ -25,10 +26,10 @@ from flambeau.ir.scalar import (
     floor,
     fma,
     isnan,
+    math2,
     maximum,
     minimum,
     ne,
-    require,
     round,
     rsqrt,
     sign,
@@ -291,28 +292,17 @@ def heaviside(x: Expr, at_zero: Expr) -> Expr:
 # ---- bounds --------------------------------------------------------------------------------------------
 
 
-def _largest(a: Expr, b: Expr) -> Expr:
-    return a | b if is_bool(a.dtype) else maximum(a, b)
+def _or_of_bools(formula: Callable[..., Expr], of_bools: Callable[..., Expr]) -> Callable[[Expr, Expr], Expr]:
+    return lambda a, b: (of_bools if is_bool(a.dtype) else formula)(a, b)
 
 
-def _smallest(a: Expr, b: Expr) -> Expr:
-    return a & b if is_bool(a.dtype) else minimum(a, b)
-
-
-def _largest_number(a: Expr, b: Expr) -> Expr:
-    return a | b if is_bool(a.dtype) else binary("fmax", a, b)
-
-
-def _smallest_number(a: Expr, b: Expr) -> Expr:
-    return a & b if is_bool(a.dtype) else binary("fmin", a, b)
-
-
-table("default", {
-    aten.maximum: _largest, prims.maximum: _largest, aten.clamp_min: _largest,
-    aten.minimum: _smallest, prims.minimum: _smallest, aten.clamp_max: _smallest,
-    aten.fmax: _largest_number, prims.fmax: _largest_number,
-    aten.fmin: _smallest_number, prims.fmin: _smallest_number,
-})
+for _operators, _formula, _of_bools in (
+    ((aten.maximum, prims.maximum, aten.clamp_min), maximum, or_),
+    ((aten.minimum, prims.minimum, aten.clamp_max), minimum, and_),
+    ((aten.fmax, prims.fmax), math2("fmax"), or_),
+    ((aten.fmin, prims.fmin), math2("fmin"), and_),
+):
+    lower(*_operators)(pointwise(_or_of_bools(_formula, _of_bools)))
 
 
 @lower_pointwise(aten.clamp, operands=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import and_, invert, or_, xor
 
 import torch
 import torch._prims  # defines torch.ops.prims
@@ -19,23 +20,11 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def _and(a: Expr, b: Expr) -> Expr:
-    return a & b
-
-
-def _or(a: Expr, b: Expr) -> Expr:
-    return a | b
-
-
-def _xor(a: Expr, b: Expr) -> Expr:
-    return a ^ b
-
-
 table("default", {
-    aten.bitwise_and: _and, prims.bitwise_and: _and,
-    aten.bitwise_or: _or, prims.bitwise_or: _or,
-    aten.bitwise_xor: _xor, prims.bitwise_xor: _xor,
-    aten.bitwise_not: lambda x: ~x, prims.bitwise_not: lambda x: ~x,
+    aten.bitwise_and: and_, prims.bitwise_and: and_,
+    aten.bitwise_or: or_, prims.bitwise_or: or_,
+    aten.bitwise_xor: xor, prims.bitwise_xor: xor,
+    aten.bitwise_not: invert, prims.bitwise_not: invert,
     aten.gcd: math2("gcd"), prims.gcd: math2("gcd"), aten.lcm: math2("lcm"),
 })
 

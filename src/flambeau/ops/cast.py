@@ -16,16 +16,11 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-@lower(aten._to_copy)
-def to_copy(x: Value, *, dtype: DType | None = None, **place: Any) -> Value:
+@lower(aten._to_copy, prims.convert_element_type)
+def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
     if dtype is not None and dtype not in SUPPORTED:
         return NotImplemented
     return build.pointwise(x.shape, x.load, dtype)
-
-
-@lower(prims.convert_element_type)
-def convert_element_type(x: Value, dtype: DType) -> Value:
-    return to_copy(x, dtype=dtype)
 
 
 @lower(aten.clone, prims.clone)
@@ -33,12 +28,7 @@ def clone(x: Value, **layout: Any) -> Value:
     return build.pointwise(x.shape, x.load)
 
 
-@lower(aten.copy)
+@lower(aten.copy, prims.copy_to)
 def copy(x: Value, source: Value, non_blocking: bool = False) -> Value:
     """x overwritten by the source, which is broadcast and cast to it."""
     return build.pointwise(x.shape, lambda i: load_at(source, i), x.dtype)
-
-
-@lower(prims.copy_to)
-def copy_to(x: Value, source: Value) -> Value:
-    return copy(x, source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,12 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, lowest, opmath
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cast, check, const, index_value, require, where
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index
-from flambeau.ir.nodes import Combine, Value, dim_vars
-from flambeau.ir.scalar import abs_, cast, check, const, eq, index_value, maximum, ne, pow_, require, sqrt, where
+from flambeau.ir.nodes import Combine, Value, dim_vars, narrow
+from flambeau.ir.scalar import eq, maximum, ne
+from flambeau.ops.reduction import p_norm
 from flambeau.ops.registry import lower, to_dtype
 
 aten = torch.ops.aten
@@ -84,18 +84,12 @@ def embedding_renorm(weight: Value, indices: Value, max_norm: float, norm_type: 
     asked = build.scatter((weight.shape[0],), lambda _: no, indices.shape,
                           lambda j: (check(word(indices, j), weight.shape[0]),), lambda _: yes)
 
-    def power(i: Place) -> Expr:
-        x = abs_(cast(weight.load(i), wide))
-        return x if norm_type in (1, math.inf) else x * x if norm_type == 2 else pow_(x, norm_type)
-
-    def root(t: Expr) -> Expr:
-        return t if norm_type in (1, math.inf) else sqrt(t) if norm_type == 2 else pow_(t, 1 / norm_type)
-
-    kind = "max" if norm_type == math.inf else "sum"
-    total, = build.reduce(weight.shape, [1], build.simple_combine(kind, wide), power)
+    join, each, whole = p_norm(norm_type)
+    total, = build.reduce(weight.shape, [1], build.simple_combine(join, wide),
+                          lambda i: each(cast(weight.load(i), wide)))
 
     def body(i: Place) -> Expr:
-        norm = root(total.load(i[:1]))
+        norm = whole(total.load(i[:1]))
         x = cast(weight.load(i), wide)
         return where(asked.load(i[:1]) & (norm > max_norm), x * (max_norm / (norm + 1e-7)), x)
 
@@ -192,8 +186,7 @@ def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_f
         return w if per_sample_weights is None else w * cast(per_sample_weights.load(i[1:2]), wide)
 
     if mode == MAX:
-        last = weight.shape[0].bounds()[1]
-        row = torch.int32 if last is not None and last < 2**31 else torch.int64  # half as much to carry along
+        row = narrow(weight.shape[0])
         values, rows = build.segment(
             domain, 1, bags.first, bags.end, best_of_bag(wide, row),
             lambda i: (item(i), cast(where(bags.counted(i[1]), word(indices, i[1:2]), -1), row)))

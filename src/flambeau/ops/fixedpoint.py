@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.expr import Expr, binary
+from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import cast, clamp, const, fold_over, index_value, where
+from flambeau.ir.scalar import clamp, fold_over
 from flambeau.ops.plane import Place, within
 from flambeau.ops.separable import Column
 

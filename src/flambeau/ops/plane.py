@@ -11,6 +11,7 @@ from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, maximum, minimum
 from flambeau.ir.nodes import Value, as_indices, dim_vars
+from flambeau.ir.scalar import eq
 
 Place = tuple[Index, ...]
 Bounds = Sequence[tuple[IndexLike, IndexLike]]
@@ -27,15 +28,6 @@ def flat(place: Place, sizes: Sequence[Index]) -> Index:
     for i, n in zip(place, sizes, strict=True):
         out = out * n + i
     return out
-
-
-def unflat(at: Index, sizes: Sequence[Index]) -> Place:
-    """The place of a flat position; in memory without holes the divisions join and fall away."""
-    out: list[Index] = []
-    for n in reversed(sizes[1:]):
-        out.append(at % n)
-        at = at // n
-    return (at, *reversed(out))
 
 
 def within(i: Index, size: IndexLike) -> Expr:
@@ -73,3 +65,26 @@ def together(shape: Sequence[Index], body: Callable[[Place], Sequence[Expr]],
         return build.pointwise(shape, lambda _: e, dtype)
 
     return tuple(one(e, d) for e, d in zip(parts, dtypes, strict=True))
+
+
+def pick(choices: Sequence[Expr], k: Index) -> Expr:
+    """The k-th of them, where k is known at the run."""
+    out = choices[-1]
+    for j in reversed(range(len(choices) - 1)):
+        out = where(eq(index_value(k), j), choices[j], out)
+    return out
+
+
+def cubic_near(x: Expr, a: float) -> Expr:
+    """Cubic convolution with the free constant a: the weight at a distance below one."""
+    return ((a + 2) * x - (a + 3)) * x * x + 1
+
+
+def cubic_far(x: Expr, a: float) -> Expr:
+    """At a distance between one and two."""
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+
+def cubic_weights(t: Expr, a: float) -> list[Expr]:
+    """The weights of the neighbours -1, 0, 1, 2 of a position t past neighbour 0."""
+    return [cubic_far(t + 1, a), cubic_near(t, a), cubic_near(1 - t, a), cubic_far(2 - t, a)]

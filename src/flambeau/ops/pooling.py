@@ -10,25 +10,13 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
-from flambeau.ir.expr import Expr
-from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product
-from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import (
-    cast,
-    check,
-    clamp,
-    computed,
-    const,
-    eq,
-    fold_over,
-    index_value,
-    isnan,
-    round_to,
-    where,
-)
-from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, unflat, within
+from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, where
+from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product, unflat
+from flambeau.ir.nodes import Value, narrow
+from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to
+from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import along_shares, are_long, narrow, share_of, tabled
+from flambeau.ops.separable import along_shares, are_long, share_of, tabled
 
 aten = torch.ops.aten
 
@@ -98,19 +86,13 @@ def geometry(x: Value, rank: int, kernel_size: Any, stride: Any, padding: Any, d
 # ---- maximum -----------------------------------------------------------------------------------------
 
 
-def position_dtype(sizes: Sequence[Index]) -> DType:
-    """Positions in a plane as wide as a float, where they fit, keep the lanes of value and position alike."""
-    top = product(sizes).bounds()[1]
-    return torch.int32 if top is not None and top < 2**31 else torch.int64
-
-
 def greatest(x: Value, lead: Place, bounds: Bounds, place: Callable[[Place], Place], first: Place,
              padded: bool = False) -> tuple[Expr, Expr]:
     """The maximum over a window and its flat position: the first maximum, or the last NaN if there is one.
 
     padded: some places may lie outside the input."""
     sizes = x.shape[len(lead):]
-    position = position_dtype(sizes)
+    position = narrow(product(sizes))
     dtype = opmath(x.dtype)
     least = const(lowest(dtype), dtype)
 
@@ -140,7 +122,7 @@ def max_gradient(grad: Value, x: Value, indices: Value, rank: int,
 
     def body(i: Place) -> Expr:
         lead, here = split(i, rank)
-        position = position_dtype(x.shape[-rank:])
+        position = narrow(product(x.shape[-rank:]))
         own = index_value(flat(here, x.shape[-rank:]), position)
 
         def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
@@ -409,7 +391,7 @@ def put_into_cells(x: Value, indices: Value, sizes: Sequence[Index], cells: Sequ
 
     Positions look into their cell, so that everything is written once, in order; what belongs elsewhere follows."""
     rank = len(sizes)
-    position = position_dtype(sizes)
+    position = narrow(product(sizes))
 
     def start(i: Place) -> Expr:
         lead, here = split(i, rank)

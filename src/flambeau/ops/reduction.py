@@ -86,38 +86,23 @@ def _accumulated(name: str, x: Value, dim: Any, keepdim: bool, dtype: DType | No
                   out, axes, keepdim)
 
 
-@lower(aten.sum.default)
-def sum_all(x: Value, *, dtype: DType | None = None) -> Value:
-    return _accumulated("sum", x, None, False, dtype)
-
-
-@lower(aten.sum.dim_IntList)
-def sum_dims(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
+@lower(aten.sum.default, aten.sum.dim_IntList)
+def sum_(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
     return _accumulated("sum", x, dim, keepdim, dtype)
 
 
-@lower(aten.prod.default)
-def prod_all(x: Value, *, dtype: DType | None = None) -> Value:
-    return _accumulated("prod", x, None, False, dtype)
-
-
-@lower(aten.prod.dim_int)
-def prod_dim(x: Value, dim: int, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
+@lower(aten.prod.default, aten.prod.dim_int)
+def prod(x: Value, dim: int | None = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
     return _accumulated("prod", x, dim, keepdim, dtype)
 
 
-@lower(aten.mean.dim)
-def mean_dims(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
+@lower(aten.mean.default, aten.mean.dim)
+def mean(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
     out = dtype or x.dtype
     wide = opmath(out)
     axes = wrap_dims(dim, x.rank)
     total = accumulate("sum", x.shape, axes, wide, lambda i: cast(cast(x.load(i), out), wide))
     return finish(total, out, axes, keepdim, lambda e: e / count(x.shape, axes, wide))
-
-
-@lower(aten.mean.default)
-def mean_all(x: Value, *, dtype: DType | None = None) -> Value:
-    return mean_dims(x, dtype=dtype)
 
 
 # ---- variances ---------------------------------------------------------------------------------------
@@ -199,13 +184,13 @@ def _arg(name: str, x: Value, dim: int | None, keepdim: bool) -> Value:
     return finish(reduce_with(arg_combine(name, wide), x.shape, axes, element)[1], torch.int64, axes, keepdim)
 
 
-@lower(aten.amax)
+@lower(aten.amax, aten.max.default)
 @of_something
 def amax(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
     return _extremum("max", x, dim, keepdim)
 
 
-@lower(aten.amin)
+@lower(aten.amin, aten.min.default)
 @of_something
 def amin(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
     return _extremum("min", x, dim, keepdim)
@@ -215,18 +200,6 @@ def amin(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
 @of_something
 def aminmax(x: Value, *, dim: int | None = None, keepdim: bool = False) -> tuple[Value, Value]:
     return _extremum("min", x, dim, keepdim), _extremum("max", x, dim, keepdim)
-
-
-@lower(aten.max.default)
-@of_something
-def max_all(x: Value) -> Value:
-    return _extremum("max", x, None, False)
-
-
-@lower(aten.min.default)
-@of_something
-def min_all(x: Value) -> Value:
-    return _extremum("min", x, None, False)
 
 
 @lower(aten.max.dim)

@@ -59,10 +59,6 @@ def registering_file() -> str:
     return str(frame.f_globals["__name__"]).rpartition(".")[2]
 
 
-def is_number(x: Any) -> bool:
-    return isinstance(x, (bool, int, float, Index))
-
-
 def operand(x: Any) -> Operand:
     if isinstance(x, Value):
         return Operand(x.dtype, None if x.number else x.rank)

@@ -17,27 +17,11 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, product
 from flambeau.ir.nodes import Combine, Value, dim_vars
-from flambeau.ir.scalar import (
-    abs_,
-    cast,
-    computed,
-    const,
-    eq,
-    floor,
-    fma,
-    fmod,
-    index_value,
-    isnan,
-    minimum,
-    ne,
-    round,
-    trunc,
-    where,
-)
-from flambeau.ops.plane import Place, all_of
+from flambeau.ir.scalar import abs_, floor, fma, fmod, isnan, minimum, ne, round, trunc
+from flambeau.ops.plane import Place, all_of, cubic_weights, pick
 from flambeau.ops.registry import lower
 
 aten = torch.ops.aten
@@ -166,21 +150,8 @@ class PlainAxis(Axis):
 A = -0.75  # the free constant of cubic convolution, as in ATen
 
 
-def cubic_near(x: Expr) -> Expr:
-    return ((A + 2) * x - (A + 3)) * x * x + 1
-
-
-def cubic_far(x: Expr) -> Expr:
-    return ((A * x - 5 * A) * x + 8 * A) * x - 4 * A
-
-
-def cubic_weights(t: Expr) -> list[Expr]:
-    """The weights of the neighbours -1, 0, 1, 2 of a position t past neighbour 0."""
-    return [cubic_far(t + 1), cubic_near(t), cubic_near(1 - t), cubic_far(2 - t)]
-
-
 def cubic_slopes(t: Expr) -> list[Expr]:
-    """Minus their derivatives."""
+    """Minus the derivatives of `cubic_weights`."""
 
     def near(x: Expr) -> Expr:
         return (3 * (A + 2) * x - 2 * (A + 3)) * x
@@ -304,7 +275,7 @@ class Sampler:
         if self.mode == BICUBIC:
             x = self.coordinate(a, i)
             base = floor(x)
-            return Taps(axis, lambda k: axis.place(base + index_value(k, x.dtype) - 1), cubic_weights(x - base),
+            return Taps(axis, lambda k: axis.place(base + index_value(k, x.dtype) - 1), cubic_weights(x - base, A),
                         [-s for s in cubic_slopes(x - base)], known=[always] * 4 if placed else None)
         at, one = self.places[a](i), const(1, self.dtype)
         first = computed(at, 0, axis.top) if self.rows else None
@@ -365,13 +336,6 @@ def forward(kind: type[Axis]) -> Callable[..., Any]:
         return build.pointwise((*image.shape[:2], *s.out), body, image.dtype)
 
     return sample
-
-
-def pick(choices: Sequence[Expr], k: Index) -> Expr:
-    out = choices[-1]
-    for j in reversed(range(len(choices) - 1)):
-        out = where(eq(index_value(k), j), choices[j], out)
-    return out
 
 
 def sums(dtype: torch.dtype, count: int) -> Combine:

@@ -13,7 +13,7 @@ from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
-from flambeau.ir.nodes import Combine, Level, Value
+from flambeau.ir.nodes import Combine, Level, Value, narrow
 from flambeau.ir.scalar import abs_, eq, exp2, fma, isnan, log, log2, maximum, rough_log2
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
@@ -106,8 +106,7 @@ def _extremum_so_far(name: str, x: Value, dim: int) -> tuple[Value, Value]:
     if not x.rank:
         return x, build.pointwise((), lambda i: const(0, torch.int64))
     axis = wrap_dim(dim, x.rank)
-    wide, last = opmath(x.dtype), x.shape[axis].bounds()[1]
-    place = torch.int32 if last is not None and last < 2**31 else torch.int64  # half as much to carry along
+    wide, place = opmath(x.dtype), narrow(x.shape[axis])
     best, at = build.scan(x.shape, axis, _so_far(name, wide, place),
                           lambda i: (cast(x.load(i), wide), index_value(i[axis], place)),
                           dtypes=(x.dtype, torch.int64))

@@ -9,10 +9,10 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr, rewrite
+from flambeau.ir.expr import Expr, cast, computed, const, index_value, rewrite, where
 from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, minimum
-from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars
-from flambeau.ir.scalar import cast, computed, const, fold_over, index_value, ne, where
+from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars, narrow
+from flambeau.ir.scalar import fold_over, ne
 from flambeau.ops.plane import Place, nearest, together, within
 
 
@@ -20,12 +20,6 @@ def table(size: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Expr]
     """A value for each position of a dimension, computed once."""
     t = build.pointwise((size,), lambda i: body(i[0]))
     return lambda o: t.load((o,))
-
-
-def narrow(size: Index) -> DType:
-    """Positions as wide as a float keep the lanes alike."""
-    top = size.bounds()[1]
-    return torch.int32 if top is not None and top < 2**31 else torch.int64
 
 
 def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Index]:

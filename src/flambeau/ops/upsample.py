@@ -19,27 +19,16 @@ from torch import Tensor
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float, opmath
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum
-from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import (
-    abs_,
-    cast,
-    ceil,
-    clamp,
-    computed,
-    const,
-    eq,
-    floor,
-    index_value,
-    where,
-)
+from flambeau.ir.nodes import Value, narrow
+from flambeau.ir.scalar import abs_, ceil, clamp, eq, floor
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
 from flambeau.ops.fixedpoint import resize_bytes
-from flambeau.ops.plane import Place, split
+from flambeau.ops.plane import Place, cubic_weights, pick, split
 from flambeau.ops.registry import lower
-from flambeau.ops.separable import Column, column, gather_all, narrow, position_table
+from flambeau.ops.separable import Column, column, gather_all, position_table
 
 aten = torch.ops.aten
 
@@ -310,23 +299,10 @@ class Cubic(Linear):
         return total
 
 
-def cubic_near(x: Expr, a: float) -> Expr:
-    return ((a + 2) * x - (a + 3)) * x * x + 1
-
-
-def cubic_far(x: Expr, a: float) -> Expr:
-    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-
-
-def cubic_weights(t: Expr, a: float) -> list[Expr]:
-    """The weights of the neighbours -1, 0, 1, 2 of a position t past neighbour 0."""
-    return [cubic_far(t + 1, a), cubic_near(t, a), cubic_near(1 - t, a), cubic_far(2 - t, a)]
-
-
 # ---- forward and backward ------------------------------------------------------------------------------
 
 
-def pick(x: Value, axes: Sequence[Nearest]) -> Value:
+def at_nearest(x: Value, axes: Sequence[Nearest]) -> Value:
     rank = len(axes)
 
     def source_of(a: Nearest) -> Callable[[Index], Index]:
@@ -339,13 +315,6 @@ def pick(x: Value, axes: Sequence[Nearest]) -> Value:
         return x.load((*lead, *(s(k) for s, k in zip(sources, o, strict=True))))
 
     return build.pointwise((*x.shape[:-rank], *(a.m for a in axes)), body)
-
-
-def choose(choices: Sequence[Expr], k: Index) -> Expr:
-    out = choices[-1]
-    for j in reversed(range(len(choices) - 1)):
-        out = where(eq(index_value(k), j), choices[j], out)
-    return out
 
 
 def blend(x: Value, axes: Sequence[Axis]) -> Value:
@@ -363,8 +332,8 @@ def blend(x: Value, axes: Sequence[Axis]) -> Value:
 def tap_tables(axis: Axis) -> tuple[Value, Value]:
     """Positions and weights of all outputs, tap by tap."""
     shape = (as_index(len(axis.taps(as_index(0)))), axis.m)
-    return (build.pointwise(shape, lambda i: choose([at for at, _ in axis.taps(i[1])], i[0]), narrow(axis.n)),
-            build.pointwise(shape, lambda i: choose([w for _, w in axis.taps(i[1])], i[0])))
+    return (build.pointwise(shape, lambda i: pick([at for at, _ in axis.taps(i[1])], i[0]), narrow(axis.n)),
+            build.pointwise(shape, lambda i: pick([w for _, w in axis.taps(i[1])], i[0])))
 
 
 def blend_along(x: Value, dim: int, axis: Axis, positions: Value, weights: Value) -> Value:
@@ -400,7 +369,7 @@ def resizing(kind: type[Axis], rank: int, aligned: bool) -> tuple[Callable[..., 
     def forward(x: Value, output_size: Sequence[IndexLike], *rest: Any, **named: Any) -> Any:
         axes = axes_of(x.shape[-rank:], output_size, (*rest, *named.values()), x.dtype)
         if issubclass(kind, Nearest):
-            return pick(x, axes)
+            return at_nearest(x, axes)
         if is_float(x.dtype):
             return blend(x, axes)
         return resize_bytes(x, {dim: a.rows() for dim, a in enumerate(axes, x.rank - rank) if not a.stays()})

@@ -23,7 +23,7 @@ from flambeau.ir.index import (
     minimum,
     product,
 )
-from flambeau.ir.nodes import Value, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.scalar import eq, window
 
 from .registry import lower, to_dtype, wrap_dim
@@ -398,7 +398,8 @@ def _from_storage(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLik
 
     The buffer's dimensions are read off a storage position from the largest stride to the smallest.
     """
-    buffer = build.graph().buffers[x.buffer]
+    g = build.graph()
+    buffer = g.buffers[x.buffer]
     strides = contiguous_strides(buffer.shape) if buffer.strides is None else buffer.strides
     shape = tuple(as_index(n) for n in size)
     out = [ZERO] * len(buffer.shape)
@@ -406,8 +407,10 @@ def _from_storage(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLik
         return tuple(out)
     if offset is None:
         start = sum((i * s for i, s in zip(x.at([0] * x.rank), strides, strict=True)), ZERO)
+    elif x.buffer in g.inputs or any(x.buffer in n.names for n in g.nodes if isinstance(n, Extern)):
+        return None  # an offset counts from the start of a storage, and where in theirs these begin, only a run knows
     else:
-        start = as_index(offset) - buffer.offset
+        start = as_index(offset)
     left = sum((i * s for i, s in zip(as_indices(dim_vars(shape)), stride, strict=True)), start)
     real = [k for k, n in enumerate(buffer.shape) if n is not ONE and strides[k] is not ZERO]
     order: list[int] = []

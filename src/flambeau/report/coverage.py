@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from flambeau.frontends.decompositions import table as decompositions
+from flambeau.frontends.twin import names as names_of
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.ops import LOWERINGS, ops_loaded
@@ -114,19 +115,12 @@ def hands_over(lowering: Callable[..., Any], depth: int = 2) -> bool:
     fn = getattr(lowering, "__wrapped__", lowering)
     if not isinstance(fn, FunctionType):
         return False
-    names = set(names_in(fn.__code__))
+    names = set(names_of(fn.__code__))
     if "NotImplemented" in names:
         return True
     called = (fn.__globals__.get(name) for name in names)
     return depth > 0 and any(hands_over(f, depth - 1) for f in called
                              if isinstance(f, FunctionType) and f.__module__ == fn.__module__)
-
-
-def names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from names_in(const)
 
 
 # ---- what PyTorch has ------------------------------------------------------------------------------------

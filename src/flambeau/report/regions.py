@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flambeau.frontends.pipeline import Compiled
-from flambeau.frontends.regions import Piece, Pieces, called, difference
+from flambeau.frontends.region_nodes import name_of
+from flambeau.frontends.regions import Piece, Pieces, difference
 
 # Seen apart by most people, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
@@ -64,7 +65,7 @@ def summarise(found: Pieces) -> Regions:
         why = difference(before, p) if before is not None else ""
         out.stretches.append(Stretch(
             letters(keys.index(p.key)), 1, len(p.nodes), p.nodes[0].name, p.nodes[-1].name, p.region is not None,
-            found.seconds.get(p.key, 0.0), why, [f"{n.name} = {called(n)}" for n in p.nodes]))
+            found.seconds.get(p.key, 0.0), why, [f"{n.name} = {name_of(n)}" for n in p.nodes]))
         before = p
     return out
 

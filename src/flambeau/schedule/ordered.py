@@ -11,17 +11,15 @@ A variable that is an index of the target by itself stays out of this: rows are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities, rounds
-from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, binary, cast, computed, const, index_value, loads, masked, where
-from flambeau.ir.index import ONE, Index, Sym, as_index, ceildiv, product
-from flambeau.ir.nodes import Graph, Scatter, Sort, Value, as_indices, dim_vars
+from flambeau.ir.index import ONE, Index, Sym, as_index, ceildiv, product, unflat
+from flambeau.ir.nodes import Graph, Scatter, Sort, Value, as_indices, dim_vars, narrow
 from flambeau.ir.scalar import floordiv, fold_over, maximum, minimum
 
 Place = tuple[Index, ...]
@@ -78,7 +76,7 @@ class Runs:
         self.keys, self.order = self.sort()
 
     def sort(self) -> tuple[Value, Value]:
-        n, dtype = self.n, small(self.end + 1)
+        n, dtype = self.n, narrow(self.end + 1)  # keys of half the width are sorted in half the time
         ones = {v: as_index(0) for v in self.left}
 
         def key(i: Place) -> Expr:
@@ -173,7 +171,7 @@ class Runs:
 
     def edges(self, last: bool) -> Value:
         """For each point the first of its run, or one past the last."""
-        dtype = small(self.count + 1)
+        dtype = narrow(self.count + 1)
 
         def body(i: Place) -> Expr:
             if last:
@@ -214,18 +212,3 @@ def most(size: Index) -> int | None:
     """The greatest index below a size, if it is known."""
     high = size.bounds()[1]
     return None if high is None else max(high - 1, 0)
-
-
-def small(size: Index) -> DType:
-    """The dtype of indices below a size: keys of half the width are sorted in half the time."""
-    high = size.bounds()[1]
-    return torch.int32 if high is not None and high < 2**31 else torch.int64
-
-
-def unflat(at: Index, sizes: Sequence[Index]) -> list[Index]:
-    """A row-major position as one index for each size."""
-    out: list[Index] = []
-    for size in reversed(sizes[1:]):
-        out.append(at % size)
-        at = at // size
-    return [at, *reversed(out)]

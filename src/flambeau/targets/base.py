@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -72,6 +73,11 @@ class Build(ABC):
     @abstractmethod
     def wait(self) -> dict[str, Launch | CompileError]:
         """Every source's name with its kernel, or with the reason why that one has none."""
+
+
+def failed(made: Future[Any]) -> bool:
+    """Whether what was compiled is to be tried again: the reason may have been the machine and not the text."""
+    return made.done() and (made.exception() is not None or isinstance(made.result(), CompileError))
 
 
 class Recording(ABC):

@@ -23,10 +23,10 @@ import flambeau.codegen
 from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.targets.base import Allocator, Build, Launch, Plan, Source, Step, Target
+from flambeau.targets.base import Allocator, Build, Launch, Plan, Source, Step, Target, failed
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import CTYPES, Launcher, build_launcher, stored_launcher
-from flambeau.targets.toolchain import CompilerKilled, Toolchain, cpu_identity, find_toolchain
+from flambeau.targets.toolchain import CompilerKilled, Toolchain, find_toolchain
 
 if TYPE_CHECKING:
     import torch
@@ -79,13 +79,10 @@ class CpuTarget(Target):
         self._start()
 
     def capabilities(self) -> Capabilities:
-        import torch
-
         from flambeau.codegen.cpp import INEXACT
         from flambeau.ir.capabilities import Capabilities
 
-        return Capabilities(name=self.name, vector_bytes=vector_bytes(), threads=torch.get_num_threads(),
-                            ordered_scatter=True, tables=True, inexact=INEXACT)
+        return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.cpp import render
@@ -173,7 +170,7 @@ class CpuTarget(Target):
     def _known(self, kernel: _Kernel, disk: DiskCache) -> bool:
         """Whether the table has the kernel, if need be from disk."""
         known = self._kernels.get(kernel.key)
-        if known is not None and not _failed(known):
+        if known is not None and not failed(known):
             return True
         unit = disk.read(kernel.key, ".ref")
         path = unit and disk.get(unit.decode(), ".so")
@@ -289,11 +286,6 @@ def unit_text(kernels: Sequence[_Kernel]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _failed(address: _Address) -> bool:
-    """Such a kernel is tried again: the reason may have been the machine and not the text."""
-    return address.done() and (address.exception() is not None or isinstance(address.result(), CompileError))
-
-
 def _finished(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
@@ -308,13 +300,6 @@ def in_large_pages(memory: torch.Tensor) -> None:
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     # It is advice: a system that does not take it provides small pages, as always.
     _madvise(start, nbytes - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
-
-
-@cache
-def vector_bytes() -> int:
-    """The width of a vector register, as the compiler will use it."""
-    features = set(cpu_identity().split())
-    return next((width for feature, width in (("avx512f", 64), ("avx2", 32)) if feature in features), 16)
 
 
 @cache

@@ -44,7 +44,22 @@ _GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
 _Codes = tuple["Future[Code | CompileError]", ...]
 
 
-class CudaTarget(Target):
+class BlockTarget(Target):
+    """A target whose kernels are written in Triton."""
+
+    def render(self, kernel: AnyKernel, name: str) -> BlockSource:
+        from flambeau.codegen.triton import render
+
+        return render(kernel, name)
+
+    def variants(self, kernel: AnyKernel, source: Source) -> Source:
+        from flambeau.codegen.triton_variants import variants
+
+        assert isinstance(source, BlockSource)
+        return variants(kernel, source)
+
+
+class CudaTarget(BlockTarget):
     """`arch` and `driver` are those of the machine, unless a test says otherwise."""
 
     name = "cuda"
@@ -101,17 +116,6 @@ class CudaTarget(Target):
         return stream
 
     # ---- kernels ---------------------------------------------------------------------------------------
-
-    def render(self, kernel: AnyKernel, name: str) -> BlockSource:
-        from flambeau.codegen.triton import render
-
-        return render(kernel, name)
-
-    def variants(self, kernel: AnyKernel, source: Source) -> Source:
-        from flambeau.codegen.triton_variants import variants
-
-        assert isinstance(source, BlockSource)
-        return variants(kernel, source)
 
     def prepare(self) -> None:
         self._compiler.prepare()

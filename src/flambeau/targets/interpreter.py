@@ -21,8 +21,8 @@ import numpy as np
 
 from flambeau.codegen.source import BlockSource
 from flambeau.errors import CompileError, UnsupportedError
-from flambeau.targets.base import Build, Launch, Plan, Source, Step, Target
-from flambeau.targets.cuda import shape_function
+from flambeau.targets.base import Build, Launch, Plan, Source, Step
+from flambeau.targets.cuda import BlockTarget, shape_function
 from flambeau.targets.launch import PythonPlan
 from flambeau.targets.search import OpenPlan, is_open, offered
 from flambeau.targets.triton_compile import LIBRARY, signature
@@ -32,27 +32,15 @@ if TYPE_CHECKING:
     import torch
 
     from flambeau.ir.capabilities import Capabilities
-    from flambeau.ir.program import AnyKernel
 
 
-class InterpreterTarget(Target):
+class InterpreterTarget(BlockTarget):
     name = "interpreter"
 
     def capabilities(self) -> Capabilities:
         from flambeau.codegen.triton import CAPABILITIES
 
         return replace(CAPABILITIES, name=self.name)
-
-    def render(self, kernel: AnyKernel, name: str) -> BlockSource:
-        from flambeau.codegen.triton import render
-
-        return render(kernel, name)
-
-    def variants(self, kernel: AnyKernel, source: Source) -> Source:
-        from flambeau.codegen.triton_variants import variants
-
-        assert isinstance(source, BlockSource)
-        return variants(kernel, source)
 
     def build(self, sources: Sequence[Source]) -> InterpreterBuild:
         interpreted_triton()

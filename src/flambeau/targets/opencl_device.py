@@ -127,9 +127,9 @@ class ClDevice:
         doubles = torch.float64 in self.dtypes
         missing = MISSING if doubles else MISSING_WITHOUT_DOUBLES
         if self.threads:
-            return Capabilities(NAME, dtypes=self.dtypes, threads=self.units, programs=PIECES, serial_scans=doubles,
+            return Capabilities(NAME, dtypes=self.dtypes, programs=PIECES, serial_scans=doubles,
                                 ordered_scatter=True, missing=missing, contracts=True)
-        return Capabilities(NAME, dtypes=self.dtypes, vector_bytes=16, threads=self.units, programs=1024,
+        return Capabilities(NAME, dtypes=self.dtypes, programs=1024,
                             scratch_bytes=3 * int(self.device.local_mem_size), serial_scans=False, missing=missing,
                             scatters=self.joins, masked_reads=True, gathers_rows=True, contracts=True)
 

@@ -31,6 +31,7 @@ import flambeau.codegen
 from flambeau.codegen.source import BlockSource, Part
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.targets.base import failed
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.libdevice import toolkit_library
 
@@ -95,7 +96,7 @@ class TritonCompiler:
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         with self._lock:
             known = self._codes.get(key)
-            if known is not None and not _failed(known):
+            if known is not None and not failed(known):
                 return known
             made = self._codes[key] = Future()
             if (data := disk.read(key, SUFFIX)) is not None:
@@ -146,11 +147,6 @@ class TritonCompiler:
             made.set_result(code)
         except BaseException as error:  # it belongs to whoever waits for the code
             made.set_exception(error)
-
-
-def _failed(code: Future[Code | CompileError]) -> bool:
-    """Such a code is tried again: the reason may have been the machine and not the text."""
-    return code.done() and (code.exception() is not None or isinstance(code.result(), CompileError))
 
 
 def packed(code: Code) -> bytes:
