@@ -57,7 +57,7 @@ def programs_do_not_mean_it() -> None:
         model(torch.ones(3, 2)).sum().backward()
         dist.barrier()
         dist.destroy_process_group()
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         assert not torch.ones(3).is_pinned()
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
     assert torch.get_device_module() is torch.cpu
@@ -103,7 +103,7 @@ def there_is_no_pyopencl() -> None:
         warnings.simplefilter("always")
         assert len(list(torch.utils.data.DataLoader(torch.arange(4.0), pin_memory=True))) == 4
     assert any("no accelerator is found" in str(w.message) for w in said)
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         torch.ones(2).sum()
     for use in (lambda: torch.ones(2).to("flambeau"), lambda: torch.flambeau.Stream("flambeau")):
         try:

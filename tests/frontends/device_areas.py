@@ -283,7 +283,8 @@ def test_traces(tmp_path: Path) -> None:
     work()  # kernels are built
     work()  # and gradients added
     activities = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
-    with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("my range"):
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile, \
+            torch.profiler.record_function("my range"):
         work()
         torch.flambeau.synchronize()
     rows = {row.key: row for row in profile.key_averages() if row.device_type == torch.autograd.DeviceType.CPU}
