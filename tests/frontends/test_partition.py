@@ -68,3 +68,29 @@ def test_what_a_leaky_relu_needs(slope: float, count: int, monkeypatch: pytest.M
         got = torch.autograd.grad(torch.compile(f, backend="flambeau")(x, *leaves).sum(), leaves)
     torch.testing.assert_close(got, torch.autograd.grad(f(x, *leaves).sum(), leaves))
     assert len(saved) == count, saved
+
+
+def test_arguments_in_another_order_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Any] = []
+    cut = partition.min_cut_rematerialization_partition
+
+    def watched(joint: Any, *args: Any, **kwargs: Any) -> Any:
+        forward, backward = cut(joint, *args, **kwargs)
+        *_, output = forward.graph.nodes
+        saved.extend(n for n in output.args[0][kwargs["num_fwd_outputs"]:] if n.op != "placeholder")
+        return forward, backward
+
+    def f(x: Tensor, weight: Tensor) -> Tensor:
+        order = torch.channels_last
+        y = F.conv2d(x.contiguous(memory_format=order), weight.contiguous(memory_format=order))
+        return F.conv2d(y.sin().contiguous(), weight[:, :2].mT)
+
+    monkeypatch.setattr(partition, "min_cut_rematerialization_partition", watched)
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 3, 7, 7).requires_grad_(), torch.randn(2, 3, 3, 3).requires_grad_()]
+    torch._dynamo.reset()
+    with config.override(graph_cache=False):
+        got = torch.autograd.grad(torch.compile(f, backend="flambeau")(*leaves).square().sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(f(*leaves).square().sum(), leaves))
+    assert saved and not [n for n in saved if n.target is torch.ops.aten.clone.default
+                          and n.args[0].op == "placeholder"], saved

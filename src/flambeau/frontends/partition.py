@@ -26,6 +26,7 @@ def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.Grap
     forget_unread(joint.graph)
     keep_compared(joint.graph)
     ask_results(joint.graph)
+    copy_again(joint.graph)
     with torch._functorch.config.patch(cse=False):
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
@@ -60,6 +61,18 @@ def ask_results(graph: fx.Graph) -> None:
             made = results.get((x, (slope,)))
             if not is_result and made is not None and isinstance(slope, float | int) and slope > 0:
                 n.args = (grad, made, slope, True)
+
+
+def copy_again(graph: fx.Graph) -> None:
+    """An argument in another order is copied once more for the gradient: kept, it would be there a second time."""
+    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        x = n.args[0]
+        if isinstance(x, fx.Node) and x.op == "placeholder" and "memory_format" in n.kwargs and not must_save(n):
+            n.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def must_save(n: fx.Node) -> bool:
+    return n.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 def merge_equal(graph: fx.Graph) -> None:
