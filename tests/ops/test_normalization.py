@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from agreement import agree, through
+from flambeau.config import config
 
 aten = torch.ops.aten
 
@@ -78,6 +79,25 @@ def test_means_far_from_zero(dtype: torch.dtype) -> None:
     # The mean itself is rounded near 100, in steps of 100 * 2^-24, where the deviations are about 1.
     rounding = {"rtol": 1.3e-6, "atol": 2e-5} if dtype is torch.float32 else {}
     torch.testing.assert_close(through(fn)(x), tuple(y.to(dtype) for y in fn(x.double())), **rounding)
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_statistics_of_one_pass(order: torch.memory_format) -> None:
+    """As GPUs take them: means far from zero, a spike where the pass begins, and more points than one piece has."""
+    x = torch.randn(4, 6, 40, 30) * torch.logspace(-3, 3, 6).view(6, 1, 1)
+    x += torch.tensor([1.0, 30.0, 0.0, -1e3, 0.0, 0.0]).view(6, 1, 1)
+    x[0, 2, 0, 0] = 1e4
+    x = x.contiguous(memory_format=order)
+
+    def fn(x):
+        return torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+
+    with config.override(target="interpreter"):
+        _, mean, rstd = through(fn)(x)
+    _, middle, scale = fn(x.double())
+    # A mean is rounded near its own size, which in the second channel is 2,000 deviations.
+    assert ((mean - middle).abs() <= 3e-6 * (middle.abs() + 1 / scale)).all()
+    torch.testing.assert_close(rstd, scale.float(), rtol=5e-5, atol=0)
 
 
 def test_half_precision_with_float32_weights() -> None:

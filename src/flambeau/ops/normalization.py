@@ -18,7 +18,7 @@ from flambeau.ir.expr import Expr, cast, const
 from flambeau.ir.index import Index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import rsqrt, sqrt, square
-from flambeau.ops.reduction import accumulate, count, moments, outside
+from flambeau.ops.reduction import accumulate, count, moments, moments_at_once, outside, pair_sum, reduce_with
 from flambeau.ops.registry import load_at, lower, to_dtype
 
 aten = torch.ops.aten
@@ -169,7 +169,9 @@ def _batch_statistics(x: Value, eps: float) -> tuple[Value, Value, Value]:
     """Mean, rstd and the unbiased variance of each channel."""
     wide = opmath(x.dtype)
     axes = _channels(x)
-    mean, spread = moments(x.shape, axes, wide, lambda i: cast(x.load(i), wide))
+    # A channel does not stay in fast memory until it is read again.
+    taken = moments_at_once if build.graph().capabilities.waits_for_memory else moments
+    mean, spread = taken(x.shape, axes, wide, lambda i: cast(x.load(i), wide))
     n = count(x.shape, axes, wide)
     return mean, _inverse_root(spread, n, eps), _mapped(spread, lambda e: e / (n - 1))
 
@@ -270,8 +272,11 @@ def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mea
     def xhat(i: Sequence[Index]) -> Expr:
         return (at(i) - middle(i)) * scale(i)
 
-    slope = accumulate("sum", x.shape, axes, wide, lambda i: g(i) * xhat(i))
-    level = accumulate("sum", x.shape, axes, wide, g)
+    if build.graph().capabilities.waits_for_memory:  # one kernel joins the parts of both
+        slope, level = reduce_with(pair_sum(wide), x.shape, axes, lambda i: (g(i) * xhat(i), g(i)))
+    else:
+        slope = accumulate("sum", x.shape, axes, wide, lambda i: g(i) * xhat(i))
+        level = accumulate("sum", x.shape, axes, wide, g)
 
     def body(i: tuple[Index, ...]) -> Expr:
         if not train:  # the statistics do not depend on x
