@@ -144,6 +144,26 @@ def test_steps_have_the_bits_of_eager(name: str, options: dict[str, Any], dtype:
     assert not any(differing(a.detach(), b.detach())[0] for a, b in pairs)
 
 
+@pytest.mark.parametrize("weight", [0.1, 0.7, -2])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_averages_that_follow_have_the_bits_of_eager(dtype: torch.dtype, weight: float) -> None:
+    """Several on a line, in a loop, and beside what only looks like one."""
+
+    def follow(averages: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+        for _ in range(2):
+            torch._foreach_lerp_(averages, values, weight), torch._foreach_lerp_(averages[:1], values[:1], weight)
+        steps = torch._foreach_mul(torch._foreach_sub(values, averages), weight)
+        torch._foreach_add_(averages, steps)
+        return [a * 2 for a in averages]
+
+    torch.manual_seed(0)
+    values = [torch.randn(n, 7).to(dtype) for n in (1, 3, 64, 517)]
+    starts = [torch.randn_like(v) for v in values]
+    ours, eager = ([s.clone() for s in starts] for _ in range(2))
+    pairs = zip([*compiled(follow)(ours, values), *ours], [*follow(eager, values), *eager], strict=True)
+    assert not any(differing(a, b)[0] for a, b in pairs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_trains_to_the_same_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
