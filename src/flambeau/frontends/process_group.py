@@ -9,6 +9,7 @@ move bytes, so that every dtype can travel.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,8 @@ from flambeau.errors import UnsupportedError
 from .device_module import NAME
 
 dist: Any = torch.distributed  # its stubs know neither all of its names nor those of all versions
+
+PAUSE = 0.1  # seconds
 
 # A tensor, and the memory of the host that it gets its values from.
 Back = tuple[Tensor, Tensor]
@@ -40,6 +43,12 @@ class StagedGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - as PyTorch calls it
         return NAME
+
+    def shutdown(self) -> None:
+        """Gloo's threads drop what they have sent after those who wait for it go on, and need the interpreter for that.
+        One that still needs it while the process ends would take it down."""
+        super().shutdown()
+        time.sleep(PAUSE)
 
     def barrier(self, opts: Any = None) -> Any:
         if (devices := torch.get_device_module(NAME)).is_initialized():
