@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flambeau.frontends.calls import TENSOR, Prepared, Strided, by_schema, is_constant, when_native
+from flambeau.frontends.calls import EXTENSION, TENSOR, Prepared, Strided, by_schema, is_constant
 from flambeau.frontends.package import operator_named
 from flambeau.frontends.pipeline import Options, compiled
 
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Prepared, tuple[torch.Tensor, ...], Callable[[], Any]]] =
 @pytest.fixture(scope="module")
 def native() -> Any:
     found, there = [], threading.Event()
-    when_native(lambda module: (found.append(module), there.set()))
+    EXTENSION.tell(lambda module: (found.append(module), there.set()))
     assert there.wait(120)
     return found[0]
 

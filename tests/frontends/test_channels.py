@@ -66,7 +66,7 @@ def check(model: nn.Module, x: Tensor) -> None:
     other = copy.deepcopy(model)
     for ours, theirs in zip(trained(other, x, torch.compile(other, backend="flambeau")), trained(model, x, model),
                             strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5 * max(1.0, float(theirs.abs().max())))
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
         assert [(n, a) for n, a in zip(ours.shape, ours.stride()) if n > 1] == [
             (n, a) for n, a in zip(theirs.shape, theirs.stride()) if n > 1]
 
@@ -101,7 +101,7 @@ def test_a_network(graphs: list[Any]) -> None:
     lambda y, z: z.unfold(2, 2, 1).sum(-1),
     lambda y, z: F.interpolate(y, scale_factor=2.0) + F.interpolate(z, scale_factor=2.0),
     lambda y, z: F.group_norm(y, 8) * torch.sigmoid(z).mean((2, 3), keepdim=True),
-    lambda y, z: torch.stack([t.abs().mean() for t in (y.stride(0) * y, z)]),
+    lambda y, z: torch.stack([t.abs().mean() for t in (y / y.stride(0), z)]),
 ], ids=["returned", "views", "strides", "slices", "products", "windows", "resized", "norms", "asked"])
 def test_whoever_looks_sees_the_same(between: Callable[[Tensor, Tensor], Any], graphs: list[Any]) -> None:
     check(Made(between), torch.randn(2, 3, 6, 6))

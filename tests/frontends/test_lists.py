@@ -12,6 +12,7 @@ from torch.nn import Parameter
 import flambeau  # noqa: F401 - the backend
 from flambeau.frontends import groups, lists
 from flambeau.frontends.lists import Watch
+from flambeau.frontends.native import Background
 
 
 @pytest.fixture(params=["native", "python"], autouse=True)
@@ -185,9 +186,8 @@ def test_an_optimizer_that_cannot_be_hashed() -> None:
 def test_steps_run_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch,
                                                  caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(lists, "_made", [])
-    monkeypatch.setattr(lists, "_building", [])
-    monkeypatch.setattr(lists, "text", lambda name: "this is no C++")
+    monkeypatch.setattr(lists, "EXTENSION", Background("lists", "a text", lambda name: "this is no C++",
+                                                       lists.open_extension, 2, lists.EXTENSION.without))
     assert lists.native() is None
     assert "more time in Python" in caplog.text
     given = two_lists()

@@ -91,23 +91,17 @@ struct Prepared {
 
 [[noreturn]] void refuse(const char* what) { throw std::invalid_argument(what); }
 
-int64_t integer(PyObject* x) {
-  int64_t value = PyLong_AsLongLong(x);
-  if (value == -1 && PyErr_Occurred()) {
+template <class T>
+T converted(T value, const char* expected) {
+  if (value == T(-1) && PyErr_Occurred()) {
     PyErr_Clear();
-    refuse("expected an integer");
+    refuse(expected);
   }
   return value;
 }
 
-double real(PyObject* x) {
-  double value = PyFloat_AsDouble(x);
-  if (value == -1.0 && PyErr_Occurred()) {
-    PyErr_Clear();
-    refuse("expected a number");
-  }
-  return value;
-}
+int64_t integer(PyObject* x) { return converted<int64_t>(PyLong_AsLongLong(x), "expected an integer"); }
+double real(PyObject* x) { return converted(PyFloat_AsDouble(x), "expected a number"); }
 
 std::vector<int64_t> integers(PyObject* x) {
   std::vector<int64_t> out;

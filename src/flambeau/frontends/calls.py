@@ -7,8 +7,6 @@ Until that is compiled, in the background, and where it cannot be, the same is d
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .gate import text
-from .native import load_native
-
-log = logging.getLogger(__name__)
+from .native import Background
 
 TENSOR = ...  # stands for a tensor of the call
 # What an argument of a schema may be, by the name of its type.
@@ -94,38 +90,5 @@ def is_constant(x: Any, kind: str) -> bool:
     return x is None if kind == "Tensor" else isinstance(x, CONSTANTS.get(kind, ()))
 
 
-# ---- the extension -------------------------------------------------------------------------------------
-
-_lock = threading.Lock()
-_module: list[Any] = []  # when it is there; None: there is none
-_waiting: list[Callable[[Any], None]] | None = None  # what is to be told of it; None: nobody builds it
-
-
-def when_native(tell: Callable[[Any], None]) -> None:
-    """Call `tell` with the extension: now, or when it is built or loaded."""
-    global _waiting
-    with _lock:
-        if not _module:
-            if _waiting is None:
-                _waiting = []
-                threading.Thread(target=_build, name="flambeau-calls", daemon=True).start()
-            _waiting.append(tell)
-            return
-    if _module[0] is not None:
-        tell(_module[0])
-
-
-def _build() -> None:
-    module = None
-    try:
-        module = load_native("calls", "the calls of operators", text("calls"), seconds=4)
-        module.open(torch.Tensor)
-    except Exception as error:  # whatever it is, programs run
-        log.warning("calls of operators spend more time in Python: %s", error)
-    with _lock:
-        _module.append(module)
-        told = list(_waiting or ())
-        if _waiting is not None:
-            _waiting.clear()
-    for tell in told if module is not None else ():
-        tell(module)
+EXTENSION = Background("calls", "the calls of operators", text, lambda module: module.open(torch.Tensor), seconds=4,
+                       without="calls of operators spend more time in Python")

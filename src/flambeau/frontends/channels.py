@@ -7,14 +7,14 @@ Operators that could tell the difference, and whoever called the graph, are give
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .region_nodes import ENTER, EXIT, GRADIENTS, INPLACE, value
+from .devices import flat
+from .region_nodes import ENTER, EXIT, GRADIENTS, INPLACE, name_of, value
 
 SMALL = 64  # if no convolution of a graph has more channels, the order does not pay
 RARE = 50  # nor if it has more calls than these for each of its convolutions
@@ -147,10 +147,6 @@ class Reordered:
         n.meta = {**n.meta, "example_value": got}
 
 
-def name_of(n: fx.Node) -> str:
-    return n.target if isinstance(n.target, str) else str(getattr(n.target, "__name__", ""))
-
-
 def argument(n: fx.Node, place: int, name: str) -> Any:
     return n.args[place] if len(n.args) > place else n.kwargs.get(name)
 
@@ -159,9 +155,5 @@ def writes(n: fx.Node, name: str) -> bool:
     return name in INPLACE or (name.endswith("_") and not name.endswith("__")) or n.kwargs.get("inplace") is True
 
 
-def tensors(x: Any) -> Iterator[FakeTensor]:
-    if isinstance(x, FakeTensor):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for y in x:
-            yield from tensors(y)
+def tensors(x: Any) -> list[FakeTensor]:
+    return [t for t in flat(x) if isinstance(t, FakeTensor)]

@@ -253,7 +253,7 @@ class Recorded:
         self.group: Hashable = ("graph", self.number) if function is None else (function, what.backward)
         RECORDED.add(self)
         if not self.off:
-            lists.begin()
+            lists.EXTENSION.begin()
 
     def __call__(self, args: list[Any]) -> list[Any]:
         self.tally.calls += 1

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from .region_nodes import name_of, value
+
 CALL = torch.ops.aten._foreach_lerp_.Scalar
 WRITTEN = "_foreach_lerp_("  # in the line of the program that the nodes come from
 LAST = (torch._foreach_addcmul_, torch._foreach_add_)
@@ -17,10 +19,10 @@ WEIGHTS = {"full_like": 1, "tensor": 0, "_foreach_mul": 1}  # which argument it 
 
 def with_lerps(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph, with these calls in it again; changed in place."""
+    changed = False
     for n in gm.graph.find_nodes(op="call_function", target=torch._foreach_sub):
         run = written_out(n)
-        names = [str(getattr(x.target, "__name__", "")) for x in run]
-        weights = [x.args[WEIGHTS[name]] for x, name in zip(run, names) if name in WEIGHTS]
+        weights = [x.args[WEIGHTS[name_of(x)]] for x in run if name_of(x) in WEIGHTS]
         if not weights or not all(w == weights[0] and is_number(w) for w in weights):
             continue
         ends, starts = n.args
@@ -30,13 +32,15 @@ def with_lerps(gm: fx.GraphModule) -> fx.GraphModule:
         for x in reversed(run):
             if not x.users:  # but for a number that is read out there
                 gm.graph.erase_node(x)
-    gm.recompile()
+        changed = True
+    if changed:
+        gm.recompile()
     return gm
 
 
 def is_number(x: object) -> bool:
     """One that is known, or one of the run."""
-    known = x.meta.get("example_value") if isinstance(x, fx.Node) else x
+    known = value(x) if isinstance(x, fx.Node) else x
     return isinstance(known, (int, float, torch.SymInt, torch.SymFloat))
 
 

@@ -6,8 +6,6 @@ kernels are. Where nothing can be compiled, the same is done with what torch off
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -17,9 +15,7 @@ from torch._C import TensorBase
 from torch._C._dynamo.guards import TensorGuards
 
 from .gate import text
-from .native import load_native
-
-log = logging.getLogger(__name__)
+from .native import Background
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 OTHER, MOVED, SAME = range(3)
@@ -113,34 +109,16 @@ def numbers(scalars: list[torch.Tensor], addresses: torch.Tensor) -> list[float]
 
 # ---- the extension -------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
-_made: list[Any] = []  # the module, or None
-_building: list[threading.Thread] = []
+
+def open_extension(module: Any) -> None:
+    samples = [torch.empty(k, device="cpu") for k in range(3)]
+    module.open([*samples, torch.nn.Parameter(samples[1]), samples[2][1:]])
 
 
-def begin() -> None:
-    """Build or load the extension in the background, once."""
-    with _lock:
-        if not _made and not _building:
-            _building.append(threading.Thread(target=_build, name="flambeau-lists", daemon=True))
-            _building[0].start()
+EXTENSION = Background("lists", "the watch over lists of tensors", text, open_extension, seconds=2,
+                       without="steps of optimizers spend more time in Python")
 
 
 def native() -> Any:
     """The extension, when it is there; None where there cannot be one."""
-    if not _made:
-        begin()
-        _building[0].join()
-    return _made[0] if _made else None  # none: in a process that was forked while another built it
-
-
-def _build() -> None:
-    module = None
-    try:
-        module = load_native("lists", "the watch over lists of tensors", text("lists"), seconds=2)
-        samples = [torch.empty(k, device="cpu") for k in range(3)]
-        module.open([*samples, torch.nn.Parameter(samples[1]), samples[2][1:]])
-    except Exception as error:  # whatever it is, steps run
-        module = None
-        log.warning("steps of optimizers spend more time in Python: %s", error)
-    _made.append(module)
+    return EXTENSION.wait()

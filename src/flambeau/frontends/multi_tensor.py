@@ -75,7 +75,7 @@ class ListFunction:
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], options: tuple[str | None, str]) -> None:
         """`options`: the target, if not that of the tensors' device, and the numerics."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        lists.begin()
+        lists.EXTENSION.begin()
         try:
             with self.lock:
                 left = _Call(self, given, options).run()

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -70,6 +71,58 @@ def load_native(name: str, what: str, text: str, load: Callable[[Path], Any] | N
         with _alone(disk, name):
             found = stored() or build()
     return found
+
+
+class Background:
+    """An extension that is built, or loaded, once and in the background; until then, and where there is none, Python
+    does its work. `text` gives its text, `opened` makes it ready; `without` says what it is like without."""
+
+    def __init__(self, name: str, what: str, text: Callable[[str], str], opened: Callable[[Any], Any], seconds: int,
+                 without: str) -> None:
+        self.name, self.what, self.text, self.opened = name, what, text, opened
+        self.seconds, self.without = seconds, without
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._module: Any = None
+        self._done = False
+        self._told: list[Callable[[Any], None]] = []
+
+    def begin(self) -> threading.Thread:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._build, name=f"flambeau-{self.name}", daemon=True)
+                self._thread.start()
+            return self._thread
+
+    def wait(self) -> Any:
+        """The module; None where there cannot be one, or in a process that was forked while another thread built it."""
+        if not self._done:
+            self.begin().join()
+        return self._module
+
+    def tell(self, hear: Callable[[Any], None]) -> None:
+        """Call `hear` with the module: now, or when it is there."""
+        self.begin()
+        with self._lock:
+            if not self._done:
+                self._told.append(hear)
+                return
+        if self._module is not None:
+            hear(self._module)
+
+    def _build(self) -> None:
+        module = None
+        try:
+            found = load_native(self.name, self.what, self.text(self.name), seconds=self.seconds)
+            self.opened(found)
+            module = found
+        except Exception as error:  # whatever it is, programs run
+            log.warning("%s: %s", self.without, error)
+        with self._lock:
+            self._module, self._done = module, True
+            told, self._told = self._told, []
+        for hear in told if module is not None else ():
+            hear(module)
 
 
 @contextmanager

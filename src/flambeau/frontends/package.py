@@ -24,7 +24,7 @@ from flambeau.errors import CompileError
 from flambeau.ir.faults import error_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
-from .calls import Prepared, when_native
+from .calls import EXTENSION, Prepared
 from .graphs import function_now, recorded
 from .recordable import Recordable
 from .tables import PointerTable
@@ -110,7 +110,7 @@ class Package:
         operators = {name: operator_named(c.operator) for name, c in self.calls.items()}
         scope.update((name, c.python(operators[name])) for name, c in self.calls.items())
         if self.calls:
-            when_native(lambda module: scope.update(
+            EXTENSION.tell(lambda module: scope.update(
                 (name, c.native(module, operators[name])) for name, c in self.calls.items()))
         exec(compile(self.source, "<flambeau program>", "exec"), scope)
         run: Run = scope["run"]
