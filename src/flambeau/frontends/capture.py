@@ -27,7 +27,7 @@ from . import replay
 from .devices import CPU, flat, movable
 from .elsewhere import Elsewhere
 from .in_place import in_place_form
-from .package import Held, as_number
+from .package import DONATED, Held, as_number
 from .symbols import Host, Symbols
 
 aten = torch.ops.aten
@@ -107,6 +107,8 @@ class _Lowering:
             v = self.add_tensor(val)
             self.elsewhere.note(v, val)
             self.c.tensors.append(position)
+            if n.meta.get(DONATED):
+                self.g.donated.add(v.buffer)
             self.env[n] = v
             for k, size in enumerate(val.shape):
                 self.bind(size, ("size", v.buffer, k))

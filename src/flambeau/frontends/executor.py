@@ -36,8 +36,10 @@ def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym,
     stand among the `count` arguments. It runs on `device`, else on the CPU.
     """
     w = Writer(p, sources, positions, count)
+    over = {b.over for b in p.buffers.values()}
     return Package(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
-                   w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"))
+                   w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"),
+                   overwritten=tuple(at for name, at in zip(p.inputs, positions, strict=True) if name in over))
 
 
 class Writer:
@@ -105,7 +107,7 @@ class Writer:
             s is t or n is ONE for s, t, n in zip(strides, b.strides, b.shape, strict=True))
         if same and offset.is_const and offset.const == 0:
             return None
-        return strides, offset, b.place in ("input", "arena", "extern")
+        return strides, offset, b.place in ("input", "arena", "extern", "over")
 
     def value(self, v: Value) -> str:
         """A tensor expression for a value: the buffer, or a strided view of it."""
@@ -185,9 +187,13 @@ class Writer:
 
     def allocate(self, name: str, launched: set[str]) -> None:
         b = self.p.buffers[name]
-        self.line(f"{name} = empty_strided({self.shape(b.shape)}, {self.shape(b.strides)}, {self.const(b.dtype)})")
-        if self.is_of(name, LARGE):
-            self.line(f"fresh({name})")
+        layout = f"{self.shape(b.shape)}, {self.shape(b.strides)}"
+        if b.place == "over":
+            self.line(f"{name} = {b.over}.as_strided({layout})")
+        else:
+            self.line(f"{name} = empty_strided({layout}, {self.const(b.dtype)})")
+            if self.is_of(name, LARGE):
+                self.line(f"fresh({name})")
         if name in launched:
             self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
 
@@ -205,7 +211,7 @@ class Writer:
         lives = lifetimes(p)
         begins: dict[int, list[str]] = {}
         for name, b in p.buffers.items():
-            if b.place in ("output", "alloc"):  # one that no step knows, comes last: by then all sizes are known
+            if b.place in ("output", "alloc", "over"):  # one that no step knows, comes last: then all sizes are known
                 begins.setdefault(lives[name][0] if name in lives else len(p.steps), []).append(name)
 
         def flush() -> None:
@@ -223,7 +229,8 @@ class Writer:
 
         def begin(k: int) -> None:
             new = begins.get(k, ())
-            if any(self.is_of(name, HEAVY) for name in new) and any(self.is_of(name, HEAVY) for name in dead):
+            fresh = [name for name in new if p.buffers[name].place != "over"]
+            if any(self.is_of(name, HEAVY) for name in fresh) and any(self.is_of(name, HEAVY) for name in dead):
                 flush()
             for name in new:
                 self.allocate(name, launched)

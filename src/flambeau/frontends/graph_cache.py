@@ -136,20 +136,21 @@ class GraphCache:
 
     def compiler(self, compile_graph: Callable[[fx.GraphModule], Run]) -> Callable[..., Any]:
         """A compiler for AOTAutograd; its results carry their packages if they are to be kept."""
-        if self.key is None:
-            return lambda graph, inputs: compile_graph(graph)
 
         def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Run:
             run = compile_graph(graph)
-            # A backward that takes over its saved tensors' memory cannot run twice. Ours does not take it over,
-            # but torch, which sees a graph compiled before its first run, would refuse retain_graph.
+            # A backward that takes over its saved tensors' memory cannot run twice. Ours takes copies then, but torch
+            # would refuse retain_graph.
             if (context := TracingContext.try_get()) and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []
+            if self.key is None:
+                return run
             made = getattr(run, "compiled", None)
             run.__wrapped__ = Stored(made.package, made.build) if made else Stored(None)  # type: ignore[attr-defined]
             return run
 
-        return SerializableAOTDispatchCompiler(Stored, compiled)  # type: ignore[arg-type]
+        return compiled if self.key is None else SerializableAOTDispatchCompiler(
+            Stored, compiled)  # type: ignore[arg-type]
 
     @contextmanager
     def recording(self) -> Iterator[None]:

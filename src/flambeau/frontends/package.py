@@ -29,6 +29,8 @@ from .graphs import function_now, recorded
 from .recordable import Recordable
 from .tables import PointerTable
 
+DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs
+
 
 @dataclass(frozen=True)
 class View:
@@ -76,6 +78,7 @@ class Package:
     slots: int = 1  # of the pointer table
     device: torch.device = torch.device("cpu")
     graphs: Recordable | None = None  # runs are to be recorded
+    overwritten: tuple[int, ...] = ()  # positions of arguments whose memory results take over
 
     def load(self) -> Run:
         """The run function; kernels come from the cache or are built. CompileError if one does not build."""
@@ -116,6 +119,8 @@ class Package:
         run: Run = scope["run"]
         if self.graphs is not None:
             run = recorded(run, target.recorder(), self.graphs, self.device, function)
+        if self.overwritten:
+            run = keeping(run, self.overwritten)
         return target.guarded(run, self.device)
 
 
@@ -133,6 +138,18 @@ def operator_path(op: Any) -> str:
 
 def operator_named(path: str) -> Any:
     return operator.attrgetter(path)(torch.ops)
+
+
+def keeping(run: Run, positions: tuple[int, ...]) -> Run:
+    """A backward that takes over what was saved for it, unless it is to run again: then it takes copies."""
+
+    def run_once(args: list[Any]) -> list[Any]:
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            for k in positions:
+                args[k] = args[k].clone()
+        return run(args)
+
+    return run_once
 
 
 # ---- what the source calls -----------------------------------------------------------------------------

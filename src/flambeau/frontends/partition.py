@@ -6,6 +6,7 @@ Torch's cut would merge by itself, but for that it imports all of Inductor, whic
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch.fx as fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition, must_recompute
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .package import DONATED
+
 EQUAL = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
 LEAKY = torch.ops.aten.leaky_relu.default
 # Two such calls are not one, though they look alike: they draw numbers, or name a size that only data decides.
+SECRET = (torch.ops.aten._unsafe_view.default,)  # a view, which its schema does not say
 APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -28,7 +32,9 @@ def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.Grap
     ask_results(joint.graph)
     copy_again(joint.graph)
     with torch._functorch.config.patch(cse=False):
-        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
+    mark_donated(forward.graph, backward.graph)
+    return forward, backward
 
 
 def forget_unread(graph: fx.Graph) -> None:
@@ -96,6 +102,30 @@ def merge_equal(graph: fx.Graph) -> None:
         if first is not n:
             n.replace_all_uses_with(first)
             graph.erase_node(n)
+
+
+def mark_donated(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Tensors that the forward makes for its backward alone, and that share no memory with anything else it returns."""
+    *_, output = forward.nodes
+    makers = [(n.name, maker_of(n)) for n in output.args[0] if isinstance(n, fx.Node)]
+    returned = Counter(maker for _, maker in makers)
+    own = {name for name, maker in makers if maker is not None and returned[maker] == 1}
+    for n in backward.find_nodes(op="placeholder"):
+        n.meta[DONATED] = n.name in own
+
+
+def maker_of(n: fx.Node) -> fx.Node | None:
+    """The call that made the memory of n; None if it is an input's, or nobody knows. Results of one call count as one:
+    they might share some."""
+    while n.op == "call_function":
+        op = n.target
+        if isinstance(op, torch._ops.OpOverload) and op not in SECRET and all(
+                r.alias_info is None for r in op._schema.returns):
+            return n
+        if not n.args or not (op is operator.getitem or isinstance(op, torch._ops.OpOverload)):
+            return None
+        n = n.args[0]  # type: ignore[assignment]
+    return None
 
 
 def storages(n: fx.Node) -> Iterator[int]:

@@ -336,6 +336,7 @@ class Graph:
     outputs: list[Any] = field(default_factory=list)  # Value, Index, number or None
     mutations: list[tuple[str, Value]] = field(default_factory=list)  # input buffer <- value, at the end
     seeds: list[str] = field(default_factory=list)  # int64 scalars that each run draws anew
+    donated: set[str] = field(default_factory=set)  # inputs that nobody but this run needs
     origin: str = ""
     device: str = "cpu"  # where its tensors are: ATen's kernels save other things for their gradients there
     capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it

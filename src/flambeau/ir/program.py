@@ -188,8 +188,9 @@ class BufferPlan:
     dtype: DType
     shape: tuple[Index, ...]
     strides: tuple[Index, ...]
-    place: str  # "input" | "output" | "arena" | "seed" | "extern"
+    place: str  # "input" | "output" | "arena" | "alloc" | "seed" | "extern" | "over"
     offset: int = 0  # bytes, in the arena
+    over: str = ""  # the buffer whose memory it takes over
 
 
 @dataclass

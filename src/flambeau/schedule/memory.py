@@ -83,6 +83,6 @@ def plan_memory(p: Program, most: int | None = None) -> None:
     frees: dict[int, list[str]] = {}
     for n, (_, last) in lives.items():
         b = p.buffers[n]
-        if b.place in ("extern", "alloc", "input") and last < len(p.steps):
+        if b.place in ("extern", "alloc", "input", "over") and last < len(p.steps):
             frees.setdefault(last, []).append(n)
     p.frees = {k: tuple(sorted(v)) for k, v in frees.items()}

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.expr import CHECKED, Expr, loads, rewrite, walk, where
-from flambeau.ir.index import ZERO, Dyn, Index, Sym, as_index
+from flambeau.ir.expr import CHECKED, walk
+from flambeau.ir.index import ZERO, Index, Sym, as_index
 from flambeau.ir.nodes import (
     Buffer,
     Extern,
@@ -20,28 +20,16 @@ from flambeau.ir.nodes import (
     contiguous_strides,
     dim_vars,
 )
-from flambeau.ir.program import (
-    AnyKernel,
-    BufferPlan,
-    Call,
-    ContractKernel,
-    Copy,
-    Item,
-    Kernel,
-    Launch,
-    LoopKernel,
-    Program,
-    ScanKernel,
-    TableKernel,
-)
+from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Kernel, Launch, Program
 from flambeau.ir.verify import verify
 
 from .contract import prepare_contractions, shape_contract
 from .fuse import Group, Single, fuse, reads_elsewhere
+from .in_place import write_mutations, write_over
 from .inline import inline, materialised
 from .layout import settle_layouts
 from .loops import is_empty, shape_group, shape_scan, shape_scatter
-from .memory import buffers_read, lifetimes, plan_memory, values_in
+from .memory import lifetimes, plan_memory, values_in
 from .numerics import apply_policy
 from .ordered import order_scatters
 from .split import split_reductions
@@ -154,8 +142,9 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     write_mutations(p, graph)
     if caps.tables:
         join_launches(p)
-    forget_unused_kernels(p)
     place_buffers(p, graph)
+    write_over(p, graph.donated, caps.arena_most)
+    forget_unused_kernels(p)
     plan_memory(p, caps.arena_most)
     return p
 
@@ -172,115 +161,6 @@ def forget_unused_kernels(p: Program) -> None:
     for s in p.steps:
         if isinstance(s, Launch):
             s.kernel = place[s.kernel]
-
-
-def write_mutations(p: Program, graph: Graph) -> None:
-    """New values of inputs: written there by the kernels that compute them, else copied at the end."""
-    users: dict[str, list[int]] = {}  # the steps that read or write a buffer
-    for k, step in enumerate(p.steps):
-        for b in buffers_read(step):
-            users.setdefault(b, []).append(k)
-    returned = {x.buffer for x in values_in(p.outputs)}
-    for name, v in graph.mutations:
-        if is_empty(graph.buffers[name]):
-            continue
-        if v.buffer in returned or not write_in_place(p, graph, name, v, users):
-            for b in (name, v.buffer):
-                users.setdefault(b, []).append(len(p.steps))
-            p.steps.append(Copy(name, v))
-
-
-def write_in_place(p: Program, graph: Graph, name: str, v: Value, users: dict[str, list[int]]) -> bool:
-    """Let the kernel that computes an input's new value write it straight into that input, where nobody needs the
-    old value any more: the kernel itself may read it, at the very place it writes and not in a later stage."""
-    b, target = graph.buffers[v.buffer], graph.buffers[name]
-    if not v.is_whole(b) or b.strides != target.strides:
-        return False
-    mine = [(k, s) for k in users.get(v.buffer, ()) if isinstance(s := p.steps[k], Launch)]
-    makers = [(k, s) for k, s in mine
-              if any(x.name == v.buffer and x.written for x in p.kernels[s.kernel].params)]
-    if len(makers) != 1 or any(k > makers[0][0] for k in users.get(name, ())):
-        return False
-    at, launch = makers[0]
-    made = p.kernels[launch.kernel]
-    assert not isinstance(made, TableKernel)
-    kernel = in_place(made, name, v.buffer)
-    if kernel is None:
-        return False
-    params = tuple(replace(x, aliased=True) if x.name in (name, v.buffer) else x for x in kernel.params)
-    p.kernels.append(replace(kernel, params=params))
-    p.steps[at] = replace(launch, kernel=len(p.kernels) - 1)
-    moved = users.pop(v.buffer)
-    for k in moved:
-        s = p.steps[k]
-        if isinstance(s, Launch):
-            p.steps[k] = replace(s, args=tuple(name if a == v.buffer else a for a in s.args))
-        elif isinstance(s, Call):
-            p.steps[k] = replace(s, args=renamed(s.args, v.buffer, name), kwargs=renamed(s.kwargs, v.buffer, name))
-    users.setdefault(name, []).extend(moved)
-    return True
-
-
-def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
-    """The kernel in a form in which `new` may be the memory of its input `name`, if there is one."""
-    if isinstance(k, LoopKernel):
-        return held(k, name, new) if reads_before_write(k, name, new) else None
-    if isinstance(k, ContractKernel):
-        writer = next(t for t, i in enumerate(k.items) if new in i.names)
-        inside = loads(k.left, k.right, *(e for i in k.items[writer + 1:] for e in i.exprs))
-        after = loads(*(e for i in k.items for e in i.exprs))
-        at = dict(k.stores)[new]
-        return None if any(e.attr[0] == name for e in inside) or any(
-            e.attr[0] == name and e.attr[1][0] is not at for e in after) else k
-    if isinstance(k, ScanKernel):
-        at = dict(k.stores)[new]
-        return k if all(e.attr[1][0] is at for e in loads(*k.exprs) if e.attr[0] == name) else None
-    places = (a.expr for a in k.address.atoms() if isinstance(a, Dyn))
-    own = k.address if k.unique else None  # a point that alone writes an element may read it before
-    if any(e.attr[0] == name for e in loads(*places, *(() if k.mask is None else (k.mask,)))) \
-            or any(e.attr[0] == name and e.attr[1][0] is not own for e in loads(k.value)):
-        return None
-    start = [] if k.init is None else [e for e in loads(k.init) if e.attr[0] == name]
-    if not start:
-        return k
-    # What it starts from lies there already.
-    return replace(k, init=None) if start == [k.init] and start[0].attr[1][0] is k.init_address else None
-
-
-def reads_before_write(k: LoopKernel, name: str, new: str) -> bool:
-    at = dict(k.stores)[new]
-    stage = next(t for t, items in enumerate(k.stages) if any(new in i.names for i in items))
-    for t, items in enumerate(k.stages):
-        for e in loads(*(e for i in items for e in i.exprs)):
-            if e.attr[0] == name and (e.attr[1][0] is not at or t > stage):
-                return False
-    return k.bounds is None or all(e.attr[0] != name for e in loads(*k.bounds))
-
-
-def held(k: LoopKernel, name: str, new: str) -> LoopKernel:
-    """The same kernel; what it reads of `name` where it also writes `new`, it reads before it writes anything."""
-    t, writer = next((t, i) for t, items in enumerate(k.stages) for i in items if new in i.names)
-    reads = [e for i in k.stages[t] for e in loads(*i.exprs) if e.attr[0] == name]
-    if not reads or writer is k.stages[t][-1]:
-        return k
-    old = f"old {name}"
-    memo: dict[Expr, Expr] = {}
-
-    def stay(e: Expr) -> Expr:
-        if e.op != "load" or e.attr[0] != name:
-            return e
-        value = Expr("local", e.dtype, (), old)
-        return where(e.args[0], value, 0) if e.args else value
-
-    items = [Item((old,), writer.level, (Expr("load", reads[0].dtype, (), reads[0].attr),))]
-    items += [replace(i, exprs=tuple(rewrite(e, stay, None, memo) for e in i.exprs)) for i in k.stages[t]]
-    return replace(k, stages=(*k.stages[:t], tuple(items), *k.stages[t + 1:]))
-
-
-def renamed(x: Any, old: str, new: str) -> Any:
-    if isinstance(x, Value):
-        return replace(x, buffer=new) if x.buffer == old else x
-    return type(x)(renamed(y, old, new) for y in x) if isinstance(x, (list, tuple)) else x
 
 
 def place_buffers(p: Program, graph: Graph) -> None:
