@@ -86,6 +86,11 @@ def test_a_tensor_may_be_there_twice() -> None:
 
 
 @pytest.mark.usefixtures("falls_back")
+def test_many_tensors_are_joined_piece_by_piece() -> None:
+    xs = [numbers(3, k % 4) for k in range(150)]
+    close(torch.cat([x.to(DEV) for x in xs], 1), torch.cat(xs, 1))
+
+
 def test_what_overlaps_is_the_cpus() -> None:
     a = numbers(6).to(DEV)
     with pytest.raises(RuntimeError, match="single memory location"):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from agreement import agree
+from flambeau.ops.shape import MANY
 
 aten = torch.ops.aten
 
@@ -95,3 +96,11 @@ def test_masked_fill_keeps_the_dtype() -> None:
 
     agree(fn, leaf(4, 5), torch.arange(20).reshape(4, 5), torch.rand(4, 5) > 0.5,
           torch.tensor(7, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("count", [64, 65])
+def test_many_tensors_are_joined(count: int) -> None:
+    xs = [torch.arange(3.0 * (k % 4)).view(3, -1) + k for k in range(count)]
+    left = () if count <= MANY else ("aten.cat.default", "aten.stack.default")
+    agree(lambda *xs: (torch.cat([x * 2 for x in xs], 1), torch.stack([x[:, :0].sum() + k for k, x in enumerate(xs)])),
+          *xs, externs=left)

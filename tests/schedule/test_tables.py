@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from flambeau.config import config
 from flambeau.frontends import pipeline
 from flambeau.frontends.pipeline import Compiled
-from flambeau.ir.program import Launch, LoopKernel, Param, Program, TableKernel
+from flambeau.ir.program import CHUNK, Launch, LoopKernel, Param, Program, TableKernel
 from flambeau.schedule.tables import ranks_of
 
 TARGETS = ["cpu", pytest.param("interpreter", marks=pytest.mark.skipif(find_spec("triton") is None,
@@ -58,6 +59,36 @@ def test_operators_on_lists_are_one_launch(target: str, graphs: list[Compiled]) 
     agree(f, [random(), random()], target)
     (step,) = launches(graphs[0])
     assert len(graphs[0].program.steps) == 1 and len(step.lengths) == len(SHAPES) - 1  # nothing is done over nothing
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_reductions_of_lists_are_three_launches(target: str, graphs: list[Compiled]) -> None:
+    """Of what is small, of the blocks of what is large, and of what those come to."""
+    shapes = [*SHAPES, (3, 4097), (2, 3, 2731), (70, 70), (6,)]
+    agree(lambda xs: torch._foreach_norm(xs), [random(shapes)], target)
+    joined = sorted(len(s.lengths) for s in launches(graphs[0]) if s.lengths)
+    large = sum(math.prod(s) > CHUNK for s in shapes)
+    single = sum(math.prod(s) < 2 for s in shapes)  # elements, which are no reduction
+    assert joined == sorted([large, large, len(shapes) - large - single])
+    assert len(launches(graphs[0])) == 3 + single
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_maps_and_reductions_of_lists_are_one_launch(target: str, graphs: list[Compiled]) -> None:
+    def f(xs: Tensors, scale: Tensors) -> Any:
+        sums = [(x * scale[0]).sum() + 1 for x in xs]
+        torch._foreach_mul_(xs, 2.0)
+        return [(a, x.amax()) for a, x in zip(sums, xs, strict=True)]
+
+    agree(f, [random([(k + 1, 5) for k in range(6)]), random([()])], target)
+    (step,) = launches(graphs[0])
+    assert len(step.lengths) == 6
+
+
+def test_reductions_that_ask_for_their_place_stay_as_they_are(graphs: list[Compiled]) -> None:
+    agree(lambda xs: [(x.argmax(), (x - x.mean()).abs().sum(), x.sum(0)) for x in xs], [random(5 * [(70, 71)])])
+    of_places = [s for s in launches(graphs[0]) if any(a.startswith("in") for a in s.args)]
+    assert len(of_places) >= 5 and not any(s.lengths for s in of_places if "argmax" in str(s.origins))
 
 
 def test_the_text_does_not_depend_on_how_many_there_are(graphs: list[Compiled]) -> None:

@@ -16,8 +16,8 @@ class TableWriter(LoopWriter):
 
     def __init__(self, dialect: Dialect, kernel: TableKernel) -> None:
         super().__init__(dialect, kernel.body)
-        self.kernel, self.moves = kernel, kernel.moves()
-        self.short = {p.name: f"q{at}" for at, p in enumerate((*kernel.columns, *kernel.results))}
+        self.kernel = kernel
+        self.short = {p.name: f"q{at}" for at, p in enumerate(kernel.columns)}
 
     def is_long(self, points: Index) -> bool:
         return False  # a block is one thread's
@@ -36,13 +36,12 @@ class TableWriter(LoopWriter):
         columns = self.kernel.columns
         row = ["const int64_t row = p1[2*block], first = p1[2*block + 1];",
                f"const int64_t length = {self.fl}imin(p0[{len(columns)}*rows + row] - first, {CHUNK});"]
-        row += [f"{self.d.types[p.dtype]}* q{len(columns) + at} = p{2 + at} + block;"
-                for at, p in enumerate(self.kernel.results)]
+        steps = self.kernel.steps()
         for at, p in enumerate(columns):
             kind = f"{'' if p.written else 'const '}{self.d.types[p.dtype]}*"
             apart = "" if p.aliased else " __restrict__"
             column = f"p0[{at}*rows + row]" if at else "p0[row]"
-            row.append(f"{kind}{apart} q{at} = ({kind}){column}{' + first' if p.name in self.moves else ''};")
+            row.append(f"{kind}{apart} q{at} = ({kind}){column}{f' + {steps[p.name]}' if p.name in steps else ''};")
         return ["const int64_t rows = rows2 >> 1, count = count2 >> 1;",
                 f"#pragma omp parallel for schedule(static) if(count > {FEW})",
                 "for (int64_t block = 0; block < count; ++block) {", *("  " + x for x in (*row, *body)), "}"]

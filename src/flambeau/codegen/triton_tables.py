@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from flambeau.ir.nodes import Combine
 from flambeau.ir.program import CHUNK, Item, TableKernel
 
 from .triton import BlockWriter, Draft
@@ -26,10 +27,10 @@ class TableBlocks(BlockWriter):
         super().__init__(k.params, wide=False)
         self.kernel, self.k = k, k.body
         self.tuning = tuning
-        self.moves = k.moves()
+        self.steps = {name: step.replace("/", "//") for name, step in k.steps().items()}
         self.dtypes |= {p.name: p.dtype for p in self.k.params}
         self.columns = k.columns
-        self.short |= {p.name: f"q{at}" for at, p in enumerate((*self.columns, *k.results))}
+        self.short |= {p.name: f"q{at}" for at, p in enumerate(self.columns)}
 
     def render(self) -> Draft:
         k = self.k
@@ -37,18 +38,16 @@ class TableBlocks(BlockWriter):
         self.line("block = tl.program_id(0)")
         self.line("row = tl.load(p1 + 2 * block)")
         self.line("first = tl.load(p1 + 2 * block + 1)")
-        for at in range(len(self.kernel.results)):
-            self.line(f"q{len(self.columns) + at} = p{2 + at} + block")
+        moving = [at for at, p in enumerate(self.columns) if self.steps.get(p.name) == "first"]
         for at, p in enumerate(self.columns):
             self.line(f"a{at} = tl.load(p0 + {at} * rows + row)")
-            if p.name not in self.moves:
-                self.line(f"q{at} = {self.typed(at)}")
+            if at not in moving:
+                self.line(f"q{at} = {self.typed(at)}{f' + {self.steps[p.name]}' if p.name in self.steps else ''}")
         vars = (*k.outer, *k.inner)
         if not vars:
-            self.items()
+            self.maps(i for items in k.stages for i in items)
             return Draft(self, GRID, 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
-        moving = [at for at, p in enumerate(self.columns) if p.name in self.moves]
         size = self.tuning.sized(THREADS * per_thread(e for s in k.stages for i in s for e in i.exprs))
         self.blocks, self.axes = [size], {vars[0]: 0}
         aligned = " | ".join(f"a{at}" for at in moving)
@@ -57,15 +56,19 @@ class TableBlocks(BlockWriter):
                 for at in moving:
                     here = f"{self.typed(at)} + first"
                     self.line(f"q{at} = {f'tl.multiple_of({here}, 16)' if whole else here}")
-                self.pieces(size, whole)
+                for items in k.stages:
+                    if k.inner and items[0].level == "outer":
+                        self.maps(items)
+                    else:
+                        self.pieces(items, size, whole)
         return Draft(self, GRID, WARPS)
 
     def typed(self, at: int) -> str:
         return f"a{at}.to(tl.pointer_type({self.d.types[self.columns[at].dtype]}))"
 
-    def pieces(self, size: int, whole: bool) -> None:
+    def pieces(self, items: Sequence[Item], size: int, whole: bool) -> None:
         v = next(iter(self.axes))
-        reductions = [i for items in self.k.stages for i in items if i.combine is not None]
+        reductions = [i for i in items if i.combine is not None]
         taken = {i.names[0]: self.start(i.combine, self.full()) for i in reductions if i.combine is not None}
         with self.scope(f"for piece in range(0, {CHUNK if whole else 'length'}, {size}):", (v,), footer=""):
             self.line(f"{self.sym(v)} = piece + {self.arange(0)}")
@@ -73,28 +76,26 @@ class TableBlocks(BlockWriter):
             if not whole:
                 self.masks[0] = self.fresh("m")
                 self.line(f"{self.masks[0]} = {self.sym(v)} < length")
-            if reductions:
-                self.join(reductions, taken)
-            else:
-                self.items()
+            for i in items:
+                self.maps((i,)) if i.combine is None else self.join(i, i.combine, taken[i.names[0]])
+        self.masks = {}
         for i in reductions:
             assert i.combine is not None
             for name, text in zip(i.names, self.reduced(i.combine, taken[i.names[0]], 0), strict=True):
-                self.line(f"tl.store({self.short[name]}, {text})")
+                self.scopes[-1].locals[name], self.local_axes[name] = text, frozenset()
+                self.stored(name, text)
 
-    def join(self, reductions: Sequence[Item], taken: dict[str, list[str]]) -> None:
+    def join(self, i: Item, c: Combine, slots: Sequence[str]) -> None:
         """What lies in this piece, lane by lane."""
-        for i in reductions:
-            assert i.combine is not None
-            slots = taken[i.names[0]]
-            values = self.operands(i.combine, i.exprs, 0)
-            for slot, new in zip(slots, self.combined(i.combine, slots, values), strict=True):
-                self.line(f"{slot} = {new}")
+        values = self.operands(c, i.exprs, 0)
+        for slot, new in zip(slots, self.combined(c, slots, values), strict=True):
+            self.line(f"{slot} = {new}")
 
-    def items(self) -> None:
-        places = dict(self.k.stores)
-        for items in self.k.stages:
-            for i in items:
-                text = self.keep(i.names[0], i.exprs[0])
-                if i.names[0] in places:
-                    self.store(i.names[0], places[i.names[0]], text, self.full())
+    def maps(self, items: Iterable[Item]) -> None:
+        for i in items:
+            self.stored(i.names[0], self.keep(i.names[0], i.exprs[0]))
+
+    def stored(self, name: str, text: str) -> None:
+        at = dict(self.k.stores).get(name)
+        if at is not None:
+            self.store(name, at, text, self.full() if at.symbols() else frozenset())

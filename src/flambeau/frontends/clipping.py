@@ -22,7 +22,7 @@ from flambeau.ir.dtypes import DType, opmath
 from flambeau.ir.expr import Expr, cast, load
 from flambeau.ir.index import ZERO, as_index
 from flambeau.ir.numerics import wants_bits
-from flambeau.ir.program import Item, LoopKernel, Param, TableKernel
+from flambeau.ir.program import CHUNK, Item, LoopKernel, Param, TableKernel
 from flambeau.ir.scalar import abs_
 from flambeau.schedule.tables import PLACE
 from flambeau.targets.base import Launch, get_target
@@ -64,6 +64,7 @@ class Group:
     device: torch.device
     dtype: DType
     members: torch.Tensor
+    before: torch.Tensor  # blocks of earlier members
     table: PointerTable
     launch: Launch
 
@@ -72,9 +73,10 @@ class Group:
         blocks = self.table.blocks
         with self.table.mirror.target.on(self.device):
             out = torch.empty(len(blocks), dtype=opmath(self.dtype), device=self.device)
-            memory, at, where = self.table.send(addresses[self.members])
+            results = out.data_ptr() + self.before * out.itemsize
+            memory, at, where = self.table.send(torch.cat((addresses[self.members], results)))
             if len(out):
-                start(self.launch, (at, where, out.data_ptr()), sizes_of(len(self.members), blocks))
+                start(self.launch, (at, where), sizes_of(len(self.members), blocks))
         del memory  # the kernel is done with it, or its queue will be before anybody else writes there
         return out
 
@@ -118,7 +120,9 @@ def planned(tensors: list[torch.Tensor], order: float, wanted: str | None) -> Pl
         target = get_target(target_name(device, wanted))
         table = PointerTable(target, device, [(k, 0) for k in range(len(mine))], [tensors[k].numel() for k in mine])
         which = torch.tensor(mine, device="cpu")
-        groups.append(Group(device, dtype, which, table, kernel_of(target.name, dtype, order)))
+        blocks = -(table.lengths // -CHUNK)
+        groups.append(Group(device, dtype, which, blocks.cumsum(0) - blocks, table,
+                            kernel_of(target.name, dtype, order)))
     result = functools.reduce(torch.promote_types, (g.dtype for g in groups))
     compute = functools.reduce(torch.promote_types, (opmath(g.dtype) for g in groups))
     return Plan(Watch([tensors]), groups, compute, result)

@@ -146,7 +146,7 @@ class TableKernel:
 
     The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or
     at a single place), then one of lengths. `blocks` says who does what: a row, and the first of up to CHUNK elements.
-    A reduction gives one value for each block; `body` stores it, and the third argument is where to.
+    A reduction gives one value for each block, next to those of the row's other blocks.
     The sizes are 2n + 1 for n rows and for n blocks: no code assumes anything of an odd number, so one serves all.
     """
 
@@ -157,23 +157,19 @@ class TableKernel:
     def origins(self) -> tuple[str, ...]:
         return self.body.origins
 
-    @property
-    def params(self) -> tuple[Param, ...]:
-        return (Param("table", torch.int64, False), Param("blocks", torch.int64, False), *self.results)
+    params: ClassVar[tuple[Param, ...]] = (Param("table", torch.int64, False), Param("blocks", torch.int64, False))
 
     @property
     def columns(self) -> tuple[Param, ...]:
         """The pointers that stand in the table."""
-        return tuple(p for p in self.body.params if p not in self.results)
+        return self.body.params
 
-    @property
-    def results(self) -> tuple[Param, ...]:
-        """What has an element for each block."""
-        return tuple(p for p in self.body.params if p.written) if self.body.inner else ()
-
-    def moves(self) -> frozenset[str]:
-        """The pointers that go along with the variable; what the others point to is read or written in every block."""
-        return frozenset(name for name, at in self.body.accesses() if at.symbols())
+    def steps(self) -> dict[str, str]:
+        """How far a block's pointer is from its row's: as many elements as come before, or as many blocks. What the
+        others point to is read or written in every block."""
+        along = {name for name, at in self.body.accesses() if at.symbols()}
+        return {p.name: "first" if p.name in along else f"first / {CHUNK}" for p in self.columns
+                if p.name in along or (self.body.inner and p.written)}
 
 
 Kernel = LoopKernel | ScanKernel | ScatterKernel | ContractKernel

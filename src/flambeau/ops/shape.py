@@ -38,12 +38,19 @@ aten = torch.ops.aten
 # ---- joining -----------------------------------------------------------------------------------------
 
 
+MANY = 64  # tensors: a kernel takes so many pointers and no more, and asks at each point whose it is
+
+
 @lower(aten.cat.default)
 def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
     dtype = promote(operand(x) for x in tensors)
     # An empty vector joins with anything, as it always has.
     real = [x for x in tensors if x.shape != (ZERO,)] or tensors[:1]
     d = wrap_dim(dim, real[0].rank)
+    if len(real) > MANY:
+        if not build.graph().capabilities.contracts:
+            return NotImplemented  # ATen reads each once, whatever their number
+        return cat([cat(real[k : k + MANY], d) for k in range(0, len(real), MANY)], d)
     ends = list(itertools.accumulate((x.shape[d] for x in real), initial=ZERO))
 
     def body(i: tuple[Index, ...]) -> Expr:

@@ -4,27 +4,77 @@ side, and then their results.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.expr import const, index_value, loads, masked, where
+from flambeau.ir.expr import const, index_value, loads, masked, walk, where
 from flambeau.ir.index import ONE, Index, Sym, as_index, product
 from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.program import CHUNK
 
+FEWEST = 4  # launches that are worth a table
 PIECE = 4096  # points below which a piece is not worth its own result
 EVEN = 64  # lengths are multiples of it, so that every piece starts where wide reads can
 SIDE = 64  # results next to each other that one program computes where they are what is contiguous
 
 
 def split_reductions(graph: Graph, caps: Capabilities) -> None:
-    if caps.programs <= 1:
-        return
+    alike = Counter(filter(None, (whole_row(graph, n) for n in graph.nodes))) if caps.tables else Counter()
     nodes: list[Node] = []
     for n in graph.nodes:
-        nodes += split(graph, n, caps) if isinstance(n, Reduce) and not isinstance(n, (Contract, Segment)) else [n]
+        if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)):
+            nodes.append(n)
+        elif alike and alike[whole_row(graph, n)] >= FEWEST:
+            nodes += in_blocks(graph, n)
+        else:
+            nodes += split(graph, n, caps) if caps.programs > 1 else [n]
     graph.nodes = nodes
+
+
+def whole_row(graph: Graph, n: Node) -> Hashable:
+    """What a reduction of all elements of tensors in one order does to them; None if it is something else."""
+    if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)) or graph.policy.exact \
+            or not all(v.extent is not None and v.extent.is_const for v in n.vars):
+        return None
+    if any(v.extent is not ONE for v in n.kept) or math.prod(v.extent.const for v in n.vars if v.extent) > CHUNK**2:
+        return None
+    place = linear(n.reduced)
+    for e in loads(*n.inputs):
+        name, index = e.attr
+        strides = graph.buffers[name].strides
+        at = None if strides is None else sum((i * s for i, s in zip(index, strides, strict=True)), as_index(0))
+        if at is None or not (at is place or at.is_const):
+            return None
+    return n.combine, tuple((e.op, e.dtype) for e in walk(*n.inputs))
+
+
+def linear(vars: Sequence[Sym]) -> Index:
+    """The place of a point among all of them."""
+    at = as_index(0)
+    for v in vars:
+        assert v.extent is not None
+        at = at * v.extent + v
+    return at
+
+
+def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
+    """Cut into pieces of as many elements as a block of a table has."""
+    sizes = [v.extent for v in n.reduced if v.extent is not None]
+    points = int(product(sizes))
+    if points <= CHUNK:
+        return [n]
+    vars = dim_vars((*(v.extent for v in n.kept if v.extent is not None), as_index(points)))
+    mapping: dict[Sym, Index] = dict(zip(n.kept, as_indices(vars), strict=False))
+    rest = as_index(vars[-1])
+    for v, size in zip(reversed(n.reduced), reversed(sizes), strict=True):
+        mapping[v], rest = rest % size, rest // size
+    row = replace(n, vars=vars, axes=frozenset((len(n.kept),)), inputs=tuple(e.subs(mapping) for e in n.inputs))
+    return cut(graph, row, vars[-1], CHUNK, len(n.kept))
 
 
 def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
@@ -45,11 +95,17 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
         return [n]
     length = -(-size // pieces)
     length += -length % EVEN if length > EVEN else 0
-    pieces = -(-size // length)
     # The pieces stand where results next to each other stay so.
+    return cut(graph, n, longest, length, len(n.kept) if rows else 0)
+
+
+def cut(graph: Graph, n: Reduce, longest: Sym, length: int, at: int) -> list[Node]:
+    """Reduce pieces of one variable's points, of this length, and then what they come to; they are dimension `at`."""
+    assert longest.extent is not None
+    size = longest.extent.const
+    pieces = -(-size // length)
     kept = list(n.kept)
     shape: list[Index] = [v.extent for v in kept if v.extent is not None]
-    at = len(kept) if rows else 0
     shape.insert(at, as_index(pieces))
     inner = [as_index(length) if v is longest else v.extent for v in n.reduced if v.extent is not None]
     vars = dim_vars((*shape, *inner))

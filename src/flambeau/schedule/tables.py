@@ -1,7 +1,8 @@
-"""Kernels of equal form become one over a table: the same map over any number of tensors of any sizes.
+"""Kernels of equal form become one over a table: the same map or reduction of any number of tensors of any sizes.
 
 What a map over memory of one order does to it depends neither on its length nor on its names. Without these, the
-kernels of an optimizer's step over two hundred parameters are one kernel.
+kernels of an optimizer's step over two hundred parameters are one kernel, and those of as many norms are two: one for
+blocks of each, and one for what these come to.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from flambeau.ir.expr import Expr, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
-from flambeau.ir.program import AnyKernel, Call, Copy, Item, Launch, LoopKernel, Param, Program, TableKernel
+import torch
 
-FEWEST = 4  # launches that are worth a table
+from flambeau.ir.expr import Expr, const, index_value, rewrite, walk
+from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
+from flambeau.ir.program import CHUNK, AnyKernel, Call, Copy, Launch, LoopKernel, Param, Program, TableKernel
+
+from .split import FEWEST
+
 Step: TypeAlias = Launch | Call | Copy
 LENGTH = Sym("length")
 PLACE = Sym("v", LENGTH)
@@ -30,12 +34,13 @@ class Rows:
 
 
 def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
-    """A launch in the form that it shares with others; None if it is not a map of whole tensors."""
-    if not isinstance(k, LoopKernel) or k.inner or k.bounds is not None or len(k.outer) > 1 or not is_plain(k):
+    """A launch in the form that it shares with others; None if it is neither a map nor a reduction of whole tensors."""
+    if not isinstance(k, LoopKernel) or k.bounds is not None or k.scratch or len(k.outer) > 1 or len(k.inner) > 1:
         return None
-    length = k.outer[0].extent if k.outer else ONE
-    assert length is not None
-    mapping = dict.fromkeys(k.outer, as_index(PLACE))
+    k, length, own = whole_pieces(k) if k.outer and k.inner else (k, *row_of(k))
+    if (k.inner and not reduces_at_once(k, length)) or not is_plain(k, own):
+        return None
+    mapping = dict.fromkeys(k.outer, ZERO) | dict.fromkeys(k.inner or k.outer, as_index(PLACE))
     # What is updated in place is one pointer here: all that is read of it, is read before it is written.
     columns = tuple(dict.fromkeys(args))
     names = {p.name: f"r{columns.index(a)}" for p, a in zip(k.params, args, strict=True)}
@@ -43,7 +48,8 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
     dtypes = {names[p.name]: p.dtype for p in k.params}
     for items in k.stages:
         for i in items:
-            names.setdefault(i.names[0], f"t{len(names)}")
+            for name in i.names:
+                names.setdefault(name, f"t{len(names)}")
 
     def rename(e: Expr) -> Expr:
         if e.op == "load":
@@ -51,21 +57,59 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
         return Expr("local", e.dtype, (), names[e.attr]) if e.op == "local" else e
 
     memo: dict[Expr, Expr] = {}
-    stages = tuple(tuple(Item((names[i.names[0]],), i.level, (rewrite(i.exprs[0], rename, mapping, memo),))
+    stages = tuple(tuple(replace(i, names=tuple(names[n] for n in i.names),
+                                 exprs=tuple(rewrite(e, rename, mapping, memo) for e in i.exprs))
                          for i in items) for items in k.stages)
+    vars = (PLACE,) if k.outer or k.inner else ()
     body = LoopKernel(
-        outer=(PLACE,) if k.outer else (), inner=(), vector=PLACE if k.outer else None, stages=stages,
+        outer=() if k.inner else vars, inner=vars if k.inner else (), vector=PLACE if vars else None, stages=stages,
         stores=tuple((names[name], at.subs(mapping)) for name, at in k.stores), scratch=frozenset(),
         params=tuple(Param(r, dtypes[r], r in written) for r in (f"r{at}" for at in range(len(columns)))), sizes=())
     return Rows(TableKernel(body), columns, length)
 
 
-def is_plain(k: LoopKernel) -> bool:
+def row_of(k: LoopKernel) -> tuple[Index, Index | None]:
+    """The points of a kernel with one variable or none, and where it is at each."""
+    for v in (*k.outer, *k.inner):
+        assert v.extent is not None
+        return v.extent, as_index(v)
+    return ONE, None
+
+
+def whole_pieces(k: LoopKernel) -> tuple[LoopKernel, Index, Index | None]:
+    """The same of a reduction that was cut into pieces of a block each; it need not say any more where the row ends."""
+    (piece,), (v,) = k.outer, k.inner
+    assert piece.extent is not None
+    own, length = as_index(piece) * CHUNK + v, piece.extent * CHUNK
+    first = k.stages[0][0].exprs[0]
+    if first.op == "where" and first.args[0].op == "lt" and first.args[0].args[1].op == "const":
+        size = first.args[0].args[1].attr
+        there = index_value(own) < const(size, torch.int64)
+
+        def known(e: Expr) -> Expr:
+            if e.op == "where" and e.args[0] is there:
+                return e.args[1]
+            return Expr("load", e.dtype, (), e.attr) if e.op == "load" and e.args == (there,) else e
+
+        stages = tuple(tuple(replace(i, exprs=tuple(rewrite(e, known) for e in i.exprs)) for i in items)
+                       for items in k.stages)
+        k, length = replace(k, stages=stages), as_index(size)
+    return k, length, own if v.extent is as_index(CHUNK) else None
+
+
+def reduces_at_once(k: LoopKernel, length: Index) -> bool:
+    """Whether a block has all that it reduces, goes over it once, and has only single values left then."""
+    first, *rest = k.stages
+    return length.is_const and (bool(k.outer) or length.const <= CHUNK) and all(i.level == "full" for i in first) \
+        and all(i.level == "outer" and i.combine is None for items in rest for i in items)
+
+
+def is_plain(k: LoopKernel, own: Index | None) -> bool:
     """Whether it touches every tensor either at its own point or at one place, and asks nothing else of its index."""
+    single = as_index(k.outer[0]) if k.outer and k.inner else None  # where the result of a block goes
     places: dict[str, Index] = {}
-    own = as_index(k.outer[0]) if k.outer else None
     for name, at in k.accesses():
-        if not (at is own or at.is_const) or places.setdefault(name, at) is not at:
+        if not (at is own or at is single or at.is_const) or places.setdefault(name, at) is not at:
             return False
     everything = walk(*(e for items in k.stages for i in items for e in i.exprs))
     return all(e.op == "load" or (e.op not in ("check", "require", "fold") and not e.own_indices()) for e in everything)
