@@ -96,8 +96,12 @@ def test_allocation(dtype: torch.dtype) -> None:
 
 
 def test_layouts_that_there_are_not() -> None:
-    with pytest.raises(RuntimeError, match="Sparseflambeau"):
-        torch.empty(2, layout=torch.sparse_coo, device=DEV)
+    with pytest.raises(RuntimeError, match="Unsupported device type for mkldnn layout: flambeau"):
+        torch.empty(2, layout=torch._mkldnn, device=DEV)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="Quantizedflambeau"):
+        torch.quantize_per_tensor(torch.ones(2, device=DEV), 0.1, 0, torch.quint8)
+    with pytest.raises(RuntimeError, match="pin"):
+        torch.ones(2, device=DEV).to_sparse().pin_memory()
     with pytest.raises(RuntimeError, match="pinned"):
         torch.empty(2, device=DEV, pin_memory=True)
 

@@ -293,6 +293,86 @@ def test_compiled_calls_of_what_has_no_lowering() -> None:
           torch.fft.rfft(x * 2).real + 1)
 
 
+# ---- sparse tensors --------------------------------------------------------------------------------------
+
+LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def sparse(layout: torch.layout, dense: torch.Tensor) -> torch.Tensor:
+    blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    return dense.to_sparse(layout=layout, **blocks)
+
+
+@pytest.mark.usefixtures("falls_back")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_sparse_tensors(layout: torch.layout) -> None:
+    dense = numbers(4, 6).relu()
+    x, a = sparse(layout, dense), sparse(layout, dense.to(DEV))
+    close(a, x)
+    close(x.to(DEV), x)
+    close(a.clone() * 2, x * 2)
+    close(a.to_dense(), dense)
+    close(a.sum(), x.sum())
+    close(a.t(), x.t())
+    if layout is torch.sparse_coo:
+        close(a.unsqueeze(0), x.unsqueeze(0))
+    if layout is torch.sparse_csr:
+        close(a.select(0, 1), x.select(0, 1))
+    if layout is not torch.sparse_bsc:  # which the CPU does not multiply
+        close(a @ dense.t().to(DEV), x @ dense.t())
+    assert "device='flambeau:0', size=(4, 6)" in str(a) and str(layout) in str(a)
+    leaf, there = (d.clone().requires_grad_() for d in (dense, dense.to(DEV)))
+    for t in (leaf, there):
+        (sparse(layout, t).to_dense() * t).sum().backward()
+    close(there.grad, leaf.grad)
+
+
+@pytest.mark.usefixtures("falls_back")
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_sparse_tensors_that_are_written(layout: torch.layout) -> None:
+    x, more = sparse(layout, numbers(4, 6).relu()), sparse(layout, torch.eye(4, 6))
+    a, values = x.to(DEV), "_values" if layout is torch.sparse_coo else "values"
+    held = getattr(a, values)()
+    assert a.sin_() is a
+    close(a, x.sin_())
+    close(held, getattr(x, values)())  # in the memory that it had
+    a.add_(more.to(DEV))  # more elements than there were
+    close(a, x.add_(more))
+    assert getattr(a, values)().device.type == DEV
+    out = sparse(layout, torch.zeros(4, 6)).to(DEV)
+    assert torch.add(a, more.to(DEV), out=out) is out
+    close(out, x + more)
+
+
+@pytest.mark.usefixtures("falls_back")
+def test_sparse_tensors_made_of_parts() -> None:
+    places, values = torch.tensor([[0, 0, 2], [1, 1, 0]]), torch.tensor([1.0, 2.0, 3.0])
+    x = torch.sparse_coo_tensor(places, values, (3, 3))
+    a = torch.sparse_coo_tensor(places.to(DEV), values.to(DEV), (3, 3))
+    assert not a.is_coalesced() and a.coalesce().is_coalesced()
+    close(a.coalesce(), x.coalesce())
+    close(torch.sparse_coo_tensor(places, values, (3, 3), device=DEV).to_dense(), x.to_dense())
+    with pytest.raises(RuntimeError, match="size is inconsistent"):
+        torch.sparse_coo_tensor(places.to(DEV), values.to(DEV), (1, 1), check_invariants=True)
+    with pytest.raises(RuntimeError, match="same device"):
+        a @ torch.ones(3, 3)
+    for name in ("sparse_mm_reduce", "sparse_sampled_addmm"):
+        assert check_on_device(name).failures == []
+
+
+@pytest.mark.usefixtures("falls_back")
+def test_sparse_gradients_of_embeddings() -> None:
+    weights = []
+    for device in ("cpu", DEV):
+        table = nn.Embedding.from_pretrained(numbers(10, 3).to(device), freeze=False, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        table(torch.tensor([1, 1, 3], device=device)).square().sum().backward()
+        assert table.weight.grad is not None and table.weight.grad.layout is torch.sparse_coo
+        optimizer.step()
+        weights.append(table.weight.detach())
+    close(weights[1], weights[0])
+
+
 # ---- the operator database -------------------------------------------------------------------------------
 
 # One of each family; test_device.py has all of them, for `make test-all`.

@@ -74,3 +74,16 @@ def test_steps_on_a_gpu_name_it(tmp_path: Path) -> None:
                       {"kind": "models", "machine": MACHINE, "rows": [row], "summary": {}})
     assert "## Steps of the model suite (CUDA)\n\na GPU" in page
     assert "## Steps of the model suite\n\na CPU" in page
+
+
+def test_the_operator_database(tmp_path: Path) -> None:
+    counts = {"entries": 677, "passed": 676, "samples": 16821, "gradients": 13278}
+    rows = [{"name": "pow", "dtype": "float32", "reason": "large terms cancel"}]
+    compiled = {"kind": "opinfo", "machine": MACHINE | GPU, "rows": rows, "summary": {"float32": counts}}
+    device = {"kind": "opinfo", "machine": MACHINE, "rows": [], "device": "PoCL",
+              "summary": {"float32": counts | {"native": 562}}}
+    page, _ = written(tmp_path, compiled, device)
+    first, second = page.split("## PyTorch's operator database")[1:]
+    assert "takes the sample, beside eager: every" in first and "PoCL, through OpenCL" in second
+    assert "| float32 | 677 | 676 | 16,821 | 13,278 |" in first and "- `pow`, float32: large terms cancel" in first
+    assert "| float32 | 677 | 676 | 562 | 16,821 | 13,278 |" in second and "Not counted" not in second

@@ -31,6 +31,7 @@ from .device_native import load_core
 from .device_ops import load as load_gates
 from .device_ops import open_gates
 from .device_random import Seeds
+from .device_sparse import register_sparse
 from .fallback import Fallback
 from .package import SEEDS
 
@@ -67,6 +68,7 @@ def enable_device() -> None:
         fallback = Fallback(copies, core.generator, device_module.current_device)
         fallback.register(everything, aten)
         register_composed(aten, fallback.call)
+        register_sparse(everything, aten, fallback)
         _LIBRARIES.extend((aten, everything))
         if own:
             SEEDS[NAME] = Seeds(copies, core.generator)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .device_native import Core, Driver
+from .device_sparse import is_sparse, joined, parts
 
 
 class CopyDriver(Driver, Protocol):
@@ -106,6 +107,8 @@ class Copies:
 
     def upload(self, host: Tensor, device: torch.device) -> Tensor:
         """A new tensor on the device, in the same order of memory if that has no gaps."""
+        if is_sparse(host):
+            return joined(host, [self.upload(part, device) for part in parts(host)])
         if host._is_zerotensor():  # zeros that have no memory
             host = torch.zeros(host.shape, dtype=host.dtype, device="cpu")
         if host.is_conj() or host.is_neg() or not dense(host):

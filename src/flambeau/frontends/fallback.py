@@ -24,6 +24,7 @@ from flambeau.errors import UnsupportedError
 
 from .device_copy import Copies, as_marked, dense, host_memory, same_geometry, span
 from .device_random import host_generator
+from .device_sparse import is_sparse, joined, parts
 from .instead import INSTEAD
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class _Mirror:
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._given: dict[int, tuple[Tensor, bool]] = {}  # by identity: the tensor, whether its contents matter
+        self._sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}  # by identity: the tensor and its parts
         self._hosts: dict[int, Tensor] = {}
         self.devices: set[torch.device] = set()
         self.others: list[Tensor] = []
@@ -112,6 +114,10 @@ class _Mirror:
         if isinstance(value, Tensor):
             if value.device.type == self._copies.kind:
                 self.devices.add(value.device)
+                if is_sparse(value):
+                    if id(value) not in self._sparse:
+                        self._sparse[id(value)] = value, parts(value)
+                    return self.note(self._sparse[id(value)][1], True)
                 before = self._given.get(id(value), (value, False))[1]
                 self._given[id(value)] = (value, before or contents or not dense(value))
             elif value.dim() > 0:
@@ -140,7 +146,10 @@ class _Mirror:
                 self._hosts[id(t)] = host_memory(0, t.dtype, t.shape, t.stride())
         self._places = {key: host.data_ptr() for key, host in self._hosts.items()}
         self._views = {key: as_marked(host, self._given[key][0]) for key, host in self._hosts.items()}
-        self._origins = {id(view): self._given[key][0] for key, view in self._views.items()}
+        for key, (t, held) in self._sparse.items():
+            self._views[key] = joined(t, [self._views[id(part)] for part in held])
+        given = self._given | self._sparse
+        self._origins = {id(view): given[key][0] for key, view in self._views.items()}
 
     def host(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -159,6 +168,8 @@ class _Mirror:
         if isinstance(value, (list, tuple)):
             for item in value:
                 self.write_back(item)
+        if id(value) in self._sparse:
+            self._write_back_sparse(value, self._views[id(value)])
         if not isinstance(value, Tensor) or id(value) not in self._hosts:
             return
         host, view = self._hosts[id(value)], self._views[id(value)]
@@ -171,6 +182,19 @@ class _Mirror:
         else:  # other memory, or the same as a conjugated view
             self._copies.copy_from(view, value)
         self.moved += span(value)
+
+    def _write_back_sparse(self, value: Tensor, view: Tensor) -> None:
+        held, after = self._sparse[id(value)][1], parts(view)
+        if view.shape == value.shape and all(
+                self._places[id(old)] == new.data_ptr() and same_geometry(old, new) for old, new in zip(held, after)):
+            self.write_back(held)
+            if view.layout is torch.sparse_coo:
+                value._coalesced_(view.is_coalesced())
+        else:
+            if value.layout is not torch.sparse_coo:
+                value.resize_as_sparse_(view)
+            value.copy_(view)
+            self.moved += sum(map(span, after))
 
 
 def _regions(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -217,13 +241,13 @@ class Fallback:
     def register(self, everything: torch.library.Library, aten: torch.library.Library) -> None:
         everything.fallback(self.call, "PrivateUse1")
         for name, compute in INSTEAD.items():
-            aten.impl(name, self._instead(name, compute), "PrivateUse1")
+            aten.impl(name, self.instead(name, compute), "PrivateUse1")
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what happens on the host is not the caller's
             return self._run(op, op, args, kwargs)
 
-    def _instead(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def instead(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         base, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
 
@@ -307,11 +331,11 @@ class Fallback:
         if (origin := mirror.origin(value)) is not None:
             return origin
         for source in (sources[alias] for alias in aliases if alias in sources):
-            if isinstance(source, Tensor) and source.device.type == self._copies.kind:
+            if isinstance(source, Tensor) and source.device.type == self._copies.kind and not is_sparse(source):
                 host = mirror.host(source)
                 offset = source.storage_offset() + value.storage_offset() - host.storage_offset()
                 return as_marked(source.as_strided(value.shape, value.stride(), offset), value)
         if not value.is_cpu:
             return value
-        mirror.moved += span(value)
+        mirror.moved += sum(map(span, parts(value)))
         return self._copies.upload(value, device)

@@ -26,6 +26,8 @@ each input read once and each output written once. Medians by CUDA events, the s
 call; the fastest of a row is bold. FlagGems has a figure where it has the operator and was installed."""
 SMALL = """Of calls of less than 64K elements, a hundred in a row, the host's work included: what a gate costs that lets
 them pass. As multiples of the floor."""
+SAMPLES = """every sample of every entry in `op_db`, forward and gradient, at torch's own
+tolerances; where the two differ in rounding alone, float64 is the judge."""
 SERIES = (Series("eager", "eager", "#8c959f", "circle"), Series("inductor", "Inductor", "#0969da", "square"),
           Series("flaggems", "FlagGems", "#1a7f37", "diamond"), Series("flambeau", "Flambeau", "#f08c2e", "bar"),
           Series("accelerate", "eager, accelerated", "#bf3989", "bar"))
@@ -206,6 +208,21 @@ def bits(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def database(report: dict[str, Any]) -> str:
+    """Entries of `op_db` by dtype: how many agree, and on the device how many of these without the CPU's help."""
+    device = report.get("device")
+    what = (f"{device}, through OpenCL, in eager mode, beside the results and errors of PyTorch's CPU device" if device
+            else "Compiled, where AOTAutograd takes the sample, beside eager")
+    heads = ["dtype", "entries", "agree", *(["without fallback"] if device else []), "samples", "gradients"]
+    lines = [f"{what}: {SAMPLES}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for dtype, n in report["summary"].items():
+        native = f" {n['native']} |" if device else ""
+        lines.append(f"| {dtype} | {n['entries']} | {n['passed']} |{native} {n['samples']:,} | {n['gradients']:,} |")
+    lines += ["", "Not counted as agreeing:", ""] if report["rows"] else []
+    lines += [f"- `{r['name']}`, {r['dtype']}: {r['reason']}" for r in report["rows"]]
+    return "\n".join(lines)
+
+
 SECTIONS = {
     "models": ("Steps of the model suite", steps),
     "compiled": ("Whole models, in pieces and recorded", compiled_steps),
@@ -214,6 +231,7 @@ SECTIONS = {
     "floors": ("Operators beside the memory limit", floors),
     "optimizers": ("Steps of optimizers", optimizer_steps),
     "numerics": ("Eager's bits", bits),
+    "opinfo": ("PyTorch's operator database", database),
     "device": ("The device", device_streams),
     "device-steps": ("Steps on the device", device_steps),
 }
