@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .device_native import Core, Driver
+from .geometry import dense, reach
 
 
 class CopyDriver(Driver, Protocol):
@@ -28,21 +29,7 @@ class CopyDriver(Driver, Protocol):
 
 def span(t: Tensor) -> int:
     """Bytes from the first element to the last."""
-    if t.numel() == 0:
-        return 0
-    return (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))) * t.element_size()
-
-
-def dense(t: Tensor) -> bool:
-    """Whether its elements fill their span, each byte for one of them."""
-    if t.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride()) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return reach(t.shape, t.stride()) * t.element_size()
 
 
 def host_memory(nbytes: int, dtype: torch.dtype, shape: Any, strides: Any, offset: int = 0,

@@ -6,7 +6,6 @@ together out of others are taken apart first.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from flambeau.ops.contraction import CONTRACTIONS
 from .capture import RunNumber
 from .decompositions import table
 from .eager_ops import Form
+from .geometry import is_dense, overlapping
 from .package import Run
 from .pipeline import Options, compiled
 
@@ -51,8 +51,7 @@ class TensorLike:
 
     @property
     def is_dense(self) -> bool:
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return reach == math.prod(self.shape) or 0 in self.shape
+        return is_dense(self.shape, self.strides)
 
     def fake(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
@@ -83,16 +82,6 @@ def described(args: Arguments, numbers: bool = False) -> Arguments:
         return TensorLike(shape, strides, x.dtype, x.device, overlapping(shape, strides), x.data_ptr())
 
     return tuple(describe(x) for x in args)
-
-
-def overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie at one place: each stride must reach beyond all that smaller ones reach."""
-    reach = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 # ---- programs --------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from torch import Tensor
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
 
-from .device_copy import Copies, as_marked, dense, host_memory, same_geometry, span
+from .device_copy import Copies, as_marked, host_memory, same_geometry, span
 from .device_random import host_generator
+from .geometry import dense
 from .instead import INSTEAD
 
 log = logging.getLogger(__name__)

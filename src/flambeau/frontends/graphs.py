@@ -36,6 +36,7 @@ from torch._C import TensorBase
 from flambeau.targets.base import Recorder, Recording, Run
 
 from . import lists
+from .geometry import overlapping, reach
 from .lists import Watch
 from .recordable import Recordable
 
@@ -199,16 +200,8 @@ def given_out(x: Any, inputs: list[Any], starts: dict[int, int]) -> Result:
 
 def elements(x: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
     """Sizes and strides, of what is copied: where elements overlap, of all memory from the first to the last."""
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return (extent(x),), (1,)
-        reach += (size - 1) * stride
-    return x.shape, x.stride()
-
-
-def extent(x: torch.Tensor) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    shape, strides = x.shape, x.stride()
+    return ((reach(shape, strides),), (1,)) if overlapping(shape, strides) else (shape, strides)
 
 
 # ---- the recordings of a graph ---------------------------------------------------------------------------
@@ -446,9 +439,9 @@ class Recorded:
     def static(self, key: Hashable, k: int, x: torch.Tensor) -> torch.Tensor:
         """Memory for an argument that moves: recordings of one place are replayed one after the other."""
         place = key[1][0]  # type: ignore[index]
-        which = (place, k, x.dtype, extent(x), torch.is_inference_mode_enabled())
+        which = (place, k, x.dtype, reach(x.shape, x.stride()), torch.is_inference_mode_enabled())
         if which not in self.memory:
-            self.memory[which] = torch.empty(extent(x), dtype=x.dtype, device=x.device)
+            self.memory[which] = torch.empty(which[3], dtype=x.dtype, device=x.device)
         return self.memory[which]
 
     def drop_unused(self) -> None:
