@@ -8,23 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .device_native import Core, Driver
 from .geometry import dense, reach
-
-
-class CopyDriver(Driver, Protocol):
-    """A driver that copies to and from memory of the host, and says whether a copy that nobody waited for is done."""
-
-    def read(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any: ...
-
-    def write(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any: ...
-
-    def is_complete(self, copy: Any) -> bool: ...
 
 
 def span(t: Tensor) -> int:
@@ -54,7 +44,7 @@ def same_geometry(a: Tensor, b: Tensor) -> bool:
 class Copies:
     """The copies of one device type, each on the current stream of the device that it touches."""
 
-    def __init__(self, kind: str, driver: CopyDriver, core: Core) -> None:
+    def __init__(self, kind: str, driver: Driver, core: Core) -> None:
         self.kind = kind
         self.driver = driver
         self.core = core
