@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .gate import text
 from .native import Background
 
 TENSOR = ...  # stands for a tensor of the call
@@ -90,5 +89,5 @@ def is_constant(x: Any, kind: str) -> bool:
     return x is None if kind == "Tensor" else isinstance(x, CONSTANTS.get(kind, ()))
 
 
-EXTENSION = Background("calls", "the calls of operators", text, lambda module: module.open(torch.Tensor), seconds=4,
+EXTENSION = Background("calls", "the calls of operators", lambda module: module.open(torch.Tensor), seconds=4,
                        without="calls of operators spend more time in Python")

@@ -20,10 +20,6 @@ from .native import load_native
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("device_core.cpp")
-_PROFILER = Path(__file__).with_name("device_profiler.h")
-_RANGES_SINCE = (2, 13)  # before, torch has no place for ranges of a device from outside
-_NO_RANGES = "namespace ranges { static void register_profiler() {} }"
 _FINE, _FAILED, _FULL = 0, 1, 2
 
 _int, _long, _word = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
@@ -153,8 +149,4 @@ class Core:
 @cache
 def load_core() -> Core:
     """The core, out of the cache or compiled now. CompileError where there is nothing to compile with."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    ranges = _PROFILER.read_text() if version >= _RANGES_SINCE else _NO_RANGES
-    # One text, so that one hash is enough.
-    text = _SOURCE.read_text().replace(f'#include "{_PROFILER.name}"', ranges)
-    return load_native("device_core", "the core of the device", text, Core)
+    return load_native("device_core", "the core of the device", load=Core)

@@ -14,7 +14,6 @@ import torch
 from torch._C import TensorBase
 from torch._C._dynamo.guards import TensorGuards
 
-from .gate import text
 from .native import Background
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -115,7 +114,7 @@ def open_extension(module: Any) -> None:
     module.open([*samples, torch.nn.Parameter(samples[1]), samples[2][1:]])
 
 
-EXTENSION = Background("lists", "the watch over lists of tensors", text, open_extension, seconds=2,
+EXTENSION = Background("lists", "the watch over lists of tensors", open_extension, seconds=2,
                        without="steps of optimizers spend more time in Python")
 
 
