@@ -40,8 +40,7 @@ class Prepared:
     outputs: tuple[int, ...] | None  # which results are returned; None: the only one, by itself
 
     def native(self, module: Any, op: torch._ops.OpOverload) -> Callable[..., Any]:
-        made: Callable[..., Any] = module.make(op._schema.name, op._schema.overload_name, self.args, self.outputs)
-        return made
+        return module.make(op._schema.name, op._schema.overload_name, self.args, self.outputs)
 
     def python(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
         names = [a.name for a in op._schema.arguments if a.kwarg_only]

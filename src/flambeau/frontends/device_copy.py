@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,16 @@ from torch import Tensor
 
 from .device_native import Core, Driver
 from .geometry import dense, reach
+
+
+def private(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """What a kernel does on the host is not the caller's: neither modes nor a default device reach it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return kernel(*args, **kwargs)
+
+    return call
 
 
 def span(t: Tensor) -> int:

@@ -116,8 +116,7 @@ class Core:
 
     def generator(self, device: int) -> torch.Generator:
         """The default one of a device."""
-        found: torch.Generator = self._generator(device)
-        return found
+        return self._generator(device)
 
     def _guarded(self, function: Callable[..., Any], types: tuple[Any, ...]) -> Callable[..., int]:
         """An exception does not pass through C: the core asks for its text and raises its own."""

@@ -45,8 +45,7 @@ _FORMS: list[Form] = []  # by the numbers of their gates
 
 @cache
 def load() -> Gates:
-    gates: Gates = load_native("device_gate", "the gates of the device's operators")
-    return gates
+    return load_native("device_gate", "the gates of the device's operators")
 
 
 def open_gates() -> None:

@@ -25,6 +25,7 @@ from flambeau.ops.contraction import CONTRACTIONS
 
 from .capture import RunNumber
 from .decompositions import table
+from .devices import flat
 from .eager_ops import Form
 from .geometry import is_dense, overlapping
 from .package import Run
@@ -133,7 +134,7 @@ class _Graph:
         nodes = [fx.node.map_aggregate(x, self.number) for x in nodes]
         given = {schema[k].name: nodes[k] for k in form.inputs if "Generator" not in str(schema[k].type)}
         by_name = {schema[k].name for k in form.inputs if schema[k].kwarg_only}
-        targets = [node for k in form.written for node in _flat(nodes[k])]
+        targets = [node for k in form.written for node in flat(nodes[k])]
         if form.factory:
             like = targets[0].meta["val"]
             given |= {"dtype": like.dtype, "device": like.device}
@@ -143,7 +144,7 @@ class _Graph:
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
         if targets:
-            self.check([x for k in form.written for x in _flat(self.args[k])], results)
+            self.check([x for k in form.written for x in flat(self.args[k])], results)
             for target, result in zip(targets, results, strict=True):
                 node = self.graph.call_function(aten.copy_.default, (target, result))
                 node.meta["val"] = target.meta["val"]
@@ -255,7 +256,3 @@ def part(graph: fx.Graph, call: fx.Node, k: int) -> fx.Node | None:
     node = graph.call_function(operator.getitem, (call, k))
     node.meta["val"] = call.meta["val"][k]
     return node
-
-
-def _flat(x: Any) -> list[Any]:
-    return list(x) if isinstance(x, (list, tuple)) else [x]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
 
-from .device_copy import Copies, as_marked, host_memory, same_geometry, span
+from .device_copy import Copies, as_marked, host_memory, private, same_geometry, span
 from .device_random import host_generator
 from .geometry import dense
 from .instead import INSTEAD
@@ -216,25 +216,15 @@ class Fallback:
         self._current = current
 
     def register(self, everything: torch.library.Library, aten: torch.library.Library) -> None:
-        everything.fallback(self.call, "PrivateUse1")
+        everything.fallback(private(self.call), "PrivateUse1")
         for name, compute in INSTEAD.items():
-            aten.impl(name, self._instead(name, compute), "PrivateUse1")
+            op = getattr(torch.ops.aten, name).default
+            aten.impl(name, private(partial(self._run, op, compute)), "PrivateUse1")
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # what happens on the host is not the caller's
-            return self._run(op, op, args, kwargs)
+        return self._run(op, op, *args, **kwargs)
 
-    def _instead(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        base, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, base), overload or "default")
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch._C.DisableTorchFunction():
-                return self._run(op, compute, args, kwargs)
-
-        return call
-
-    def _run(self, op: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, op: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         schema, name = _schema(op), str(op.name())
         given = dict(zip((a.name for a in schema.arguments), args)) | kwargs
         mirror = _Mirror(self._copies)

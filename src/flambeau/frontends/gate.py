@@ -11,8 +11,6 @@ from flambeau.errors import UnsupportedError
 from .eager_ops import all_forms, cpp_names
 from .native import load_native, python_headers, source
 
-_NAME = "gate"
-
 
 class Gates(Protocol):
     """The extension module."""
@@ -40,13 +38,12 @@ def load_gates() -> Gates:
     if not (python_headers() / "Python.h").exists():
         raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
                                hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
-    gates: Gates = load_native(_NAME, "the gates before eager operators", text())
-    return gates
+    return load_native("gate", "the gates before eager operators", text())
 
 
 def text() -> str:
     """gate.cpp with its table of operators."""
     headers, types = cpp_names(all_forms())
-    return source(_NAME).replace(
+    return source("gate").replace(
         "// OPERATOR HEADERS", "\n".join(f"#include <{h}>" for h in headers)).replace(
         "// OPERATOR ROWS", "\n".join(f"    row<{t}>()," for t in types))

@@ -28,6 +28,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -138,19 +139,16 @@ class Take:
             return False
         with _GIVEN_LOCK:
             given = GIVEN.setdefault(place, [])
-            later = bisect_right(given, self.number, key=number_of)
+            later = bisect_right(given, self.number, key=attrgetter("number"))
             given[later:] = [take for take in given[later:] if take.in_use()]
             return later == len(given)
 
-    def give_in(self, place: Hashable, args: list[Any], copied: set[int]) -> list[Any]:
+    def give(self, place: Hashable, args: list[Any], copied: set[int]) -> list[Any]:
         with _GIVEN_LOCK:
             given = GIVEN.setdefault(place, [])
-            at = bisect_left(given, self.number, key=number_of)
+            at = bisect_left(given, self.number, key=attrgetter("number"))
             if at == len(given) or given[at] is not self:
                 given.insert(at, self)
-        return self.give(args, copied)
-
-    def give(self, args: list[Any], copied: set[int]) -> list[Any]:
         out: list[Any] = []
         copied = copied | self.scalars
         for k, r in enumerate(self.results):
@@ -173,10 +171,6 @@ RESIDENT: Counter[int] = Counter()  # addresses of results of recordings
 GIVEN: dict[Hashable, list[Take]] = {}
 _GIVEN_LOCK = threading.Lock()
 _made = itertools.count()
-
-
-def number_of(take: Take) -> int:
-    return take.number
 
 
 def is_resident(x: torch.Tensor) -> bool:
@@ -305,7 +299,7 @@ class Recorded:
             if self.tally.replayed % RESTS == 0:
                 self.drop_unused()
         take.last = self.tally.calls
-        return take.give_in((place, self.group), args, self.copied)
+        return take.give((place, self.group), args, self.copied)
 
     def hint(self, args: list[Any]) -> tuple[int, ...]:
         return tuple(TensorBase.data_ptr(args[k]) for k in self.guides)
