@@ -7,7 +7,6 @@
 
 #include "gate.h"
 
-#include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <atomic>
@@ -15,15 +14,12 @@
 #include <shared_mutex>
 #include <unordered_map>
 
-// Of libraries whose own headers take long to compile.
-PyObject* THPGenerator_Wrap(const at::Generator& generator);
+// Its own header takes long to compile.
 namespace at::native {
 bool resize_output(const Tensor& output, IntArrayRef shape);
 }
 
 namespace {
-
-using torch::jit::Stack;
 
 // (gate, arguments, which of its numbers are arguments, as bits) -> a program, shapes to resize to, or None
 PyObject* ask_python = nullptr;
@@ -51,28 +47,7 @@ struct Numbers {
 };
 
 struct State : Place {
-  explicit State(c10::OperatorHandle handle) : Place(handle) {
-    const auto& schema = op.schema();
-    for (const auto& a : schema.arguments()) {
-      auto type = a.real_type();
-      numbers.push_back(type->kind() == c10::TypeKind::NumberType);
-      dtypes.push_back(type->str().rfind("ScalarType", 0) == 0);
-      writes.push_back(a.alias_info() != nullptr && a.alias_info()->isWrite());
-    }
-    for (const auto& r : schema.returns()) {
-      int from = -1;
-      for (size_t i = 0; r.alias_info() != nullptr && i < schema.arguments().size(); ++i) {
-        const auto* info = schema.arguments()[i].alias_info();
-        if (info != nullptr && info->beforeSets() == r.alias_info()->beforeSets()) from = int(i);
-      }
-      returns.push_back(from);
-      lists.push_back(r.type()->kind() == c10::TypeKind::ListType);
-    }
-  }
-
-  std::vector<bool> numbers, dtypes, writes;  // of the arguments
-  std::vector<int> returns;                   // the argument that each result is, or -1
-  std::vector<bool> lists;                    // of the results
+  using Place::Place;
   size_t number = 0;
 
   std::shared_mutex lock;
@@ -167,9 +142,7 @@ void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
   Gil gil;
   // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
   c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
-  Owned given(PyTuple_New(Py_ssize_t(args.size())));
-  for (size_t i = 0; i < args.size(); ++i)
-    PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), shown(args[i], s.dtypes[i]));
+  Owned given = s.arguments(args, shown);
   Owned number(PyLong_FromSize_t(s.number)), which(PyLong_FromUnsignedLongLong(lift));
   Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), which.get(), nullptr));
   if (said == nullptr) {
@@ -224,19 +197,6 @@ Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
   return e;
 }
 
-bool run(const Entry& e, const DeviceCall& call, std::vector<Tensor>& out, Failure& failure) {
-  Gil gil;
-  Private guard;
-  Py_ssize_t at = 0;
-  Owned list(PyList_New(Py_ssize_t(call.tensors.size()) + __builtin_popcountll(e.lifted)));
-  for (const Tensor& t : call.tensors) PyList_SET_ITEM(list.get(), at++, THPVariable_Wrap(t));
-  for (size_t i = 0; e.lifted >> i; ++i)
-    if (e.lifted >> i & 1) PyList_SET_ITEM(list.get(), at++, python(call.values[i]));
-  if (!call.generator.defined()) return answer(PyObject_CallOneArg(e.run, list.get()), out, failure);
-  Owned generator(THPGenerator_Wrap(call.generator));
-  return answer(PyObject_CallFunctionObjArgs(with_generator, e.run, list.get(), generator.get(), nullptr), out, failure);
-}
-
 // ------------------------------------------------------------------------------------------------------ the gate
 
 struct Gate final : c10::OperatorKernel {
@@ -262,11 +222,11 @@ struct Gate final : c10::OperatorKernel {
       if (turn != kOurs) return false;
       std::vector<Tensor> made;
       Failure failure;
-      if (!run(*e, call, made, failure)) {
+      if (!run(e->run, call, e->lifted, with_generator, made, failure)) {
         TORCH_CHECK_WITH(OutOfMemoryError, !failure.memory, failure.text);
         failure.raise();
       }
-      give(stack, made, count);
+      s.give(stack, made);
       return true;
     }
     return false;
@@ -276,18 +236,6 @@ struct Gate final : c10::OperatorKernel {
     size_t next = 0;
     for (size_t i = 0; i < call.tensors.size() && next < e.shapes.size(); ++i)
       if (call.written[i]) at::native::resize_output(call.tensors[i], e.shapes[next++]);
-  }
-
-  void give(Stack& stack, std::vector<Tensor>& made, size_t count) {
-    std::vector<IValue> results;
-    size_t next = 0;
-    for (size_t i = 0; i < s.returns.size(); ++i) {
-      if (s.returns[i] >= 0) results.push_back(torch::jit::peek(stack, size_t(s.returns[i]), count));
-      else if (s.lists[i]) results.emplace_back(c10::List<Tensor>(c10::ArrayRef<Tensor>(made).slice(next)));
-      else results.emplace_back(std::move(made.at(next++)));
-    }
-    torch::jit::drop(stack, count);
-    for (IValue& result : results) stack.push_back(std::move(result));
   }
 
   State& s;

@@ -1,8 +1,8 @@
 // Gates before ATen operators: a call goes on to the kernel that was there, or to one of ours.
 //
 // A gate stands in the dispatch table at a backend's key, in the operator's own C++ signature: a call below the
-// operator's threshold costs a look at its sizes and a counter, some ten nanoseconds, and no Python. Larger calls are
-// looked up by what a kernel depends on (dtypes, sizes, strides, scalars). What is found there says whose turn it is;
+// operator's threshold costs a look at its sizes and a counter, some ten nanoseconds, and no Python. Larger calls, of
+// whatever signature, are looked up by what a kernel depends on (dtypes, sizes, strides, scalars). What is found there says whose turn it is;
 // Python is entered to ask for a kernel that is not there yet, and to run one that is.
 
 #include "gate.h"
@@ -11,11 +11,11 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <limits>
 #include <mutex>
-#include <tuple>
 
 // OPERATOR HEADERS
 
@@ -67,6 +67,7 @@ struct State : Place {
   // Entries appear under the GIL and stay; they are found without it.
   std::atomic<Entry*> slots[kSlots] = {};
   size_t taken = 0;
+  c10::KernelFunction large;  // for calls from the threshold on
 
   State(c10::OperatorHandle handle, c10::DispatchKey key, c10::DeviceType type)
       : Place(handle), dispatch_key(key), device(type), usual(usual_keys(key)) {}
@@ -80,31 +81,23 @@ template <class T>
 int64_t elements(const T&) { return 0; }
 
 struct LargeCall : Call {
-  c10::SmallVector<Tensor*, 4> targets;  // that the operator writes
-
-  LargeCall(const State& s, const torch::jit::Stack& args) : Call(s.usual, false) {
-    for (const IValue& x : args) look(x, false, false);
+  LargeCall(const State& s, c10::ArrayRef<IValue> args) : Call(s.usual, false) {
+    for (size_t i = 0; i < args.size(); ++i) look(args[i], false, s.writes[i]);
     plain = plain && !generator.defined();  // ours draw from the default one
   }
 
-  // A reference that is not const is an argument that the operator writes.
-  template <class T>
-  void note(T& x) {
-    if constexpr (std::is_same_v<T, Tensor>) targets.push_back(&x);
-  }
+  bool writes() const { return std::find(written.begin(), written.end(), true) != written.end(); }
 
   // Kernels are made for arguments in memory of their own, those that are read may share it.
   bool overlaps() const {
-    for (Tensor* target : targets) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
       size_t shared = 0;
-      for (const Tensor& t : tensors) shared += t.storage().data() == target->storage().data();
-      if (shared > 1) return true;
+      for (const Tensor& t : tensors) shared += t.storage().data() == tensors[i].storage().data();
+      if (written[i] && shared > 1) return true;
     }
     return false;
   }
 };
-
-// -------------------------------------------------------------------------------------------------- the results
 
 void describe(const Tensor& t, std::vector<int64_t>& out) {
   if (!t.defined()) return;
@@ -114,37 +107,6 @@ void describe(const Tensor& t, std::vector<int64_t>& out) {
     if (t.size(k) > 1) out.push_back(t.stride(k));  // else it says nothing
   }
 }
-
-template <class T>
-struct Results;
-
-template <>
-struct Results<Tensor> {
-  static Tensor of(std::vector<Tensor>& made, const LargeCall&) { return std::move(made.at(0)); }
-  static void layout(const Tensor& t, std::vector<int64_t>& out) { describe(t, out); }
-};
-
-template <>
-struct Results<Tensor&> {
-  static Tensor& of(std::vector<Tensor>&, const LargeCall& call) { return *call.targets[0]; }
-  static void layout(const Tensor&, std::vector<int64_t>&) {}
-};
-
-template <class... T>
-struct Results<std::tuple<T...>> {
-  template <size_t... I>
-  static std::tuple<T...> pick(std::vector<Tensor>& made, const LargeCall& call, std::index_sequence<I...>) {
-    if constexpr ((std::is_reference_v<T> || ...)) return std::tuple<T...>(*call.targets[I]...);
-    else return std::tuple<T...>(std::move(made.at(I))...);
-  }
-  static std::tuple<T...> of(std::vector<Tensor>& made, const LargeCall& call) {
-    return pick(made, call, std::index_sequence_for<T...>());
-  }
-  static void layout(const std::tuple<T...>& all, std::vector<int64_t>& out) {
-    if constexpr (!(std::is_reference_v<T> || ...))
-      std::apply([&](const auto&... t) { (describe(t, out), ...); }, all);
-  }
-};
 
 // ------------------------------------------------------------------------------------------------ the decisions
 
@@ -177,29 +139,13 @@ Entry* entry(State& s, const LargeCall& call, size_t& slot) {
   return e;
 }
 
-void ask(State& s, size_t slot, const torch::jit::Stack& args) {
+void ask(State& s, size_t slot, c10::ArrayRef<IValue> args) {
   Gil gil;
   Private guard;
-  const auto& schema = s.op.schema().arguments();
-  Owned given(PyTuple_New(Py_ssize_t(args.size())));
-  for (size_t i = 0; i < args.size(); ++i) {
-    bool dtype = schema[i].real_type()->str().rfind("ScalarType", 0) == 0;
-    PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), python(args[i], dtype));
-  }
+  Owned given = s.arguments(args, python);
   Owned number(PyLong_FromSize_t(slot));
   Owned answer(PyObject_CallFunctionObjArgs(s.ask, number.get(), given.get(), nullptr));
   if (answer == nullptr) PyErr_WriteUnraisable(s.ask);
-}
-
-// The results of our kernel, or what Python said against it.
-bool run(Entry& e, const LargeCall& call, std::vector<Tensor>& out, Failure& failure) {
-  Gil gil;
-  Private guard;
-  PyObject* list = PyList_New(Py_ssize_t(call.tensors.size()));
-  for (size_t i = 0; i < call.tensors.size(); ++i)
-    PyList_SET_ITEM(list, Py_ssize_t(i), THPVariable_Wrap(call.tensors[i]));
-  Owned given(list);
-  return answer(PyObject_CallOneArg(e.run, given.get()), out, failure);
 }
 
 // One timed call of a trial, and the verdict once there are enough.
@@ -283,7 +229,7 @@ struct Inside {
 thread_local bool Inside::now = false;
 
 // The entry of a call that is not, or not only, the original's.
-Entry* decide(State& s, const LargeCall& call, const torch::jit::Stack& args) {
+Entry* decide(State& s, const LargeCall& call, c10::ArrayRef<IValue> args) {
   if (!call.plain || call.overlaps() || at::globalContext().deterministicAlgorithms() || at::in_parallel_region())
     return nullptr;
   size_t slot = 0;
@@ -297,6 +243,50 @@ Entry* decide(State& s, const LargeCall& call, const torch::jit::Stack& args) {
 
 // ------------------------------------------------------------------------------------------------------ the gate
 
+// Calls that a gate looks at, whatever the operator.
+struct Large final : c10::OperatorKernel {
+  explicit Large(State* state) : s(*state) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
+    if (Inside::now) return original(keys, stack);
+    Inside inside;
+    auto args = torch::jit::last(*stack, s.writes.size());
+    LargeCall call(s, args);
+    Entry* e = decide(s, call, args);
+    if (e == nullptr) return original(keys, stack);
+
+    Turns turns(s, *e, call);
+    std::vector<int64_t> layout;
+    if (!turns.ours()) {
+      original(keys, stack);
+      for (size_t i = 0; i < s.returns.size(); ++i)
+        if (s.returns[i] < 0) describe(torch::jit::peek(*stack, i, s.returns.size()).toTensor(), layout);
+      return turns.done(layout);
+    }
+    std::vector<Tensor> made;
+    Failure failure;
+    if (run(e->run, call, 0, nullptr, made, failure)) {
+      s.ours.fetch_add(1, std::memory_order_relaxed);
+      for (const Tensor& t : made) describe(t, layout);
+      turns.done(layout);
+      return s.give(*stack, made);
+    }
+    // Behind its host a device reports an earlier call, which only ours can tell.
+    if (s.device != c10::kCPU && !failure.memory) failure.raise();
+    original(keys, stack);  // raises what its users know
+    // If it did not: ours has written, in part, to what was to be changed.
+    if (call.writes() && !failure.memory) failure.raise();
+  }
+
+ private:
+  void original(c10::DispatchKeySet keys, Stack* stack) {
+    s.originals.fetch_add(1, std::memory_order_relaxed);
+    s.original.callBoxed(s.op, keys, stack);
+  }
+
+  State& s;
+};
+
 template <class Schema>
 struct Gate;
 
@@ -308,48 +298,12 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
     uint64_t measured = s.measured;
     int64_t most = 0;
     ((most = std::max(most, measured & 1 ? elements(args) : 0), measured >>= 1), ...);
-    if (C10_LIKELY(most < s.threshold)) return original(keys, args...);
-    return large(keys, args...);
-  }
-
- private:
-  C10_ALWAYS_INLINE Ret original(c10::DispatchKeySet keys, Args&... args) {
+    if (most >= s.threshold) return s.large.template call<Ret, Args...>(s.op, keys, std::forward<Args>(args)...);
     s.originals.fetch_add(1, std::memory_order_relaxed);
     return s.original.template call<Ret, Args...>(s.op, keys, std::forward<Args>(args)...);
   }
 
-  C10_NOINLINE Ret large(c10::DispatchKeySet keys, Args&... args) {
-    if (Inside::now) return original(keys, args...);
-    Inside inside;
-    torch::jit::Stack stack = c10::impl::boxArgs<Args...>(args...);
-    LargeCall call(s, stack);
-    (call.note(args), ...);
-    Entry* e = decide(s, call, stack);
-    if (e == nullptr) return original(keys, args...);
-
-    Turns turns(s, *e, call);
-    std::vector<int64_t> layout;
-    if (!turns.ours()) {
-      Ret result = original(keys, args...);
-      Results<Ret>::layout(result, layout);
-      turns.done(layout);
-      return result;
-    }
-    std::vector<Tensor> made;
-    Failure failure;
-    if (run(*e, call, made, failure)) {
-      s.ours.fetch_add(1, std::memory_order_relaxed);
-      for (const Tensor& t : made) describe(t, layout);
-      turns.done(layout);
-      return Results<Ret>::of(made, call);
-    }
-    // Behind its host a device reports an earlier call, which only ours can tell.
-    if (s.device != c10::kCPU && !failure.memory) failure.raise();
-    if (call.targets.empty() || failure.memory) return original(keys, args...);  // raises what its users know
-    original(keys, args...);
-    failure.raise();  // if that did not: ours has written, in part, to what was to be changed
-  }
-
+ private:
   State& s;
 };
 
@@ -386,6 +340,8 @@ PyObject* make(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
     auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
     gates<State>().push_back(std::make_unique<State>(op, c10::parseDispatchKey(key), c10::Device(device).type()));
+    State* s = gates<State>().back().get();
+    s->large = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Large>(s));
     return PyLong_FromSize_t(gates<State>().size() - 1);
   });
 }

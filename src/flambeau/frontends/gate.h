@@ -10,6 +10,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstring>
@@ -20,6 +21,7 @@
 
 // Of libtorch_python, whose own headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+PyObject* THPGenerator_Wrap(const at::Generator& generator);
 namespace torch {
 PyObject* getTHPDtype(at::ScalarType type);
 }
@@ -38,6 +40,7 @@ namespace {
 
 using at::Tensor;
 using c10::IValue;
+using torch::jit::Stack;
 using Words = c10::SmallVector<int64_t, 64>;
 
 // ---------------------------------------------------------------------------------------- what a call looks like
@@ -238,6 +241,23 @@ bool answer(PyObject* returned, std::vector<Tensor>& out, Failure& failure) {
   return false;
 }
 
+// The results of a program, or what it said against the call. It takes the tensors, then those of the numbers that
+// `lifted` has bits for; `with_generator` runs it where the call brings a generator.
+bool run(PyObject* program, const Call& call, uint64_t lifted, PyObject* with_generator, std::vector<Tensor>& out,
+         Failure& failure) {
+  Gil gil;
+  Private guard;
+  Py_ssize_t at = 0;
+  Owned list(PyList_New(Py_ssize_t(call.tensors.size()) + __builtin_popcountll(lifted)));
+  for (const Tensor& t : call.tensors) PyList_SET_ITEM(list.get(), at++, THPVariable_Wrap(t));
+  for (size_t i = 0; lifted >> i; ++i)
+    if (lifted >> i & 1) PyList_SET_ITEM(list.get(), at++, python(call.values[i]));
+  if (!call.generator.defined()) return answer(PyObject_CallOneArg(program, list.get()), out, failure);
+  Owned generator(THPGenerator_Wrap(call.generator));
+  return answer(PyObject_CallFunctionObjArgs(with_generator, program, list.get(), generator.get(), nullptr), out,
+                failure);
+}
+
 // ------------------------------------------------------------------------------------------- the dispatch table
 
 // The dispatcher warns of a second kernel for one key, which is what this is for.
@@ -250,8 +270,28 @@ struct Place {
   c10::OperatorHandle op;
   c10::KernelFunction original;
   std::optional<c10::RegistrationHandleRAII> registration;
+  std::vector<bool> numbers, dtypes, writes;  // of the arguments
+  std::vector<int> returns;                   // the argument that each result is, or -1
+  std::vector<bool> lists;                    // of the results
 
-  explicit Place(c10::OperatorHandle handle) : op(handle) {}
+  explicit Place(c10::OperatorHandle handle) : op(handle) {
+    const auto& schema = op.schema();
+    for (const auto& a : schema.arguments()) {
+      auto type = a.real_type();
+      numbers.push_back(type->kind() == c10::TypeKind::NumberType);
+      dtypes.push_back(type->str().rfind("ScalarType", 0) == 0);
+      writes.push_back(a.alias_info() != nullptr && a.alias_info()->isWrite());
+    }
+    for (const auto& r : schema.returns()) {
+      int from = -1;
+      for (size_t i = 0; r.alias_info() != nullptr && i < schema.arguments().size(); ++i) {
+        const auto* info = schema.arguments()[i].alias_info();
+        if (info != nullptr && info->beforeSets() == r.alias_info()->beforeSets()) from = int(i);
+      }
+      returns.push_back(from);
+      lists.push_back(r.type()->kind() == c10::TypeKind::ListType);
+    }
+  }
 
   void take(c10::DispatchKey key, c10::KernelFunction kernel) {
     original = c10::TypedOperatorHandle<Peek>::kernel(op, key);
@@ -259,6 +299,25 @@ struct Place {
     c10::WarningUtils::WarningHandlerGuard guard(&silent);
     registration.emplace(c10::Dispatcher::singleton().registerImpl(op.operator_name(), key, std::move(kernel),
                                                                    std::nullopt, nullptr, "flambeau gate"));
+  }
+
+  Owned arguments(c10::ArrayRef<IValue> args, PyObject* (*shown)(const IValue&, bool)) const {
+    Owned given(PyTuple_New(Py_ssize_t(args.size())));
+    for (size_t i = 0; i < args.size(); ++i) PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), shown(args[i], dtypes[i]));
+    return given;
+  }
+
+  // What was made takes the place of the arguments, or those that are the results do.
+  void give(Stack& stack, std::vector<Tensor>& made) const {
+    std::vector<IValue> results;
+    size_t next = 0;
+    for (size_t i = 0; i < returns.size(); ++i) {
+      if (returns[i] >= 0) results.push_back(torch::jit::peek(stack, size_t(returns[i]), writes.size()));
+      else if (lists[i]) results.emplace_back(c10::List<Tensor>(c10::ArrayRef<Tensor>(made).slice(next)));
+      else results.emplace_back(std::move(made.at(next++)));
+    }
+    torch::jit::drop(stack, writes.size());
+    for (IValue& result : results) stack.push_back(std::move(result));
   }
 };
 
