@@ -384,4 +384,4 @@ FAMILIES = ("add", "nn_functional_gelu", "sum", "cumsum", "nn_functional_max_poo
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_do_not_fall_back(name: str) -> None:
     report = check_on_device(name, torch.int64 if name.startswith("bitwise") else torch.float32, limit=1)
-    assert report.samples and report.ok and report.native, (report.failures, report.fallbacks)
+    assert report.samples and report.ok and report.native, (report.failures, report.externs)

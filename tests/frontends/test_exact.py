@@ -76,7 +76,7 @@ def test_a_chain_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ([1.0, 2.0], [1.0, 2.0000002384185791], (1, 1)),
     ([0.0, 1.0], [-0.0, 1.0], (1, 0)),
     ([float("nan"), 1.0], [float("nan"), 1.0], (0, 0)),
-    ([float("nan"), 1.0], [1.0, 1.0], (1, 0x7FC00000 - 0x3F800000)),
+    ([float("nan"), 1.0], [1.0, 1.0], (1, 0)),
     ([-1e-45, 1.0], [1e-45, 1.0], (1, 2)),
 ])
 def test_bits_are_compared(ours: list[float], eager: list[float], unequal: tuple[int, int]) -> None:

@@ -186,8 +186,8 @@ def test_an_optimizer_that_cannot_be_hashed() -> None:
 def test_steps_run_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch,
                                                  caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(lists, "EXTENSION", Background("lists", "a text", lambda name: "this is no C++",
-                                                       lists.open_extension, 2, lists.EXTENSION.without))
+    monkeypatch.setattr(lists, "EXTENSION", Background("lists", "a text", lists.open_extension, 2,
+                                                       lists.EXTENSION.without, "this is no C++"))
     assert lists.native() is None
     assert "more time in Python" in caplog.text
     given = two_lists()

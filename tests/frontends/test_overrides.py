@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import flambeau
 from flambeau.config import config
@@ -443,12 +444,14 @@ def test_names_that_nobody_knows() -> None:
 
 def test_without_a_compiler() -> None:
     gate.load_gates.cache_clear()
+    hooks = dict(_global_optimizer_pre_hooks)
     try:
         with config.override(compiler="no-such"), pytest.raises(flambeau.CompileError, match="no-such"):
             flambeau.accelerate(CPU)
     finally:
         gate.load_gates.cache_clear()
     assert not flambeau.accelerated()
+    assert _global_optimizer_pre_hooks == hooks  # steps are not waited for either
 
 
 def test_every_operator_of_the_table_has_a_form() -> None:

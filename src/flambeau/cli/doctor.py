@@ -27,18 +27,7 @@ TORCH = (2, 11)
 COMPILE_TIMEOUT_S = 60
 COLOURS = {"ok": "green", "slow": "yellow", "missing": "bold red"}
 # The x86 extensions that decide how wide a vectorised loop is, and the ARM ones, as the kernel names them.
-VECTOR_FLAGS = (
-    "avx",
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "asimd",
-    "sve",
-)
+VECTOR_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
 
 PROBE_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC")
 PROBE_SIZE = 1000

@@ -16,11 +16,10 @@
 #include <variant>
 #include <vector>
 
+#include "guarded.h"
+
 // Of libtorch_python, whose own headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
-namespace torch {
-void translate_exception_to_python(const std::exception_ptr& error);
-}
 
 namespace {
 
@@ -29,16 +28,6 @@ using c10::IValue;
 
 PyTypeObject* tensor_type = nullptr;  // torch.Tensor: subclasses may be given as well
 PyObject* address_name = nullptr;     // "_cdata"
-
-template <class Fn>
-PyObject* translated(Fn&& body) {
-  try {
-    return body();
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
-}
 
 struct Released {
   PyThreadState* state = PyEval_SaveThread();
@@ -179,7 +168,7 @@ Prepared* prepared_in(PyObject* capsule) {
 PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Prepared* p = prepared_in(self);
   if (p == nullptr) return nullptr;
-  return translated([&]() -> PyObject* {
+  return guarded([&]() -> PyObject* {
     if (size_t(count) != p->places.size()) refuse("another number of tensors");
     torch::jit::Stack stack = p->known;
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -213,7 +202,7 @@ PyObject* make(PyObject*, PyObject* given) {
   const char *name, *overload;
   PyObject *args, *outputs;
   if (!PyArg_ParseTuple(given, "ssO!O", &name, &overload, &PyTuple_Type, &args, &outputs)) return nullptr;
-  return translated([&]() -> PyObject* {
+  return guarded([&]() -> PyObject* {
     auto p = std::make_unique<Prepared>(Prepared{c10::Dispatcher::singleton().findSchemaOrThrow(name, overload)});
     const auto& arguments = p->op.schema().arguments();
     if (size_t(PyTuple_GET_SIZE(args)) != arguments.size()) refuse("another number of arguments");

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .gate import text
 from .native import Background
 
 TENSOR = ...  # stands for a tensor of the call
@@ -41,8 +40,7 @@ class Prepared:
     outputs: tuple[int, ...] | None  # which results are returned; None: the only one, by itself
 
     def native(self, module: Any, op: torch._ops.OpOverload) -> Callable[..., Any]:
-        made: Callable[..., Any] = module.make(op._schema.name, op._schema.overload_name, self.args, self.outputs)
-        return made
+        return module.make(op._schema.name, op._schema.overload_name, self.args, self.outputs)
 
     def python(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
         names = [a.name for a in op._schema.arguments if a.kwarg_only]
@@ -90,5 +88,5 @@ def is_constant(x: Any, kind: str) -> bool:
     return x is None if kind == "Tensor" else isinstance(x, CONSTANTS.get(kind, ()))
 
 
-EXTENSION = Background("calls", "the calls of operators", text, lambda module: module.open(torch.Tensor), seconds=4,
+EXTENSION = Background("calls", "the calls of operators", lambda module: module.open(torch.Tensor), seconds=4,
                        without="calls of operators spend more time in Python")

@@ -14,13 +14,14 @@ from flambeau.errors import GuessedShapeError, UnsupportedError
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
-from flambeau.ir.expr import Expr, cast, index_value, walk
+from flambeau.ir.expr import Expr, cast, const, index_value, walk
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value, contiguous_strides
 from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
+from flambeau.ops.registry import load_at
 from flambeau.schedule.plan import strided
 
 from . import replay
@@ -163,8 +164,6 @@ class _Lowering:
 
     def constant(self, t: torch.Tensor) -> Value:
         """A tensor held by the graph itself: small ones become numbers in the text, others a call's result."""
-        from flambeau.ir.expr import const
-
         number = t.item() if t.numel() == 1 and t.dtype in SUPPORTED else None
         with build.building(self.g):
             if number is not None and t.device == self.device:
@@ -323,7 +322,7 @@ class _Lowering:
             self.g.mutations.append((dst.buffer, src))
             return src
         with build.building(self.g, "copy_"):
-            new = build.pointwise(dst.shape, lambda i: _broadcast(src, i), dst.dtype)
+            new = build.pointwise(dst.shape, lambda i: load_at(src, i), dst.dtype)
         # In the order of what it goes to, gaps included: then it can be written there at once.
         self.g.buffers[new.buffer].strides = b.strides
         self.g.mutations.append((dst.buffer, new))
@@ -446,9 +445,3 @@ def dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
         left.remove(found)
         step = step * found[0]
     return True
-
-
-def _broadcast(v: Value, i: tuple[Index, ...]) -> Any:
-    from flambeau.ops.registry import load_at
-
-    return load_at(v, i)

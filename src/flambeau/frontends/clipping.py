@@ -27,6 +27,7 @@ from flambeau.ir.scalar import abs_
 from flambeau.schedule.tables import PLACE
 from flambeau.targets.base import Launch, get_target
 
+from .geometry import dense
 from .lists import Watch
 from .multi_tensor import DECLINED, ListFunction, check_plain
 from .pipeline import LOCK
@@ -112,7 +113,7 @@ def planned(tensors: list[torch.Tensor], order: float, wanted: str | None) -> Pl
     members: dict[tuple[torch.device, DType], list[int]] = {}
     for k, t in enumerate(tensors):
         check_plain("tensors", t)
-        if not t.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(t):
+        if not dense(t):
             raise Declined("tensors with gaps")
         members.setdefault((t.device, t.dtype), []).append(k)
     groups = []

@@ -30,7 +30,7 @@ from .decompositions import table
 from .differences import Difference, difference, gathered
 from .dynamo import check_options
 from .first import First, first_of_call, of_torch
-from .recorded import Call, copied, random_state, recorded, states
+from .recorded import Call, kept, random_state, recorded, states
 from .twin import Twin
 
 HERE = str(Path(__file__).parent)
@@ -142,7 +142,7 @@ class Run:
                  hooks: bool | None = None, dtypes: Sequence[torch.dtype] = (), mode: Any = None) -> None:
         self.layers: dict[str, Any] = {}
         found: list[tuple[str, Any]] = []
-        before = {name: copied(t) for name, t in twin.held().items()}
+        before = {name: kept(t) for name, t in twin.held().items()}
         call = twin.call
         if options is not None:
             compiled = torch.compile(twin.function, backend="flambeau", options=options)
@@ -153,7 +153,7 @@ class Run:
             self.results = named("result", self.outputs)
             self.dtypes = [t.dtype for t in self.results.values() if isinstance(t, torch.Tensor)]
             # Results may share memory with what a backward changes.
-            self.results = {name: copied(t) for name, t in self.results.items()}
+            self.results = {name: kept(t) for name, t in self.results.items()}
             if backward:
                 if mode is not None:
                     mode.direction = "backward"

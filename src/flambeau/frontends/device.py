@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +25,7 @@ from . import device_exchange, device_module
 from .autoload import announce, started, taken
 from .device_composed import register_composed
 from .device_copy import Copies
+from .device_kernels import private
 from .device_module import NAME
 from .device_native import load_core
 from .device_ops import load as load_gates
@@ -60,7 +60,7 @@ def enable_device() -> None:
         aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
         for name, kernel in (("_copy_from", copies.copy_from), ("_copy_from_and_resize", copies.copy_and_resize),
                              ("_local_scalar_dense", copies.item)):
-            aten.impl(name, _private(kernel), "PrivateUse1")
+            aten.impl(name, private(kernel), "PrivateUse1")
         # Copies know conjugated and negated views; what resolves them elsewhere is itself a copy.
         for name in ("_copy_from", "_copy_from_and_resize"):
             for key in ("Conjugate", "Negative"):
@@ -89,13 +89,3 @@ def found() -> Found:
     except Error:
         driver = None
     return Found(0, False) if driver is None else Found(driver.devices, driver.accelerates)
-
-
-def _private(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """What a kernel does on the host is not the caller's: neither modes nor a default device reach it."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return kernel(*args, **kwargs)
-
-    return call

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from flambeau.ir.dtypes import SUPPORTED
 
+from .device_kernels import aten_named, private
+
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 
@@ -91,16 +93,13 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
 def register_composed(aten_library: torch.library.Library, otherwise: Callable[..., Any]) -> None:
     """`otherwise(op, *args)` computes what these cannot."""
     for name, compute in _COMPOSED.items():
-        base, _, overload = name.partition(".")
-        op = getattr(getattr(aten, base), overload or "default")
-        aten_library.impl(name, _composed(op, compute, otherwise), "PrivateUse1")
+        aten_library.impl(name, private(_composed(aten_named(name), compute, otherwise)), "PrivateUse1")
 
 
 def _composed(op: Any, compute: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def call(x: Tensor, *args: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            mixed = any(isinstance(a, Tensor) and a.device != x.device for a in args)
-            out = NotImplemented if x.dtype not in SUPPORTED or mixed else compute(x, *args)
+        mixed = any(isinstance(a, Tensor) and a.device != x.device for a in args)
+        out = NotImplemented if x.dtype not in SUPPORTED or mixed else compute(x, *args)
         return otherwise(op, x, *args) if out is NotImplemented else out
 
     return call

@@ -8,42 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .device_native import Core, Driver
 from .device_sparse import is_sparse, joined, parts
-
-
-class CopyDriver(Driver, Protocol):
-    """A driver that copies to and from memory of the host, and says whether a copy that nobody waited for is done."""
-
-    def read(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any: ...
-
-    def write(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any: ...
-
-    def is_complete(self, copy: Any) -> bool: ...
+from .geometry import dense, reach
 
 
 def span(t: Tensor) -> int:
     """Bytes from the first element to the last."""
-    if t.numel() == 0:
-        return 0
-    return (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))) * t.element_size()
-
-
-def dense(t: Tensor) -> bool:
-    """Whether its elements fill their span, each byte for one of them."""
-    if t.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride()) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return reach(t.shape, t.stride()) * t.element_size()
 
 
 def host_memory(nbytes: int, dtype: torch.dtype, shape: Any, strides: Any, offset: int = 0,
@@ -68,7 +45,7 @@ def same_geometry(a: Tensor, b: Tensor) -> bool:
 class Copies:
     """The copies of one device type, each on the current stream of the device that it touches."""
 
-    def __init__(self, kind: str, driver: CopyDriver, core: Core) -> None:
+    def __init__(self, kind: str, driver: Driver, core: Core) -> None:
         self.kind = kind
         self.driver = driver
         self.core = core

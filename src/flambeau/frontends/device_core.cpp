@@ -25,6 +25,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/ApproximateClock.h>
 #include <torch/csrc/profiler/stubs/base.h>
+#include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 #include <sys/mman.h>
@@ -811,7 +812,13 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }  // namespace mixed
 }  // namespace
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 #include "device_profiler.h"
+#else  // torch has no place for ranges of a device from outside
+namespace ranges {
+void register_profiler() {}
+}  // namespace ranges
+#endif
 
 // -------------------------------------------------------------------------------------------------- for Python
 

@@ -4,31 +4,22 @@
 // One boxed kernel stands before every operator; the schema says what is read, written and returned. A call is looked
 // up by what a program depends on: dtypes, sizes, strides, plain arguments, and which tensors are one. Numbers are in
 // the program at first; where they change from call to call, one with numbers as arguments takes its place.
-//
-// Gates are never freed: tensors may outlive the interpreter.
 
 #include "gate.h"
 
-#include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <atomic>
 #include <mutex>
-#include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 
-// Of libraries whose own headers take long to compile.
-PyObject* THPGenerator_Wrap(const at::Generator& generator);
+// Its own header takes long to compile.
 namespace at::native {
 bool resize_output(const Tensor& output, IntArrayRef shape);
 }
 
 namespace {
-
-using c10::IValue;
-using torch::jit::Stack;
-using Words = c10::SmallVector<int64_t, 64>;
 
 // (gate, arguments, which of its numbers are arguments, as bits) -> a program, shapes to resize to, or None
 PyObject* ask_python = nullptr;
@@ -55,32 +46,8 @@ struct Numbers {
   int kinds = 0;
 };
 
-struct State {
-  explicit State(c10::OperatorHandle handle) : op(handle) {
-    const auto& schema = op.schema();
-    for (const auto& a : schema.arguments()) {
-      auto type = a.real_type();
-      numbers.push_back(type->kind() == c10::TypeKind::NumberType);
-      dtypes.push_back(type->str().rfind("ScalarType", 0) == 0);
-      writes.push_back(a.alias_info() != nullptr && a.alias_info()->isWrite());
-    }
-    for (const auto& r : schema.returns()) {
-      int from = -1;
-      for (size_t i = 0; r.alias_info() != nullptr && i < schema.arguments().size(); ++i) {
-        const auto* info = schema.arguments()[i].alias_info();
-        if (info != nullptr && info->beforeSets() == r.alias_info()->beforeSets()) from = int(i);
-      }
-      returns.push_back(from);
-      lists.push_back(r.type()->kind() == c10::TypeKind::ListType);
-    }
-  }
-
-  c10::OperatorHandle op;
-  c10::KernelFunction original;
-  std::vector<bool> numbers, dtypes, writes;  // of the arguments
-  std::vector<int> returns;                   // the argument that each result is, or -1
-  std::vector<bool> lists;                    // of the results
-  std::optional<c10::RegistrationHandleRAII> registration;
+struct State : Place {
+  using Place::Place;
   size_t number = 0;
 
   std::shared_mutex lock;
@@ -89,124 +56,16 @@ struct State {
   std::unordered_map<Entry*, Numbers> seen;  // by the entry of the call without its numbers
 };
 
-// Of a tensor of the device that is nothing but memory: not conjugate, wrapped, named.
-const c10::DispatchKeySet kUsual = [] {
-  auto backend = c10::toBackendComponent(c10::DispatchKey::PrivateUse1);
-  return c10::DispatchKeySet(c10::DispatchKey::PrivateUse1) | c10::getAutocastRelatedKeySetFromBackend(backend) |
-         c10::getAutogradRelatedKeySetFromBackend(backend) | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
-}();
+const c10::DispatchKeySet kUsual = usual_keys(c10::DispatchKey::PrivateUse1);
 
 // ---------------------------------------------------------------------------------------- what a call looks like
 
-int64_t bits(double x) {
-  int64_t out;
-  std::memcpy(&out, &x, sizeof out);
-  return out;
-}
-
-// Of a tensor on the CPU with one element.
-at::Scalar value_of(const Tensor& t) {
-  const void* data = t.const_data_ptr();
-  switch (t.scalar_type()) {  // what Python's numbers become; `item` takes as long as all the rest of a gate
-    case at::kDouble: return *static_cast<const double*>(data);
-    case at::kLong: return *static_cast<const int64_t*>(data);
-    case at::kBool: return *static_cast<const bool*>(data);
-    default: return t.item();
-  }
-}
-
-struct Call {
-  bool plain = true;  // nothing in it that only the original knows how to treat
-  Words words, values;
-  c10::SmallVector<Tensor, 8> tensors;
-  c10::SmallVector<bool, 8> written;
-  at::Generator generator;
-  int device = -1;
-
-  Call(const State& s, c10::ArrayRef<IValue> args) {
-    word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // of results, where integers go in
+struct DeviceCall : Call {
+  DeviceCall(const State& s, c10::ArrayRef<IValue> args) : Call(kUsual, true) {
     word(at::globalContext().deterministicAlgorithms());
     for (size_t i = 0; i < args.size() && plain; ++i) look(args[i], s.numbers[i], s.writes[i]);
     plain = plain && device >= 0;
     if (plain) share();
-  }
-
-  void word(int64_t x) { words.push_back(x); }
-
-  void look(const Tensor& t, bool write) {
-    if (!t.defined()) return word(-1);
-    auto* impl = t.unsafeGetTensorImpl();
-    if (t.device().is_cpu() && t.dim() == 0 && !write) return scalar(t);
-    if (!kUsual.has_all(impl->key_set()) || impl->has_symbolic_sizes_strides() || !t.has_storage() ||
-        (device != -1 && device != t.device().index())) {
-      plain = false;
-      return;
-    }
-    device = t.device().index();
-    word(int64_t(t.scalar_type()) | t.dim() << 8 | int64_t(device) << 32);
-    for (int64_t n : t.sizes()) word(n);
-    for (int64_t n : t.strides()) word(n);
-    tensors.push_back(t);
-    written.push_back(write);
-  }
-
-  // A scalar on the CPU takes part everywhere, by its value.
-  void scalar(const Tensor& t) {
-    auto kind = t.scalar_type();
-    if (c10::isComplexType(kind) || t._is_zerotensor() || t.is_neg() ||
-        !c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-                              c10::DispatchKey::AutocastCPU}).has_all(t.key_set())) {
-      plain = false;
-      return;
-    }
-    word(1000 + int64_t(kind) * 2 + t.unsafeGetTensorImpl()->is_wrapped_number());
-    at::Scalar value = value_of(t);
-    values.push_back(value.isFloatingPoint() ? bits(value.toDouble()) : value.toLong());
-  }
-
-  template <class T>
-  void each(const c10::List<T>& items) {
-    word(int64_t(items.size()));
-    for (size_t i = 0; i < items.size(); ++i) word(int64_t(T(items.get(i))));
-  }
-
-  void look(const IValue& x, bool number, bool write) {
-    if (x.isTensor()) return look(x.toTensor(), write);
-    if (x.isTensorList()) {
-      auto items = x.toTensorList();
-      word(int64_t(items.size()));
-      for (size_t i = 0; i < items.size(); ++i) look(items.get(i), write);
-      return;
-    }
-    if (x.isOptionalTensorList()) {
-      auto items = x.toOptionalTensorList();
-      word(int64_t(items.size()));
-      for (size_t i = 0; i < items.size(); ++i) {
-        std::optional<Tensor> item = items.get(i);
-        look(item.has_value() ? *item : Tensor(), write);
-      }
-      return;
-    }
-    word(x.isInt() + 2 * x.isDouble() + 3 * x.isBool() + 4 * x.isNone());  // 1 and 1.0 give different results
-    if (x.isNone()) return;
-    Words& place = number ? values : words;
-    if (x.isInt()) return place.push_back(x.toInt());
-    if (x.isDouble()) return place.push_back(bits(x.toDouble()));
-    if (x.isBool()) return word(x.toBool());
-    if (x.isString()) return word(int64_t(std::hash<std::string>()(x.toStringRef())));
-    if (x.isIntList()) return each(x.toIntList());
-    if (x.isBoolList()) return each(x.toBoolList());
-    if (x.isDoubleList()) {
-      auto items = x.toDoubleList();
-      word(int64_t(items.size()));
-      for (size_t i = 0; i < items.size(); ++i) word(bits(items.get(i)));
-      return;
-    }
-    if (x.isGenerator()) {
-      generator = x.toGenerator();
-      return;
-    }
-    plain = false;  // a symbol, a complex number, a device
   }
 
   static uint64_t start(const Tensor& t) { return reinterpret_cast<uint64_t>(t.storage().data()) +
@@ -238,10 +97,9 @@ struct Call {
 // ------------------------------------------------------------------------------------------------ the decisions
 
 Entry* entry(State& s, const Words& key) {
-  uint64_t h = 0xcbf29ce484222325u;
-  for (int64_t word : key) h = (h ^ uint64_t(word)) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
+  size_t h = hash(key);
   auto find = [&]() -> Entry* {
-    auto [from, to] = s.entries.equal_range(size_t(h));
+    auto [from, to] = s.entries.equal_range(h);
     for (auto i = from; i != to; ++i)
       if (i->second->key == key) return i->second;
     return nullptr;
@@ -254,7 +112,7 @@ Entry* entry(State& s, const Words& key) {
   if (Entry* e = find()) return e;
   auto* e = new Entry;
   e->key = key;
-  s.entries.emplace(size_t(h), e);
+  s.entries.emplace(h, e);
   return e;
 }
 
@@ -284,9 +142,7 @@ void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
   Gil gil;
   // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
   c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
-  Owned given(PyTuple_New(Py_ssize_t(args.size())));
-  for (size_t i = 0; i < args.size(); ++i)
-    PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), shown(args[i], s.dtypes[i]));
+  Owned given = s.arguments(args, shown);
   Owned number(PyLong_FromSize_t(s.number)), which(PyLong_FromUnsignedLongLong(lift));
   Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), which.get(), nullptr));
   if (said == nullptr) {
@@ -315,7 +171,7 @@ uint64_t changing(State& s, Entry* alike, const Words& values) {
   return n.kinds < kPatience ? 0 : n.changed;
 }
 
-Entry* decide(State& s, Call& call, c10::ArrayRef<IValue> args) {
+Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
   Entry* e = entry(s, call.words);
   if (!call.values.empty()) {
     Entry* alike = e;
@@ -341,19 +197,6 @@ Entry* decide(State& s, Call& call, c10::ArrayRef<IValue> args) {
   return e;
 }
 
-bool run(const Entry& e, const Call& call, std::vector<Tensor>& out, Failure& failure) {
-  Gil gil;
-  Private guard;
-  Py_ssize_t at = 0;
-  Owned list(PyList_New(Py_ssize_t(call.tensors.size()) + __builtin_popcountll(e.lifted)));
-  for (const Tensor& t : call.tensors) PyList_SET_ITEM(list.get(), at++, THPVariable_Wrap(t));
-  for (size_t i = 0; e.lifted >> i; ++i)
-    if (e.lifted >> i & 1) PyList_SET_ITEM(list.get(), at++, python(call.values[i]));
-  if (!call.generator.defined()) return answer(PyObject_CallOneArg(e.run, list.get()), out, failure);
-  Owned generator(THPGenerator_Wrap(call.generator));
-  return answer(PyObject_CallFunctionObjArgs(with_generator, e.run, list.get(), generator.get(), nullptr), out, failure);
-}
-
 // ------------------------------------------------------------------------------------------------------ the gate
 
 struct Gate final : c10::OperatorKernel {
@@ -368,7 +211,7 @@ struct Gate final : c10::OperatorKernel {
     size_t count = s.numbers.size();
     for (bool again : {true, false}) {
       auto args = torch::jit::last(stack, count);
-      Call call(s, args);
+      DeviceCall call(s, args);
       if (!call.plain) return false;
       Entry* e = decide(s, call, args);
       int turn = e->turn.load(std::memory_order_acquire);
@@ -379,43 +222,26 @@ struct Gate final : c10::OperatorKernel {
       if (turn != kOurs) return false;
       std::vector<Tensor> made;
       Failure failure;
-      if (!run(*e, call, made, failure)) {
+      if (!run(e->run, call, e->lifted, with_generator, made, failure)) {
         TORCH_CHECK_WITH(OutOfMemoryError, !failure.memory, failure.text);
         failure.raise();
       }
-      give(stack, made, count);
+      s.give(stack, made);
       return true;
     }
     return false;
   }
 
-  static void resize(const Entry& e, const Call& call) {
+  static void resize(const Entry& e, const DeviceCall& call) {
     size_t next = 0;
     for (size_t i = 0; i < call.tensors.size() && next < e.shapes.size(); ++i)
       if (call.written[i]) at::native::resize_output(call.tensors[i], e.shapes[next++]);
-  }
-
-  void give(Stack& stack, std::vector<Tensor>& made, size_t count) {
-    std::vector<IValue> results;
-    size_t next = 0;
-    for (size_t i = 0; i < s.returns.size(); ++i) {
-      if (s.returns[i] >= 0) results.push_back(torch::jit::peek(stack, size_t(s.returns[i]), count));
-      else if (s.lists[i]) results.emplace_back(c10::List<Tensor>(c10::ArrayRef<Tensor>(made).slice(next)));
-      else results.emplace_back(std::move(made.at(next++)));
-    }
-    torch::jit::drop(stack, count);
-    for (IValue& result : results) stack.push_back(std::move(result));
   }
 
   State& s;
 };
 
 // --------------------------------------------------------------------------------------------------- the module
-
-std::vector<std::unique_ptr<State>>& states() {
-  static auto* all = new std::vector<std::unique_ptr<State>>;
-  return *all;
-}
 
 // start(ask, with_generator)
 PyObject* start(PyObject*, PyObject* args) {
@@ -432,15 +258,10 @@ PyObject* open(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "ss", &name, &overload)) return nullptr;
   return guarded([&]() -> PyObject* {
     auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-    states().push_back(std::make_unique<State>(op));
-    State* s = states().back().get();
-    s->number = states().size() - 1;
-    s->original = c10::TypedOperatorHandle<Peek>::kernel(op, c10::DispatchKey::PrivateUse1);
-    Silent silent;
-    c10::WarningUtils::WarningHandlerGuard guard(&silent);
-    s->registration.emplace(c10::Dispatcher::singleton().registerImpl(
-        op.operator_name(), c10::DispatchKey::PrivateUse1,
-        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Gate>(s)), std::nullopt, nullptr, "flambeau gate"));
+    gates<State>().push_back(std::make_unique<State>(op));
+    State* s = gates<State>().back().get();
+    s->number = gates<State>().size() - 1;
+    s->take(c10::DispatchKey::PrivateUse1, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Gate>(s)));
     return PyLong_FromSize_t(s->number);
   });
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -234,33 +234,22 @@ def empty_cache() -> None:
         torch.accelerator.empty_cache()
 
 
-def memory_stats(device: Which = None) -> dict[str, Any]:
-    return dict(torch.accelerator.memory_stats(_index(device)))
+def _asked(ask: Callable[[int], Any]) -> Callable[..., Any]:
+    """What `torch.accelerator` answers, of a device that may be named in any way."""
+
+    def answer(device: Which = None) -> Any:
+        return ask(_index(device))
+
+    return answer
 
 
-def memory_allocated(device: Which = None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: Which = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device: Which = None) -> int:
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_reserved(device: Which = None) -> int:
-    return torch.accelerator.max_memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device: Which = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def mem_get_info(device: Which = None) -> tuple[int, int]:
-    """Bytes that are free, and all."""
-    return torch.accelerator.get_memory_info(_index(device))
+memory_stats = _asked(torch.accelerator.memory_stats)
+memory_allocated = _asked(torch.accelerator.memory_allocated)
+max_memory_allocated = _asked(torch.accelerator.max_memory_allocated)
+memory_reserved = _asked(torch.accelerator.memory_reserved)
+max_memory_reserved = _asked(torch.accelerator.max_memory_reserved)
+reset_peak_memory_stats = _asked(torch.accelerator.reset_peak_memory_stats)
+mem_get_info = _asked(torch.accelerator.get_memory_info)  # bytes that are free, and all
 
 
 # ---- mixed precision -------------------------------------------------------------------------------------

@@ -20,15 +20,12 @@ from .native import load_native
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("device_core.cpp")
-_PROFILER = Path(__file__).with_name("device_profiler.h")
-_RANGES_SINCE = (2, 13)  # before, torch has no place for ranges of a device from outside
-_NO_RANGES = "namespace ranges { static void register_profiler() {} }"
 _FINE, _FAILED, _FULL = 0, 1, 2
 
 _int, _long, _word = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _answer = ctypes.POINTER(ctypes.c_int)
-# The functions of `struct Driver`, in its order, with the C types of what they take; all return a status.
+# The functions of `struct Driver`, in its order, with the C types of what they take; all return a status. What a
+# driver's function answers goes where pointers point to.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "alloc": (_int, _word, _word),
     "free": (_int, _word),
@@ -85,6 +82,13 @@ class Driver(Protocol):
         """Bytes that are free, and all."""
         ...
 
+    def read(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any:
+        """To memory of the host. Returns the copy, for `is_complete` where nobody waits for it."""
+
+    def write(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any: ...
+
+    def is_complete(self, copy: Any) -> bool: ...
+
 
 class Core:
     """The loaded library."""
@@ -103,24 +107,27 @@ class Core:
 
     def start(self, driver: Driver) -> None:
         """Once per process: PyTorch keeps what it is given."""
-        table = {name: _TYPES[name](self._guarded(make(driver))) for name, make in _ADAPTERS.items()}
-        table["complaint"] = _TYPES["complaint"](self._complain)
-        self._table = _Table(driver.devices, *(table[name] for name in _FUNCTIONS))  # the core calls into it
+        functions = [*(self._guarded(getattr(driver, name), types) for name, types in _FUNCTIONS.items()
+                       if name != "complaint"), self._complain]
+        self._table = _Table(driver.devices, *(f(g) for f, g in zip(_TYPES.values(), functions, strict=True)))
         self._driver = driver
         self._start(ctypes.byref(self._table))
         atexit.register(self._stop)
 
     def generator(self, device: int) -> torch.Generator:
         """The default one of a device."""
-        found: torch.Generator = self._generator(device)
-        return found
+        return self._generator(device)
 
-    def _guarded(self, function: Callable[..., Any]) -> Callable[..., int]:
+    def _guarded(self, function: Callable[..., Any], types: tuple[Any, ...]) -> Callable[..., int]:
         """An exception does not pass through C: the core asks for its text and raises its own."""
+        count = sum(not issubclass(kind, ctypes._Pointer) for kind in types)
 
         def call(*arguments: Any) -> int:
             try:
-                function(*arguments)
+                found = function(*arguments[:count])
+                places = arguments[count:]
+                for place, value in zip(places, found if len(places) > 1 else (found,)):
+                    place[0] = value
                 return _FINE
             except MemoryError as error:
                 self._complaint = str(error)
@@ -138,43 +145,7 @@ class Core:
         return _FINE
 
 
-def _answering(ask: Callable[..., Any]) -> Callable[..., None]:
-    """The result of a driver's function goes where the last argument points to."""
-
-    def call(*arguments: Any) -> None:
-        *given, place = arguments
-        place[0] = ask(*given)
-
-    return call
-
-
-def _memory(driver: Driver) -> Callable[..., None]:
-    def call(device: int, free: Any, total: Any) -> None:
-        free[0], total[0] = driver.memory(device)
-
-    return call
-
-
-_ADAPTERS: dict[str, Callable[[Driver], Callable[..., Any]]] = {
-    "alloc": lambda d: d.alloc,
-    "free": lambda d: d.free,
-    "copy": lambda d: d.copy,
-    "synchronise": lambda d: d.synchronise,
-    "idle": lambda d: _answering(d.idle),
-    "record": lambda d: d.record,
-    "query": lambda d: _answering(d.query),
-    "wait": lambda d: d.wait,
-    "elapsed": lambda d: _answering(d.elapsed),
-    "forget": lambda d: d.forget,
-    "memory": _memory,
-}
-
-
 @cache
 def load_core() -> Core:
     """The core, out of the cache or compiled now. CompileError where there is nothing to compile with."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    ranges = _PROFILER.read_text() if version >= _RANGES_SINCE else _NO_RANGES
-    # One text, so that one hash is enough.
-    text = _SOURCE.read_text().replace(f'#include "{_PROFILER.name}"', ranges)
-    return load_native("device_core", "the core of the device", text, Core)
+    return load_native("device_core", "the core of the device", load=Core)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, Protocol
 
@@ -22,21 +21,14 @@ from flambeau.ops.contraction import CONTRACTIONS
 from .decompositions import table
 from .device_random import with_generator
 from .eager_graph import OtherShapes, build, described
-from .eager_ops import Form, overloads
+from .eager_ops import PLACES, Form, forms
 from .fallback import REASONS
-from .gate import text
 from .instead import INSTEAD
 from .native import load_native
 from .package import Run
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
-
-_NAME = "device_gate"
-# Arguments that say where a tensor lies: such operators allocate, and call others to fill what they allocated.
-_PLACES = {"device", "layout", "memory_format", "pin_memory", "names"}
-# In-place forms whose functional form has another name.
-_FUNCTIONAL = {"normal_": "normal_functional"}
 
 
 class Gates(Protocol):
@@ -53,8 +45,7 @@ _FORMS: list[Form] = []  # by the numbers of their gates
 
 @cache
 def load() -> Gates:
-    gates: Gates = load_native(_NAME, "the gates of the device's operators", text(_NAME))
-    return gates
+    return load_native("device_gate", "the gates of the device's operators")
 
 
 def open_gates() -> None:
@@ -98,7 +89,7 @@ def device_forms() -> list[Form]:
     functional = {op for op in (*LOWERINGS, *CONTRACTIONS, *table())
                   if op.namespace == "aten" and not op._schema.is_mutable}
     names = sorted({op._schema.name.partition("::")[2] for op in functional})
-    found = {form.op: form for name in names for form in _forms(name, functional)}
+    found = {form.op: form for name in names for form in forms(name, functional)}
     for name, compute in INSTEAD.items():
         op = getattr(aten, name).default
         if op not in found or not isinstance(compute, torch._ops.OpOverload):
@@ -106,30 +97,10 @@ def device_forms() -> list[Form]:
     return [form for op, form in found.items() if _is_kernel(op)]
 
 
-def _forms(name: str, functional: set[torch._ops.OpOverload]) -> Iterator[Form]:
-    takes = {_given(op): op for op in overloads(name) if op in functional}
-    names = (name, f"{name}_", *(inplace for inplace, other in _FUNCTIONAL.items() if other == name))
-    for op in (op for other in names for op in overloads(other)):
-        found = op if op in functional else takes.get(_given(op))
-        if found is None:
-            continue
-        written = tuple(k for k, a in enumerate(op._schema.arguments) if a.is_write)
-        if not written or len(written) == len(found._schema.returns):
-            yield Form(op, found, "", written, any(a.name == "dtype" for a in found._schema.arguments)
-                       and not any(a.name == "dtype" for a in op._schema.arguments))
-
-
-def _given(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
-    """The arguments that form and functional form share."""
-    places = any(a.name in _PLACES for a in op._schema.arguments)
-    return tuple((a.name, str(a.type)) for a in op._schema.arguments
-                 if not a.is_out and a.name not in _PLACES and not (places and a.name == "dtype"))
-
-
 def _is_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether a backend may have a kernel of its own for it: it is not composed of others, and no view."""
     schema = op._schema
-    if any(a.name in _PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
+    if any(a.name in PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
     if schema.name.startswith("aten::_foreach"):
         return False

@@ -7,11 +7,13 @@ no memory. These serve the device as they are; all others go to fallback.py, par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .device_kernels import aten_named, private
 
 aten = torch.ops.aten
 
@@ -74,7 +76,7 @@ def register_sparse(everything: torch.library.Library, aten_library: torch.libra
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     for key, of_cpu in _KEYS.items():
-        everything.fallback(host.call, key)
+        everything.fallback(private(host.call), key)
         for name in names:
             if not has(name, of_cpu):
                 continue
@@ -83,24 +85,9 @@ def register_sparse(everything: torch.library.Library, aten_library: torch.libra
             elif short in _INSTEAD:
                 aten_library.impl(short, host.instead(short, _INSTEAD[short]), key)
             elif any(has(name, composite) for composite in _COMPOSITES):  # which would come before a fallback
-                aten_library.impl(short, _on_host(short, host), key)
-
-
-@cache
-def _operator(name: str) -> Any:
-    base, _, overload = name.partition(".")
-    return getattr(getattr(aten, base), overload or "default")
+                aten_library.impl(short, private(partial(host.call, aten_named(short))), key)
 
 
 def _as_on_cpu(name: str, key: str) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return _operator(name).redispatch(keys, *args, **kwargs)
-
-    return call
-
-
-def _on_host(name: str, host: OnHost) -> Callable[..., Any]:
-    return lambda *args, **kwargs: host.call(_operator(name), *args, **kwargs)
+    return private(partial(aten_named(name).redispatch, keys))

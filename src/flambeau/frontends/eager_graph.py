@@ -6,7 +6,6 @@ together out of others are taken apart first.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,9 @@ from flambeau.ops.contraction import CONTRACTIONS
 
 from .capture import RunNumber
 from .decompositions import table
+from .devices import flat
 from .eager_ops import Form
+from .geometry import is_dense, overlapping
 from .package import Run
 from .pipeline import Options, compiled
 
@@ -51,8 +52,7 @@ class TensorLike:
 
     @property
     def is_dense(self) -> bool:
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return reach == math.prod(self.shape) or 0 in self.shape
+        return is_dense(self.shape, self.strides)
 
     def fake(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
@@ -83,16 +83,6 @@ def described(args: Arguments, numbers: bool = False) -> Arguments:
         return TensorLike(shape, strides, x.dtype, x.device, overlapping(shape, strides), x.data_ptr())
 
     return tuple(describe(x) for x in args)
-
-
-def overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie at one place: each stride must reach beyond all that smaller ones reach."""
-    reach = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 # ---- programs --------------------------------------------------------------------------------------------
@@ -144,7 +134,7 @@ class _Graph:
         nodes = [fx.node.map_aggregate(x, self.number) for x in nodes]
         given = {schema[k].name: nodes[k] for k in form.inputs if "Generator" not in str(schema[k].type)}
         by_name = {schema[k].name for k in form.inputs if schema[k].kwarg_only}
-        targets = [node for k in form.written for node in _flat(nodes[k])]
+        targets = [node for k in form.written for node in flat(nodes[k])]
         if form.factory:
             like = targets[0].meta["val"]
             given |= {"dtype": like.dtype, "device": like.device}
@@ -154,7 +144,7 @@ class _Graph:
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
         if targets:
-            self.check([x for k in form.written for x in _flat(self.args[k])], results)
+            self.check([x for k in form.written for x in flat(self.args[k])], results)
             for target, result in zip(targets, results, strict=True):
                 node = self.graph.call_function(aten.copy_.default, (target, result))
                 node.meta["val"] = target.meta["val"]
@@ -266,7 +256,3 @@ def part(graph: fx.Graph, call: fx.Node, k: int) -> fx.Node | None:
     node = graph.call_function(operator.getitem, (call, k))
     node.meta["val"] = call.meta["val"][k]
     return node
-
-
-def _flat(x: Any) -> list[Any]:
-    return list(x) if isinstance(x, (list, tuple)) else [x]

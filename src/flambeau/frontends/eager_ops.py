@@ -7,7 +7,7 @@ off their schemas, in `forms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,11 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from .whole import RESIZES
 
 aten = torch.ops.aten
+
+# Arguments that say where a tensor lies: such operators allocate, and call others to fill what they allocated.
+PLACES = {"device", "layout", "memory_format", "pin_memory", "names"}
+# In-place forms whose functional form has another name.
+_FUNCTIONAL = {"normal_": "normal_functional"}
 
 
 @dataclass(frozen=True)
@@ -124,21 +129,30 @@ def base(op: torch._ops.OpOverload) -> str:
 def all_forms() -> tuple[Form, ...]:
     """Every form of every operator of the groups that has a lowering."""
     ops_loaded()
-    return tuple(form for name, group in GROUPS.items() for op in group.operators for form in forms(op, name))
+    found = (form for name, group in GROUPS.items() for op in group.operators for form in forms(op, LOWERINGS, name))
+    # What torch generated calls another form of the operator, which may be ours already.
+    return tuple(form for form in found if torch.Tag.generated not in form.op.tags)
 
 
-def forms(operator: str, group: str) -> Iterator[Form]:
-    functional = [op for op in overloads(operator) if op in LOWERINGS]
-    takes = {tuple((a.name, str(a.type)) for a in op._schema.arguments): op for op in functional}
-    for op in (*overloads(operator), *overloads(f"{operator}_")):
-        schema = op._schema
-        given = tuple((a.name, str(a.type)) for a in schema.arguments if not a.is_out)
-        # What torch generated calls another form of the operator, which may be ours already.
-        if given not in takes or torch.Tag.generated in op.tags:
+def forms(operator: str, functional: Container[torch._ops.OpOverload], group: str = "") -> Iterator[Form]:
+    """The forms of an operator that compute what one of its functional forms does."""
+    takes = {_given(op): op for op in overloads(operator) if op in functional}
+    names = (operator, f"{operator}_", *(inplace for inplace, other in _FUNCTIONAL.items() if other == operator))
+    for op in (op for name in names for op in overloads(name)):
+        found = op if op in functional else takes.get(_given(op))
+        if found is None:
             continue
-        written = tuple(k for k, a in enumerate(schema.arguments) if a.is_write)
-        if not written or len(written) == len(takes[given]._schema.returns):
-            yield Form(op, takes[given], group, written)
+        written = tuple(k for k, a in enumerate(op._schema.arguments) if a.is_write)
+        if not written or len(written) == len(found._schema.returns):
+            yield Form(op, found, group, written, any(a.name == "dtype" for a in found._schema.arguments)
+                       and not any(a.name == "dtype" for a in op._schema.arguments))
+
+
+def _given(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
+    """The arguments that form and functional form share."""
+    places = any(a.name in PLACES for a in op._schema.arguments)
+    return tuple((a.name, str(a.type)) for a in op._schema.arguments
+                 if not a.is_out and a.name not in PLACES and not (places and a.name == "dtype"))
 
 
 def overloads(operator: str) -> list[torch._ops.OpOverload]:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,11 @@ from torch import Tensor
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
 
-from .device_copy import Copies, as_marked, dense, host_memory, same_geometry, span
+from .device_copy import Copies, as_marked, host_memory, same_geometry, span
+from .device_kernels import aten_named, private
 from .device_random import host_generator
 from .device_sparse import is_sparse, joined, parts
+from .geometry import dense
 from .instead import INSTEAD
 
 log = logging.getLogger(__name__)
@@ -239,25 +241,17 @@ class Fallback:
         self._current = current
 
     def register(self, everything: torch.library.Library, aten: torch.library.Library) -> None:
-        everything.fallback(self.call, "PrivateUse1")
+        everything.fallback(private(self.call), "PrivateUse1")
         for name, compute in INSTEAD.items():
             aten.impl(name, self.instead(name, compute), "PrivateUse1")
 
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # what happens on the host is not the caller's
-            return self._run(op, op, args, kwargs)
-
     def instead(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        base, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        return private(partial(self._run, aten_named(name), compute))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch._C.DisableTorchFunction():
-                return self._run(op, compute, args, kwargs)
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(op, op, *args, **kwargs)
 
-        return call
-
-    def _run(self, op: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, op: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         schema, name = _schema(op), str(op.name())
         given = dict(zip((a.name for a in schema.arguments), args)) | kwargs
         mirror = _Mirror(self._copies)

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
 
+from .capture import view_root
 from .differences import Difference, difference
 from .recorded import Call
 
@@ -170,13 +170,8 @@ def same(a: Any, b: Any) -> bool:
 
 def base(n: fx.Node) -> fx.Node:
     """What a view looks at: the views of the captured graph cost nothing, and compute nothing."""
-    while n.op == "call_function":
-        made = n.all_input_nodes[0] if n.target is operator.getitem else n
-        op = made.target
-        if not isinstance(op, OpOverload) or not (op.is_view or op is aten._unsafe_view.default):
-            break
-        n = made.all_input_nodes[0]
-    return n
+    n = view_root(n)
+    return base(n.all_input_nodes[0]) if n.target is aten._unsafe_view.default else n
 
 
 def users(n: fx.Node) -> Iterable[fx.Node]:

@@ -1,11 +1,9 @@
 // Gates before ATen operators: a call goes on to the kernel that was there, or to one of ours.
 //
 // A gate stands in the dispatch table at a backend's key, in the operator's own C++ signature: a call below the
-// operator's threshold costs a look at its sizes and a counter, some ten nanoseconds, and no Python. Larger calls are
-// looked up by what a kernel depends on (dtypes, sizes, strides, scalars). What is found there says whose turn it is;
+// operator's threshold costs a look at its sizes and a counter, some ten nanoseconds, and no Python. Larger calls, of
+// whatever signature, are looked up by what a kernel depends on (dtypes, sizes, strides, scalars). What is found there says whose turn it is;
 // Python is entered to ask for a kernel that is not there yet, and to run one that is.
-//
-// Gates are never freed: a call may stand in one while another thread takes it out of the dispatch table.
 
 #include "gate.h"
 
@@ -13,12 +11,11 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <limits>
 #include <mutex>
-#include <optional>
-#include <tuple>
 
 // OPERATOR HEADERS
 
@@ -45,7 +42,7 @@ struct Trial {
 };
 
 struct Entry {
-  std::vector<int64_t> key;
+  Words key;
   std::atomic<int> turn{kOriginal};
   std::atomic<int> seen{0};
   std::atomic<bool> asked{false};
@@ -55,14 +52,10 @@ struct Entry {
 
 constexpr size_t kSlots = 512;  // a power of two; when most are taken, new calls are the original's
 
-struct State {
-  c10::OperatorHandle op;
+struct State : Place {
   c10::DispatchKey dispatch_key;
   c10::DeviceType device;
-  // Of a tensor of this backend that is nothing but memory: not sparse, quantized, conjugate, wrapped, named.
   c10::DispatchKeySet usual;
-  c10::KernelFunction original;
-  std::optional<c10::RegistrationHandleRAII> registration;
 
   int64_t threshold = 0;
   uint64_t measured = ~uint64_t(0);  // arguments whose elements count
@@ -74,13 +67,10 @@ struct State {
   // Entries appear under the GIL and stay; they are found without it.
   std::atomic<Entry*> slots[kSlots] = {};
   size_t taken = 0;
+  c10::KernelFunction large;  // for calls from the threshold on
 
   State(c10::OperatorHandle handle, c10::DispatchKey key, c10::DeviceType type)
-      : op(handle), dispatch_key(key), device(type) {
-    auto backend = c10::toBackendComponent(key);
-    usual = c10::DispatchKeySet(key) | c10::getAutocastRelatedKeySetFromBackend(backend) |
-            c10::getAutogradRelatedKeySetFromBackend(backend) | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
-  }
+      : Place(handle), dispatch_key(key), device(type), usual(usual_keys(key)) {}
 };
 
 // ---------------------------------------------------------------------------------------- what a call looks like
@@ -90,100 +80,24 @@ int64_t elements(const std::optional<Tensor>& t) { return t.has_value() ? elemen
 template <class T>
 int64_t elements(const T&) { return 0; }
 
-// A call as words that decide which kernel serves it, and its tensors.
-struct Call {
-  static constexpr size_t kWords = 160;
-  c10::DispatchKeySet usual;
-  c10::DeviceIndex index = -1;
-  bool plain = true;  // nothing in it that only the original knows how to treat
-  size_t count = 0;
-  int64_t words[kWords];
-  c10::SmallVector<Tensor, 8> tensors;
-  c10::SmallVector<Tensor*, 4> written;
-
-  Call(c10::DispatchKeySet keys, const torch::jit::Stack& args) : usual(keys) {
-    word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // of results, where integers go in
-    for (const c10::IValue& x : args) look(x);
+struct LargeCall : Call {
+  LargeCall(const State& s, c10::ArrayRef<IValue> args) : Call(s.usual, false) {
+    for (size_t i = 0; i < args.size(); ++i) look(args[i], false, s.writes[i]);
+    plain = plain && !generator.defined();  // ours draw from the default one
   }
 
-  void word(int64_t x) {
-    if (count == kWords) plain = false;
-    else words[count++] = x;
-  }
-
-  void look(const Tensor& t) {
-    if (!t.defined()) return word(-1);
-    auto* impl = t.unsafeGetTensorImpl();
-    if (!usual.has_all(impl->key_set()) || impl->has_symbolic_sizes_strides() || !t.has_storage() ||
-        (index != -1 && index != t.device().index())) {
-      plain = false;
-      return;
-    }
-    index = t.device().index();
-    word(int64_t(t.scalar_type()) | t.dim() << 8 | int64_t(index) << 32);
-    for (int64_t n : t.sizes()) word(n);
-    for (int64_t n : t.strides()) word(n);
-    tensors.push_back(t);
-  }
-
-  void look(bool x) { word(x); }
-  void look(int64_t x) { word(x); }
-  void look(double x) {
-    int64_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    word(bits);
-  }
-  void look(const std::optional<Tensor>& t) { t.has_value() ? look(*t) : word(-1); }
-
-  template <class T>
-  void look(const c10::List<T>& items) {
-    word(int64_t(items.size()));
-    for (size_t i = 0; i < items.size(); ++i) look(T(items.get(i)));
-  }
-
-  void look(const c10::IValue& x) {
-    if (x.isTensor()) return look(x.toTensor());
-    word(x.isInt() + 2 * x.isDouble() + 3 * x.isBool() + 4 * x.isNone());  // 1 and 1.0 give different results
-    if (x.isNone()) return;
-    if (x.isInt()) return look(x.toInt());
-    if (x.isDouble()) return look(x.toDouble());
-    if (x.isBool()) return look(x.toBool());
-    if (x.isString()) return word(int64_t(std::hash<std::string>()(x.toStringRef())));
-    if (x.isIntList()) return look(x.toIntList());
-    if (x.isDoubleList()) return look(x.toDoubleList());
-    if (x.isBoolList()) return look(x.toBoolList());
-    if (x.isOptionalTensorList()) return look(x.toOptionalTensorList());
-    plain = false;  // a generator: ours draw from the default one; a symbol, a complex number
-  }
-
-  // A reference that is not const is an argument that the operator writes.
-  template <class T>
-  void note(T& x) {
-    if constexpr (std::is_same_v<T, Tensor>) written.push_back(&x);
-  }
+  bool writes() const { return std::find(written.begin(), written.end(), true) != written.end(); }
 
   // Kernels are made for arguments in memory of their own, those that are read may share it.
   bool overlaps() const {
-    for (Tensor* w : written) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
       size_t shared = 0;
-      for (const Tensor& t : tensors) shared += t.storage().data() == w->storage().data();
-      if (shared > 1) return true;
+      for (const Tensor& t : tensors) shared += t.storage().data() == tensors[i].storage().data();
+      if (written[i] && shared > 1) return true;
     }
     return false;
   }
-
-  size_t hash() const {
-    uint64_t h = 0xcbf29ce484222325u;
-    for (size_t i = 0; i < count; ++i) h = (h ^ uint64_t(words[i])) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
-    return size_t(h);
-  }
-
-  bool is(const Entry& e) const {
-    return e.key.size() == count && std::memcmp(e.key.data(), words, count * sizeof(int64_t)) == 0;
-  }
 };
-
-// -------------------------------------------------------------------------------------------------- the results
 
 void describe(const Tensor& t, std::vector<int64_t>& out) {
   if (!t.defined()) return;
@@ -193,37 +107,6 @@ void describe(const Tensor& t, std::vector<int64_t>& out) {
     if (t.size(k) > 1) out.push_back(t.stride(k));  // else it says nothing
   }
 }
-
-template <class T>
-struct Results;
-
-template <>
-struct Results<Tensor> {
-  static Tensor of(std::vector<Tensor>& made, const Call&) { return std::move(made.at(0)); }
-  static void layout(const Tensor& t, std::vector<int64_t>& out) { describe(t, out); }
-};
-
-template <>
-struct Results<Tensor&> {
-  static Tensor& of(std::vector<Tensor>&, const Call& call) { return *call.written[0]; }
-  static void layout(const Tensor&, std::vector<int64_t>&) {}
-};
-
-template <class... T>
-struct Results<std::tuple<T...>> {
-  template <size_t... I>
-  static std::tuple<T...> pick(std::vector<Tensor>& made, const Call& call, std::index_sequence<I...>) {
-    if constexpr ((std::is_reference_v<T> || ...)) return std::tuple<T...>(*call.written[I]...);
-    else return std::tuple<T...>(std::move(made.at(I))...);
-  }
-  static std::tuple<T...> of(std::vector<Tensor>& made, const Call& call) {
-    return pick(made, call, std::index_sequence_for<T...>());
-  }
-  static void layout(const std::tuple<T...>& all, std::vector<int64_t>& out) {
-    if constexpr (!(std::is_reference_v<T> || ...))
-      std::apply([&](const auto&... t) { (describe(t, out), ...); }, all);
-  }
-};
 
 // ------------------------------------------------------------------------------------------------ the decisions
 
@@ -236,55 +119,39 @@ bool is_capturing(State& s) {
   return yes;
 }
 
-Entry* find(State& s, const Call& call, size_t& slot) {
-  for (slot = call.hash() % kSlots;; slot = (slot + 1) % kSlots) {
+Entry* find(State& s, const LargeCall& call, size_t& slot) {
+  for (slot = hash(call.words) % kSlots;; slot = (slot + 1) % kSlots) {
     Entry* e = s.slots[slot].load(std::memory_order_acquire);
-    if (e == nullptr || call.is(*e)) return e;
+    if (e == nullptr || e->key == call.words) return e;
   }
 }
 
 // The entry of a call; null when there is no room for it.
-Entry* entry(State& s, const Call& call, size_t& slot) {
+Entry* entry(State& s, const LargeCall& call, size_t& slot) {
   if (Entry* e = find(s, call, slot)) return e;
   Gil gil;
   if (Entry* e = find(s, call, slot)) return e;
   if (s.taken >= kSlots * 3 / 4) return nullptr;
   auto* e = new Entry;
-  e->key.assign(call.words, call.words + call.count);
+  e->key = call.words;
   ++s.taken;
   s.slots[slot].store(e, std::memory_order_release);
   return e;
 }
 
-void ask(State& s, size_t slot, const torch::jit::Stack& args) {
+void ask(State& s, size_t slot, c10::ArrayRef<IValue> args) {
   Gil gil;
   Private guard;
-  const auto& schema = s.op.schema().arguments();
-  Owned given(PyTuple_New(Py_ssize_t(args.size())));
-  for (size_t i = 0; i < args.size(); ++i) {
-    bool dtype = schema[i].real_type()->str().rfind("ScalarType", 0) == 0;
-    PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), python(args[i], dtype));
-  }
+  Owned given = s.arguments(args, python);
   Owned number(PyLong_FromSize_t(slot));
   Owned answer(PyObject_CallFunctionObjArgs(s.ask, number.get(), given.get(), nullptr));
   if (answer == nullptr) PyErr_WriteUnraisable(s.ask);
 }
 
-// The results of our kernel, or what Python said against it.
-bool run(Entry& e, const Call& call, std::vector<Tensor>& out, Failure& failure) {
-  Gil gil;
-  Private guard;
-  PyObject* list = PyList_New(Py_ssize_t(call.tensors.size()));
-  for (size_t i = 0; i < call.tensors.size(); ++i)
-    PyList_SET_ITEM(list, Py_ssize_t(i), THPVariable_Wrap(call.tensors[i]));
-  Owned given(list);
-  return answer(PyObject_CallOneArg(e.run, given.get()), out, failure);
-}
-
 // One timed call of a trial, and the verdict once there are enough.
 class Turns {
  public:
-  Turns(State& s, Entry& e, const Call& call) : entry_(e) {
+  Turns(State& s, Entry& e, const LargeCall& call) : entry_(e) {
     if (e.turn.load(std::memory_order_acquire) != kTrial) return;
     behind_ = s.device != c10::kCPU;
     if (behind_ && is_capturing(s)) return;
@@ -300,7 +167,7 @@ class Turns {
     trial.running = which_;
     if (behind_) {
       c10::impl::VirtualGuardImpl guard(s.device);
-      stream_ = guard.getStream(c10::Device(s.device, call.index));
+      stream_ = guard.getStream(c10::Device(s.device, call.device));
       trial.from.emplace(s.device, c10::EventFlag::BACKEND_DEFAULT);
       trial.from->record(*stream_);
     } else {
@@ -362,7 +229,7 @@ struct Inside {
 thread_local bool Inside::now = false;
 
 // The entry of a call that is not, or not only, the original's.
-Entry* decide(State& s, const Call& call, const torch::jit::Stack& args) {
+Entry* decide(State& s, const LargeCall& call, c10::ArrayRef<IValue> args) {
   if (!call.plain || call.overlaps() || at::globalContext().deterministicAlgorithms() || at::in_parallel_region())
     return nullptr;
   size_t slot = 0;
@@ -376,6 +243,50 @@ Entry* decide(State& s, const Call& call, const torch::jit::Stack& args) {
 
 // ------------------------------------------------------------------------------------------------------ the gate
 
+// Calls that a gate looks at, whatever the operator.
+struct Large final : c10::OperatorKernel {
+  explicit Large(State* state) : s(*state) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
+    if (Inside::now) return original(keys, stack);
+    Inside inside;
+    auto args = torch::jit::last(*stack, s.writes.size());
+    LargeCall call(s, args);
+    Entry* e = decide(s, call, args);
+    if (e == nullptr) return original(keys, stack);
+
+    Turns turns(s, *e, call);
+    std::vector<int64_t> layout;
+    if (!turns.ours()) {
+      original(keys, stack);
+      for (size_t i = 0; i < s.returns.size(); ++i)
+        if (s.returns[i] < 0) describe(torch::jit::peek(*stack, i, s.returns.size()).toTensor(), layout);
+      return turns.done(layout);
+    }
+    std::vector<Tensor> made;
+    Failure failure;
+    if (run(e->run, call, 0, nullptr, made, failure)) {
+      s.ours.fetch_add(1, std::memory_order_relaxed);
+      for (const Tensor& t : made) describe(t, layout);
+      turns.done(layout);
+      return s.give(*stack, made);
+    }
+    // Behind its host a device reports an earlier call, which only ours can tell.
+    if (s.device != c10::kCPU && !failure.memory) failure.raise();
+    original(keys, stack);  // raises what its users know
+    // If it did not: ours has written, in part, to what was to be changed.
+    if (call.writes() && !failure.memory) failure.raise();
+  }
+
+ private:
+  void original(c10::DispatchKeySet keys, Stack* stack) {
+    s.originals.fetch_add(1, std::memory_order_relaxed);
+    s.original.callBoxed(s.op, keys, stack);
+  }
+
+  State& s;
+};
+
 template <class Schema>
 struct Gate;
 
@@ -387,48 +298,12 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
     uint64_t measured = s.measured;
     int64_t most = 0;
     ((most = std::max(most, measured & 1 ? elements(args) : 0), measured >>= 1), ...);
-    if (C10_LIKELY(most < s.threshold)) return original(keys, args...);
-    return large(keys, args...);
-  }
-
- private:
-  C10_ALWAYS_INLINE Ret original(c10::DispatchKeySet keys, Args&... args) {
+    if (most >= s.threshold) return s.large.template call<Ret, Args...>(s.op, keys, std::forward<Args>(args)...);
     s.originals.fetch_add(1, std::memory_order_relaxed);
     return s.original.template call<Ret, Args...>(s.op, keys, std::forward<Args>(args)...);
   }
 
-  C10_NOINLINE Ret large(c10::DispatchKeySet keys, Args&... args) {
-    if (Inside::now) return original(keys, args...);
-    Inside inside;
-    torch::jit::Stack stack = c10::impl::boxArgs<Args...>(args...);
-    Call call(s.usual, stack);
-    (call.note(args), ...);
-    Entry* e = decide(s, call, stack);
-    if (e == nullptr) return original(keys, args...);
-
-    Turns turns(s, *e, call);
-    std::vector<int64_t> layout;
-    if (!turns.ours()) {
-      Ret result = original(keys, args...);
-      Results<Ret>::layout(result, layout);
-      turns.done(layout);
-      return result;
-    }
-    std::vector<Tensor> made;
-    Failure failure;
-    if (run(*e, call, made, failure)) {
-      s.ours.fetch_add(1, std::memory_order_relaxed);
-      for (const Tensor& t : made) describe(t, layout);
-      turns.done(layout);
-      return Results<Ret>::of(made, call);
-    }
-    // Behind its host a device reports an earlier call, which only ours can tell.
-    if (s.device != c10::kCPU && !failure.memory) failure.raise();
-    if (call.written.empty() || failure.memory) return original(keys, args...);  // raises what its users know
-    original(keys, args...);
-    failure.raise();  // if that did not: ours has written, in part, to what was to be changed
-  }
-
+ private:
   State& s;
 };
 
@@ -452,13 +327,8 @@ const Row kRows[] = {
 // OPERATOR ROWS
 };
 
-std::vector<std::unique_ptr<State>>& states() {
-  static auto* all = new std::vector<std::unique_ptr<State>>;
-  return *all;
-}
-
 State* state_at(Py_ssize_t at) {
-  if (at >= 0 && size_t(at) < states().size()) return states()[size_t(at)].get();
+  if (at >= 0 && size_t(at) < gates<State>().size()) return gates<State>()[size_t(at)].get();
   PyErr_SetString(PyExc_IndexError, "no such gate");
   return nullptr;
 }
@@ -469,8 +339,10 @@ PyObject* make(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "ssss", &name, &overload, &key, &device)) return nullptr;
   return guarded([&]() -> PyObject* {
     auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-    states().push_back(std::make_unique<State>(op, c10::parseDispatchKey(key), c10::Device(device).type()));
-    return PyLong_FromSize_t(states().size() - 1);
+    gates<State>().push_back(std::make_unique<State>(op, c10::parseDispatchKey(key), c10::Device(device).type()));
+    State* s = gates<State>().back().get();
+    s->large = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Large>(s));
+    return PyLong_FromSize_t(gates<State>().size() - 1);
   });
 }
 
@@ -494,11 +366,7 @@ PyObject* open(PyObject*, PyObject* args) {
     const auto& name = s->op.operator_name();
     for (const Row& row : kRows) {
       if (name.name != row.name || name.overload_name != row.overload) continue;
-      s->original = c10::TypedOperatorHandle<Peek>::kernel(s->op, s->dispatch_key);
-      Silent silent;
-      c10::WarningUtils::WarningHandlerGuard guard(&silent);
-      s->registration.emplace(c10::Dispatcher::singleton().registerImpl(
-          name, s->dispatch_key, row.make(s), std::nullopt, nullptr, "flambeau gate"));
+      s->take(s->dispatch_key, row.make(s));
       Py_RETURN_NONE;
     }
     PyErr_Format(PyExc_LookupError, "no gate for %s.%s was compiled", name.name.c_str(), name.overload_name.c_str());

@@ -1,4 +1,5 @@
-// What all gates share: Python's view of a call's arguments, how a program in Python is run, and how an error comes back.
+// What all gates share: which calls are alike, Python's view of their arguments, how a program in Python is run, how an
+// error comes back, and the place in the dispatch table.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -9,15 +10,18 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 // Of libtorch_python, whose own headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+PyObject* THPGenerator_Wrap(const at::Generator& generator);
 namespace torch {
 PyObject* getTHPDtype(at::ScalarType type);
 }
@@ -35,6 +39,116 @@ class c10::TypedOperatorHandle<Peek> {
 namespace {
 
 using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+using Words = c10::SmallVector<int64_t, 64>;
+
+// ---------------------------------------------------------------------------------------- what a call looks like
+
+int64_t bits(double x) {
+  int64_t out;
+  std::memcpy(&out, &x, sizeof out);
+  return out;
+}
+
+size_t hash(const Words& words) {
+  uint64_t h = 0xcbf29ce484222325u;
+  for (int64_t word : words) h = (h ^ uint64_t(word)) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
+  return size_t(h);
+}
+
+// Of a tensor of a backend that is nothing but memory: not sparse, quantized, conjugate, wrapped, named.
+c10::DispatchKeySet usual_keys(c10::DispatchKey key) {
+  auto backend = c10::toBackendComponent(key);
+  return c10::DispatchKeySet(key) | c10::getAutocastRelatedKeySetFromBackend(backend) |
+         c10::getAutogradRelatedKeySetFromBackend(backend) | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+}
+
+// Of a tensor on the CPU with one element.
+at::Scalar value_of(const Tensor& t) {
+  const void* data = t.const_data_ptr();
+  switch (t.scalar_type()) {  // what Python's numbers become; `item` takes as long as all the rest of a gate
+    case at::kDouble: return *static_cast<const double*>(data);
+    case at::kLong: return *static_cast<const int64_t*>(data);
+    case at::kBool: return *static_cast<const bool*>(data);
+    default: return t.item();
+  }
+}
+
+// A call as words that decide which kernel serves it, and its tensors.
+struct Call {
+  c10::DispatchKeySet usual;
+  bool scalars;       // those on the CPU take part by their value
+  bool plain = true;  // nothing in it that only the original knows how to treat
+  c10::DeviceIndex device = -1;
+  Words words, values;  // numbers are among the values where they are looked at as such
+  c10::SmallVector<Tensor, 8> tensors;
+  c10::SmallVector<bool, 8> written;  // of the tensors
+  at::Generator generator;
+
+  Call(c10::DispatchKeySet keys, bool by_value) : usual(keys), scalars(by_value) {
+    word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // of results, where integers go in
+  }
+
+  void word(int64_t x) { words.push_back(x); }
+
+  void look(const IValue& x, bool number, bool write) {
+    if (x.isTensor()) return look(x.toTensor(), write);
+    if (x.isTensorList()) return each(x.toTensorList(), [&](const Tensor& t) { look(t, write); });
+    if (x.isOptionalTensorList())
+      return each(x.toOptionalTensorList(), [&](const std::optional<Tensor>& t) { look(t.value_or(Tensor()), write); });
+    word(x.isInt() + 2 * x.isDouble() + 3 * x.isBool() + 4 * x.isNone());  // 1 and 1.0 give different results
+    if (x.isNone()) return;
+    Words& place = number ? values : words;
+    if (x.isInt()) return place.push_back(x.toInt());
+    if (x.isDouble()) return place.push_back(bits(x.toDouble()));
+    if (x.isBool()) return word(x.toBool());
+    if (x.isString()) return word(int64_t(std::hash<std::string>()(x.toStringRef())));
+    if (x.isIntList()) return each(x.toIntList(), [&](int64_t n) { word(n); });
+    if (x.isBoolList()) return each(x.toBoolList(), [&](bool n) { word(n); });
+    if (x.isDoubleList()) return each(x.toDoubleList(), [&](double n) { word(bits(n)); });
+    if (x.isGenerator()) generator = x.toGenerator();
+    else plain = false;  // a symbol, a complex number, a device
+  }
+
+ private:
+  template <class T, class Fn>
+  void each(const c10::List<T>& items, Fn&& one) {
+    word(int64_t(items.size()));
+    for (size_t i = 0; i < items.size(); ++i) one(items.get(i));
+  }
+
+  void look(const Tensor& t, bool write) {
+    if (!t.defined()) return word(-1);
+    if (scalars && t.device().is_cpu() && t.dim() == 0 && !write) return scalar(t);
+    auto* impl = t.unsafeGetTensorImpl();
+    if (!usual.has_all(impl->key_set()) || impl->has_symbolic_sizes_strides() || !t.has_storage() ||
+        (device != -1 && device != t.device().index())) {
+      plain = false;
+      return;
+    }
+    device = t.device().index();
+    word(int64_t(t.scalar_type()) | t.dim() << 8 | int64_t(device) << 32);
+    for (int64_t n : t.sizes()) word(n);
+    for (int64_t n : t.strides()) word(n);
+    tensors.push_back(t);
+    written.push_back(write);
+  }
+
+  void scalar(const Tensor& t) {
+    static const c10::DispatchKeySet keys = usual_keys(c10::DispatchKey::CPU);
+    auto kind = t.scalar_type();
+    if (c10::isComplexType(kind) || t._is_zerotensor() || t.is_neg() || !keys.has_all(t.key_set())) {
+      plain = false;
+      return;
+    }
+    word(1000 + int64_t(kind) * 2 + t.unsafeGetTensorImpl()->is_wrapped_number());
+    at::Scalar value = value_of(t);
+    values.push_back(value.isFloatingPoint() ? bits(value.toDouble()) : value.toLong());
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------ Python
 
 struct Gil {
   PyGILState_STATE state = PyGILState_Ensure();
@@ -71,7 +185,7 @@ PyObject* python(const c10::List<T>& items) {
   return made;
 }
 
-PyObject* python(const c10::IValue& x, bool dtype) {
+PyObject* python(const IValue& x, bool dtype) {
   if (x.isTensor()) return python(x.toTensor());
   if (x.isInt() && dtype) return Py_NewRef(torch::getTHPDtype(at::ScalarType(x.toInt())));
   if (x.isInt()) return python(x.toInt());
@@ -127,10 +241,92 @@ bool answer(PyObject* returned, std::vector<Tensor>& out, Failure& failure) {
   return false;
 }
 
+// The results of a program, or what it said against the call. It takes the tensors, then those of the numbers that
+// `lifted` has bits for; `with_generator` runs it where the call brings a generator.
+bool run(PyObject* program, const Call& call, uint64_t lifted, PyObject* with_generator, std::vector<Tensor>& out,
+         Failure& failure) {
+  Gil gil;
+  Private guard;
+  Py_ssize_t at = 0;
+  Owned list(PyList_New(Py_ssize_t(call.tensors.size()) + __builtin_popcountll(lifted)));
+  for (const Tensor& t : call.tensors) PyList_SET_ITEM(list.get(), at++, THPVariable_Wrap(t));
+  for (size_t i = 0; lifted >> i; ++i)
+    if (lifted >> i & 1) PyList_SET_ITEM(list.get(), at++, python(call.values[i]));
+  if (!call.generator.defined()) return answer(PyObject_CallOneArg(program, list.get()), out, failure);
+  Owned generator(THPGenerator_Wrap(call.generator));
+  return answer(PyObject_CallFunctionObjArgs(with_generator, program, list.get(), generator.get(), nullptr), out,
+                failure);
+}
+
+// ------------------------------------------------------------------------------------------- the dispatch table
+
 // The dispatcher warns of a second kernel for one key, which is what this is for.
 struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
+
+// Before the kernel that an operator has at a key.
+struct Place {
+  c10::OperatorHandle op;
+  c10::KernelFunction original;
+  std::optional<c10::RegistrationHandleRAII> registration;
+  std::vector<bool> numbers, dtypes, writes;  // of the arguments
+  std::vector<int> returns;                   // the argument that each result is, or -1
+  std::vector<bool> lists;                    // of the results
+
+  explicit Place(c10::OperatorHandle handle) : op(handle) {
+    const auto& schema = op.schema();
+    for (const auto& a : schema.arguments()) {
+      auto type = a.real_type();
+      numbers.push_back(type->kind() == c10::TypeKind::NumberType);
+      dtypes.push_back(type->str().rfind("ScalarType", 0) == 0);
+      writes.push_back(a.alias_info() != nullptr && a.alias_info()->isWrite());
+    }
+    for (const auto& r : schema.returns()) {
+      int from = -1;
+      for (size_t i = 0; r.alias_info() != nullptr && i < schema.arguments().size(); ++i) {
+        const auto* info = schema.arguments()[i].alias_info();
+        if (info != nullptr && info->beforeSets() == r.alias_info()->beforeSets()) from = int(i);
+      }
+      returns.push_back(from);
+      lists.push_back(r.type()->kind() == c10::TypeKind::ListType);
+    }
+  }
+
+  void take(c10::DispatchKey key, c10::KernelFunction kernel) {
+    original = c10::TypedOperatorHandle<Peek>::kernel(op, key);
+    Silent silent;
+    c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    registration.emplace(c10::Dispatcher::singleton().registerImpl(op.operator_name(), key, std::move(kernel),
+                                                                   std::nullopt, nullptr, "flambeau gate"));
+  }
+
+  Owned arguments(c10::ArrayRef<IValue> args, PyObject* (*shown)(const IValue&, bool)) const {
+    Owned given(PyTuple_New(Py_ssize_t(args.size())));
+    for (size_t i = 0; i < args.size(); ++i) PyTuple_SET_ITEM(given.get(), Py_ssize_t(i), shown(args[i], dtypes[i]));
+    return given;
+  }
+
+  // What was made takes the place of the arguments, or those that are the results do.
+  void give(Stack& stack, std::vector<Tensor>& made) const {
+    std::vector<IValue> results;
+    size_t next = 0;
+    for (size_t i = 0; i < returns.size(); ++i) {
+      if (returns[i] >= 0) results.push_back(torch::jit::peek(stack, size_t(returns[i]), writes.size()));
+      else if (lists[i]) results.emplace_back(c10::List<Tensor>(c10::ArrayRef<Tensor>(made).slice(next)));
+      else results.emplace_back(std::move(made.at(next++)));
+    }
+    torch::jit::drop(stack, writes.size());
+    for (IValue& result : results) stack.push_back(std::move(result));
+  }
+};
+
+// Never freed: a call may stand in a gate while another thread takes it out, and tensors may outlive the interpreter.
+template <class State>
+std::vector<std::unique_ptr<State>>& gates() {
+  static auto* all = new std::vector<std::unique_ptr<State>>;
+  return *all;
+}
 
 }  // namespace
 

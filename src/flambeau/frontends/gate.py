@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 from flambeau.errors import UnsupportedError
-from flambeau.targets.toolchain import whole_text
 
 from .eager_ops import all_forms, cpp_names
-from .native import load_native, python_headers
-
-_NAME = "gate"
-_FOLDER = Path(__file__).parent
+from .native import load_native, python_headers, source
 
 
 class Gates(Protocol):
@@ -43,17 +38,12 @@ def load_gates() -> Gates:
     if not (python_headers() / "Python.h").exists():
         raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
                                hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
-    gates: Gates = load_native(_NAME, "the gates before eager operators", source())
-    return gates
+    return load_native("gate", "the gates before eager operators", text())
 
 
-def text(name: str) -> str:
-    return whole_text(_FOLDER / f"{name}.cpp")
-
-
-def source() -> str:
-    """The text with its table of operators."""
+def text() -> str:
+    """gate.cpp with its table of operators."""
     headers, types = cpp_names(all_forms())
-    return text(_NAME).replace(
+    return source("gate").replace(
         "// OPERATOR HEADERS", "\n".join(f"#include <{h}>" for h in headers)).replace(
         "// OPERATOR ROWS", "\n".join(f"    row<{t}>()," for t in types))

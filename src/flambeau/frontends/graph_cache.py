@@ -129,8 +129,7 @@ class GraphCache:
         def forward(*args: Any) -> Any:
             return run([*first, *args])
 
-        made: Callable[..., Any] = torch._dynamo.disable(forward, reason="do not trace AOT-compiled graph")
-        return made
+        return torch._dynamo.disable(forward, reason="do not trace AOT-compiled graph")
 
     # ---- keep ------------------------------------------------------------------------------------------
 

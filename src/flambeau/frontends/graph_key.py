@@ -19,21 +19,19 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 import flambeau
 from flambeau.config import SETTINGS, config
 from flambeau.targets.base import Target
 
+from .region_nodes import SPACES, SYMBOLIC, TENSORS, namespace
+
 LOADED = time.time()
 SOURCES = (".py", ".h", ".cpp")
 # Whose functions and operators are as fixed as their package's version, which is in the key.
 MODULES = ("torch", "operator", "_operator", "math", "builtins")
-NAMESPACES = ("aten", "prims", "prim", "flambeau")
-TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)  # what flows between pieces is fake
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device,
              torch.layout, torch.memory_format)
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Settings that say where and how to work, not what comes out.
 ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "regions", "compiler", "compile_jobs", "verify", "log",
          "progress")
@@ -169,9 +167,8 @@ def node_target(gm: fx.GraphModule, n: fx.Node) -> str:
 
 
 def callable_text(f: Any) -> str:
-    if isinstance(f, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        space = str(f).partition(".")[0]
-        if space not in NAMESPACES:
+    if (space := namespace(f)) is not None:
+        if space not in SPACES:
             raise Uncacheable(f"the operator {f} comes from outside of torch")
         return f"op {f}"
     if isinstance(f, torch._ops.HigherOrderOperator):

@@ -28,6 +28,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from torch._C import TensorBase
 from flambeau.targets.base import Recorder, Recording, Run
 
 from . import lists
+from .geometry import overlapping, reach
 from .lists import Watch
 from .recordable import Recordable
 
@@ -137,19 +139,16 @@ class Take:
             return False
         with _GIVEN_LOCK:
             given = GIVEN.setdefault(place, [])
-            later = bisect_right(given, self.number, key=number_of)
+            later = bisect_right(given, self.number, key=attrgetter("number"))
             given[later:] = [take for take in given[later:] if take.in_use()]
             return later == len(given)
 
-    def give_in(self, place: Hashable, args: list[Any], copied: set[int]) -> list[Any]:
+    def give(self, place: Hashable, args: list[Any], copied: set[int]) -> list[Any]:
         with _GIVEN_LOCK:
             given = GIVEN.setdefault(place, [])
-            at = bisect_left(given, self.number, key=number_of)
+            at = bisect_left(given, self.number, key=attrgetter("number"))
             if at == len(given) or given[at] is not self:
                 given.insert(at, self)
-        return self.give(args, copied)
-
-    def give(self, args: list[Any], copied: set[int]) -> list[Any]:
         out: list[Any] = []
         copied = copied | self.scalars
         for k, r in enumerate(self.results):
@@ -174,10 +173,6 @@ _GIVEN_LOCK = threading.Lock()
 _made = itertools.count()
 
 
-def number_of(take: Take) -> int:
-    return take.number
-
-
 def is_resident(x: torch.Tensor) -> bool:
     """Whether it is a result of a recording."""
     return RESIDENT[TensorBase.data_ptr(x)] > 0
@@ -199,16 +194,8 @@ def given_out(x: Any, inputs: list[Any], starts: dict[int, int]) -> Result:
 
 def elements(x: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
     """Sizes and strides, of what is copied: where elements overlap, of all memory from the first to the last."""
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return (extent(x),), (1,)
-        reach += (size - 1) * stride
-    return x.shape, x.stride()
-
-
-def extent(x: torch.Tensor) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    shape, strides = x.shape, x.stride()
+    return ((reach(shape, strides),), (1,)) if overlapping(shape, strides) else (shape, strides)
 
 
 # ---- the recordings of a graph ---------------------------------------------------------------------------
@@ -312,7 +299,7 @@ class Recorded:
             if self.tally.replayed % RESTS == 0:
                 self.drop_unused()
         take.last = self.tally.calls
-        return take.give_in((place, self.group), args, self.copied)
+        return take.give((place, self.group), args, self.copied)
 
     def hint(self, args: list[Any]) -> tuple[int, ...]:
         return tuple(TensorBase.data_ptr(args[k]) for k in self.guides)
@@ -446,9 +433,9 @@ class Recorded:
     def static(self, key: Hashable, k: int, x: torch.Tensor) -> torch.Tensor:
         """Memory for an argument that moves: recordings of one place are replayed one after the other."""
         place = key[1][0]  # type: ignore[index]
-        which = (place, k, x.dtype, extent(x), torch.is_inference_mode_enabled())
+        which = (place, k, x.dtype, reach(x.shape, x.stride()), torch.is_inference_mode_enabled())
         if which not in self.memory:
-            self.memory[which] = torch.empty(extent(x), dtype=x.dtype, device=x.device)
+            self.memory[which] = torch.empty(which[3], dtype=x.dtype, device=x.device)
         return self.memory[which]
 
     def drop_unused(self) -> None:

@@ -25,6 +25,8 @@ from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMe
 from torch._guards import CompileContext
 from torch.fx.experimental._backward_state import BackwardState
 
+from .region_nodes import namespace
+
 NATIVE = ("aten", "prim", "prims")
 
 
@@ -85,12 +87,6 @@ def ordinary(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     foreign = any(space not in NATIVE for t in operators if (space := namespace(t)) is not None)
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return not foreign and not hooked and not any(isinstance(x, BackwardState) for x in inputs)
-
-
-def namespace(target: Any) -> str | None:
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return target._qualified_op_name.partition("::")[0]
-    return target.namespace if isinstance(target, torch._ops.OpOverload) else None
 
 
 def returns_new_tensors(m: ViewAndMutationMeta) -> bool:

@@ -14,7 +14,6 @@ import torch
 from torch._C import TensorBase
 from torch._C._dynamo.guards import TensorGuards
 
-from .gate import text
 from .native import Background
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -29,7 +28,8 @@ class Watch:
         self.addresses = torch.zeros(sum(self.counts), dtype=torch.int64, device="cpu")
         self.by_list = self.addresses.split(self.counts)
         self.moves = 0  # how often something moved
-        self._kinds = kinds_of(tuple(lists))
+        module = native()
+        self._kinds = PythonKinds(tuple(lists)) if module is None else NativeKinds(module, tuple(lists))
         if not self.check(lists):
             raise AssertionError("lists that differ from themselves")
 
@@ -44,22 +44,15 @@ class Watch:
         return bool(self._kinds.apart(self.addresses))
 
 
-def kinds_of(lists: tuple[list[torch.Tensor], ...]) -> NativeKinds | PythonKinds:
-    module = native()
-    return PythonKinds(lists) if module is None else NativeKinds(module, lists)
-
-
 class NativeKinds:
     def __init__(self, module: Any, lists: tuple[list[torch.Tensor], ...]) -> None:
         self.module, self.watch = module, module.make(lists, PLAIN)
 
     def check(self, lists: tuple[list[torch.Tensor], ...], addresses: torch.Tensor) -> int:
-        found: int = self.module.check(self.watch, lists, addresses.data_ptr())
-        return found
+        return self.module.check(self.watch, lists, addresses.data_ptr())
 
     def apart(self, _: torch.Tensor) -> bool:
-        found: bool = self.module.apart(self.watch)
-        return found
+        return self.module.apart(self.watch)
 
 
 class PythonKinds:
@@ -101,8 +94,7 @@ def numbers(scalars: list[torch.Tensor], addresses: torch.Tensor) -> list[float]
     """Scalars on the CPU of one dtype, with their addresses; one if all are equal."""
     module = native()
     if module is not None and scalars[0].dtype in (torch.float32, torch.float64):
-        found: list[float] = module.numbers(addresses.data_ptr(), len(scalars), scalars[0].element_size())
-        return found
+        return module.numbers(addresses.data_ptr(), len(scalars), scalars[0].element_size())
     found = [t.item() for t in scalars]
     return found[:1] if len(set(found)) == 1 else found
 
@@ -115,7 +107,7 @@ def open_extension(module: Any) -> None:
     module.open([*samples, torch.nn.Parameter(samples[1]), samples[2][1:]])
 
 
-EXTENSION = Background("lists", "the watch over lists of tensors", text, open_extension, seconds=2,
+EXTENSION = Background("lists", "the watch over lists of tensors", open_extension, seconds=2,
                        without="steps of optimizers spend more time in Python")
 
 

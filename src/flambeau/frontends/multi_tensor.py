@@ -25,6 +25,7 @@ from flambeau.ir.dtypes import SUPPORTED
 from flambeau.targets.base import get_target
 
 from . import lists
+from .geometry import dense
 from .lists import PLAIN, Watch
 from .pipeline import LOCK
 from .row_kernels import COUNT, SCALARS, Declined, Form, RowKind, TableLaunch, Variant, compile_row, target_name
@@ -318,7 +319,7 @@ def is_row(row: dict[str, torch.Tensor]) -> bool:
             raise Declined(f"{name} that differ from their parameters")
         elif t.stride() != p.stride() and not (t.is_contiguous() and p.is_contiguous()):
             return False
-    return p.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(p))
+    return dense(p)
 
 
 def check_plain(name: str, t: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.cache import DiskCache, shared_cache
-from flambeau.targets.toolchain import find_toolchain, load_extension
+from flambeau.targets.toolchain import find_toolchain, load_extension, whole_text
 
 LONG = 5  # seconds of a build that people are told of
 
@@ -32,15 +32,20 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 
 
-def load_native(name: str, what: str, text: str, load: Callable[[Path], Any] | None = None,
+def source(name: str) -> str:
+    """A file of this folder, with those that it includes."""
+    return whole_text(Path(__file__).with_name(f"{name}.cpp"))
+
+
+def load_native(name: str, what: str, text: str | None = None, load: Callable[[Path], Any] | None = None,
                 seconds: int = 20) -> Any:
-    """The Python module, or what `load` makes of the library, that a text is compiled to. CompileError where there is
-    nothing to compile with.
+    """The Python module, or what `load` makes of the library, that a text is compiled to; by default, the file of that
+    name. CompileError where there is nothing to compile with.
 
     `what` names it to people, who are told of builds that take long. A process loads it once, whether it compiled it
     or not.
     """
-    load = load or partial(load_extension, name)
+    text, load = text or source(name), load or partial(load_extension, name)
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     home = Path(torch.__file__).parent
     toolchain = replace(find_toolchain(config.compiler, disk), flags=(*_FLAGS, f"-I{home / 'include'}"),
@@ -75,11 +80,11 @@ def load_native(name: str, what: str, text: str, load: Callable[[Path], Any] | N
 
 class Background:
     """An extension that is built, or loaded, once and in the background; until then, and where there is none, Python
-    does its work. `text` gives its text, `opened` makes it ready; `without` says what it is like without."""
+    does its work. `opened` makes it ready; `without` says what it is like without."""
 
-    def __init__(self, name: str, what: str, text: Callable[[str], str], opened: Callable[[Any], Any], seconds: int,
-                 without: str) -> None:
-        self.name, self.what, self.text, self.opened = name, what, text, opened
+    def __init__(self, name: str, what: str, opened: Callable[[Any], Any], seconds: int, without: str,
+                 text: str | None = None) -> None:
+        self.name, self.what, self.opened, self.text = name, what, opened, text
         self.seconds, self.without = seconds, without
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -113,7 +118,7 @@ class Background:
     def _build(self) -> None:
         module = None
         try:
-            found = load_native(self.name, self.what, self.text(self.name), seconds=self.seconds)
+            found = load_native(self.name, self.what, self.text, seconds=self.seconds)
             self.opened(found)
             module = found
         except Exception as error:  # whatever it is, programs run

@@ -167,5 +167,4 @@ class _Writer:
         self.lines.append(f"return {self.text(self.output.args[0])}")
         source = f"def run({self.parameters}):\n" + "".join(f"    {line}\n" for line in self.lines)
         exec(compile(source, "<flambeau regions>", "exec"), self.scope)
-        made: Callable[..., Any] = self.scope["run"]
-        return made
+        return self.scope["run"]

@@ -64,8 +64,9 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
     forms = wanted(target.wins, only, exclude, UNTRIED)
     key = torch._C._dispatch_key_for_device(kind.type)
     usable = {form: size for form, size in forms.items() if has_kernel(form, key)}
+    native = load_gates()  # which may fail: nothing is replaced before
     steps = EagerSteps(kind.type) if only is None and target.capabilities().tables else None
-    return Acceleration(load_gates(), kind.type, key, usable, _Settings(wait, tune), steps)
+    return Acceleration(native, kind.type, key, usable, _Settings(wait, tune), steps)
 
 
 def accelerated() -> list[Replaced]:

@@ -22,6 +22,7 @@ import torch.fx as fx
 from flambeau.config import config
 
 from . import pipeline
+from .geometry import copied
 from .pipeline import Compiled
 
 
@@ -70,7 +71,7 @@ class Call:
         return {n: found[n] for n in nodes}
 
     def fresh(self) -> list[Any]:
-        return [copied(x) for x in self.inputs]
+        return [kept(x) for x in self.inputs]
 
 
 class Keeper(fx.Interpreter):
@@ -128,24 +129,17 @@ def recorded() -> Iterator[list[Call]]:
 
 def record(made: Compiled, run: Any, args: list[Any], calls: list[Call]) -> Any:
     held = list(args)  # the run empties the list
-    calls.append(call := Call(made, [copied(x) for x in held], states()))
+    calls.append(call := Call(made, [kept(x) for x in held], states()))
     outputs = run(args)
-    call.outputs = [copied(x) for x in outputs]
+    call.outputs = [kept(x) for x in outputs]
     writes = any(n.target is torch.ops.aten.copy_.default for n in call.graph.nodes)
-    call.after = [copied(x) for x in held] if writes else call.inputs
+    call.after = [kept(x) for x in held] if writes else call.inputs
     return outputs
 
 
-def copied(x: Any) -> Any:
-    """A tensor in memory of its own, with the same strides: kernels are compiled for them."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    x = x.detach()
-    if x.layout is not torch.strided:
-        return x.clone()
-    if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):  # elements share memory
-        return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+def kept(x: Any) -> Any:
+    """A value as it is now."""
+    return copied(x) if isinstance(x, torch.Tensor) else x
 
 
 def states() -> list[Any]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)  # what flows between pieces is fake
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 GRADIENTS = torch._C._set_grad_enabled
 # Whose functions act on their arguments and on nothing else.
@@ -127,6 +127,13 @@ def name_of(n: fx.Node) -> str:
     return n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
 
 
+def namespace(f: Any) -> str | None:
+    """Of an operator; None if it is none."""
+    if isinstance(f, torch._ops.OpOverloadPacket):
+        return f._qualified_op_name.partition("::")[0]
+    return f.namespace if isinstance(f, torch._ops.OpOverload) else None
+
+
 def is_heavy(n: fx.Node) -> bool:
     """A call of a library, which no kernel reaches across."""
     name = name_of(n)
@@ -167,8 +174,7 @@ def check_function(gm: fx.GraphModule, n: fx.Node) -> None:
         for x in n.all_input_nodes:
             if (body := subgraph(gm, x)) is not None:
                 check_plain(body, ())
-    elif isinstance(f, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        space = f.namespace if isinstance(f, torch._ops.OpOverload) else f._qualified_op_name.partition("::")[0]
+    elif (space := namespace(f)) is not None:
         if space not in SPACES:
             raise Refused(f"it calls {f}, whose effects are unknown")
     elif not is_state(n) and f not in ALSO and getattr(f, "__module__", None) not in MODULES:

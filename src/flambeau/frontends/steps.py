@@ -77,8 +77,7 @@ def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | N
         callback = callback._torchdynamo_orig_backend
     if getattr(callback, "compiler_fn", callback) is not backend:
         return None
-    given: dict[str, Any] = getattr(callback, "kwargs", {})
-    return given
+    return getattr(callback, "kwargs", {})
 
 
 def passing(convert: Callable[..., Any], files: frozenset[str], ours: Callable[..., Any]) -> Callable[..., Any]:

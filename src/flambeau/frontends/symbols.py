@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from flambeau.errors import UnsupportedError
-from flambeau.ir.index import Index, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
+from flambeau.ir.index import Atom, Index, Op, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
+
+# Functions of sympy, by name, and ours.
+FOLDED: dict[str, Callable[[Index, Index], Index]] = {
+    "Add": operator.add, "Mul": operator.mul, "Max": maximum, "Min": minimum}
+BINARY = {"FloorDiv": floordiv, "CleanDiv": floordiv, "Mod": mod, "PythonMod": mod}
 
 
 @dataclass(frozen=True)
@@ -89,30 +96,14 @@ class Symbols:
             a, b = (self.convert(x, env) for x in e.args[0].args)
             return ceildiv(a, b) if name == "CeilToInt" else floordiv(a, b)
         args = [self.convert(a, env) for a in e.args] if name not in ("Pow", "Rational") else []
-        if e.is_Add:
-            return sum(args[1:], args[0])
-        if e.is_Mul:
-            out = args[0]
-            for a in args[1:]:
-                out = out * a
-            return out
+        if name in FOLDED:
+            return reduce(FOLDED[name], args)
+        if name in BINARY and len(args) == 2:
+            return BINARY[name](*args)
         if name == "Pow" and e.args[1].is_Integer and int(e.args[1]) > 0:
-            base = self.convert(e.args[0], env)
-            out = base
-            for _ in range(int(e.args[1]) - 1):
-                out = out * base
-            return out
-        if name in ("FloorDiv", "CleanDiv") and len(args) == 2:
-            return floordiv(*args)
-        if name in ("Mod", "PythonMod"):
-            return mod(*args)
+            return reduce(operator.mul, [self.convert(e.args[0], env)] * int(e.args[1]))
         if name == "ModularIndexing":
             return mod(floordiv(args[0], args[1]), args[2])
-        if name in ("Max", "Min"):
-            out = args[0]
-            for a in args[1:]:
-                out = (maximum if name == "Max" else minimum)(out, a)
-            return out
         if name == "Identity":
             return args[0]
         raise UnsupportedError(f"symbolic size {e} has no index form")
@@ -120,7 +111,6 @@ class Symbols:
 
 def python_text(i: Index) -> str:
     """Python source of an index over size symbols."""
-    from flambeau.ir.index import Atom, Op
 
     def atom(a: Atom) -> str:
         if isinstance(a, Sym):

@@ -3,6 +3,8 @@
     report = check_opinfo("nn.functional.hardswish", torch.float32)
     assert not report.failures and not report.externs
 
+    python -m flambeau.frontends.testing [name-part ...] [--dtype float32] [--limit N]
+
 All graphs of one operator are captured first (running as ATen), then built together, then run again on our kernels:
 one compiler start instead of one for each sample. The judge is eager in the same dtype at torch's own tolerances; where
 eager itself is off in low precision, the float64 result decides: ours may not be further from it than eager's. With
@@ -11,9 +13,14 @@ numerics="eager" there are no tolerances: results have eager's bits, random ones
 
 from __future__ import annotations
 
+import argparse
+import json
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,13 +36,15 @@ from flambeau.errors import GuessedShapeError
 from flambeau.ir.numerics import wants_bits
 
 from .decompositions import table
-from .differences import INTEGERS, ordered, plane
+from .differences import difference
+from .geometry import copied
 from .pipeline import Options, compile_graph, interpret
 from .whole import whole_operators
 
 OPS: dict[str, OpInfo] = {o.formatted_name: o for o in op_db}
 RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "exponential", "geometric", "cauchy", "multinomial",
           "empty", "log_normal", "rrelu", "poisson", "fractional")
+PARTS = ("output", "gradient")
 
 # Outputs that eager itself leaves as they are in memory: the state of random numbers where nothing is random.
 UNDEFINED: dict[str, tuple[int, ...]] = {"torch.ops.aten._flash_attention_forward": (2, 3),
@@ -48,7 +57,7 @@ class Report:
     dtype: torch.dtype
     samples: int = 0
     gradients: int = 0
-    externs: dict[str, int] = field(default_factory=dict)
+    externs: dict[str, int] = field(default_factory=dict)  # operators that kernels of ours did not compute, and calls
     failures: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # eager or the capture itself refuses the sample
     values: int = 0  # compared bit by bit
@@ -57,6 +66,10 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.failures
+
+    @property
+    def native(self) -> bool:
+        return self.samples > 0 and not self.externs
 
 
 class Switch:
@@ -69,15 +82,19 @@ class Switch:
         self.random = False
 
 
-def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | None = None, grad: bool = True,
-                 numerics: str = "fast", device: str = "cpu") -> Report:
+def samples_of(op: OpInfo, dtype: torch.dtype, limit: int | None, device: str) -> tuple[list[SampleInput], bool]:
+    """The first samples, or all, and whether there are gradients to compare."""
+    grad = op.supports_autograd and dtype in op.supported_backward_dtypes(device) and dtype.is_floating_point
+    torch.manual_seed(1234)
+    return list(op.sample_inputs(device, dtype, requires_grad=grad))[:limit], grad
+
+
+def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | None = None, numerics: str = "fast",
+                 device: str = "cpu") -> Report:
     """Every sample input (or the first `limit`) of the op_db entry `name` (as in OPS) in `dtype`."""
     op = OPS[name]
     report = Report(name, dtype)
-    wants_grad = grad and op.supports_autograd and dtype in op.supported_backward_dtypes(device) \
-        and dtype.is_floating_point
-    torch.manual_seed(1234)
-    samples = list(op.sample_inputs(device, dtype, requires_grad=wants_grad))[:limit]
+    samples, wants_grad = samples_of(op, dtype, limit, device)
     cases = [c for s in samples if (c := _Case.make(op, s, wants_grad, report, wants_bits(numerics))) is not None]
     switches = [s for c in cases for s in c.switches]
     for s in switches:
@@ -126,7 +143,7 @@ class _Case:
     exact: bool = False
     switches: list[Switch] = field(default_factory=list)
     traced: Callable[..., Any] | None = None
-    kinds: list[torch.dtype] = field(default_factory=list)  # of the outputs that have gradients
+    kinds: list[torch.dtype] = field(default_factory=list)  # of the outputs
 
     @classmethod
     def make(cls, op: OpInfo, sample: SampleInput, wants_grad: bool, report: Report, exact: bool) -> _Case | None:
@@ -174,29 +191,14 @@ class _Case:
 
     def evaluate(self, fn: Callable[..., Any], dtype: torch.dtype | None = None) -> tuple[list[Any], list[Any]]:
         """(outputs, gradients) for fixed random output gradients; in `dtype`, arguments that name one included."""
-        args = []
-        for t in self.leaves:
-            x = t.detach().clone(memory_format=torch.preserve_format)
-            if x.stride() != t.stride():
-                dense = t.numel() and min(t.stride(), default=1) > 0
-                x = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) if dense \
-                    else t.detach()
-            if dtype is not None and x.is_floating_point():
-                x = x.to(dtype)
-            args.append(x.requires_grad_(t.requires_grad and self.wants_grad))
+        args = [copied(t, dtype if t.is_floating_point() else None).requires_grad_(t.requires_grad and self.wants_grad)
+                for t in self.leaves]
         torch.manual_seed(42)  # as the entries that draw numbers do themselves, when they are not traced
         results = fn(*args) if dtype is None else fn(*args, dtype=dtype)
         outs = [o for o in pytree.tree_leaves(results) if isinstance(o, torch.Tensor)]
-        grads: list[Any] = []
-        diff = [o for o in outs if o.requires_grad]
-        if self.wants_grad and diff:
-            g = torch.Generator().manual_seed(3)
-            seeds = [torch.randn(o.shape, generator=g, dtype=torch.float64) for o in diff]
-            if dtype is None:
-                self.kinds = [o.dtype for o in diff]
-            # The reference has the same output gradients, rounded as the others have them.
-            seeds = [seed.to(kind).to(o) for seed, kind, o in zip(seeds, self.kinds, diff, strict=True)]
-            grads = list(torch.autograd.grad(diff, [a for a in args if a.requires_grad], seeds, allow_unused=True))
+        if dtype is None:
+            self.kinds = [o.dtype for o in outs]
+        grads = gradients(outs, [a for a in args if a.requires_grad], self.kinds) if self.wants_grad else []
         return [o.detach() for o in outs], grads
 
     def repeats(self, part: int, k: int, y: torch.Tensor) -> bool:
@@ -221,7 +223,7 @@ class _Case:
             return
         ours, our_grads = self.evaluate(self.traced)
         report.gradients += bool(our_grads)
-        exact: tuple[list[Any], list[Any]] | None = None
+        wide = cache(lambda: self.evaluate(self.call, torch.float64))
         for part, (a, b) in enumerate(((ours, eager), (our_grads, eager_grads))):
             assert len(a) == len(b), f"{len(a)} results, eager has {len(b)}"
             for k, (x, y) in enumerate(zip(a, b, strict=True)):
@@ -238,32 +240,43 @@ class _Case:
                         report.skipped.append("eager: its own results differ from run to run")
                         continue
                     report.values, report.unequal = report.values + x.numel(), report.unequal + count
-                    assert not count, f"{'gradient' if part else 'output'} {k}: {count} of {x.numel()}, {ulps} ulps"
+                    assert not count, f"{PARTS[part]} {k}: {count} of {x.numel()}, {ulps} ulps"
                     continue
                 if self.random or any(s.random for s in self.switches):
                     continue  # other numbers than eager's by design; tests/ops/test_random.py judges those
-                try:
-                    torch.testing.assert_close(x, y, equal_nan=True, **tolerance(self.fn, x.dtype))  # type: ignore[arg-type]
-                except AssertionError as e:
-                    if not x.is_floating_point():
-                        raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
-                    try:
-                        exact = exact or self.evaluate(self.call, torch.float64)
-                    except RuntimeError:  # there is no such call in float64
-                        raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
-                    if not no_further(x, y, exact[part][k]):
-                        raise AssertionError(f"{'gradient' if part else 'output'} {k}: {e}") from None
+                judge(self.fn, x, y, wide, part, k)
+
+
+def gradients(outs: Sequence[Any], leaves: Sequence[torch.Tensor], kinds: Sequence[torch.dtype]) -> list[Any]:
+    """For fixed output gradients, drawn and rounded to these dtypes: a reference in another one has the same."""
+    differentiable = [(o, kind) for o, kind in zip(outs, kinds, strict=True) if o.requires_grad]
+    if not differentiable or not leaves:
+        return []
+    draw = torch.Generator().manual_seed(3)
+    seeds = [torch.randn(o.shape, generator=draw, dtype=torch.float64).to(kind).to(o) for o, kind in differentiable]
+    return list(torch.autograd.grad([o for o, _ in differentiable], leaves, seeds, allow_unused=True))
 
 
 def differing(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
     """How many values have other bits than y's, NaN aside, and by how many representable numbers at most."""
-    x, y = plane(x), plane(y)
-    a, b = (t.view(INTEGERS[t.element_size()]).long() for t in (x, y))
-    if not x.is_floating_point():
-        return int((a != b).sum()), 0
-    other = (a != b) & ~(x.isnan() & y.isnan())
-    a, b = (ordered(t, 8 * x.element_size()) for t in (a, b))
-    return int(other.sum()), int((a - b)[other].abs().max()) if bool(other.any()) else 0
+    found = difference("", y, x)
+    assert not found.note, found.note
+    return found.differ, found.max_ulps
+
+
+def judge(op: Any, x: torch.Tensor, y: torch.Tensor, exact: Callable[[], tuple[list[Any], list[Any]]], part: int,
+          k: int) -> None:
+    """Raise unless x is eager's y at torch's tolerances, or no further than y from the float64 result."""
+    try:
+        torch.testing.assert_close(x, y, equal_nan=True, **tolerance(op, y.dtype))  # type: ignore[arg-type]
+    except AssertionError as e:
+        failure = AssertionError(f"{PARTS[part]} {k}: {e}")
+        try:
+            near = y.is_floating_point() and no_further(x, y, exact()[part][k])
+        except RuntimeError:  # there is no such call in float64
+            raise failure from None
+        if not near:
+            raise failure from None
 
 
 def tolerance(op: Any, dtype: torch.dtype) -> dict[str, float]:
@@ -299,34 +312,37 @@ def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:
     return bool(ours.square().mean() <= 4 * eager.square().mean()) and bool(ours.abs().amax() <= 3 * eager.abs().amax())
 
 
-def main() -> None:
-    """python -m flambeau.frontends.testing [name-part ...] [--dtype float32] [--limit N]: a quick table."""
-    import argparse
-    import time
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*")
+def print_table(check: Callable[..., Report], doc: str, limit: int | None = None) -> None:
+    """The command line of a check: a line for each entry, and what is wrong with it."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("names", nargs="*", help="parts of names; none: every entry")
     parser.add_argument("--dtype", action="append")
-    parser.add_argument("--limit", type=int)
+    parser.add_argument("--limit", type=int, default=limit, help="samples of each entry")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--exact", action="store_true", help="names are whole, not parts")
+    parser.add_argument("--part", default="0/1", help="k/n: every n-th entry from the k-th on")
+    parser.add_argument("--json", type=Path)
     a = parser.parse_args()
+    named = [name for name in OPS if not a.names or any((n == name) if a.exact else (n in name) for n in a.names)]
     dtypes = [getattr(torch, d) for d in a.dtype or ["float32"]]
-    for name, op in OPS.items():
-        if a.names and not any((n == name) if a.exact else (n in name) for n in a.names):
-            continue
-        for dtype in dtypes:
-            if dtype not in op.supported_dtypes(a.device):
-                continue
-            t = time.perf_counter()
-            r = check_opinfo(name, dtype, limit=a.limit, device=a.device)
-            print(f"{'ok  ' if r.ok else 'FAIL'} {name} {str(dtype)[6:]} samples={r.samples} grads={r.gradients} "
-                  f"externs={r.externs or '-'} skipped={len(r.skipped)} {time.perf_counter() - t:.1f}s", flush=True)
-            for f in r.failures[:3]:
-                print("     ", f.replace("\n", " ")[:500])
-            for f in r.skipped[:2]:
-                print("      skipped:", f.replace("\n", " ")[:200])
+    cases = [(name, dtype) for name in named for dtype in dtypes if dtype in OPS[name].supported_dtypes(a.device)]
+    k, n = map(int, a.part.split("/"))
+    reports: list[Report] = []
+    for name, dtype in cases[k::n]:
+        start = time.perf_counter()
+        r = check(name, dtype, limit=a.limit, device=a.device)
+        reports.append(r)
+        print(f"{'ok  ' if r.ok else 'FAIL'} {name} {str(dtype)[6:]} samples={r.samples} grads={r.gradients} "
+              f"externs={r.externs or '-'} skipped={len(r.skipped)} {time.perf_counter() - start:.1f}s", flush=True)
+        for text in (*r.failures[:3], *(f"skipped: {f}" for f in r.skipped[:2])):
+            print("     ", text.replace("\n", " ")[:500], flush=True)
+        if a.json:
+            rows = [{"op": r.op, "ok": r.ok, "native": r.native, "samples": r.samples, "externs": r.externs}
+                    for r in reports]
+            a.json.write_text(json.dumps(rows, indent=1))
+    right, native = sum(r.ok for r in reports), sum(r.ok and r.native for r in reports)
+    print(f"{len(reports)} entries, {right} right, {native} of them without externs")
 
 
 if __name__ == "__main__":
-    main()
+    print_table(check_opinfo, __doc__.partition("\n")[0])

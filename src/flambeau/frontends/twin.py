@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 
 from flambeau.errors import UnsupportedError
 
+from .geometry import copied
+
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 CASTS = {torch.Tensor.float: torch.Tensor.double, torch.Tensor.half: torch.Tensor.double,
          torch.Tensor.bfloat16: torch.Tensor.double}
@@ -126,16 +128,8 @@ class Twin:
         """A copy in memory of its own, of the same strides, which starts a graph of its own."""
         if id(t) in self.memo:
             return self.memo[id(t)]
-        flat = t.detach()
-        if self.wide and t.is_floating_point():
-            twin = flat.double()
-        elif self.wide and t.is_complex():
-            twin = flat.to(torch.complex128)
-        else:
-            twin = flat.clone()
-        if t.layout is torch.strided and twin.stride() != t.stride() and not overlaps(t):
-            twin = torch.empty_strided(t.shape, t.stride(), dtype=twin.dtype, device=twin.device).copy_(twin)
-        self.memo[id(t)] = twin = twin.requires_grad_(t.requires_grad)
+        wide = torch.float64 if t.is_floating_point() else torch.complex128 if t.is_complex() else None
+        self.memo[id(t)] = twin = copied(t, wide if self.wide else None).requires_grad_(t.requires_grad)
         return twin
 
 
@@ -189,10 +183,6 @@ def parts(x: Any) -> Iterable[Any]:
 def owner(x: Any) -> str:
     """The package that a function, or the class of an object, comes from."""
     return str(getattr(x if isinstance(x, types.FunctionType) else type(x), "__module__", None)).partition(".")[0]
-
-
-def overlaps(t: torch.Tensor) -> bool:
-    return any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 @contextmanager

@@ -80,11 +80,8 @@ class Product(torch.autograd.Function):
         return torch.ops.flambeau.prod_backward.default(grad, *ctx.saved_tensors, *ctx.where), None, None
 
 
-def product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    return Product.apply(x if dtype is None else x.to(dtype), None, False)
-
-
-def product_along(x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def product(x: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
+            dtype: torch.dtype | None = None) -> Any:
     return Product.apply(x if dtype is None else x.to(dtype), dim, keepdim)
 
 
@@ -123,8 +120,7 @@ def whole_operators(exact: bool = False) -> Iterator[None]:
             wanted[getattr(aten, name + "_backward").default] = {DispatchKey.Meta: gradient_shape}
     wanted[aten.cumprod_backward.default] = dict.fromkeys(KEYS, torch.ops.flambeau.cumprod_backward.default)
     if exact:
-        wanted[aten.prod.default] = {DispatchKey.Autograd: product}
-        wanted[aten.prod.dim_int] = {DispatchKey.Autograd: product_along}
+        wanted |= {op: {DispatchKey.Autograd: product} for op in (aten.prod.default, aten.prod.dim_int)}
     before = {op: dict(op.py_kernels) for op in wanted}
     try:
         for op, kernels in wanted.items():

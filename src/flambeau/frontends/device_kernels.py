@@ -1,0 +1,26 @@
+"""What kernels of the device that are written in Python have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def private(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """What a kernel does on the host is not the caller's: neither modes nor a default device reach it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return kernel(*args, **kwargs)
+
+    return call
+
+
+@cache
+def aten_named(name: str) -> Any:
+    """The operator of that name, "index.Tensor" or "equal"."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
