@@ -18,8 +18,8 @@ import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_int
 from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import Dyn, Index, Op, Sym
-from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.index import Index, Op, Sym
+from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, reductions_of
 
 from .cfamily import CLike, Writer
 from .cpp import SPECIAL
@@ -206,29 +206,17 @@ def host_text(i: Index, names: dict[Sym, str]) -> str:
     return f"({' + '.join(parts)})"
 
 
-def exprs_of(k: Kernel) -> list[Expr]:
-    if isinstance(k, LoopKernel):
-        return [*(e for s in k.stages for i in s for e in i.exprs), *(k.bounds or ())]
-    if isinstance(k, ScanKernel):
-        return [*k.exprs, *k.finish]
-    if isinstance(k, ContractKernel):
-        return [k.left, k.right, *(e for i in k.items for e in i.exprs)]
-    places = [a.expr for a in k.address.atoms() if isinstance(a, Dyn)]
-    return [e for e in (k.init, k.value, k.mask, *places) if e is not None]
-
-
 def dtypes_of(k: Kernel) -> frozenset[DType]:
     """All that it reads, computes and writes."""
-    combines = [i.combine for s in k.stages for i in s] if isinstance(k, LoopKernel) \
+    combines = [i.joins for i in reductions_of(k.items)] if isinstance(k, LoopKernel) \
         else [k.combine] if isinstance(k, ScanKernel) else []
-    inside = [e.dtype for e in walk(*exprs_of(k), *(e for c in combines if c is not None for e in c.result))]
+    inside = [e.dtype for e in walk(*k.everything(), *(e for c in combines for e in c.result))]
     return frozenset((*inside, *(p.dtype for p in k.params)))
 
 
 def reaches(k: Kernel) -> Iterator[int]:
     """For each pointer how many bytes from there on the kernel can touch, 0 where sizes of the run decide it."""
-    stores = [(k.name, k.address), (k.name, k.init_address)] if isinstance(k, ScatterKernel) else list(k.stores)
-    touched = [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs_of(k))), *stores]
+    touched = [*((e.attr[0], e.attr[1][0]) for e in loads(*k.everything())), *k.stores]
     for p in k.params:
         ends = [a.bounds()[1] for name, a in touched if name == p.name]
         yield 0 if None in ends else p.dtype.itemsize * (1 + max((n for n in ends if n is not None), default=0))

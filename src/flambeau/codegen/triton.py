@@ -17,7 +17,7 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float
 from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
-from flambeau.ir.index import ONE, Dyn, Index, Op, Sym, as_index, product
+from flambeau.ir.index import ONE, Dyn, Index, Op, Sym, as_index, volume
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
 
@@ -209,9 +209,9 @@ class BlockWriter(Writer):
         """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
         own end is dropped, and lies in the same 16 bytes as what is not."""
         v = self.gathered
-        if v is None or v.extent is None or self.axes.get(v) not in self.masks or not is_aligned(address, v):
+        if v is None or self.axes.get(v) not in self.masks or not is_aligned(address, v):
             return self.masks
-        whole = -(-v.extent.const // WIDE) * WIDE
+        whole = -(-v.size.const // WIDE) * WIDE
         return {**self.masks, self.axes[v]: f"({self.sym(v)} < {whole})"}
 
     def branched(self, inside: str | None, vars: Iterable[Sym], free: Iterable[int], write: Callable[[], list[str]]
@@ -396,8 +396,7 @@ class BlockWriter(Writer):
             if v in blocks:
                 self.axes[v] = len(self.axes)
         for v in reversed(vars):
-            assert v.extent is not None
-            size, block = v.extent, blocks.get(v, 1)
+            size, block = v.size, blocks.get(v, 1)
             count = count_text(size, block, self.index)
             name = self.sym(v)
             last = v is vars[0]
@@ -468,7 +467,7 @@ def power(n: int) -> int:
 def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sym]) -> bool:
     """Whether some index can leave 32 bits."""
     inside = [i for e in walk(*exprs) for i in e.own_indices()]
-    points = product(v.extent for v in vars if v.extent is not None)
+    points = volume(vars)
     return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
 
 

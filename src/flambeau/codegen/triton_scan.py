@@ -47,8 +47,7 @@ class ScanBlocks(BlockWriter):
         self.k = k
         self.addresses = dict(k.stores)
         self.inside_text: str | None = None  # what holds where the piece at hand is whole
-        assert k.axis.extent is not None
-        self.length: Index = k.axis.extent
+        self.length: Index = k.axis.size
 
     def render(self) -> Draft:
         k = self.k
@@ -88,8 +87,7 @@ class ScanBlocks(BlockWriter):
         """How many programs there are if the axis is not cut; sizes of the run count as large."""
         n = 1
         for v in outer:
-            assert v.extent is not None
-            n *= -(-v.extent.const // blocks.get(v, 1)) if v.extent.is_const else PROGRAMS
+            n *= -(-v.size.const // blocks.get(v, 1)) if v.size.is_const else PROGRAMS
         return n
 
     # ---- one piece -------------------------------------------------------------------------------------
@@ -233,7 +231,7 @@ class ScanBlocks(BlockWriter):
         """Workspace: a counter, then the states of all pieces."""
         k, size = self.k, self.blocks[self.row]
         lanes = math.prod(blocks.values())
-        sizes = [(v.extent, blocks.get(v, 1)) for v in outer if v.extent is not None]
+        sizes = [(v.size, blocks.get(v, 1)) for v in outer]
         self.line(f"strips = {' * '.join(count_text(n, b, self.index) for n, b in sizes) or '1'}")
         self.line(f"pieces = {count_text(self.length, size, self.index)}")
         self.line("counter = work.to(tl.pointer_type(tl.int32))")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flambeau.ir.program import CHUNK, Item, TableKernel
+from flambeau.ir.program import CHUNK, Item, TableKernel, reductions_of
 
 from .triton import BlockWriter, Draft
 from .triton_loops import THREADS, per_thread
@@ -49,7 +49,7 @@ class TableBlocks(BlockWriter):
             return Draft(self, GRID, 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
         moving = [at for at, p in enumerate(self.columns) if p.name in self.moves]
-        size = self.tuning.sized(THREADS * per_thread(e for s in k.stages for i in s for e in i.exprs))
+        size = self.tuning.sized(THREADS * per_thread(k.everything()))
         self.blocks, self.axes = [size], {vars[0]: 0}
         aligned = " | ".join(f"a{at}" for at in moving)
         for header, whole in ((f"if (length == {CHUNK}) & ((({aligned}) & 15) == 0):", True), ("else:", False)):
@@ -65,8 +65,8 @@ class TableBlocks(BlockWriter):
 
     def pieces(self, size: int, whole: bool) -> None:
         v = next(iter(self.axes))
-        reductions = [i for items in self.k.stages for i in items if i.combine is not None]
-        taken = {i.names[0]: self.start(i.combine, self.full()) for i in reductions if i.combine is not None}
+        reductions = reductions_of(self.k.items)
+        taken = {i.names[0]: self.start(i.joins, self.full()) for i in reductions}
         with self.scope(f"for piece in range(0, {CHUNK if whole else 'length'}, {size}):", (v,), footer=""):
             self.line(f"{self.sym(v)} = piece + {self.arange(0)}")
             self.masks = {}
@@ -78,23 +78,20 @@ class TableBlocks(BlockWriter):
             else:
                 self.items()
         for i in reductions:
-            assert i.combine is not None
-            for name, text in zip(i.names, self.reduced(i.combine, taken[i.names[0]], 0), strict=True):
+            for name, text in zip(i.names, self.reduced(i.joins, taken[i.names[0]], 0), strict=True):
                 self.line(f"tl.store({self.short[name]}, {text})")
 
     def join(self, reductions: Sequence[Item], taken: dict[str, list[str]]) -> None:
         """What lies in this piece, lane by lane."""
         for i in reductions:
-            assert i.combine is not None
             slots = taken[i.names[0]]
-            values = self.operands(i.combine, i.exprs, 0)
-            for slot, new in zip(slots, self.combined(i.combine, slots, values), strict=True):
+            values = self.operands(i.joins, i.exprs, 0)
+            for slot, new in zip(slots, self.combined(i.joins, slots, values), strict=True):
                 self.line(f"{slot} = {new}")
 
     def items(self) -> None:
         places = dict(self.k.stores)
-        for items in self.k.stages:
-            for i in items:
-                text = self.keep(i.names[0], i.exprs[0])
-                if i.names[0] in places:
-                    self.store(i.names[0], places[i.names[0]], text, self.full())
+        for i in self.k.items:
+            text = self.keep(i.names[0], i.exprs[0])
+            if i.names[0] in places:
+                self.store(i.names[0], places[i.names[0]], text, self.full())

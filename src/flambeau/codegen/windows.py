@@ -39,8 +39,7 @@ class WindowWriter(NestWriter):
         if not apart:
             yield lo, hi
             return
-        assert v.extent is not None
-        block = Sym(f"{v.name}w", v.extent)
+        block = Sym(f"{v.name}w", v.size)
         start = self.sym(block)
         with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {LANES}) {{", (block,)):
             end = self.fresh("e")

@@ -10,7 +10,7 @@ import torch
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import const, index_value, loads, masked, where
-from flambeau.ir.index import ONE, Index, Sym, as_index, product
+from flambeau.ir.index import ONE, Index, Sym, as_index, volume
 from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
 
 PIECE = 4096  # points below which a piece is not worth its own result
@@ -28,18 +28,17 @@ def split_reductions(graph: Graph, caps: Capabilities) -> None:
 
 
 def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
-    if not all(v.extent is not None and v.extent.is_const for v in n.vars):
+    if not all(v.size.is_const for v in n.vars):
         return [n]
-    points = int(product(v.extent for v in n.reduced if v.extent is not None))
-    results = int(product(v.extent for v in n.kept if v.extent is not None))
+    points = int(volume(n.reduced))
+    results = int(volume(n.kept))
     rows = reduces_contiguous(graph, n)
     programs = results if rows else -(-results // SIDE)
     least = PIECE if rows else PIECE // SIDE
     if programs * 2 > caps.programs or points < 4 * least:
         return [n]
-    longest = max(n.reduced, key=lambda v: v.extent.const if v.extent is not None else 0)
-    assert longest.extent is not None
-    size = longest.extent.const
+    longest = max(n.reduced, key=lambda v: v.size.const)
+    size = longest.size.const
     pieces = min(caps.programs // programs, points // least, size)
     if pieces < 2:
         return [n]
@@ -48,10 +47,10 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     pieces = -(-size // length)
     # The pieces stand where results next to each other stay so.
     kept = list(n.kept)
-    shape: list[Index] = [v.extent for v in kept if v.extent is not None]
+    shape = [v.size for v in kept]
     at = len(kept) if rows else 0
     shape.insert(at, as_index(pieces))
-    inner = [as_index(length) if v is longest else v.extent for v in n.reduced if v.extent is not None]
+    inner = [as_index(length) if v is longest else v.size for v in n.reduced]
     vars = dim_vars((*shape, *inner))
     index = as_indices(vars)
     others = [i for k, i in enumerate(index[: len(shape)]) if k != at]
@@ -82,7 +81,7 @@ def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
         strides = graph.buffers[name].strides
         if strides is not None:
             places.append(sum((i * s for i, s in zip(index, strides, strict=True)), as_index(0)))
-    own = frozenset(v for v in n.vars if v.extent is not ONE)
+    own = frozenset(v for v in n.vars if v.size is not ONE)
     depths = [len(own & place.symbols()) for place in places]
     score = 0
     for place, depth in zip(places, depths, strict=True):

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from flambeau.ir.expr import Expr, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
-from flambeau.ir.program import AnyKernel, Call, Copy, Item, Launch, LoopKernel, Param, Program, TableKernel
+from flambeau.ir.program import AnyKernel, Call, Copy, Item, Launch, LoopKernel, Param, Program, TableKernel, exprs_of
 
 FEWEST = 4  # launches that are worth a table
 Step: TypeAlias = Launch | Call | Copy
@@ -33,7 +33,7 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
     """A launch in the form that it shares with others; None if it is not a map of whole tensors."""
     if not isinstance(k, LoopKernel) or k.inner or k.bounds is not None or len(k.outer) > 1 or not is_plain(k):
         return None
-    length = k.outer[0].extent if k.outer else ONE
+    length = k.outer[0].size if k.outer else ONE
     assert length is not None
     mapping = dict.fromkeys(k.outer, as_index(PLACE))
     # What is updated in place is one pointer here: all that is read of it, is read before it is written.
@@ -41,9 +41,8 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
     names = {p.name: f"r{columns.index(a)}" for p, a in zip(k.params, args, strict=True)}
     written = {names[p.name] for p in k.params if p.written}
     dtypes = {names[p.name]: p.dtype for p in k.params}
-    for items in k.stages:
-        for i in items:
-            names.setdefault(i.names[0], f"t{len(names)}")
+    for i in k.items:
+        names.setdefault(i.names[0], f"t{len(names)}")
 
     def rename(e: Expr) -> Expr:
         if e.op == "load":
@@ -67,7 +66,7 @@ def is_plain(k: LoopKernel) -> bool:
     for name, at in k.accesses():
         if not (at is own or at.is_const) or places.setdefault(name, at) is not at:
             return False
-    everything = walk(*(e for items in k.stages for i in items for e in i.exprs))
+    everything = walk(*exprs_of(k.items))
     return all(e.op == "load" or (e.op not in ("check", "require", "fold") and not e.own_indices()) for e in everything)
 
 
@@ -120,12 +119,7 @@ def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], pla
 
 def at_one_place(k: TableKernel) -> TableKernel:
     """What the kernel is for tensors of one element."""
-    b, first = k.body, {PLACE: ZERO}
-    memo: dict[Expr, Expr] = {}
-    stages = tuple(tuple(replace(i, exprs=tuple(rewrite(e, lambda x: x, first, memo) for e in i.exprs)) for i in items)
-                   for items in b.stages)
-    stores = tuple((name, at.subs(first)) for name, at in b.stores)
-    return TableKernel(replace(b, outer=(), vector=None, stages=stages, stores=stores))
+    return TableKernel(replace(k.body.rewritten(lambda x: x, {PLACE: ZERO}), outer=(), vector=None))
 
 
 def ranks_of(p: Program, segment: list[Launch]) -> list[int]:
