@@ -16,8 +16,6 @@ from flambeau.ir.scalar import (
     exp2,
     hypot,
     isinf,
-    isnan,
-    log,
     log1p,
     math1,
     maximum,
@@ -59,23 +57,3 @@ def logaddexp2(a: Expr, b: Expr) -> Expr:
     return where(isinf(a) & eq(a, b), a, more)
 
 
-def _times_unless_zero(x: Expr, y: Expr, product: Expr) -> Expr:
-    """Zero times anything but NaN is zero."""
-    return where(isnan(y), y, where(eq(x, 0), 0, product))
-
-
-@lower_pointwise(aten.xlogy, kind="float")
-def xlogy(x: Expr, y: Expr) -> Expr:
-    return _times_unless_zero(x, y, x * log(y))
-
-
-@lower_pointwise(aten.special_xlog1py, kind="float")
-def xlog1py(x: Expr, y: Expr) -> Expr:
-    return _times_unless_zero(x, y, x * log1p(y))
-
-
-@lower_pointwise(aten.special_entr, kind="float")
-def entr(x: Expr) -> Expr:
-    """-x log(x), 0 at zero, minus infinity below."""
-    below = where(eq(x, 0), const(0, x.dtype), -math.inf)
-    return where(isnan(x), x, where(x > 0, -x * log(x), below))
