@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import accumulator, is_float, opmath, promote
+from flambeau.ir.dtypes import opmath, promote
 from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, minimum, product
 from flambeau.ir.nodes import Value
@@ -18,17 +18,11 @@ from flambeau.ir.scalar import fold_over, window
 from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
 from .view import (
     along,
-    diagonal,
-    embed,
     equal,
     flat,
-    in_diagonal,
     is_empty,
-    permute,
     regroup,
     reshape,
-    transpose,
-    unsqueeze,
     within,
 )
 
@@ -57,29 +51,6 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
         return out
 
     return build.pointwise((*real[0].shape[:d], ends[-1], *real[0].shape[d + 1:]), body)
-
-
-@lower(aten.stack, aten._stack)
-def stack(tensors: Sequence[Value], dim: int = 0) -> Value:
-    d = wrap_dim(dim, tensors[0].rank + 1)
-    return cat([unsqueeze(x, d) for x in tensors], d)
-
-
-@lower(aten.block_diag)
-def block_diag(tensors: Sequence[Value]) -> Value:
-    blocks = [reshape(x, (1,) * (2 - x.rank) + x.shape) for x in tensors]
-    dtype = promote(operand(x) for x in tensors)
-    tops = list(itertools.accumulate((x.shape[0] for x in blocks), initial=ZERO))
-    lefts = list(itertools.accumulate((x.shape[1] for x in blocks), initial=ZERO))
-
-    def body(i: tuple[Index, ...]) -> Expr:
-        out = const(0, dtype)
-        for k, x in enumerate(blocks):
-            here = within(i[0], tops[k], tops[k + 1]) & within(i[1], lefts[k], lefts[k + 1])
-            out = where(here, cast(x.load((i[0] - tops[k], i[1] - lefts[k]), here), dtype), out)
-        return out
-
-    return build.pointwise((tops[-1], lefts[-1]), body)
 
 
 # ---- padding -----------------------------------------------------------------------------------------
@@ -240,46 +211,11 @@ def roll(x: Value, shifts: Any, dims: Any = ()) -> Value:
     return build.pointwise(x.shape, lambda i: read(i, list(total), const(True, torch.bool)))
 
 
-@lower(aten.rot90)
-def rot90(x: Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> Value:
-    a, b = dims
-    turns: dict[int, Callable[[], Value]] = {
-        0: lambda: x, 1: lambda: transpose(flip(x, [b]), a, b), 2: lambda: flip(x, [a, b]),
-        3: lambda: transpose(flip(x, [a]), a, b)}
-    return turns[k % 4]()
-
-
 @lower(aten.repeat)
 def repeat(x: Value, repeats: Sequence[IndexLike]) -> Value:
     x = reshape(x, (1,) * (len(repeats) - x.rank) + x.shape)
     return x.view([n * r for n, r in zip(x.shape, repeats)], lambda i: [
         ZERO if n is ONE or n is ZERO else k % n for k, n in zip(i, x.shape)])
-
-
-@lower(aten.pixel_shuffle)
-def pixel_shuffle(x: Value, factor: int) -> Value:
-    """(c·r·r, h, w) to (c, h·r, w·r)."""
-    *lead, c, h, w = x.shape
-    split = reshape(x, (*lead, c // (factor * factor), factor, factor, h, w))
-    n = len(lead)
-    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
-    return reshape(permute(split, order), (*lead, c // (factor * factor), h * factor, w * factor))
-
-
-@lower(aten.pixel_unshuffle)
-def pixel_unshuffle(x: Value, factor: int) -> Value:
-    """(c, h·r, w·r) to (c·r·r, h, w)."""
-    *lead, c, h, w = x.shape
-    split = reshape(x, (*lead, c, h // factor, factor, w // factor, factor))
-    n = len(lead)
-    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
-    return reshape(permute(split, order), (*lead, c * (factor * factor), h // factor, w // factor))
-
-
-@lower(aten.channel_shuffle, aten.native_channel_shuffle)
-def channel_shuffle(x: Value, groups: IndexLike) -> Value:
-    n, c, *rest = x.shape
-    return reshape(transpose(reshape(x, (n, groups, c // groups, *rest)), 1, 2), x.shape)
 
 
 # ---- triangles, diagonals, masks ---------------------------------------------------------------------
@@ -297,26 +233,6 @@ def triu(x: Value, diagonal: int = 0) -> Value:
 
 def _keep(x: Value, i: Sequence[Index], kept: Expr) -> Expr:
     return where(kept, x.load(i), const(0, x.dtype))
-
-
-@lower(aten.diag_embed)
-def diag_embed(x: Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Value:
-    rank = x.rank + 1
-    a, b = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
-    side = x.shape[-1] + abs(offset)
-    shape: list[IndexLike] = list(x.shape[:-1])
-    for d in sorted((a, b)):
-        shape.insert(d, side)
-    return embed(x, shape, in_diagonal(rank, offset, a, b))
-
-
-@lower(aten.trace)
-def trace(x: Value) -> Value:
-    line = diagonal(x)
-    kept = accumulator(x.dtype)
-    add = build.simple_combine("sum", kept)
-    total, = build.reduce(line.shape, [0], add, lambda i: cast(line.load(i), kept))
-    return build.pointwise((), lambda i: total.load(i), x.dtype if is_float(x.dtype) else torch.int64)
 
 
 @lower(aten.masked_fill)

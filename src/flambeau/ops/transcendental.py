@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir.expr import Expr, const, where
 from flambeau.ir.scalar import (
@@ -25,19 +24,12 @@ from flambeau.ops.registry import lower_pointwise, table
 from flambeau.ops.rounding import mad
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
-_IN_BOTH = (
+table("float", {getattr(aten, name): math1(name) for name in (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
-    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc",
-)
-table("float", {getattr(ops, name): math1(name) for name in _IN_BOTH for ops in (aten, prims)})
-table("float", {
-    aten.sigmoid: math1("sigmoid"),
-    aten.erfinv: math1("erfinv"), prims.erf_inv: math1("erfinv"),
-    aten.atan2: atan2, prims.atan2: atan2,
-    aten.hypot: hypot, prims.hypot: hypot,
-})
+    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "sigmoid",
+)})
+table("float", {aten.atan2: atan2, aten.hypot: hypot})
 
 
 @lower_pointwise(aten.sinc, kind="float")

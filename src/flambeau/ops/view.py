@@ -190,7 +190,7 @@ def expand(x: Value, size: Sequence[IndexLike], implicit: bool = False) -> Value
 # ---- parts: select, slice, diagonal ------------------------------------------------------------------
 #
 # A part is described twice: as a view of the whole, and as the Place of a point of the whole in it. The
-# second gives the operators that write into the part: *_scatter keep the rest, *_backward have zeros there.
+# second gives the operators that write into the part, *_scatter.
 
 
 def overwrite(x: Value, part: Value, place: Callable[[Sequence[Index]], Place]) -> Value:
@@ -201,16 +201,6 @@ def overwrite(x: Value, part: Value, place: Callable[[Sequence[Index]], Place]) 
         return where(inside, cast(part.load(at, inside), x.dtype), x.load(i))
 
     return build.pointwise(x.shape, body)
-
-
-def embed(part: Value, size: Sequence[IndexLike], place: Callable[[Sequence[Index]], Place]) -> Value:
-    """Zeros of the given size, but for the part."""
-
-    def body(i: tuple[Index, ...]) -> Expr:
-        inside, at = place(i)
-        return where(inside, part.load(at, inside), const(0, part.dtype))
-
-    return build.pointwise(size, body)
 
 
 def wrap_index(index: IndexLike, size: Index) -> Index:
@@ -236,11 +226,6 @@ def _in_select(shape: Sequence[Index], dim: int, index: IndexLike) -> Callable[[
 @lower(aten.select_scatter)
 def select_scatter(x: Value, src: Value, dim: int, index: IndexLike) -> Value:
     return overwrite(x, src, _in_select(x.shape, dim, index))
-
-
-@lower(aten.select_backward)
-def select_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, index: IndexLike) -> Value:
-    return embed(grad, sizes, _in_select([as_index(n) for n in sizes], dim, index))
 
 
 def slice_range(size: Index, start: IndexLike | None, end: IndexLike | None) -> tuple[Index, Index]:
@@ -290,12 +275,6 @@ def slice_scatter(x: Value, src: Value, dim: int = 0, start: IndexLike | None = 
     return overwrite(x, src, _in_slice(x.shape, dim, start, end, step))
 
 
-@lower(aten.slice_backward)
-def slice_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, start: IndexLike, end: IndexLike,
-                   step: IndexLike) -> Value:
-    return embed(grad, sizes, _in_slice([as_index(n) for n in sizes], dim, start, end, step))
-
-
 @lower(aten.diagonal, aten.diagonal_copy)
 def diagonal(x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     a, b = wrap_dim(dim1, x.rank), wrap_dim(dim2, x.rank)
@@ -315,11 +294,6 @@ def in_diagonal(rank: int, offset: int, dim1: int, dim2: int) -> Callable[[Seque
 @lower(aten.diagonal_scatter)
 def diagonal_scatter(x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     return overwrite(x, src, in_diagonal(x.rank, offset, dim1, dim2))
-
-
-@lower(aten.diagonal_backward)
-def diagonal_backward(grad: Value, sizes: Sequence[IndexLike], offset: int, dim1: int, dim2: int) -> Value:
-    return embed(grad, sizes, in_diagonal(len(sizes), offset, dim1, dim2))
 
 
 # ---- many parts --------------------------------------------------------------------------------------
