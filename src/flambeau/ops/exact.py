@@ -21,7 +21,7 @@ SUMS = frozenset((
     "col2im", "hamming_window", "hann_window", "index_add", "index_put", "index_reduce", "kaiser_window", "linspace",
     "logspace", "put", "range", "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
     "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward", "scatter_add",
-    "scatter_reduce", "trace", "unfold_backward",
+    "scatter_reduce", "unfold_backward",
 ))
 # Of the other families, the operators that choose one of their values.
 CHOICES = frozenset((
