@@ -14,7 +14,7 @@ from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import walk
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Item
+from flambeau.ir.program import Item, identities_of
 
 from .windows import WindowWriter
 
@@ -53,13 +53,11 @@ class CascadeWriter(WindowWriter):
         while count < MOST and not (steps is not None and steps.is_const and steps.const <= room):
             count, room = count + 1, room * JOINS
         upper: dict[str, str] = {}
-        for i in reductions:
-            for n, ident in zip(i.names, i.joins.identity, strict=True):
-                upper[n] = self.fresh("up")
-                self.line(f"alignas(64) {self.d.types[ident.dtype]} {upper[n]}[{count}][{lanes}];")
-                start = self.d.constant(ident.attr, ident.dtype)
-                self.line(f"for (int j = 0; j < {count}; ++j) "
-                          f"for (int l = 0; l < {lanes}; ++l) {upper[n]}[j][l] = {start};")
+        for n, ident in identities_of(reductions):
+            upper[n] = self.fresh("up")
+            self.line(f"alignas(64) {self.d.types[ident.dtype]} {upper[n]}[{count}][{lanes}];")
+            each = f"for (int j = 0; j < {count}; ++j) for (int l = 0; l < {lanes}; ++l)"
+            self.line(f"{each} {upper[n]}[j][l] = {self.d.constant(ident.attr, ident.dtype)};")
         done = self.fresh("n")
         self.line(f"{self.d.long} {done} = 0;")
         return Levels(reductions, states, upper, lanes, count, done, every)

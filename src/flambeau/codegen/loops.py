@@ -15,7 +15,7 @@ from dataclasses import replace
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, loads, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, volume
-from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of
+from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
 
 from .cascade import FEW, JOINS, ROWS, CascadeWriter, Levels
 from .cfamily import Dialect, Scope
@@ -351,14 +351,20 @@ class LoopWriter(CascadeWriter):
     def declare(self, reductions: Sequence[Item], count: int, prefix: str = "a") -> dict[str, str]:
         """One array of states per component, filled with the identity."""
         names: dict[str, str] = {}
-        for i in reductions:
-            for name, ident in zip(i.names, i.joins.identity, strict=True):
-                arr = names[name] = self.fresh(prefix)
-                kind = self.d.types[ident.dtype]
-                self.line(f"alignas(64) {kind} {arr}[{count}];")
-                start = self.d.constant(ident.attr, ident.dtype)
-                self.line(f"for (int l = 0; l < {count}; ++l) {arr}[l] = {start};")
+        for name, identity in identities_of(reductions):
+            names[name] = self.fresh(prefix)
+            self.line(f"alignas(64) {self.d.types[identity.dtype]} {names[name]}[{count}];")
+            self.fill(names[name], count, identity)
         return names
+
+    def fill(self, array: str, count: int, identity: Expr) -> None:
+        start = self.d.constant(identity.attr, identity.dtype)
+        self.line(f"for (int l = 0; l < {count}; ++l) {array}[l] = {start};")
+
+    def join(self, reductions: Sequence[Item], into: dict[str, str], parts: dict[str, str], there: str = "l") -> None:
+        """Lane l of some states with a lane of others."""
+        for i in reductions:
+            self.combine_into(i.joins, [f"{into[n]}[l]" for n in i.names], [f"{parts[n]}[{there}]" for n in i.names])
 
     def join_lanes(self, reductions: Sequence[Item], arrays: dict[str, str], lanes: int,
                    joined: Callable[[int], None] = lambda lanes: None) -> None:
@@ -366,9 +372,7 @@ class LoopWriter(CascadeWriter):
         half = lanes // 2
         while half:
             with self.scope(f"for (int l = 0; l < {half}; ++l) {{", pragma=self.d.simd):
-                for i in reductions:
-                    self.combine_into(i.joins, [f"{arrays[n]}[l]" for n in i.names],
-                                      [f"{arrays[n]}[l + {half}]" for n in i.names])
+                self.join(reductions, arrays, arrays, f"l + {half}")
             joined(half)
             half //= 2
 
@@ -556,9 +560,7 @@ class LoopWriter(CascadeWriter):
             return
         with self.scope(f"for (int h = 1; h < {count}; h *= 2) {{"), \
                 self.scope(f"for (int l = 0; l + h < {count}; l += 2 * h) {{"):
-            for i in reductions:
-                self.combine_into(i.joins, [f"{partial[n]}[l]" for n in i.names],
-                                  [f"{partial[n]}[l + h]" for n in i.names])
+            self.join(reductions, partial, partial, "l + h")
 
     # ---- columns -------------------------------------------------------------------------------------
 
@@ -692,10 +694,8 @@ class LoopWriter(CascadeWriter):
                 self.store(n, self.address[n], self.reread(n))
 
     def set_identity(self, reductions: Sequence[Item], arrays: dict[str, str]) -> None:
-        for i in reductions:
-            for n, ident in zip(i.names, i.joins.identity, strict=True):
-                self.line(f"for (int l = 0; l < {self.width}; ++l) {arrays[n]}[l] = "
-                          f"{self.d.constant(ident.attr, ident.dtype)};")
+        for name, identity in identities_of(reductions):
+            self.fill(arrays[name], self.width, identity)
 
     def column_stage(self, stage: Sequence[Item]) -> None:
         k = self.k
@@ -720,8 +720,7 @@ class LoopWriter(CascadeWriter):
 
     def join_columns(self, reductions: Sequence[Item], states: dict[str, str], parts: dict[str, str]) -> None:
         with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", pragma=self.d.simd):
-            for i in reductions:
-                self.combine_into(i.joins, [f"{states[n]}[l]" for n in i.names], [f"{parts[n]}[l]" for n in i.names])
+            self.join(reductions, states, parts)
 
     def column_stage_chunked(self, stage: Sequence[Item]) -> None:
         k = self.k

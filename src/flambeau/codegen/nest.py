@@ -70,8 +70,7 @@ class NestWriter(Writer):
         return out
 
     def combine_into(self, c: Combine, slots: Sequence[str], values: Sequence[str]) -> None:
-        for slot, text in zip(slots, self.combined(c, slots, values), strict=True):
-            self.line(f"{slot} = {text};")
+        self.assign(slots, self.combined(c, slots, values))
 
     def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
         """Variables from their joint position."""

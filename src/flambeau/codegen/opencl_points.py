@@ -14,7 +14,16 @@ import torch
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, const, walk
 from flambeau.ir.index import Index, Sym, as_index, volume
-from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, ScanKernel, ScatterKernel, reductions_of
+from flambeau.ir.program import (
+    ContractKernel,
+    Item,
+    Kernel,
+    LoopKernel,
+    ScanKernel,
+    ScatterKernel,
+    identities_of,
+    reductions_of,
+)
 
 from .cfamily import Dialect, Scope
 from .nest import NestWriter
@@ -137,11 +146,9 @@ class PointLoops(Points):
     def declare(self, reductions: Sequence[Item]) -> dict[str, str]:
         """A variable for each component, that holds the identity."""
         states = {}
-        for i in reductions:
-            for name, identity in zip(i.names, i.joins.identity, strict=True):
-                states[name] = self.fresh("a")
-                start = self.d.constant(identity.attr, identity.dtype)
-                self.line(f"{self.d.types[identity.dtype]} {states[name]} = {start};")
+        for name, identity in identities_of(reductions):
+            states[name] = self.fresh("a")
+            self.variable(identity.dtype, states[name], self.d.constant(identity.attr, identity.dtype))
         return states
 
     def deep(self, vars: Sequence[Sym], stage: Sequence[Item], states: dict[str, str]) -> None:

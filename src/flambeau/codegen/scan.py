@@ -71,8 +71,7 @@ class ScanWriter(NestWriter):
 
     def advance(self, slots: dict[int, str], values: Sequence[str]) -> None:
         left = [slots.get(j, value) for j, value in enumerate(values)]  # what nobody needs has no slot, and no reader
-        for slot, text in zip(slots.values(), self.combined(self.k.combine, left, values, slots), strict=True):
-            self.line(f"{slot} = {text};")
+        self.assign(slots.values(), self.combined(self.k.combine, left, values, slots))
 
     def step(self, slots: dict[int, str], store: bool = True) -> None:
         self.advance(slots, [self.value(e) for e in self.k.exprs])

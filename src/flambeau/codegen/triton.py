@@ -41,6 +41,7 @@ class Triton(Dialect):
     infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
     prefix = {"logical_not": "~", "bitwise_not": "~"}  # Triton's minus is 0 - x, which loses the sign of zero
     quotient = "//"
+    end = ""
     function = "fl.{}"
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:
@@ -100,6 +101,9 @@ class BlockWriter(Writer):
 
     def define(self, s: Scope, kind: str, name: str, text: str) -> None:
         s.lines.append(f"{name} = {text}")
+
+    def variable(self, dtype: DType, name: str, text: str) -> None:
+        self.line(f"{name} = {text}")
 
     @contextmanager
     def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
@@ -226,8 +230,7 @@ class BlockWriter(Writer):
             with self.scope(header, vars, footer=""):
                 texts = write()
                 names = names or [self.fresh("b") for _ in texts]
-                for name, text in zip(names, texts, strict=True):
-                    self.line(f"{name} = {text}")
+                self.assign(names, texts)
         return names or []
 
     def pointer(self, buffer: str, address: Index, axes: frozenset[int]) -> str:
@@ -293,35 +296,12 @@ class BlockWriter(Writer):
                     updates = [where(side, masked(u, side), c) for u, c in zip(updates, f.carries, strict=True)]
                 limits.append(text)
             ends.append((limits[0], limits[1]))
-        names = []
-        for k in range(n):
-            start = self.value(inits[k])
-            name = self.fresh("f")
-            self.line(f"{name} = {self.spread(start, axes)}")
-            names.append(name)
-        self._block_loops(f, updates, names, ends, axes, 0)
+        out = self._looped(e, inits, updates, ends)
         self.loop_axes = before
-        depth = len(self.scopes) - 1
-        for k, c in enumerate(f.carries):
-            twin = Expr("fold", c.dtype, e.args, Fold(f.loops, f.carries, k))
-            self.scopes[depth].known[twin] = names[k]
-        return depth, names[f.which]
+        return out
 
-    def _block_loops(self, f: Fold, updates: Sequence[Expr], names: list[str], ends: list[tuple[str, str]],
-                     axes: frozenset[int], k: int) -> None:
-        if k < len(f.loops):
-            with self.loop(f.loops[k][0], *ends[k]):
-                self._block_loops(f, updates, names, ends, axes, k + 1)
-            return
-        inner = self.scopes[-1]
-        for c, name in zip(f.carries, names, strict=True):
-            inner.known[c] = name
-        new = []
-        for u in updates:
-            new.append(self.fresh("u"))
-            self.line(f"{new[-1]} = {self.spread(self.value(u), axes)}")
-        for name, text in zip(names, new, strict=True):
-            self.line(f"{name} = {text}")
+    def shaped(self, text: str) -> str:
+        return self.spread(text, self.loop_axes)
 
     def keep(self, name: str, e: Expr) -> str:
         """The text of an expression, which goes by a name from here on."""

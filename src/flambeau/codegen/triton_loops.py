@@ -201,8 +201,7 @@ class LoopBlocks(BlockWriter):
                 if self.k.bounds is not None:  # in the order of the items: the first of equals may be what counts
                     assert self.row is not None
                     kept = self.reduced(i.combine, kept, self.row)
-                for slot, new in zip(slots, self.combined(i.combine, slots, kept), strict=True):
-                    self.line(f"{slot} = {new}")
+                self.assign(slots, self.combined(i.combine, slots, kept))
 
     def finish(self, i: Item, values: Sequence[str]) -> None:
         """Across lanes, once; the components become values of the outer points."""

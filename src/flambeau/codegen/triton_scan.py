@@ -120,12 +120,10 @@ class ScanBlocks(BlockWriter):
         names = [self.fresh("r") for _ in values]
         with self.scope("if level:", footer=""):
             self.line(f"total = tl.associative_scan({self.applied(level.scaled, given)}, {self.row}, fl.plus{options})")
-            for name, e in zip(names, level.result, strict=True):
-                text = self.applied(e, {level.total: "total", level.top: "top"})
-                self.line(f"{name} = {self.spread(text, self.full())}")
+            given = {level.total: "total", level.top: "top"}
+            self.assign(names, (self.spread(self.applied(e, given), self.full()) for e in level.result))
         with self.scope("else:", footer=""):
-            for name, text in zip(names, self.over("tl.associative_scan", c, values, self.row, options), strict=True):
-                self.line(f"{name} = {text}")
+            self.assign(names, self.over("tl.associative_scan", c, values, self.row, options))
         return names
 
     def put_after(self, before: list[str], scanned: list[str]) -> None:
@@ -218,8 +216,7 @@ class ScanBlocks(BlockWriter):
                 scanned = self.piece("first")
                 totals = self.totals(scanned, "first")
                 self.put_after(carry, scanned)
-                for slot, new in zip(carry, self.combined(self.k.combine, carry, totals), strict=True):
-                    self.line(f"{slot} = {new}")
+                self.assign(carry, self.combined(self.k.combine, carry, totals))
         return Draft(self, grid, self.warps(math.prod(self.blocks), True))
 
     def place(self, step: str, count: str) -> str:
@@ -271,8 +268,7 @@ class ScanBlocks(BlockWriter):
             state.poll("back", "")
             with self.scope("while flag == 0:", footer=""):
                 state.poll("back", "")
-            for slot, new in zip(before, self.combined(self.k.combine, state.values(), before), strict=True):
-                self.line(f"{slot} = {new}")
+            self.assign(before, self.combined(self.k.combine, state.values(), before))
             self.line("back = tl.where(flag == 2, -1, back - 1)")
 
     def look_in_groups(self, before: list[str], totals: list[str], state: State) -> None:
@@ -293,16 +289,14 @@ class ScanBlocks(BlockWriter):
             for text, identity in zip(state.values(), self.identity(c), strict=True):
                 values.append(self.fresh("p"))
                 self.line(f"{values[-1]} = tl.where(there & (flag > 0), {text}, {identity})")
-            for slot, new in zip(before, self.combined(c, self.joined(values), before), strict=True):
-                self.line(f"{slot} = {new}")
+            self.assign(before, self.combined(c, self.joined(values), before))
         else:
             self.line("back = step - 1")
             with self.scope("while back >= tl.maximum(begin - 1, 0):", footer=""):
                 state.poll("back", "")
                 with self.scope("while flag == 0:", footer=""):
                     state.poll("back", "")
-                for slot, new in zip(before, self.combined(c, state.values(), before), strict=True):
-                    self.line(f"{slot} = {new}")
+                self.assign(before, self.combined(c, state.values(), before))
                 self.line("back = tl.where(flag > 0, back - 1, back)")
         with self.scope(f"if step - begin == {group - 1}:", footer=""):
             state.publish(self.combined(c, before, totals), 2)

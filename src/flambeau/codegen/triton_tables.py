@@ -86,8 +86,7 @@ class TableBlocks(BlockWriter):
         for i in reductions:
             slots = taken[i.names[0]]
             values = self.operands(i.joins, i.exprs, 0)
-            for slot, new in zip(slots, self.combined(i.joins, slots, values), strict=True):
-                self.line(f"{slot} = {new}")
+            self.assign(slots, self.combined(i.joins, slots, values))
 
     def items(self) -> None:
         places = dict(self.k.stores)

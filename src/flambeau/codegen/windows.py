@@ -78,11 +78,4 @@ class WindowWriter(NestWriter):
         with self.loop(v, start, end, pragma=pragma) as s:
             s.known.update(self.windows)
             s.known.update(known)
-            new = []
-            for e in values:
-                name = self.fresh("u")
-                text = self.value(e)
-                self.line(f"const {self.d.types[e.dtype]} {name} = {text};")
-                new.append(name)
-            for slot, text in zip(slots, new, strict=True):
-                self.line(f"{slot} = {text};")
+            self.assign(slots, self.in_variables(values))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .dtypes import DType, highest, is_bool, is_float, lowest
-from .expr import Expr, Scalar, binary, lift, unary, where
+from .expr import Expr, Scalar, binary, cast, lift, unary, where
 from .index import Index, IndexLike, as_index
 from .nodes import (
     Combine,
@@ -58,8 +58,6 @@ def policy() -> Policy:
 
 def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None, laid: bool = False) -> Value:
     """The value of `shape` whose element i is body(i); `laid`: in memory, the last dimension contiguous."""
-    from .expr import cast
-
     g = graph()
     vars = dim_vars(tuple(as_index(n) for n in shape))
     e = body(as_indices(vars))
@@ -86,8 +84,6 @@ def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
 
 def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body, right: Body, dtype: DType) -> Value:
     """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`."""
-    from .expr import cast
-
     g = graph()
     kept = [as_index(n) for n in shape]
     vars = dim_vars((*kept, *(as_index(n) for n in depth)))

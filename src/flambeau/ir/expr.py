@@ -27,7 +27,7 @@ import torch
 
 from .dtypes import DType, is_bool, is_float
 from .faults import Fault
-from .index import Dyn, Index, Op, Sym, as_index, from_atom
+from .index import BUILD, Dyn, Index, Op, Sym, as_index, fits, from_atom, upper
 
 Number = bool | int | float
 
@@ -332,8 +332,6 @@ def _decide_by_range(op: str, a: Expr, b: Expr) -> Expr | None:
     ia, ib = _as_plain_index(a), _as_plain_index(b)
     if ia is None or ib is None:
         return None
-    from .index import upper
-
     d = ib - ia
     least, high = upper(-d).bounds()[1], upper(d).bounds()[1]
     low = None if least is None else -least
@@ -381,8 +379,6 @@ def check(value: Expr, size: Index | int, mask: Expr | None = None) -> Index:
     plain = _as_plain_index(cast(value, torch.int64))
     hi = size.bounds()[1]
     if plain is not None:
-        from .index import fits
-
         if fits(plain, size):
             return plain
     e = Expr("check", torch.int64, (cast(value, torch.int64), *(() if mask is None else (mask,))), size)
@@ -432,9 +428,7 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
                     term = term * from_atom(Dyn(walk(a.expr), a.lo, a.hi))
                 elif isinstance(a, Op):
                     x, y = on_index(a.a), on_index(a.b)
-                    from .index import _BUILD
-
-                    term = term * _BUILD[a.kind](x, y)
+                    term = term * BUILD[a.kind](x, y)
                 else:
                     term = term * a.subs(mapping)
             total = total + term

@@ -107,7 +107,7 @@ class Op(Atom):
     def subs(self, mapping: Mapping[Sym, Index]) -> Index:
         if self._symbols.isdisjoint(mapping):
             return from_atom(self)
-        return _BUILD[self.kind](self.a.subs(mapping), self.b.subs(mapping))
+        return BUILD[self.kind](self.a.subs(mapping), self.b.subs(mapping))
 
 
 class Dyn(Atom):
@@ -605,4 +605,4 @@ def ceildiv(a: IndexLike, b: IndexLike) -> Index:
     return (as_index(a) + as_index(b) - 1) // b
 
 
-_BUILD = {"div": floordiv, "mod": mod, "min": minimum, "max": maximum}
+BUILD = {"div": floordiv, "mod": mod, "min": minimum, "max": maximum}

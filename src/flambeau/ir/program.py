@@ -62,6 +62,11 @@ def reductions_of(items: Iterable[Item]) -> list[Item]:
     return [i for i in items if i.combine is not None]
 
 
+def identities_of(reductions: Iterable[Item]) -> list[tuple[str, Expr]]:
+    """What the state of each component begins with."""
+    return [(name, e) for i in reductions for name, e in zip(i.names, i.joins.identity, strict=True)]
+
+
 @dataclass(frozen=True)
 class LoopKernel:
     outer: tuple[Sym, ...]

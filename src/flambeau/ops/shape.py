@@ -13,7 +13,7 @@ from flambeau.ir.dtypes import opmath, promote
 from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, minimum, product
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import fold_over, window
+from flambeau.ir.scalar import sum_over
 
 from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
 from .view import (
@@ -157,14 +157,14 @@ def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]
     def body(i: tuple[Index, ...]) -> Expr:
         runs = [readers(d, i[d]) for d in spread]
 
-        def add(step: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+        def share(step: tuple[Index, ...]) -> Expr:
             at, inside = list(i), const(True, torch.bool)
             for d, (first, _), k in zip(spread, runs, step):
                 at[d] = first + k
                 inside = inside & within(at[d], 0, grad.shape[d])  # a negative pad cuts readers off
-            return (carry[0] + where(inside, cast(grad.load(at, inside), dtype), const(0, dtype)),)
+            return where(inside, cast(grad.load(at, inside), dtype), const(0, dtype))
 
-        return fold_over([(0, count) for _, count in runs], [const(0, dtype)], add)[0]
+        return sum_over([(0, count) for _, count in runs], dtype, share)
 
     return build.pointwise(x.shape, body, grad.dtype)
 
@@ -281,7 +281,7 @@ def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation:
     dtype = opmath(x.dtype)
 
     def body(i: tuple[Index, ...]) -> Expr:
-        def add(tap: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+        def share(tap: tuple[Index, ...]) -> Expr:
             inside, at = const(True, torch.bool), []
             for k, d, p, s, n, point in zip(tap, dilation, padding, stride, counts, i[-2:]):
                 shifted = point + p - k * d
@@ -289,8 +289,8 @@ def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation:
                 at.append(shifted // s)
             row = (i[-3] * kernel[0] + tap[0]) * kernel[1] + tap[1]
             seen = x.load((*i[:-3], row, at[0] * counts[1] + at[1]), inside)
-            return (carry[0] + where(inside, cast(seen, dtype), const(0, dtype)),)
+            return where(inside, cast(seen, dtype), const(0, dtype))
 
-        return window(kernel, [const(0, dtype)], add)[0]
+        return sum_over([(0, n) for n in kernel], dtype, share)
 
     return build.pointwise((*lead, channels, *size), body, x.dtype)

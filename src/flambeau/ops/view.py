@@ -24,7 +24,7 @@ from flambeau.ir.index import (
     product,
 )
 from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
-from flambeau.ir.scalar import eq, window
+from flambeau.ir.scalar import eq, sum_over
 
 from .registry import lower, to_dtype, wrap_dim
 
@@ -351,14 +351,14 @@ def unfold_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, size: int
     most = -(-size // step)  # windows that can see one point
 
     def body(i: tuple[Index, ...]) -> Expr:
-        def add(k: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+        def share(k: tuple[Index, ...]) -> Expr:
             w = i[d] // step - (most - 1) + k[0]
             within_it = i[d] - w * step
             sees = within(w, 0, grad.shape[d]) & within(within_it, 0, size)
             seen = grad.load((*i[:d], w, *i[d + 1:], within_it), sees)
-            return (carry[0] + where(sees, cast(seen, dtype), const(0, dtype)),)
+            return where(sees, cast(seen, dtype), const(0, dtype))
 
-        return window([most], [const(0, dtype)], add)[0]
+        return sum_over([(0, most)], dtype, share)
 
     return build.pointwise(sizes, body, grad.dtype)
 
