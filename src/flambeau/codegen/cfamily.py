@@ -63,6 +63,17 @@ class CLike(Dialect):
 
     def number(self, value: float, dtype: DType) -> str:
         """A float32 or float64."""
+        single = dtype is torch.float32
+        if single:  # text and value agree for numbers beyond its range as well
+            value = torch.tensor(value, dtype=dtype).item()
+        if not math.isfinite(value):
+            return self.endless(value, single)
+        text = repr(value)
+        text = (text if any(c in text for c in ".e") else text + ".0") + ("f" if single else "")
+        return f"({text})" if math.copysign(1, value) < 0 else text
+
+    def endless(self, value: float, single: bool) -> str:
+        """What is no finite number."""
         raise NotImplementedError
 
     def small_number(self, value: float, dtype: DType) -> str:
@@ -423,13 +434,3 @@ class Writer:
             memo: dict[Expr, Expr] = {}
             current = tuple(rewrite(u, lambda x, s=stand: s.get(x, x), p, memo) for u in updates)  # type: ignore[misc]
         return current
-
-
-def float_text(value: float, suffix: str) -> str:
-    if math.isnan(value):
-        return "__builtin_nan" + suffix + '("")'
-    if math.isinf(value):
-        return ("-" if value < 0 else "") + "__builtin_inf" + suffix + "()"
-    text = repr(value)
-    text = text if any(c in text for c in ".e") else text + ".0"
-    return (f"({text}{suffix})" if value < 0 or text.startswith("-") else text + suffix)

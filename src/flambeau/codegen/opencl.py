@@ -10,20 +10,18 @@ those are vectors, and the builtins mostly are not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_int
-from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import Index, Op, Sym
+from flambeau.ir.expr import SPECIAL, Expr, loads, walk
+from flambeau.ir.index import Index
 from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, reductions_of
 
 from .cfamily import CLike, Writer
-from .cpp import SPECIAL
-from .source import Range, RangeSource
+from .source import Range, RangeSource, host_text
 
 # Functions without a text in OpenCL C; the other special functions are computed in double.
 MISSING = frozenset(("bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"))
@@ -62,8 +60,9 @@ class OpenCL(CLike):
     def named(self, op: str, dtype: DType) -> str:
         return f"fl_{op}_{SUFFIX[dtype]}"
 
-    def number(self, value: float, dtype: DType) -> str:
-        return float_text(value, dtype)
+    def endless(self, value: float, single: bool) -> str:
+        name = "NAN" if value != value else "INFINITY" if value > 0 else "(-INFINITY)"
+        return name if single else f"((double){name})"
 
     def small_number(self, value: float, dtype: DType) -> str:
         return f"((ushort)0x{bits_of(value, dtype):04x})"
@@ -88,17 +87,6 @@ class OpenCL(CLike):
 
 def bits_of(value: float, dtype: DType) -> int:
     return int(torch.tensor(value, dtype=dtype).view(torch.int16).item()) & 0xFFFF
-
-
-def float_text(value: float, dtype: DType) -> str:
-    if dtype is torch.float32:
-        value = torch.tensor(value, dtype=torch.float32).item()  # text and value agree beyond its range as well
-    if math.isnan(value) or math.isinf(value):
-        name = "NAN" if math.isnan(value) else "INFINITY" if value > 0 else "(-INFINITY)"
-        return name if dtype is torch.float32 else f"((double){name})"
-    text = repr(value)
-    text = (text if any(c in text for c in ".e") else text + ".0") + ("f" if dtype is torch.float32 else "")
-    return f"({text})" if math.copysign(1, value) < 0 else text
 
 
 class ClWriter(Writer):
@@ -188,22 +176,6 @@ def head_of(kernel: Kernel, name: str, draft: Draft) -> Iterator[str]:
     yield f"__kernel __attribute__((reqd_work_group_size({draft.group}, 1, 1)))"
     yield f"void {name}({', '.join(arguments)}) {{"
     yield from (f"  p{k} += o{k};" for k in range(len(kernel.params)))
-
-
-def host_text(i: Index, names: dict[Sym, str]) -> str:
-    """An index over run-time sizes as Python computes it."""
-    written = {"div": "({} // {})", "mod": "({} % {})", "min": "min({}, {})", "max": "max({}, {})"}
-    parts = [str(i.const)] if i.const or not i.terms else []
-    for mono, coef in i.terms:
-        factors = [str(coef)] if coef != 1 else []
-        for a in mono:
-            if isinstance(a, Op):
-                factors.append(written[a.kind].format(host_text(a.a, names), host_text(a.b, names)))
-            else:
-                assert isinstance(a, Sym), f"{a} is not known before the launch"
-                factors.append(names[a])
-        parts.append(" * ".join(factors))
-    return f"({' + '.join(parts)})"
 
 
 def dtypes_of(k: Kernel) -> frozenset[DType]:

@@ -16,14 +16,13 @@ import torch
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float
-from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
-from flambeau.ir.index import ONE, Dyn, Index, Op, Sym, as_index, volume
+from flambeau.ir.expr import SPECIAL, Expr, Fold, cast, index_value, masked, walk, where
+from flambeau.ir.index import ONE, Dyn, Index, Sym, as_index, volume
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
 
 from .cfamily import Dialect, Scope, Writer
-from .cpp import SPECIAL
-from .source import BlockSource, Part
+from .source import BlockSource, Part, host_text
 from .tuning import HEURISTIC, Tuning
 
 NARROW = 1 << 31  # indices below it are 32 bits wide
@@ -409,22 +408,6 @@ def padded_read(e: Expr) -> Expr | None:
         return None
     read = e.args[1].args[0] if e.args[1].op == "cast" and e.args[2].attr == 0 else e.args[1]
     return read if read.op == "load" and read.args == e.args[:1] else None
-
-
-class HostWriter(Writer):
-    """Indices over run-time sizes as the launch computes them, in Python; sizes go by their own names."""
-
-    def _atom(self, a: object) -> tuple[int, str]:
-        if isinstance(a, Op):
-            x, y = self.index(a.a), self.index(a.b)
-            sign = {"div": "//", "mod": "%"}.get(a.kind)
-            return 0, f"({x} {sign} {y})" if sign else f"{a.kind}({x}, {y})"
-        assert isinstance(a, Sym) and a.extent is None, f"{a} is not known before the launch"
-        return super()._atom(a)
-
-
-def host_text(i: Index) -> str:
-    return HostWriter(TRITON).index(i)
 
 
 def count_text(size: Index, block: int, text: Callable[[Index], str]) -> str:

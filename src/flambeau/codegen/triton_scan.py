@@ -18,7 +18,8 @@ from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel
 
-from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, host_text, is_aligned, is_wide, power
+from .source import host_text
+from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, is_aligned, is_wide, power
 from .triton_loops import spans, stages_for
 from .tuning import Tuning
 

@@ -21,8 +21,8 @@ aten = torch.ops.aten
 # They round nothing.
 MOVES = (
     aten.block_diag, aten.channel_shuffle, aten.diag_embed, aten.diagonal_backward, aten.eye,
-    aten.native_channel_shuffle, aten.pixel_shuffle, aten.pixel_unshuffle, aten.rot90, aten.select_backward,
-    aten.slice_backward, aten.stack,
+    aten.nan_to_num, aten.native_channel_shuffle, aten.pixel_shuffle, aten.pixel_unshuffle, aten.rot90,
+    aten.select_backward, aten.slice_backward, aten.stack,
 )
 # Beyond torch's core set: operators whose decomposition ends in operators that we lower.
 EXTRA = (

@@ -31,26 +31,33 @@ from .index import BUILD, Dyn, Index, Op, Sym, as_index, fits, from_atom, upper
 
 Number = bool | int | float
 
+# The functions of torch.special, of one argument and of two: not every machine has all of them.
+_SPECIAL1 = (
+    "lgamma", "digamma", "erfcx", "ndtri", "airy_ai", "i0", "i0e", "i1", "i1e", "bessel_j0", "bessel_j1", "bessel_y0",
+    "bessel_y1", "modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1",
+    "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0",
+)
+_SPECIAL2 = (
+    "zeta", "polygamma", "igamma", "igammac", "chebyshev_polynomial_t", "chebyshev_polynomial_u",
+    "chebyshev_polynomial_v", "chebyshev_polynomial_w", "shifted_chebyshev_polynomial_t",
+    "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w",
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p",
+)
+SPECIAL = frozenset((*_SPECIAL1, *_SPECIAL2))
+
 # name -> (number of arguments, result dtype: "same" as the first argument, "bool", or a dtype)
 OPS: dict[str, tuple[int, str | DType]] = {
     **dict.fromkeys((
         "neg", "abs", "sign", "bitwise_not", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt", "exp", "exp2",
         "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
-        "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "erfcx", "lgamma", "digamma",
-        "i0", "i0e", "i1", "i1e", "ndtri", "bessel_j0", "bessel_j1", "bessel_y0",
-        "bessel_y1", "modified_bessel_k0", "modified_bessel_k1", "modified_bessel_i0", "modified_bessel_i1",
-        "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai",
+        "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", *_SPECIAL1,
         "rough_log2",  # of float32: to an absolute 2^-22, where a machine has an instruction for it
     ), (1, "same")),
     **dict.fromkeys(("isnan", "isinf", "signbit", "logical_not"), (1, "bool")),
     **dict.fromkeys((
         "add", "sub", "mul", "div", "floordiv", "mod", "fmod", "remainder", "pow", "min", "max", "fmin", "fmax",
         "atan2", "hypot", "copysign", "nextafter", "bitwise_and", "bitwise_or", "bitwise_xor", "shl", "shr",
-        "gcd", "lcm", "zeta", "polygamma", "igamma", "igammac", "chebyshev_polynomial_t",
-        "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
-        "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
-        "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he",
-        "laguerre_polynomial_l", "legendre_polynomial_p"
+        "gcd", "lcm", *_SPECIAL2,
     ), (2, "same")),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), (2, "bool")),
     "fma": (3, "same"),

@@ -11,10 +11,9 @@ import torch
 import torch._inductor.inductor_prims  # defines prims.fma
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import is_bool, is_float, opmath
+from flambeau.ir.dtypes import is_bool, is_float
 from flambeau.ir.expr import Expr, binary, cast, const, require, unary, where
 from flambeau.ir.faults import Fault
-from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import (
     abs_,
@@ -285,20 +284,3 @@ for _operators, _formula, _of_bools in (
 def clamp_between(x: Expr, min: Expr | None = None, max: Expr | None = None) -> Expr:
     """With min > max everything is max."""
     return clamp(x, min, max)
-
-
-@lower(aten.nan_to_num)
-def nan_to_num(x: Value, nan: float | None = None, posinf: float | None = None,
-               neginf: float | None = None) -> Value:
-    if not is_float(x.dtype):
-        return build.pointwise(x.shape, x.load)
-    limits = torch.finfo(x.dtype)
-    high = limits.max if posinf is None else posinf
-    low = limits.min if neginf is None else neginf
-
-    def body(i: tuple[Index, ...]) -> Expr:
-        v = cast(x.load(i), opmath(x.dtype))
-        finite = where(eq(v, math.inf), high, where(eq(v, -math.inf), low, v))
-        return where(isnan(v), nan or 0.0, finite)
-
-    return build.pointwise(x.shape, body, x.dtype)

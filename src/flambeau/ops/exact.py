@@ -34,7 +34,7 @@ CHOICES = frozenset((
 PLAIN = frozenset((
     "_conj_physical", "_prelu_kernel", "_prelu_kernel_backward", "abs", "add", "angle", "ceil", "clamp", "clamp_max",
     "clamp_min", "clone", "copy", "copysign", "deg2rad", "div", "floor", "fmod", "frac", "hardshrink", "hardtanh",
-    "heaviside", "leaky_relu", "leaky_relu_backward", "mul", "nan_to_num", "neg", "pow", "rad2deg", "reciprocal",
+    "heaviside", "leaky_relu", "leaky_relu_backward", "mul", "neg", "pow", "rad2deg", "reciprocal",
     "relu", "remainder", "round", "rsub", "sgn", "sign", "signbit", "sqrt", "sub", "threshold",
     "threshold_backward", "trunc", "zero",
 ))

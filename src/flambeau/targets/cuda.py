@@ -26,7 +26,7 @@ from flambeau.errors import CompileError
 from flambeau.targets import libdevice
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
 from flambeau.targets.cache import DiskCache, shared_cache
-from flambeau.targets.launch import build_extension, stored_extension
+from flambeau.targets.launch import extension
 from flambeau.targets.search import OpenPlan, is_open, offered
 from flambeau.targets.toolchain import find_toolchain
 from flambeau.targets.triton_compile import Code, Facts, TritonCompiler
@@ -248,9 +248,7 @@ class CudaTarget(BlockTarget):
 
 
 def _extension(compiler: str, disk: DiskCache) -> ModuleType:
-    """The launcher, stored by an earlier process or compiled now."""
-    toolchain = find_toolchain(compiler, disk)
-    return stored_extension(_EXTENSION, toolchain, disk) or build_extension(_EXTENSION, toolchain, disk)
+    return extension(_EXTENSION, find_toolchain(compiler, disk), disk)
 
 
 class CudaKernel:

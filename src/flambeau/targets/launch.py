@@ -59,6 +59,11 @@ def build_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher:
 # ---- extension modules: <name>.cpp beside this file ----------------------------------------------------
 
 
+def extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType:
+    """The module, stored by an earlier process or compiled now."""
+    return stored_extension(name, toolchain, disk) or build_extension(name, toolchain, disk)
+
+
 def stored_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType | None:
     """The module if an earlier process compiled it."""
     path = disk.get(_key(name, toolchain), ".so")

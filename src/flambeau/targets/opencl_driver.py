@@ -20,7 +20,7 @@ from flambeau.config import config
 from flambeau.errors import CompileError, Error
 from flambeau.ir.faults import error_of
 from flambeau.targets.cache import shared_cache
-from flambeau.targets.launch import build_extension, stored_extension
+from flambeau.targets.launch import extension
 from flambeau.targets.opencl_device import NAME, ClDevice, devices
 from flambeau.targets.opencl_memory import memory_at
 from flambeau.targets.toolchain import find_toolchain
@@ -215,11 +215,8 @@ class ClDriver:
 
 @cache
 def _extension() -> ModuleType:
-    """The launcher, stored by an earlier process or compiled now."""
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-    toolchain = find_toolchain(config.compiler, disk)
     try:
-        return stored_extension("opencl_launcher", toolchain, disk) or \
-            build_extension("opencl_launcher", toolchain, disk)
+        return extension("opencl_launcher", find_toolchain(config.compiler, disk), disk)
     except (ImportError, OSError) as error:
         raise CompileError(f"the launcher of OpenCL kernels does not work: {error}", target=NAME) from error
