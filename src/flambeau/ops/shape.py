@@ -16,15 +16,7 @@ from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import sum_over
 
 from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
-from .view import (
-    along,
-    equal,
-    flat,
-    is_empty,
-    regroup,
-    reshape,
-    within,
-)
+from .view import along, equal, flat, is_empty, regroup, reshape, within
 
 aten = torch.ops.aten
 

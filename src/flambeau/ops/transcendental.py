@@ -7,19 +7,7 @@ import math
 import torch
 
 from flambeau.ir.expr import Expr, const, where
-from flambeau.ir.scalar import (
-    abs_,
-    atan2,
-    eq,
-    exp,
-    exp2,
-    hypot,
-    isinf,
-    log1p,
-    math1,
-    maximum,
-    sin,
-)
+from flambeau.ir.scalar import abs_, atan2, eq, exp, exp2, hypot, isinf, log1p, math1, maximum, sin
 from flambeau.ops.registry import lower_pointwise, table
 from flambeau.ops.rounding import mad
 

@@ -10,19 +10,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_bool, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
-from flambeau.ir.index import (
-    ONE,
-    ZERO,
-    Index,
-    IndexLike,
-    as_index,
-    ceildiv,
-    fits,
-    is_nonneg,
-    maximum,
-    minimum,
-    product,
-)
+from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, ceildiv, fits, is_nonneg, maximum, minimum, product
 from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.scalar import eq, sum_over
 

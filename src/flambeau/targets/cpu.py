@@ -225,13 +225,9 @@ class CpuTarget(Target):
     def _fail(self, unit: Sequence[_Kernel], reason: str, disk: DiskCache) -> None:
         for kernel in unit:
             path = disk.put(kernel.key, unit_text([kernel]).encode(), ".cpp")
-            self._kernels[kernel.key].set_result(
-                CompileError(
-                    f"the kernel {kernel.source.name} did not compile:\n{reason}",
-                    target=self.name,
-                    hint=f"its text is in {path}" if path else None,
-                )
-            )
+            self._kernels[kernel.key].set_result(CompileError(
+                f"the kernel {kernel.source.name} did not compile:\n{reason}", target=self.name,
+                hint=f"its text is in {path}" if path else None))
 
 
 class CpuBuild(Build):
@@ -248,10 +244,8 @@ class CpuBuild(Build):
     def wait(self) -> dict[str, Launch | CompileError]:
         results = {name: future.result() for name, future in self._futures.items()}
         make = self._target.launcher().launch
-        return {
-            name: result if isinstance(result, CompileError) else make(result, name)
-            for name, result in results.items()
-        }
+        return {name: result if isinstance(result, CompileError) else make(result, name)
+                for name, result in results.items()}
 
 
 def kernel_key(source: KernelSource, identity: str) -> str:
