@@ -26,9 +26,9 @@ MOVES = (
 )
 # Beyond torch's core set: operators whose decomposition ends in operators that we lower.
 EXTRA = (
-    aten.addmv, aten.baddbmm, aten.native_batch_norm, aten.rrelu_with_noise, aten.special_entr, aten.trace,
-    aten.index_add, aten.index_copy, aten.nansum, aten.logaddexp2, aten.take, aten.mvlgamma, aten.special_log_ndtr,
-    aten.tril_indices, aten.triu_indices,
+    aten.addmv, aten.baddbmm, aten.dist, aten.index_add, aten.index_copy, aten.ldexp, aten.logaddexp2, aten.mvlgamma,
+    aten.nansum, aten.native_batch_norm, aten.rrelu_with_noise, aten.rrelu_with_noise_backward, aten.special_entr,
+    aten.special_log_ndtr, aten.take, aten.trace, aten.tril_indices, aten.triu_indices,
 )
 
 

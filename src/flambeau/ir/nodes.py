@@ -22,7 +22,7 @@ from .numerics import FAST, Policy
 Shape = tuple[Index, ...]
 
 
-def dim_vars(shape: Sequence[Index], prefix: str = "d") -> tuple[Sym, ...]:
+def dim_vars(shape: Sequence[IndexLike], prefix: str = "d") -> tuple[Sym, ...]:
     return tuple(Sym(f"{prefix}{i}", n) for i, n in enumerate(shape))
 
 

@@ -209,12 +209,6 @@ def pow(base: Expr, exponent: Expr) -> Expr:
     return binary("pow", base, exponent)
 
 
-@lower(aten.ldexp)
-def ldexp(x: Value, exponent: Value) -> Value:
-    """x * 2^exponent; the power is a float of its own before it meets x, as in ATen."""
-    return mul(x, pow(2.0, exponent))
-
-
 table("float", {
     aten.sqrt: sqrt, aten.rsqrt: rsqrt, aten.reciprocal: lambda x: 1 / x,
 })

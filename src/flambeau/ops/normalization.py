@@ -18,7 +18,7 @@ from flambeau.ir.expr import Expr, cast, const
 from flambeau.ir.index import Index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import rsqrt, sqrt, square
-from flambeau.ops.reduction import accumulate, count, moments, moments_at_once, outside, pair_sum, reduce_with
+from flambeau.ops.reduction import accumulate, count, moments, moments_at_once, outside, sums
 from flambeau.ops.registry import load_at, lower, to_dtype
 
 aten = torch.ops.aten
@@ -265,7 +265,7 @@ def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mea
         return (at(i) - middle(i)) * scale(i)
 
     if build.graph().capabilities.waits_for_memory:  # one kernel joins the parts of both
-        slope, level = reduce_with(pair_sum(wide), x.shape, axes, lambda i: (g(i) * xhat(i), g(i)))
+        slope, level = build.reduce(x.shape, axes, sums(wide, 2), lambda i: (g(i) * xhat(i), g(i)))
     else:
         slope = accumulate("sum", x.shape, axes, wide, lambda i: g(i) * xhat(i))
         level = accumulate("sum", x.shape, axes, wide, g)

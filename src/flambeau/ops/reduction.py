@@ -26,23 +26,10 @@ Body = Callable[[tuple[Index, ...]], Expr]
 # ---- what the reducing families share ----------------------------------------------------------------
 
 
-def reduce_with(combine: Combine, shape: Shape, axes: Sequence[int],
-                body: Callable[[tuple[Index, ...]], tuple[Expr, ...]], keepdim: bool = False
-                ) -> tuple[Value, ...]:
-    """`build.reduce`, but for no axes (a number, or nothing left outside): there the body is the result."""
-    if axes:
-        return build.reduce(shape, axes, combine, body, keepdim)
-
-    def component(k: int) -> Value:
-        return build.pointwise(shape, lambda i: body(i)[k])
-
-    return tuple(component(k) for k in range(len(combine.dtypes)))
-
-
 def accumulate(name: str, shape: Shape, axes: Sequence[int], dtype: DType, body: Body, keepdim: bool = False
                ) -> Value:
     """body(i), of `dtype`, joined over `axes` by sum, prod, min, max, any or all."""
-    return reduce_with(simple_combine(name, dtype), shape, axes, lambda i: (body(i),), keepdim)[0]
+    return build.reduce(shape, axes, simple_combine(name, dtype), body, keepdim)[0]
 
 
 def count(shape: Shape, axes: Sequence[int], dtype: DType) -> Expr:
@@ -69,7 +56,7 @@ def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tupl
 
 def moments_at_once(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tuple[Value, Value]:
     """The same in one pass, by Chan's update of both: more to compute, and half as much to read."""
-    mean, spread, _ = reduce_with(chan(dtype), shape, axes, lambda i: (body(i), const(0, dtype), const(1, dtype)))
+    mean, spread, _ = build.reduce(shape, axes, chan(dtype), lambda i: (body(i), const(0, dtype), const(1, dtype)))
     return mean, spread
 
 
@@ -87,8 +74,10 @@ def chan(dtype: DType) -> Combine:
 
 
 @cache
-def pair_sum(dtype: DType) -> Combine:
-    return make_combine("sums", (dtype, dtype), (0, 0), lambda a, b: (a[0] + b[0], a[1] + b[1]))
+def sums(dtype: DType, count: int) -> Combine:
+    """Several sums at once."""
+    return make_combine(f"sum{count}", (dtype,) * count, (0,) * count,
+                        lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)))
 
 
 def finish(v: Value, dtype: DType, axes: Sequence[int], keepdim: bool,
@@ -169,8 +158,8 @@ def _extremum_at(name: str, x: Value, dim: int, keepdim: bool = False) -> tuple[
     """The extremum along one dimension and its first index; the first NaN wins."""
     wide = opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
-    best, at = reduce_with(arg_combine(name, wide), x.shape, axes,
-                           lambda i: (cast(x.load(i), wide), index_value(i[axes[0]] if axes else 0)))
+    best, at = build.reduce(x.shape, axes, arg_combine(name, wide),
+                            lambda i: (cast(x.load(i), wide), index_value(i[axes[0]] if axes else 0)))
     return finish(best, x.dtype, axes, keepdim), finish(at, torch.int64, axes, keepdim)
 
 
@@ -185,7 +174,7 @@ def _arg(name: str, x: Value, dim: int | None = None, keepdim: bool = False) -> 
         flat = sum((k * s for k, s in zip(i, strides)), ZERO)
         return cast(x.load(i), wide), index_value(flat)
 
-    return finish(reduce_with(arg_combine(name, wide), x.shape, axes, element)[1], torch.int64, axes, keepdim)
+    return finish(build.reduce(x.shape, axes, arg_combine(name, wide), element)[1], torch.int64, axes, keepdim)
 
 
 for _name in ("max", "min"):
@@ -220,12 +209,12 @@ def hash_tensor(x: Value, dim: Sequence[int] = (), *, keepdim: bool = False, mod
     """The exclusive or of all elements as 64 bits: those of a float64, or a sign-extended integer."""
     axes = wrap_dims(dim, x.rank)
 
-    def bits(i: tuple[Index, ...]) -> tuple[Expr, ...]:
+    def bits(i: tuple[Index, ...]) -> Expr:
         if not is_float(x.dtype):
-            return (cast(x.load(i), torch.int64),)
-        return (Expr("bitcast", torch.int64, (cast(x.load(i), torch.float64),)),)
+            return cast(x.load(i), torch.int64)
+        return Expr("bitcast", torch.int64, (cast(x.load(i), torch.float64),))
 
-    return finish(reduce_with(_XOR, x.shape, axes, bits)[0], torch.uint64, axes, keepdim)
+    return finish(build.reduce(x.shape, axes, _XOR, bits)[0], torch.uint64, axes, keepdim)
 
 
 # ---- logsumexp and norms -----------------------------------------------------------------------------
