@@ -136,7 +136,9 @@ def test_permute_then_back_is_nothing() -> None:
     folded = V.reshape(heads, (8, 6, 4))
     back = V.reshape(V.permute(V.reshape(folded, (4, 2, 6, 4)), (0, 2, 1, 3)), (4, 6, 8))
     assert is_identity(back, x)
-    assert is_identity(S.pixel_unshuffle(S.pixel_shuffle(whole(2, 8, 3, 5), 2), 2), whole(2, 8, 3, 5))
+    shuffled = V.reshape(V.permute(V.reshape(whole(2, 8, 3, 5), (2, 2, 2, 2, 3, 5)), (0, 1, 4, 2, 5, 3)), (2, 2, 6, 10))
+    pixels = V.reshape(V.permute(V.reshape(shuffled, (2, 2, 3, 2, 5, 2)), (0, 1, 3, 5, 2, 4)), (2, 8, 3, 5))
+    assert is_identity(pixels, whole(2, 8, 3, 5))
     assert is_identity(S.flip(S.flip(x, [0, 2]), [2, 0]), x)
     assert is_identity(V.t(V.t(whole(3, 4))), whole(3, 4))
 

@@ -85,6 +85,16 @@ def test_maps_and_reductions_of_lists_are_one_launch(target: str, graphs: list[C
     assert len(step.lengths) == 6
 
 
+def test_rows_of_a_block_each(graphs: list[Compiled]) -> None:
+    """Rows as long as a block are blocks; what is read once for each row is not there in a table."""
+    xs = random([(k + 2, CHUNK) for k in range(5)])
+    agree(lambda xs, ys: [(x.sum(1), (x * y[:, None]).sum(1)) for x, y in zip(xs, ys, strict=True)],
+          [xs, [x[:, 0].clone() for x in xs]])
+    agree(lambda xs: [x.sum(1) for x in xs], [xs])
+    (step,) = launches(graphs[1])
+    assert step.lengths == tuple(x.numel() for x in xs)
+
+
 def test_reductions_that_ask_for_their_place_stay_as_they_are(graphs: list[Compiled]) -> None:
     agree(lambda xs: [(x.argmax(), (x - x.mean()).abs().sum(), x.sum(0)) for x in xs], [random(5 * [(70, 71)])])
     of_places = [s for s in launches(graphs[0]) if any(a.startswith("in") for a in s.args)]

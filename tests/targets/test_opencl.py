@@ -25,7 +25,7 @@ from flambeau.targets.base import get_target, register_target
 from flambeau.targets.cache import DiskCache
 from flambeau.targets.opencl import OpenClTarget
 from flambeau.targets.opencl_compile import ClCompiler, library
-from flambeau.targets.opencl_device import ClDevice, device_at, devices, host_device
+from flambeau.targets.opencl_device import ClDevice, devices, host_device
 from flambeau.targets.opencl_memory import ALIGNMENT, HostMemory, Span, merged
 from opencl_forms import FORMS, POINTS, THREADS
 from small_models import MODELS as SMALL
@@ -82,16 +82,10 @@ assert os.environ.get("POCL_AFFINITY") == {given.get("POCL_AFFINITY")!r}
 
 def test_devices_have_names_and_limits() -> None:
     device = host_device()
-    assert device in devices() and device is device_at(device.index)
+    assert device in devices()
     assert device.units >= 1 and device.name and device.device.name.strip() in device.identity
     caps = device.capabilities()
     assert caps.name == "opencl" and torch.float32 in caps.dtypes
-
-
-def test_a_device_that_does_not_exist() -> None:
-    with pytest.raises(UnsupportedError, match="no OpenCL device 99") as error:
-        device_at(99)
-    assert host_device().name in str(error.value)
 
 
 def test_a_dtype_that_the_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

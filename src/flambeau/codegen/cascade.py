@@ -14,7 +14,7 @@ from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import walk
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Item
+from flambeau.ir.program import Item, identities_of
 
 from .windows import WindowWriter
 
@@ -46,21 +46,18 @@ class CascadeWriter(WindowWriter):
     def levels(self, reductions: Sequence[Item], states: dict[str, str], lanes: int, steps: Index | None, every: int
                ) -> Levels | None:
         """Levels above these states for so many steps, `every` of which are done one after the other."""
-        reductions = [i for i in reductions if i.combine is not None and rounds(i.combine)]
+        reductions = [i for i in reductions if rounds(i.joins)]
         if not reductions or steps is not None and steps.is_const and steps.const <= every:
             return None
         count, room = 1, every * JOINS
         while count < MOST and not (steps is not None and steps.is_const and steps.const <= room):
             count, room = count + 1, room * JOINS
         upper: dict[str, str] = {}
-        for i in reductions:
-            assert i.combine is not None
-            for n, ident in zip(i.names, i.combine.identity, strict=True):
-                upper[n] = self.fresh("up")
-                self.line(f"alignas(64) {self.d.types[ident.dtype]} {upper[n]}[{count}][{lanes}];")
-                start = self.d.constant(ident.attr, ident.dtype)
-                self.line(f"for (int j = 0; j < {count}; ++j) "
-                          f"for (int l = 0; l < {lanes}; ++l) {upper[n]}[j][l] = {start};")
+        for n, ident in identities_of(reductions):
+            upper[n] = self.fresh("up")
+            self.line(f"alignas(64) {self.d.types[ident.dtype]} {upper[n]}[{count}][{lanes}];")
+            each = f"for (int j = 0; j < {count}; ++j) for (int l = 0; l < {lanes}; ++l)"
+            self.line(f"{each} {upper[n]}[j][l] = {self.d.constant(ident.attr, ident.dtype)};")
         done = self.fresh("n")
         self.line(f"{self.d.long} {done} = 0;")
         return Levels(reductions, states, upper, lanes, count, done, every)
@@ -89,7 +86,6 @@ class CascadeWriter(WindowWriter):
     def join_level(self, s: Levels, into: dict[str, str], parts: dict[str, str], begin: bool = False) -> None:
         with self.scope(f"for (int l = 0; l < {s.lanes}; ++l) {{", pragma=self.d.simd):
             for i in s.reductions:
-                assert i.combine is not None
-                self.combine_into(i.combine, [f"{into[n]}[l]" for n in i.names], [f"{parts[n]}[l]" for n in i.names])
-                for n, ident in zip(i.names if begin else (), i.combine.identity):
+                self.combine_into(i.joins, [f"{into[n]}[l]" for n in i.names], [f"{parts[n]}[l]" for n in i.names])
+                for n, ident in zip(i.names if begin else (), i.joins.identity):
                     self.line(f"{parts[n]}[l] = {self.d.constant(ident.attr, ident.dtype)};")

@@ -33,6 +33,7 @@ class Dialect:
     function = "fl::{}"  # how a named operation is called
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
     narrow = ""  # a variable of a 32-bit index
+    end = ";"  # of a statement
     long = "int64_t"
     simd = "#pragma omp simd"
     reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
@@ -62,6 +63,17 @@ class CLike(Dialect):
 
     def number(self, value: float, dtype: DType) -> str:
         """A float32 or float64."""
+        single = dtype is torch.float32
+        if single:  # text and value agree for numbers beyond its range as well
+            value = torch.tensor(value, dtype=dtype).item()
+        if not math.isfinite(value):
+            return self.endless(value, single)
+        text = repr(value)
+        text = (text if any(c in text for c in ".e") else text + ".0") + ("f" if single else "")
+        return f"({text})" if math.copysign(1, value) < 0 else text
+
+    def endless(self, value: float, single: bool) -> str:
+        """What is no finite number."""
         raise NotImplementedError
 
     def small_number(self, value: float, dtype: DType) -> str:
@@ -141,6 +153,14 @@ class Writer:
 
     def define(self, s: Scope, kind: str, name: str, text: str) -> None:
         s.lines.append(f"const {kind} {name} = {text};")
+
+    def variable(self, dtype: DType, name: str, text: str) -> None:
+        """One that will change."""
+        self.line(f"{self.d.types[dtype]} {name} = {text};")
+
+    def assign(self, slots: Iterable[str], texts: Iterable[str]) -> None:
+        for slot, text in zip(slots, texts, strict=True):
+            self.line(f"{slot} = {text}{self.d.end}")
 
     def fresh(self, prefix: str = "t") -> str:
         self.count += 1
@@ -362,36 +382,46 @@ class Writer:
                 if twin is e:
                     out = (d, t)
             return out
+        return self._looped(e, inits, updates)
+
+    def _looped(self, e: Expr, inits: Sequence[Expr], updates: Sequence[Expr], ends: Sequence[tuple[str, str]] = ()
+                ) -> tuple[int, str]:
+        """A fold as loops; `ends`: of these, where they are not those that the fold says."""
+        f: Fold = e.attr
         names = []
-        for k, c in enumerate(f.carries):
-            start = self.value(inits[k])
-            name = self.fresh("f")
-            self.line(f"{self.d.types[c.dtype]} {name} = {start};")
-            names.append(name)
-        self._fold_loops(f, updates, names, 0)
+        for c, init in zip(f.carries, inits, strict=True):
+            start = self.shaped(self.value(init))
+            names.append(self.fresh("f"))
+            self.variable(c.dtype, names[-1], start)
+        self._fold_loops(f, updates, names, ends, 0)
         depth = len(self.scopes) - 1
         for k, c in enumerate(f.carries):
             twin = Expr("fold", c.dtype, e.args, Fold(f.loops, f.carries, k))
             self.scopes[depth].known[twin] = names[k]
         return depth, names[f.which]
 
-    def _fold_loops(self, f: Fold, updates: Sequence[Expr], names: list[str], k: int) -> None:
+    def shaped(self, text: str) -> str:
+        """A value as a loop carries it on."""
+        return text
+
+    def _fold_loops(self, f: Fold, updates: Sequence[Expr], names: list[str], ends: Sequence[tuple[str, str]], k: int
+                    ) -> None:
         if k == len(f.loops):
-            inner = self.scopes[-1]
-            for c, name in zip(f.carries, names, strict=True):
-                inner.known[c] = name
-            new = []
-            for u in updates:
-                text = self.value(u)
-                keep = self.fresh("u")
-                self.line(f"const {self.d.types[u.dtype]} {keep} = {text};")
-                new.append(keep)
-            for name, text in zip(names, new, strict=True):
-                self.line(f"{name} = {text};")
+            self.scopes[-1].known.update(zip(f.carries, names, strict=True))
+            self.assign(names, self.in_variables(updates))
             return
         var, lo, hi = f.loops[k]
-        with self.loop(var, self.index(lo), self.index(hi)):
-            self._fold_loops(f, updates, names, k + 1)
+        with self.loop(var, *(ends[k] if ends else (self.index(lo), self.index(hi)))):
+            self._fold_loops(f, updates, names, ends, k + 1)
+
+    def in_variables(self, exprs: Sequence[Expr]) -> list[str]:
+        """Their values, each in a variable of the current scope."""
+        names = []
+        for e in exprs:
+            text = self.shaped(self.value(e))
+            names.append(self.fresh("u"))
+            self.define(self.scopes[-1], self.d.types[e.dtype], names[-1], text)
+        return names
 
     @staticmethod
     def _unroll(f: Fold, inits: Sequence[Expr], updates: Sequence[Expr]) -> tuple[Expr, ...]:
@@ -404,13 +434,3 @@ class Writer:
             memo: dict[Expr, Expr] = {}
             current = tuple(rewrite(u, lambda x, s=stand: s.get(x, x), p, memo) for u in updates)  # type: ignore[misc]
         return current
-
-
-def float_text(value: float, suffix: str) -> str:
-    if math.isnan(value):
-        return "__builtin_nan" + suffix + '("")'
-    if math.isinf(value):
-        return ("-" if value < 0 else "") + "__builtin_inf" + suffix + "()"
-    text = repr(value)
-    text = text if any(c in text for c in ".e") else text + ".0"
-    return (f"({text}{suffix})" if value < 0 or text.startswith("-") else text + suffix)

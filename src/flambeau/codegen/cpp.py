@@ -7,23 +7,15 @@ from collections.abc import Callable
 import torch
 
 from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import SPECIAL
 from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
 
-from .cfamily import CLike, float_text
+from .cfamily import CLike
 from .loops import LoopWriter
 from .scan import ScanWriter
 from .scatter import ScatterWriter
 from .source import KernelSource
 from .tables import TableWriter
-
-SPECIAL = frozenset((
-    "lgamma", "digamma", "polygamma", "zeta", "i0", "i0e", "i1", "i1e", "ndtri", "erfcx", "igamma",
-    "igammac", "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0",
-    "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0",
-    "scaled_modified_bessel_k1", "spherical_bessel_j0", "chebyshev_polynomial_t", "chebyshev_polynomial_u",
-    "chebyshev_polynomial_v", "chebyshev_polynomial_w", "shifted_chebyshev_polynomial_t",
-    "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w",
-    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"))
 
 # Eager has these from a vector library of its own, or has formulas of its own for them.
 INEXACT = SPECIAL | frozenset((
@@ -45,14 +37,12 @@ class Cpp(CLike):
     narrow = "(int32_t){}"
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
-    def number(self, value: float, dtype: DType) -> str:
-        if dtype is torch.float64:
-            return float_text(value, "")
-        # The nearest float, so that text and value agree for numbers beyond its range as well.
-        return float_text(torch.tensor(value, dtype=torch.float32).item(), "f")
+    def endless(self, value: float, single: bool) -> str:
+        kind = "f" if single else ""
+        return f'__builtin_nan{kind}("")' if value != value else f"{'-' if value < 0 else ''}__builtin_inf{kind}()"
 
     def small_number(self, value: float, dtype: DType) -> str:
-        return f"{self.small[dtype]}({float_text(value, 'f')})"
+        return f"{self.small[dtype]}({self.number(value, torch.float32)})"
 
     def int64(self, value: int) -> str:
         return "INT64_MIN" if value == -(2**63) else f"INT64_C({value})" if value >= 0 else f"(-INT64_C({-value}))"

@@ -17,9 +17,9 @@ COPIED = 500  # expressions that may be written out when a loop is cut into part
 def pieces(exprs: Sequence[Expr], v: Sym, addresses: bool = False) -> list[tuple[int, int]]:
     """The ranges of v in which every comparison of an index with a bound has one outcome; the smaller or larger of
     two indices as well, if `addresses` count."""
-    if v.extent is None or not v.extent.is_const or v.extent.const < 2:
+    if not v.size.is_const or v.size.const < 2:
         return []
-    n = v.extent.const
+    n = v.size.const
     cuts = {0, n}
     for d in differences(exprs, addresses):
         c = d.coefficient(v)
@@ -63,7 +63,7 @@ def affordable(exprs: Sequence[Expr], v: Sym, parts: Sequence[tuple[int, int]]) 
     total = 0
     for a, b in parts:
         memo: dict[Expr, Expr] = {}
-        narrow = {v: as_index(Sym(v.name, v.extent, a, b - 1))}
+        narrow = {v: as_index(Sym(v.name, v.size, a, b - 1))}
         total += written([rewrite(e, lambda x: x, narrow, memo) for e in exprs])
     return total <= COPIED
 

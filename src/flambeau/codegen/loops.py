@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, loads, rewrite, walk
-from flambeau.ir.index import Index, Sym, as_index, ceildiv, product
-from flambeau.ir.program import Item, LoopKernel
+from flambeau.ir.index import Index, Sym, as_index, ceildiv, volume
+from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
 
 from .cascade import FEW, JOINS, ROWS, CascadeWriter, Levels
 from .cfamily import Dialect, Scope
@@ -36,13 +36,13 @@ SERIAL_SHARED = 65536  # element operations of a shared row below which threads 
 
 
 def offset_items(items: Sequence[Item], rows: Sequence[Sym], v: Sym) -> list[Item]:
-    made = iter(with_offsets([e for i in items for e in i.exprs], rows, v))
-    return [Item(i.names, i.level, tuple(next(made) for _ in i.exprs), i.combine) for i in items]
+    made = iter(with_offsets(exprs_of(items), rows, v))
+    return [replace(i, exprs=tuple(next(made) for _ in i.exprs)) for i in items]
 
 
 def widest_of(stage: Sequence[Item]) -> int:
     """Bytes of the widest component of a state."""
-    return max(d.itemsize for i in stage if i.combine is not None for d in i.combine.dtypes)
+    return max(d.itemsize for i in reductions_of(stage) for d in i.dtypes)
 
 
 class LoopWriter(CascadeWriter):
@@ -50,12 +50,10 @@ class LoopWriter(CascadeWriter):
         super().__init__(dialect, kernel)
         self.k = kernel
         self.address = dict(kernel.stores)
-        self.cost = cost_of([e for s in kernel.stages for i in s for e in i.exprs])
+        self.cost = cost_of(exprs_of(kernel.items))
         self.column = bool(kernel.inner) and kernel.vector in kernel.outer
-        self.level_of = {n: i.level if i.combine is None else "outer"
-                         for s in kernel.stages for i in s for n in i.names}
-        self.dtype_of = {n: (i.combine.dtypes[j] if i.combine else i.exprs[0].dtype)
-                         for s in kernel.stages for i in s for j, n in enumerate(i.names)}
+        self.level_of = {n: i.level if i.combine is None else "outer" for i in kernel.items for n in i.names}
+        self.dtype_of = kernel.dtype_of()
         self.origin: str | None = None  # first column of the current block
         self.shared_by_rows: dict[Expr, str] = {}  # what is the same for all rows of a block of columns
         self.narrowed: dict[Sym, Index] = {}  # variables that are known to stay in a part of their range, for now
@@ -105,7 +103,7 @@ class LoopWriter(CascadeWriter):
     @contextmanager
     def inside(self, v: Sym, lo: int, hi: int) -> Iterator[None]:
         """Within this block v is known to lie in [lo, hi): comparisons that this decides fall away."""
-        narrow = Sym(v.name, v.extent, lo, hi - 1)
+        narrow = Sym(v.name, v.size, lo, hi - 1)
         self.names[narrow] = self.sym(v)
         self.ranges[v] = (str(lo), str(hi), narrow)
         before, self.narrowed = self.narrowed, {**self.narrowed, v: as_index(narrow)}
@@ -123,7 +121,7 @@ class LoopWriter(CascadeWriter):
         if len(parts) < 2 or 2 * sum(b - a for a, b in long) < parts[-1][1] or not affordable(exprs, v, long):
             size = max((self.dtypes[name].itemsize for name, _ in self.k.accesses()), default=1)
             points = LANE_BYTES // size
-            even = whole and v.extent is not None and v.extent.is_const and v.extent.const % points == 0
+            even = whole and v.size.is_const and v.size.const % points == 0
             self.map_loop(v, lo, hi, items, f"{self.at_once(exprs, points, size) if even else self.d.simd} CHECKS")
             return
         for a, b in long:
@@ -170,7 +168,7 @@ class LoopWriter(CascadeWriter):
 
     def pointwise(self) -> None:
         k = self.k
-        items = [i for s in k.stages for i in s]
+        items = k.items
         if k.tile is not None:
             self.tiled(items)
             return
@@ -181,18 +179,17 @@ class LoopWriter(CascadeWriter):
                     self.map_item(i)
             return
         others = tuple(x for x in k.outer if x is not v)
-        shared = best_shared([e for i in items for e in i.exprs], others, v)
+        shared = best_shared(exprs_of(items), others, v)
         if shared is not None:
             self.rows_that_share(others, shared, v, items)
             return
         amount = self.work(others, 1)
-        assert v.extent is not None
-        long = not v.extent.is_const or v.extent.const >= 8192
+        long = not v.size.is_const or v.size.const >= 8192
         if not others or (amount is not None and amount < MANY and long):
             self.chunked(others, v, items)
             return
         items = self.settled(items, v)
-        exprs = [e for i in items for e in i.exprs]
+        exprs = exprs_of(items)
         for w in others:
             parts = pieces(exprs, w)
             if len(parts) > 1 and affordable(exprs, w, parts):
@@ -204,14 +201,13 @@ class LoopWriter(CascadeWriter):
 
     def rows_that_share(self, others: tuple[Sym, ...], c: Sym, v: Sym, items: Sequence[Item]) -> None:
         """For a block of points first what is the same for all c, then each c."""
-        assert v.extent is not None
         items = offset_items(items, (c,), v)
-        values = shared_values([e for i in items for e in i.exprs], (c,), v)
+        values = shared_values(exprs_of(items), (c,), v)
         if not values:  # what seemed shared was an offset
             self.vectors(others, v, items)
             return
         width = max(64, min(512, ROOM // sum(e.dtype.itemsize for e in values) // 64 * 64))
-        block = Sym(f"{v.name}s", v.extent)
+        block = Sym(f"{v.name}s", v.size)
         start, end = self.sym(block), self.fresh("e")
         outer = tuple(x for x in others if x is not c)
         pragma = self.parallel(self.k.outer, self.cost, len(outer) + 1)
@@ -238,7 +234,7 @@ class LoopWriter(CascadeWriter):
     def settled(self, items: list[Item], v: Sym) -> list[Item]:
         """An index that is the same in every row is checked once, before them all."""
         loops = frozenset(self.k.outer)
-        again = [e for e in walk(*(e for i in items for e in i.exprs))
+        again = [e for e in walk(*exprs_of(items))
                  if e.op == "check" and len(e.args) == 1 and e.symbols() & loops == {v}]
         if not again:
             return items
@@ -256,13 +252,12 @@ class LoopWriter(CascadeWriter):
     def vectors(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
         k = self.k
         with self.nest(others, self.parallel(k.outer, self.cost, len(others))):
-            self.prefetch([e for i in items for e in i.exprs], others[-1], v)
+            self.prefetch(exprs_of(items), others[-1], v)
             self.vector_loop(v, "0", self.extent(v), items)
 
     def chunked(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
         """Few or no outer points: the contiguous variable itself is divided."""
-        assert v.extent is not None
-        part = Sym(f"{v.name}b", v.extent)
+        part = Sym(f"{v.name}b", v.size)
         step = 4096
         pragma = self.parallel(self.k.outer, self.cost, len(others) + 1)
         if not pragma:
@@ -276,11 +271,10 @@ class LoopWriter(CascadeWriter):
 
     def end_of(self, block: Sym, side: int) -> str:
         """Of a block of so many points; how many that is, a compiler should see where it is certain."""
-        assert block.extent is not None
-        if block.extent.is_const and block.extent.const % side == 0:
+        if block.size.is_const and block.size.const % side == 0:
             return f"{self.sym(block)} + {side}"
         end = self.fresh("e")
-        self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(block)} + {side}, {self.index(block.extent)});")
+        self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(block)} + {side}, {self.index(block.size)});")
         return end
 
     def tiled(self, items: Sequence[Item]) -> None:
@@ -289,9 +283,9 @@ class LoopWriter(CascadeWriter):
         What is contiguous along the second one is turned around first: lines that lie a power of two apart would want
         the same place in the cache, and so each of them is read and written as a whole."""
         v, t = self.k.vector, self.k.tile
-        assert v is not None and t is not None and v.extent is not None and t.extent is not None
+        assert v is not None and t is not None
         others = tuple(x for x in self.k.outer if x is not v and x is not t)
-        tb, vb = Sym(f"{t.name}b", t.extent), Sym(f"{v.name}b", v.extent)
+        tb, vb = Sym(f"{t.name}b", t.size), Sym(f"{v.name}b", v.size)
         pragma = self.parallel(self.k.outer, self.cost, len(others) + 2)
         turned = {e: self.fresh("turned") for e in self.k.turned()}
         side = TILE if turned else TILE // 2
@@ -314,7 +308,7 @@ class LoopWriter(CascadeWriter):
     # ---- rows ----------------------------------------------------------------------------------------
 
     def row_length(self) -> Index:
-        return product(v.extent for v in self.k.inner if v.extent is not None)
+        return volume(self.k.inner)
 
     def is_long(self, points: Index) -> bool:
         """Few outer points and long rows: threads must share a row."""
@@ -324,7 +318,7 @@ class LoopWriter(CascadeWriter):
 
     def rows(self) -> None:
         k = self.k
-        points = product(v.extent for v in k.outer if v.extent is not None)
+        points = volume(k.outer)
         if self.is_long(points):
             with self.nest(k.outer):
                 self.stages(self.row_stage_chunked, self.outer_stage)
@@ -357,15 +351,20 @@ class LoopWriter(CascadeWriter):
     def declare(self, reductions: Sequence[Item], count: int, prefix: str = "a") -> dict[str, str]:
         """One array of states per component, filled with the identity."""
         names: dict[str, str] = {}
-        for i in reductions:
-            assert i.combine is not None
-            for name, ident in zip(i.names, i.combine.identity, strict=True):
-                arr = names[name] = self.fresh(prefix)
-                kind = self.d.types[ident.dtype]
-                self.line(f"alignas(64) {kind} {arr}[{count}];")
-                start = self.d.constant(ident.attr, ident.dtype)
-                self.line(f"for (int l = 0; l < {count}; ++l) {arr}[l] = {start};")
+        for name, identity in identities_of(reductions):
+            names[name] = self.fresh(prefix)
+            self.line(f"alignas(64) {self.d.types[identity.dtype]} {names[name]}[{count}];")
+            self.fill(names[name], count, identity)
         return names
+
+    def fill(self, array: str, count: int, identity: Expr) -> None:
+        start = self.d.constant(identity.attr, identity.dtype)
+        self.line(f"for (int l = 0; l < {count}; ++l) {array}[l] = {start};")
+
+    def join(self, reductions: Sequence[Item], into: dict[str, str], parts: dict[str, str], there: str = "l") -> None:
+        """Lane l of some states with a lane of others."""
+        for i in reductions:
+            self.combine_into(i.joins, [f"{into[n]}[l]" for n in i.names], [f"{parts[n]}[{there}]" for n in i.names])
 
     def join_lanes(self, reductions: Sequence[Item], arrays: dict[str, str], lanes: int,
                    joined: Callable[[int], None] = lambda lanes: None) -> None:
@@ -373,10 +372,7 @@ class LoopWriter(CascadeWriter):
         half = lanes // 2
         while half:
             with self.scope(f"for (int l = 0; l < {half}; ++l) {{", pragma=self.d.simd):
-                for i in reductions:
-                    assert i.combine is not None
-                    self.combine_into(i.combine, [f"{arrays[n]}[l]" for n in i.names],
-                                      [f"{arrays[n]}[l + {half}]" for n in i.names])
+                self.join(reductions, arrays, arrays, f"l + {half}")
             joined(half)
             half //= 2
 
@@ -385,7 +381,7 @@ class LoopWriter(CascadeWriter):
             if i.combine is None:
                 self.map_item(i)
             else:
-                self.combine_into(i.combine, [f"{arrays[n]}[{at}]" for n in i.names], [self.value(e) for e in i.exprs])
+                self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], [self.value(e) for e in i.exprs])
 
     def row_walk(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
                  length: Index | None) -> None:
@@ -403,7 +399,7 @@ class LoopWriter(CascadeWriter):
         start = self.fresh("r")
         with self.scope("{"):
             self.line(f"{self.d.long} {start} = {lo};")
-            simd = self.at_once([e for i in stage for e in i.exprs], lanes, widest_of(stage))
+            simd = self.at_once(exprs_of(stage), lanes, widest_of(stage))
             with self.scope(f"for (; {start} + {lanes} <= {hi}; {start} += {lanes}) {{"), \
                     self.scope(f"for (int l = 0; l < {lanes}; ++l) {{", (v,), pragma=f"{simd} CHECKS"):
                 self.line(f"const {self.d.long} {name} = {start} + l;")
@@ -416,15 +412,15 @@ class LoopWriter(CascadeWriter):
 
     def row_stage(self, stage: Sequence[Item]) -> None:
         k = self.k
-        reductions = [i for i in stage if i.combine is not None]
+        reductions = reductions_of(stage)
         v = k.inner[-1]
         segment = k.bounds is not None
-        length = None if segment else v.extent
+        length = None if segment else v.size
         lanes = self.lanes(reductions, length) if reductions else 1
         lo, hi = ("0", self.extent(v)) if k.bounds is None else (self.value(k.bounds[0]), self.value(k.bounds[1]))
         arrays = self.declare(reductions, lanes)
         rest = length.const % lanes if length is not None and length.is_const and len(k.inner) == 1 else 0
-        copies = bin(rest).count("1") * sum(1 for _ in walk(*(e for i in stage for e in i.exprs)))
+        copies = bin(rest).count("1") * sum(1 for _ in walk(*exprs_of(stage)))
         if rest and copies <= COPIED:
             self.row_with_rest(stage, reductions, arrays, lanes, rest)
         elif segment:
@@ -441,8 +437,7 @@ class LoopWriter(CascadeWriter):
         """What is left of a row when all lanes were served joins them as these become fewer: 16, 8, 4, 2, 1 at a time.
         A state then stays in its register, where a loop over some of its lanes would send it through memory."""
         v = self.k.inner[-1]
-        assert v.extent is not None
-        whole = v.extent.const - rest
+        whole = v.size.const - rest
         self.row_nest(stage, reductions, arrays, lanes, str(whole), as_index(whole))
 
         def joined(width: int) -> None:
@@ -460,7 +455,7 @@ class LoopWriter(CascadeWriter):
         outer = self.k.inner[:-1]
         assert length is not None
         steps = ceildiv(length, lanes)
-        rows = product(x.extent for x in outer if x.extent is not None)
+        rows = volume(outer)
         if steps.is_const and steps.const <= 4 * FEW:  # lanes have small shares of the error
             levels = self.levels(reductions, arrays, lanes, rows, max(1, FEW // max(1, steps.const)))
 
@@ -527,10 +522,10 @@ class LoopWriter(CascadeWriter):
 
     def row_stage_chunked(self, stage: Sequence[Item]) -> None:
         k = self.k
-        reductions = [i for i in stage if i.combine is not None]
+        reductions = reductions_of(stage)
         single = len(k.inner) == 1
         v = k.inner[-1]
-        split = product(x.extent for x in (k.inner if single else k.inner[:-1]) if x.extent is not None)
+        split = volume(k.inner if single else k.inner[:-1])
         count, size, certain = self.chunks(split, 4096 if single else 1, 64 if single else 1)
         partial = self.declare(reductions, CHUNKS, "part")
         chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
@@ -539,9 +534,9 @@ class LoopWriter(CascadeWriter):
                         pragma=self.shared(count)):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(split)});")
-            lanes = self.lanes(reductions, v.extent) if reductions else 1
+            lanes = self.lanes(reductions, v.size) if reductions else 1
             arrays = self.declare(reductions, lanes)
-            steps = certain if single or certain is None or v.extent is None else certain * v.extent
+            steps = certain if single or certain is None else certain * v.size
             levels = self.levels(reductions, arrays, lanes, steps and ceildiv(steps, FEW * lanes), 1)
             if single:
                 self.row_parts(stage, arrays, lanes, lo, hi, levels)
@@ -549,7 +544,7 @@ class LoopWriter(CascadeWriter):
                 flat = self.fresh("fl")
                 with self.scope(f"for ({self.d.long} {flat} = {lo}; {flat} < {hi}; ++{flat}) {{", k.inner[:-1]):
                     self.decompose(flat, k.inner[:-1])
-                    self.row_parts(stage, arrays, lanes, "0", self.extent(v), levels, v.extent)
+                    self.row_parts(stage, arrays, lanes, "0", self.extent(v), levels, v.size)
             self.top(levels)
             self.join_lanes(reductions, arrays, lanes)
             for i in reductions:
@@ -565,34 +560,31 @@ class LoopWriter(CascadeWriter):
             return
         with self.scope(f"for (int h = 1; h < {count}; h *= 2) {{"), \
                 self.scope(f"for (int l = 0; l + h < {count}; l += 2 * h) {{"):
-            for i in reductions:
-                assert i.combine is not None
-                self.combine_into(i.combine, [f"{partial[n]}[l]" for n in i.names],
-                                  [f"{partial[n]}[l + h]" for n in i.names])
+            self.join(reductions, partial, partial, "l + h")
 
     # ---- columns -------------------------------------------------------------------------------------
 
     def columns(self) -> None:
         k = self.k
         v = k.vector
-        assert v is not None and v.extent is not None
+        assert v is not None
         others = tuple(x for x in k.outer if x is not v)
-        width = max(1, min(BLOCK, v.extent.const)) if v.extent.is_const else BLOCK
+        width = max(1, min(BLOCK, v.size.const)) if v.size.is_const else BLOCK
         if k.bounds is not None:
-            width = self.in_registers(v.extent, width)
-        blocks = ceildiv(v.extent, width) * product(x.extent for x in others if x.extent is not None)
+            width = self.in_registers(v.size, width)
+        blocks = ceildiv(v.size, width) * volume(others)
         long = self.is_long(blocks)
         if long:
             state = sum(self.dtype_of[n].itemsize for n, level in self.level_of.items() if level == "outer")
             width = min(width, max(16, STACK // (CHUNKS * state) // 16 * 16))
         self.width = width
-        single = blocks.is_const and v.extent.is_const and v.extent.const == width
-        block = Sym(f"{v.name}b", v.extent)
+        single = blocks.is_const and v.size.is_const and v.size.const == width
+        block = Sym(f"{v.name}b", v.size)
         self.origin = "0" if single else self.sym(block)
         pragma = "" if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
         with self.nest(others, pragma, *(() if single else ((block, self.extent(v), str(width)),))):
             # A bound that the compiler knows keeps the states in registers.
-            known = v.extent.is_const and v.extent.const % width == 0
+            known = v.size.is_const and v.size.const % width == 0
             self.end = f"{self.origin} + {width}" if known else self.fresh("e")
             if not known:
                 self.line(f"const {self.d.long} {self.end} = {self.fl}imin({self.origin} + {width}, {self.extent(v)});")
@@ -629,16 +621,15 @@ class LoopWriter(CascadeWriter):
                 return
             v = self.k.inner[-1]
             for i in stage:
-                assert i.combine is not None
                 values = [[self.value(e.subs({v: as_index(v) + q})) for e in i.exprs] for q in range(rows)]
                 while len(values) > 1:
-                    values = [self.combined(i.combine, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
-                self.combine_into(i.combine, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
+                    values = [self.combined(i.joins, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+                self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
 
     def rows_at_a_time(self, stage: Sequence[Item]) -> int:
         """Those that are written out: where states go through memory, nothing but sums happens, and not much."""
-        exprs = [e for i in stage for e in i.exprs]
-        last = self.k.inner[-1].extent
+        exprs = exprs_of(stage)
+        last = self.k.inner[-1].size
         if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * ROWS:
             return 1
         if self.width * sum(self.dtype_of[n].itemsize for i in stage for n in i.names) <= IN_STEP:
@@ -666,18 +657,17 @@ class LoopWriter(CascadeWriter):
     def column_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str]) -> None:
         """All rows of a nest: where the innermost loop is short they rise several at a time, where long in parts."""
         outer, v = self.k.inner[:-1], self.k.inner[-1]
-        assert v.extent is not None
         rows = self.rows_at_a_time(stage)
         size = self.part(stage, rows)
-        repeats = product(x.extent for x in outer if x.extent is not None)
-        if v.extent.is_const and v.extent.const <= size:
-            levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.extent.const)))
+        repeats = volume(outer)
+        if v.size.is_const and v.size.const <= size:
+            levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.size.const)))
 
             def walk_rows() -> None:
                 self.column_rows(stage, arrays, "0", self.extent(v), rows)
                 self.rise(levels)
         else:
-            levels = self.levels(reductions, arrays, self.width, repeats * ceildiv(v.extent, size), 1)
+            levels = self.levels(reductions, arrays, self.width, repeats * ceildiv(v.size, size), 1)
 
             def walk_rows() -> None:
                 with self.parts("0", self.extent(v), size, levels) as (start, end):
@@ -688,7 +678,7 @@ class LoopWriter(CascadeWriter):
 
     @staticmethod
     def of_halves(stage: Sequence[Item]) -> bool:
-        return any(e.dtype.itemsize < 4 for e in loads(*(e for i in stage for e in i.exprs)))
+        return any(e.dtype.itemsize < 4 for e in loads(*exprs_of(stage)))
 
     def part(self, stage: Sequence[Item], rows: int) -> int:
         """Rows of columns after which states rise. The errors of halves themselves are much larger than their sum's."""
@@ -704,48 +694,42 @@ class LoopWriter(CascadeWriter):
                 self.store(n, self.address[n], self.reread(n))
 
     def set_identity(self, reductions: Sequence[Item], arrays: dict[str, str]) -> None:
-        for i in reductions:
-            assert i.combine is not None
-            for n, ident in zip(i.names, i.combine.identity, strict=True):
-                self.line(f"for (int l = 0; l < {self.width}; ++l) {arrays[n]}[l] = "
-                          f"{self.d.constant(ident.attr, ident.dtype)};")
+        for name, identity in identities_of(reductions):
+            self.fill(arrays[name], self.width, identity)
 
     def column_stage(self, stage: Sequence[Item]) -> None:
         k = self.k
-        reductions = [i for i in stage if i.combine is not None]
+        reductions = reductions_of(stage)
         arrays = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         self.set_identity(reductions, arrays)
         assert k.vector is not None and self.origin is not None
-        if k.bounds is None and gain([e for i in stage for e in i.exprs], k.inner, k.vector) >= WORTH:
+        if k.bounds is None and gain(exprs_of(stage), k.inner, k.vector) >= WORTH:
             stage = offset_items(stage, k.inner, k.vector)
-            values = shared_values([e for i in stage for e in i.exprs], k.inner, k.vector)
+            values = shared_values(exprs_of(stage), k.inner, k.vector)
             self.shared_by_rows = self.side_by_side(values, k.vector, self.origin, self.end, self.width)
-            reductions = [i for i in stage if i.combine is not None]
+            reductions = reductions_of(stage)
         if k.bounds is None:
             self.column_nest(stage, reductions, arrays)
         else:
             with self.loop(k.inner[0], self.value(k.bounds[0]), self.value(k.bounds[1])):
                 if self.origin == "0":  # a block is a whole row
-                    self.prefetch([e for i in stage for e in i.exprs], k.inner[0], k.vector)
+                    self.prefetch(exprs_of(stage), k.inner[0], k.vector)
                 self.column_walk(stage, arrays)
         self.shared_by_rows = {}
         self.column_finish(reductions)
 
     def join_columns(self, reductions: Sequence[Item], states: dict[str, str], parts: dict[str, str]) -> None:
         with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", pragma=self.d.simd):
-            for i in reductions:
-                assert i.combine is not None
-                self.combine_into(i.combine, [f"{states[n]}[l]" for n in i.names], [f"{parts[n]}[l]" for n in i.names])
+            self.join(reductions, states, parts)
 
     def column_stage_chunked(self, stage: Sequence[Item]) -> None:
         k = self.k
-        reductions = [i for i in stage if i.combine is not None]
-        total = product(x.extent for x in k.inner if x.extent is not None)
+        reductions = reductions_of(stage)
+        total = volume(k.inner)
         v = k.inner[-1]
-        assert v.extent is not None
         # Rows that are next to each other in a chunk must be so in the nest as well.
         rows = self.rows_at_a_time(stage)
-        if len(k.inner) > 1 and not (total.is_const and v.extent.const % rows == 0):
+        if len(k.inner) > 1 and not (total.is_const and v.size.const % rows == 0):
             rows = 1
         count, size, certain = self.chunks(total, 32, rows)
         states = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}

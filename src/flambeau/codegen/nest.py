@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, rewrite
-from flambeau.ir.index import Index, Sym, product
+from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Kernel
 
@@ -47,8 +47,7 @@ class NestWriter(Writer):
                 self.line(f"fl::prefetch<{row.length}>(&{self.short[name]}[{self.index(row.address)}]);")
 
     def extent(self, v: Sym) -> str:
-        assert v.extent is not None
-        return self.index(v.extent)
+        return self.index(v.size)
 
     def raw(self, text: str, dtype: DType) -> Expr:
         """A leaf that stands for this text in the current scope."""
@@ -71,8 +70,7 @@ class NestWriter(Writer):
         return out
 
     def combine_into(self, c: Combine, slots: Sequence[str], values: Sequence[str]) -> None:
-        for slot, text in zip(slots, self.combined(c, slots, values), strict=True):
-            self.line(f"{slot} = {text};")
+        self.assign(slots, self.combined(c, slots, values))
 
     def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
         """Variables from their joint position."""
@@ -88,7 +86,7 @@ class NestWriter(Writer):
 
     def work(self, vars: Sequence[Sym], cost: int) -> int | None:
         """Element operations of a loop nest, None if unknown before the run."""
-        total = product(v.extent for v in vars if v.extent is not None)
+        total = volume(vars)
         return int(total) * cost if total.is_const else None
 
     def parallel(self, vars: Sequence[Sym], cost: int, collapse: int) -> str:
@@ -98,7 +96,7 @@ class NestWriter(Writer):
             return ""
         clause = f" collapse({collapse})" if collapse > 1 else ""
         if amount is None:
-            total = product(v.extent for v in vars if v.extent is not None)
+            total = volume(vars)
             clause += f" if({self.index(total * cost)} >= {SERIAL})"
         return f"#pragma omp parallel for schedule(static){clause} CHECKS"
 

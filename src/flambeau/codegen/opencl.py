@@ -10,20 +10,18 @@ those are vectors, and the builtins mostly are not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_int
-from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import Dyn, Index, Op, Sym
-from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.expr import SPECIAL, Expr, loads, walk
+from flambeau.ir.index import Index
+from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, reductions_of
 
 from .cfamily import CLike, Writer
-from .cpp import SPECIAL
-from .source import Range, RangeSource
+from .source import Range, RangeSource, host_text
 
 # Functions without a text in OpenCL C; the other special functions are computed in double.
 MISSING = frozenset(("bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"))
@@ -62,8 +60,9 @@ class OpenCL(CLike):
     def named(self, op: str, dtype: DType) -> str:
         return f"fl_{op}_{SUFFIX[dtype]}"
 
-    def number(self, value: float, dtype: DType) -> str:
-        return float_text(value, dtype)
+    def endless(self, value: float, single: bool) -> str:
+        name = "NAN" if value != value else "INFINITY" if value > 0 else "(-INFINITY)"
+        return name if single else f"((double){name})"
 
     def small_number(self, value: float, dtype: DType) -> str:
         return f"((ushort)0x{bits_of(value, dtype):04x})"
@@ -88,17 +87,6 @@ class OpenCL(CLike):
 
 def bits_of(value: float, dtype: DType) -> int:
     return int(torch.tensor(value, dtype=dtype).view(torch.int16).item()) & 0xFFFF
-
-
-def float_text(value: float, dtype: DType) -> str:
-    if dtype is torch.float32:
-        value = torch.tensor(value, dtype=torch.float32).item()  # text and value agree beyond its range as well
-    if math.isnan(value) or math.isinf(value):
-        name = "NAN" if math.isnan(value) else "INFINITY" if value > 0 else "(-INFINITY)"
-        return name if dtype is torch.float32 else f"((double){name})"
-    text = repr(value)
-    text = (text if any(c in text for c in ".e") else text + ".0") + ("f" if dtype is torch.float32 else "")
-    return f"({text})" if math.copysign(1, value) < 0 else text
 
 
 class ClWriter(Writer):
@@ -190,45 +178,17 @@ def head_of(kernel: Kernel, name: str, draft: Draft) -> Iterator[str]:
     yield from (f"  p{k} += o{k};" for k in range(len(kernel.params)))
 
 
-def host_text(i: Index, names: dict[Sym, str]) -> str:
-    """An index over run-time sizes as Python computes it."""
-    written = {"div": "({} // {})", "mod": "({} % {})", "min": "min({}, {})", "max": "max({}, {})"}
-    parts = [str(i.const)] if i.const or not i.terms else []
-    for mono, coef in i.terms:
-        factors = [str(coef)] if coef != 1 else []
-        for a in mono:
-            if isinstance(a, Op):
-                factors.append(written[a.kind].format(host_text(a.a, names), host_text(a.b, names)))
-            else:
-                assert isinstance(a, Sym), f"{a} is not known before the launch"
-                factors.append(names[a])
-        parts.append(" * ".join(factors))
-    return f"({' + '.join(parts)})"
-
-
-def exprs_of(k: Kernel) -> list[Expr]:
-    if isinstance(k, LoopKernel):
-        return [*(e for s in k.stages for i in s for e in i.exprs), *(k.bounds or ())]
-    if isinstance(k, ScanKernel):
-        return [*k.exprs, *k.finish]
-    if isinstance(k, ContractKernel):
-        return [k.left, k.right, *(e for i in k.items for e in i.exprs)]
-    places = [a.expr for a in k.address.atoms() if isinstance(a, Dyn)]
-    return [e for e in (k.init, k.value, k.mask, *places) if e is not None]
-
-
 def dtypes_of(k: Kernel) -> frozenset[DType]:
     """All that it reads, computes and writes."""
-    combines = [i.combine for s in k.stages for i in s] if isinstance(k, LoopKernel) \
+    combines = [i.joins for i in reductions_of(k.items)] if isinstance(k, LoopKernel) \
         else [k.combine] if isinstance(k, ScanKernel) else []
-    inside = [e.dtype for e in walk(*exprs_of(k), *(e for c in combines if c is not None for e in c.result))]
+    inside = [e.dtype for e in walk(*k.everything(), *(e for c in combines for e in c.result))]
     return frozenset((*inside, *(p.dtype for p in k.params)))
 
 
 def reaches(k: Kernel) -> Iterator[int]:
     """For each pointer how many bytes from there on the kernel can touch, 0 where sizes of the run decide it."""
-    stores = [(k.name, k.address), (k.name, k.init_address)] if isinstance(k, ScatterKernel) else list(k.stores)
-    touched = [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs_of(k))), *stores]
+    touched = [*((e.attr[0], e.attr[1][0]) for e in loads(*k.everything())), *k.stores]
     for p in k.params:
         ends = [a.bounds()[1] for name, a in touched if name == p.name]
         yield 0 if None in ends else p.dtype.itemsize * (1 + max((n for n in ends if n is not None), default=0))

@@ -175,8 +175,7 @@ class Blocks(ContractWriter):
 
 def is_long(v: Sym) -> bool:
     """Whether it pays to find out where a line begins and ends, rather than to ask for each element."""
-    assert v.extent is not None
-    return not v.extent.is_const or v.extent.const >= VECTOR // 2
+    return not v.size.is_const or v.size.const >= VECTOR // 2
 
 
 def best_height(rows: int) -> int:

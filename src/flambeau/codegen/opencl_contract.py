@@ -9,7 +9,7 @@ import torch
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Index, Sym, as_index, product
+from flambeau.ir.index import Index, Sym, as_index, volume
 from flambeau.ir.lines import joined
 from flambeau.ir.program import ContractKernel
 
@@ -37,7 +37,7 @@ class ContractWriter(ClWriter, NestWriter):
                         for (name, _), e in zip(kernel.stores, exprs[len(kernel.items):], strict=True)}
 
     def number(self, vars: Sequence[Sym]) -> Index:
-        return product(v.extent for v in vars if v.extent is not None)
+        return volume(vars)
 
     def length(self, vars: Sequence[Sym]) -> str:
         return self.index(self.number(vars))

@@ -13,12 +13,21 @@ import torch
 
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, const, walk
-from flambeau.ir.index import Index, Sym, as_index, product
-from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.index import Index, Sym, as_index, volume
+from flambeau.ir.program import (
+    ContractKernel,
+    Item,
+    Kernel,
+    LoopKernel,
+    ScanKernel,
+    ScatterKernel,
+    identities_of,
+    reductions_of,
+)
 
 from .cfamily import Dialect, Scope
 from .nest import NestWriter
-from .opencl import ClWriter, Draft, OpenCL, Shape, exprs_of
+from .opencl import ClWriter, Draft, OpenCL, Shape
 from .scan import ScanWriter
 from .scatter import JOIN, ScatterWriter
 
@@ -30,7 +39,6 @@ SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is large
 
 def index_type(k: Kernel) -> str:
     """32 bits where no index can leave them: GPUs compute those in half the time or less."""
-    stores = [k.address, k.init_address] if isinstance(k, ScatterKernel) else [a for _, a in k.stores]
     if isinstance(k, ScatterKernel):
         domains: list[tuple[Sym, ...]] = [k.vars, k.out_vars]
     elif isinstance(k, ContractKernel):
@@ -39,9 +47,9 @@ def index_type(k: Kernel) -> str:
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         domains = [k.outer, inner] if isinstance(k, LoopKernel) and k.bounds is not None else [(*k.outer, *inner)]
-    points = [product(v.extent for v in vars if v.extent is not None) for vars in domains]
-    inside = [i for e in walk(*exprs_of(k)) for i in e.own_indices()]
-    bounds = [i.bounds() for i in (*inside, *stores, *points)]
+    points = [volume(vars) for vars in domains]
+    inside = [i for e in walk(*k.everything()) for i in e.own_indices()]
+    bounds = [i.bounds() for i in (*inside, *(a for _, a in k.stores), *points)]
     fits = all(lo is not None and hi is not None and lo > -NARROW and hi < NARROW for lo, hi in bounds)
     return "int" if fits else "long"
 
@@ -56,7 +64,7 @@ class Points(ClWriter, NestWriter):
 
     @contextmanager
     def points(self, vars: Sequence[Sym]) -> Iterator[Scope]:
-        self.total = product(v.extent for v in vars if v.extent is not None)
+        self.total = volume(vars)
         me = self.fresh("me")
         self.line(f"const {self.d.long} {me} = get_global_id(0);")
         with self.scope(f"if ({me} < {self.index(self.total)}) {{", vars) as s:
@@ -89,8 +97,7 @@ class PointLoops(Points):
         super().__init__(dialect, kernel, shape)
         self.k = kernel
         self.address = dict(kernel.stores)
-        self.dtype_of = {n: (i.combine.dtypes[j] if i.combine else i.exprs[0].dtype)
-                         for s in kernel.stages for i in s for j, n in enumerate(i.names)}
+        self.dtype_of = kernel.dtype_of()
 
     def write(self) -> None:
         with self.points(self.k.outer):
@@ -108,7 +115,7 @@ class PointLoops(Points):
         return f"s_{list(self.dtype_of).index(name)}"
 
     def row_length(self) -> Index:
-        return product(v.extent for v in self.k.inner if v.extent is not None)
+        return volume(self.k.inner)
 
     def emit(self, e: Expr) -> tuple[int, str]:
         if e.op == "local" and self.local(e.attr) is None:
@@ -124,14 +131,13 @@ class PointLoops(Points):
             for i in stage:
                 self.map_item(i)
             return
-        reductions = [i for i in stage if i.combine is not None]
+        reductions = reductions_of(stage)
         states = self.declare(reductions)
         first = self.k.inner[0]
-        assert first.extent is not None
         if self.k.bounds is not None:
             with self.loop(first, *(self.value(b) for b in self.k.bounds)):
                 self.body(stage, states)
-        elif reductions and not (first.extent.is_const and first.extent.const < 2 * CASCADE):
+        elif reductions and not (first.size.is_const and first.size.const < 2 * CASCADE):
             self.cascade(stage, reductions, states)
         else:
             self.deep(self.k.inner, stage, states)
@@ -140,12 +146,9 @@ class PointLoops(Points):
     def declare(self, reductions: Sequence[Item]) -> dict[str, str]:
         """A variable for each component, that holds the identity."""
         states = {}
-        for i in reductions:
-            assert i.combine is not None
-            for name, identity in zip(i.names, i.combine.identity, strict=True):
-                states[name] = self.fresh("a")
-                start = self.d.constant(identity.attr, identity.dtype)
-                self.line(f"{self.d.types[identity.dtype]} {states[name]} = {start};")
+        for name, identity in identities_of(reductions):
+            states[name] = self.fresh("a")
+            self.variable(identity.dtype, states[name], self.d.constant(identity.attr, identity.dtype))
         return states
 
     def deep(self, vars: Sequence[Sym], stage: Sequence[Item], states: dict[str, str]) -> None:
@@ -157,15 +160,14 @@ class PointLoops(Points):
 
     def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
         v = self.k.inner[0]
-        group, last = Sym(f"{v.name}c", v.extent), self.fresh("e")
+        group, last = Sym(f"{v.name}c", v.size), self.fresh("e")
         with self.loop(group, "0", self.extent(v), str(CASCADE)):
             parts = self.declare(reductions)
             self.line(f"const {self.d.long} {last} = fl_imin({self.sym(group)} + {CASCADE}, {self.extent(v)});")
             with self.loop(v, self.sym(group), last):
                 self.deep(self.k.inner[1:], stage, parts)
             for i in reductions:
-                assert i.combine is not None
-                self.combine_into(i.combine, [states[n] for n in i.names], [parts[n] for n in i.names])
+                self.combine_into(i.joins, [states[n] for n in i.names], [parts[n] for n in i.names])
 
     def body(self, stage: Sequence[Item], states: dict[str, str]) -> None:
         for i in stage:

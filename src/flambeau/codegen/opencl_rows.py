@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Sym, product
+from flambeau.ir.index import Sym, volume
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Item, Kernel, LoopKernel
+from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of, reductions_of
 
 from .cfamily import Dialect, Scope
-from .opencl import Shape, exprs_of
+from .opencl import Shape
 from .opencl_points import SHORT, PointLoops
 from .opencl_several import FULL, Several
 
@@ -28,7 +28,7 @@ BARRIER = "barrier(CLK_LOCAL_MEM_FENCE);"
 
 def is_row(k: LoopKernel) -> bool:
     """Whether what is contiguous is reduced, and long enough for a group."""
-    length = product(v.extent for v in k.inner if v.extent is not None)
+    length = volume(k.inner)
     return k.vector in k.inner and k.bounds is None and not (length.is_const and length.const <= SHORT)
 
 
@@ -73,7 +73,7 @@ class Rows(Several):
 
     @contextmanager
     def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
-        self.total = product(v.extent for v in vars if v.extent is not None) * self.group
+        self.total = volume(vars) * self.group
         row = self.fresh("row")
         self.line(f"const int {self.me} = get_local_id(0);")
         self.line(f"const {self.d.long} {row} = get_group_id(0);")
@@ -99,9 +99,9 @@ class RowLoops(Rows, PointLoops):
         self.flat = kernel.inner
         self.number = self.row_length()
         self.around = frozenset(kernel.outer)
-        maps = {i.names[0] for s in kernel.stages for i in s if i.combine is None and i.level == "full"}
+        maps = {i.names[0] for i in kernel.items if i.combine is None and i.level == "full"}
         self.full = {name: a for name, a in kernel.stores if name in maps}
-        exprs = exprs_of(kernel)
+        exprs = kernel.everything()
         self.choose_lanes(exprs, self.full.items())
         self.held = self.to_hold()
         kinds = [*(e.dtype for e in self.held), *(self.dtype_of[name] for name in kernel.scratch)]
@@ -110,13 +110,13 @@ class RowLoops(Rows, PointLoops):
     def to_hold(self) -> list[Expr]:
         """What a row that fits into registers has read before anything is done with it. The others are read some at a
         time when it is their turn: what all rows read is in a cache, and what only a later stage wants can wait."""
-        stages = [self.ahead([e for i in s for e in i.exprs]) for s in self.k.stages]
+        stages = [self.ahead(exprs_of(s)) for s in self.k.stages]
         first = next((reads for reads in stages if reads), [])
         return [e for e in dict.fromkeys(e for reads in stages for e in reads)
                 if e.attr[1][0].symbols() & self.around and (e in first or sum(e in reads for reads in stages) > 1)]
 
     def write(self) -> None:
-        exprs = exprs_of(self.k)
+        exprs = self.k.everything()
         held = self.is_held()
         place = "" if held else "__local "
         for name in sorted(self.k.scratch):
@@ -141,12 +141,12 @@ class RowLoops(Rows, PointLoops):
             for i in stage:
                 self.map_item(i)
             return
-        reductions = [i for i in stage if i.combine is not None]
+        reductions = reductions_of(stage)
         stored = [n for i in stage if i.combine is None for n in i.names if n in self.full]
         states = self.declare(reductions)
         # A work-item meets the same points in every stage: what it stored, it may read again.
         with self.stretches() as base:
-            reads = self.ahead([e for i in stage for e in i.exprs])
+            reads = self.ahead(exprs_of(stage))
             if self.is_held():
                 reads = [e for e in reads if e not in self.held]
             else:
@@ -158,8 +158,7 @@ class RowLoops(Rows, PointLoops):
                     self.body(stage, states)
                 self.flush(stored, base)
         for i in reductions:
-            assert i.combine is not None
-            joined = self.joined(i.combine, [states[n] for n in i.names])
+            joined = self.joined(i.joins, [states[n] for n in i.names])
             states.update(zip(i.names, joined, strict=True))
         self.finish(reductions, states)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
-from flambeau.ir.index import ONE, Sym, ceildiv, product
+from flambeau.ir.index import ONE, Sym, ceildiv, volume
 from flambeau.ir.program import ScanKernel
 
 from .cfamily import Dialect
@@ -26,8 +26,7 @@ WIDE, NARROW = 32, 8  # columns of a group, and where there are few
 class GroupScan(Rows, ScanWriter):
     def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
-        assert kernel.axis.extent is not None
-        self.flat, self.number, self.around = (kernel.axis,), kernel.axis.extent, frozenset(kernel.outer)
+        self.flat, self.number, self.around = (kernel.axis,), kernel.axis.size, frozenset(kernel.outer)
         needed = kernel.combine.needed([*self.stored.values()], stretches=True)
         self.kinds = {j: kernel.combine.left[j].dtype for j in needed}
         self.words = sum(-(-kind.itemsize // 4) for kind in self.kinds.values())
@@ -147,9 +146,9 @@ class ColumnScan(GroupScan):
     def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         column = column_of(kernel)
-        assert column is not None and column.extent is not None
+        assert column is not None
         self.column = column
-        points = product(v.extent for v in kernel.outer if v.extent is not None)
+        points = volume(kernel.outer)
         self.wide = NARROW if points.is_const and points.const < FEW else WIDE
         self.group = power_below(shape.group)
         self.each = self.lanes = power_below(max(FULL // 2 // self.words, 1))
@@ -162,10 +161,9 @@ class ColumnScan(GroupScan):
 
     def write(self) -> None:
         v, long = self.column, self.d.long
-        assert v.extent is not None
         others = [x for x in self.k.outer if x is not v]
-        blocks = ceildiv(v.extent, self.wide)
-        self.total = product(x.extent for x in others if x.extent is not None) * blocks * self.group
+        blocks = ceildiv(v.size, self.wide)
+        self.total = volume(others) * blocks * self.group
         self.line(f"const int {self.me} = get_local_id(0);")
         self.line(f"const {long} block = get_group_id(0), other = block / {self.index(blocks)};")
         self.line(f"const {long} column = block % {self.index(blocks)} * {self.wide} + {self.me} % {self.wide};")
@@ -212,13 +210,11 @@ def column_of(k: ScanKernel) -> Sym | None:
 
 
 def write_scan(dialect: Dialect, k: ScanKernel, shape: Shape) -> Draft:
-    assert k.axis.extent is not None
-    short = k.axis.extent.is_const and k.axis.extent.const <= SHORT
-    rows = product(v.extent for v in k.outer if v.extent is not None)
+    short = k.axis.size.is_const and k.axis.size.const <= SHORT
+    rows = volume(k.outer)
     contiguous = any(a.coefficient(k.axis) is ONE for _, a in k.stores)
     column = column_of(k)
-    wide = column is not None and column.extent is not None \
-        and not (column.extent.is_const and column.extent.const < NARROW)
+    wide = column is not None and not (column.size.is_const and column.size.const < NARROW)
     few = rows.is_const and rows.const < FEW
     kind = PointScan if short else RowScan if contiguous else ColumnScan if wide else RowScan if few else PointScan
     scan = kind(dialect, k, shape)

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_bool
 from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, product
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, volume
 from flambeau.ir.program import Kernel, LoopKernel
 
 from .cfamily import Dialect, Scope
-from .opencl import Shape, exprs_of
+from .opencl import Shape
 from .opencl_points import PointLoops, Points
 
 BYTES = 16  # of an access
@@ -71,7 +71,6 @@ class Several(Points):
 
     def choose_lanes(self, exprs: Sequence[Expr], stores: Iterable[tuple[str, Index]]) -> None:
         v = self.flat[-1]
-        assert v.extent is not None
         reads = self.ahead(exprs)
         lines = [(e.dtype, a) for e in reads if (a := e.attr[1][0]).coefficient(v) is not ZERO]
         lines += [(self.dtypes[name], a) for name, a in stores]
@@ -80,7 +79,7 @@ class Several(Points):
             return  # they are made one by one, and neighbours should make them side by side
         lanes = BYTES // max((dtype.itemsize for dtype, _ in lines), default=BYTES)
         while lanes > 1:
-            rows = len(self.flat) == 1 or v.extent.is_const and v.extent.const % lanes == 0
+            rows = len(self.flat) == 1 or v.size.is_const and v.size.const % lanes == 0
             if rows and all(self.is_line(a, lanes) for _, a in lines):
                 self.lanes, self.lined = lanes, True
                 return
@@ -224,8 +223,8 @@ class SeveralPoints(Several, PointLoops):
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         self.flat = kernel.outer
-        self.number = product(v.extent for v in kernel.outer if v.extent is not None)
-        exprs = exprs_of(kernel)
+        self.number = volume(kernel.outer)
+        exprs = kernel.everything()
         self.choose_lanes(exprs, kernel.stores)
         self.reads = self.ahead(exprs)
         widest = max((self.dtypes[name].itemsize for name, _ in kernel.accesses()), default=BYTES)
@@ -250,8 +249,8 @@ class SeveralPoints(Several, PointLoops):
 
 def is_streamed(k: LoopKernel) -> bool:
     """Whether it is a map that memory limits."""
-    points = product(v.extent for v in k.outer if v.extent is not None)
-    exprs = exprs_of(k)
+    points = volume(k.outer)
+    exprs = k.everything()
     windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
     return bool(k.outer) and not k.inner and k.bounds is None and not windows \
         and not (points.is_const and points.const < MANY) and cost_of(exprs) <= DEAR \

@@ -7,11 +7,11 @@ that one, and used along the first.
 from __future__ import annotations
 
 from flambeau.ir.expr import walk
-from flambeau.ir.index import Sym, ceildiv, product
+from flambeau.ir.index import Sym, ceildiv, volume
 from flambeau.ir.program import LoopKernel
 
 from .cfamily import Dialect
-from .opencl import Shape, exprs_of
+from .opencl import Shape
 from .opencl_points import PointLoops
 from .opencl_rows import BARRIER
 from .opencl_several import MANY, Several
@@ -37,10 +37,9 @@ class Turned(Several, PointLoops):
 
     def write(self) -> None:
         long, along, across = self.d.long, self.along, self.across
-        assert along.extent is not None and across.extent is not None
         others = [v for v in self.k.outer if v not in (along, across)]
-        wide, high = ceildiv(along.extent, self.long), ceildiv(across.extent, self.high)
-        self.total = product(v.extent for v in others if v.extent is not None) * wide * high * self.group
+        wide, high = ceildiv(along.size, self.long), ceildiv(across.size, self.high)
+        self.total = volume(others) * wide * high * self.group
         arrays = {e: self.fresh("turned") for e in self.reads}
         for e, array in arrays.items():  # a column more: neighbours are not in the same bank, whichever way
             self.line(f"__local {self.d.stored[e.dtype]} {array}[{self.long * (self.high + 1)}];")
@@ -77,11 +76,10 @@ class Turned(Several, PointLoops):
 
 def side_of(v: Sym, most: int) -> int:
     """The least power of two that holds the variable, if it is short."""
-    assert v.extent is not None
-    return min(most, 1 << (v.extent.const - 1).bit_length()) if v.extent.is_const and v.extent.const else most
+    return min(most, 1 << (v.size.const - 1).bit_length()) if v.size.is_const and v.size.const else most
 
 
 def is_turned_map(k: LoopKernel) -> bool:
-    points = product(v.extent for v in k.outer if v.extent is not None)
+    points = volume(k.outer)
     return bool(k.turned()) and not k.inner and not (points.is_const and points.const < MANY) \
-        and not any(e.op == "fold" for e in walk(*exprs_of(k)))
+        and not any(e.op == "fold" for e in walk(*k.everything()))

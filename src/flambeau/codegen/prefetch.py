@@ -32,7 +32,7 @@ class Coming:
 def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
     """Of an access in a loop over `step` around one over `along`: the row some steps from now, or None where to ask
     for it brings nothing."""
-    if along.extent is None or not along.extent.is_const:
+    if not along.size.is_const:
         return None
     finding = [a.expr for a in address.atoms() if isinstance(a, Dyn)]
     # To look ahead must be cheap, and possible: what the kernel itself computes is not there yet.
@@ -45,20 +45,17 @@ def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | Non
 
 def _row(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
     """A row that lies where data say."""
-    assert along.extent is not None
-    length = along.extent.const * itemsize
+    length = along.size.const * itemsize
     if length > LONGEST or not any(_is_far(mono, coef * itemsize, step) for mono, coef in address.terms):
         return None
-    assert step.extent is not None
     steps = max(NEAREST, min(FARTHEST, AHEAD // length))
-    later = {step: minimum(as_index(step) + steps, step.extent - 1), along: ZERO}
+    later = {step: minimum(as_index(step) + steps, step.size - 1), along: ZERO}
     start = rewrite(Expr("index", torch.int64, (), address), _trusting, later)
     return Coming(start.attr, length) if start.op == "index" else None
 
 
 def _stretch(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
     """Elements that lie where data say, but for each step within a stretch of its own: all of that stretch."""
-    assert along.extent is not None
     jumps = [(a, coef) for mono, coef in address.terms for a in mono[:1]
              if len(mono) == 1 and isinstance(a, Dyn) and along in a.symbols()]
     if len(jumps) != 1 or jumps[0][0].hi is None:
@@ -68,7 +65,7 @@ def _stretch(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | N
     assert place.hi is not None
     move, length = start.coefficient(step), (place.hi * abs(stride) + 1) * itemsize
     # There must be few lines to a read, or most of them would be in vain.
-    if move is None or move is ZERO or along in start.symbols() or 2 * (length // LINE) > along.extent.const:
+    if move is None or move is ZERO or along in start.symbols() or 2 * (length // LINE) > along.size.const:
         return None
     steps = max(1, min(FARTHEST, AHEAD // 2 // length))
     return Coming(start.subs({step: as_index(step) + steps}), length)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import Expr, cast, rewrite
-from flambeau.ir.index import ONE, Sym, product
+from flambeau.ir.index import ONE, Sym, volume
 from flambeau.ir.program import ScanKernel
 
 from .cfamily import Dialect, Scope
@@ -71,8 +71,7 @@ class ScanWriter(NestWriter):
 
     def advance(self, slots: dict[int, str], values: Sequence[str]) -> None:
         left = [slots.get(j, value) for j, value in enumerate(values)]  # what nobody needs has no slot, and no reader
-        for slot, text in zip(slots.values(), self.combined(self.k.combine, left, values, slots), strict=True):
-            self.line(f"{slot} = {text};")
+        self.assign(slots.values(), self.combined(self.k.combine, left, values, slots))
 
     def step(self, slots: dict[int, str], store: bool = True) -> None:
         self.advance(slots, [self.value(e) for e in self.k.exprs])
@@ -85,7 +84,7 @@ class ScanWriter(NestWriter):
 
     def rows(self) -> None:
         k = self.k
-        points, length = product(v.extent for v in k.outer if v.extent is not None), k.axis.extent
+        points, length = volume(k.outer), k.axis.size
         assert length is not None
         dear = cost_of(k.combine.result) > DEAR  # to find out first what a part comes to would take too long
         if points.is_const and points.const < FEW and not (length.is_const and length.const < LONG) and not dear:
@@ -198,20 +197,19 @@ class ScanWriter(NestWriter):
 
     def columns(self, v: Sym) -> None:
         k = self.k
-        assert v.extent is not None
         others = tuple(x for x in k.outer if x is not v)
-        width = max(1, min(BLOCK, v.extent.const)) if v.extent.is_const else BLOCK
+        width = max(1, min(BLOCK, v.size.const)) if v.size.is_const else BLOCK
         apart = any(a.coefficient(v) is not ONE for a in self.address.values())
         if apart:
             width = min(width, ABREAST if len(k.names) == 1 else ABREAST // 2)
         # Enough blocks for the threads where there are few columns.
-        if not others and v.extent.is_const:
-            width = max(min(width, 16), min(width, -(-v.extent.const // 8)))
-        block = Sym(f"{v.name}b", v.extent)
+        if not others and v.size.is_const:
+            width = max(min(width, 16), min(width, -(-v.size.const // 8)))
+        block = Sym(f"{v.name}b", v.size)
         with self.nest(others, self.parallel((*k.outer, k.axis), self.cost, len(others) + 1),
                        (block, self.extent(v), str(width))):
             b = self.sym(block)
-            known = v.extent.is_const and v.extent.const % width == 0
+            known = v.size.is_const and v.size.const % width == 0
             end = f"{b} + {width}" if known else self.fresh("e")
             if not known:
                 self.line(f"const {self.d.long} {end} = {self.fl}imin({b} + {width}, {self.extent(v)});")
@@ -228,7 +226,7 @@ class ScanWriter(NestWriter):
     def strips(self, v: Sym, b: str, end: str, slots: dict[int, str]) -> None:
         """Rows that lie far apart, some elements of each in turn: a line of the cache is done with before it may have
         to go, and the rows still do not wait for each other."""
-        first, n, length = self.fresh("f"), self.extent(self.k.axis), self.k.axis.extent
+        first, n, length = self.fresh("f"), self.extent(self.k.axis), self.k.axis.size
         assert length is not None
         with self.scope(f"for ({self.d.long} {first} = 0; {first} < {n}; {first} += {STRIP}) {{"):
             last = f"{first} + {STRIP}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, index_value, loads, where
-from flambeau.ir.index import Dyn, Index, Sym, as_index, product
+from flambeau.ir.index import Dyn, Index, Sym, as_index, volume
 from flambeau.ir.program import ScatterKernel
 
 from .cfamily import Dialect
@@ -42,7 +42,7 @@ class ScatterWriter(NestWriter):
         # The last free variable walks the target's rows if it is the last of the source.
         rows = free[-1:] if free and k.vars[-1] is free[-1] else []
         outer = [v for v in free if v not in rows]
-        parts = product(v.extent for v in outer if v.extent is not None)
+        parts = volume(outer)
         whole = bool(rows) and not self.moves_with(rows[0])
         many = outer and (not rows or not parts.is_const or parts.const >= ENOUGH)
         part = self.part_of(outer) if many else None
@@ -74,10 +74,10 @@ class ScatterWriter(NestWriter):
         if k.init is None or len(k.out_vars) != 1 or k.init_address is not as_index(k.out_vars[0]):
             return None
         steps = {v: k.address.coefficient(v) for v in outer}
-        total = k.out_vars[0].extent
+        total = k.out_vars[0].size
         for v in outer:
             step = steps[v]
-            if step is None or v.extent is None or total is None or step * v.extent is not total:
+            if step is None or step * v.size is not total:
                 return None
             total = step
         return total
@@ -107,7 +107,7 @@ class ScatterWriter(NestWriter):
         begin, end = "0", self.extent(last)
         block: list[tuple[Sym, str, str]] = []
         if pragma and not outer:
-            part = Sym(f"{last.name}b", last.extent)
+            part = Sym(f"{last.name}b", last.size)
             block = [(part, end, str(BLOCK))]
             begin, end = self.sym(part), f"{self.fl}imin({self.sym(part)} + {BLOCK}, {end})"
         with self.nest(outer, pragma, *block), self.loop(last, begin, end, pragma=f"{self.d.simd} CHECKS"):
@@ -134,10 +134,10 @@ class ScatterWriter(NestWriter):
     def is_dear(self, v: Sym, taps: Sequence[Sym]) -> bool:
         """Whether to find places and values takes longer than to write, for a few elements at each point of v."""
         k = self.k
-        count = product(t.extent for t in taps if t.extent is not None)
+        count = volume(taps)
         known = number(self.offset(v, taps)) is not None and all(e.attr[0] != k.name for e in loads(k.value))
-        few = count.is_const and count.const <= TAPS and not (v.extent is not None and v.extent.is_const
-                                                              and v.extent.const < LEAST)
+        few = count.is_const and count.const <= TAPS and not (v.size.is_const
+                                                              and v.size.const < LEAST)
         return known and few and k.free.isdisjoint((v, *taps)) and cost_of(self.exprs()) >= DEAR
 
     def exprs(self) -> list[Expr]:
@@ -155,11 +155,9 @@ class ScatterWriter(NestWriter):
         offset = self.offset(v, taps)
         points: list[dict[Sym, Index]] = [{}]
         for t in taps:
-            assert t.extent is not None
-            points = [{**p, t: as_index(j)} for p in points for j in range(t.extent.const)]
+            points = [{**p, t: as_index(j)} for p in points for j in range(t.size.const)]
         width = max(LEAST, min(256, ROOM // len(points) // (4 + k.value.dtype.itemsize) // 64 * 64))
-        assert v.extent is not None
-        block = Sym(f"{v.name}s", v.extent)
+        block = Sym(f"{v.name}s", v.size)
         start, end, place, value = self.sym(block), *(self.fresh(x) for x in ("e", "at", "val"))
         name, here = self.sym(v), f"[{self.sym(v)} - {start}]"
         last = self.extent(v)

@@ -34,7 +34,7 @@ def gain(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> int:
 
 
 def _repeats(c: Sym) -> bool:
-    return c.extent is not None and not (c.extent.is_const and c.extent.const < 2)
+    return not (c.size.is_const and c.size.const < 2)
 
 
 def _weight(e: Expr) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from flambeau.ir.index import Index, Op, Sym
 
 
 @dataclass(frozen=True)
@@ -83,3 +86,19 @@ class RangeSource:
     ranges: tuple[Range, ...]
     checks: bool = False  # whether it can report anything
     headers: tuple[str, ...] = ("opencl.h",)
+
+
+def host_text(i: Index, names: Mapping[Sym, str] | None = None) -> str:
+    """An index over run-time sizes as Python computes it; sizes go by these names, or their own."""
+    written = {"div": "({} // {})", "mod": "({} % {})", "min": "min({}, {})", "max": "max({}, {})"}
+    parts = [str(i.const)] if i.const or not i.terms else []
+    for mono, coef in i.terms:
+        factors = [str(coef)] if coef != 1 else []
+        for a in mono:
+            if isinstance(a, Op):
+                factors.append(written[a.kind].format(host_text(a.a, names), host_text(a.b, names)))
+            else:
+                assert isinstance(a, Sym) and a.extent is None, f"{a} is not known before the launch"
+                factors.append(names[a] if names else a.name)
+        parts.append(" * ".join(factors))
+    return f"({' + '.join(parts)})"

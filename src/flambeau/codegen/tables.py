@@ -24,7 +24,7 @@ class TableWriter(LoopWriter):
 
     def render(self) -> list[str]:
         k = self.k
-        items = [i for s in k.stages for i in s]
+        items = k.items
         if k.inner:
             self.rows()
         elif k.outer:

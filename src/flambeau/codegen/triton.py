@@ -16,14 +16,13 @@ import torch
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float
-from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
-from flambeau.ir.index import ONE, Dyn, Index, Op, Sym, as_index, product
+from flambeau.ir.expr import SPECIAL, Expr, Fold, cast, index_value, masked, walk, where
+from flambeau.ir.index import ONE, Dyn, Index, Sym, as_index, volume
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
 
 from .cfamily import Dialect, Scope, Writer
-from .cpp import SPECIAL
-from .source import BlockSource, Part
+from .source import BlockSource, Part, host_text
 from .tuning import HEURISTIC, Tuning
 
 NARROW = 1 << 31  # indices below it are 32 bits wide
@@ -41,6 +40,7 @@ class Triton(Dialect):
     infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
     prefix = {"logical_not": "~", "bitwise_not": "~"}  # Triton's minus is 0 - x, which loses the sign of zero
     quotient = "//"
+    end = ""
     function = "fl.{}"
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:
@@ -100,6 +100,9 @@ class BlockWriter(Writer):
 
     def define(self, s: Scope, kind: str, name: str, text: str) -> None:
         s.lines.append(f"{name} = {text}")
+
+    def variable(self, dtype: DType, name: str, text: str) -> None:
+        self.line(f"{name} = {text}")
 
     @contextmanager
     def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
@@ -209,9 +212,9 @@ class BlockWriter(Writer):
         """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
         own end is dropped, and lies in the same 16 bytes as what is not."""
         v = self.gathered
-        if v is None or v.extent is None or self.axes.get(v) not in self.masks or not is_aligned(address, v):
+        if v is None or self.axes.get(v) not in self.masks or not is_aligned(address, v):
             return self.masks
-        whole = -(-v.extent.const // WIDE) * WIDE
+        whole = -(-v.size.const // WIDE) * WIDE
         return {**self.masks, self.axes[v]: f"({self.sym(v)} < {whole})"}
 
     def branched(self, inside: str | None, vars: Iterable[Sym], free: Iterable[int], write: Callable[[], list[str]]
@@ -226,8 +229,7 @@ class BlockWriter(Writer):
             with self.scope(header, vars, footer=""):
                 texts = write()
                 names = names or [self.fresh("b") for _ in texts]
-                for name, text in zip(names, texts, strict=True):
-                    self.line(f"{name} = {text}")
+                self.assign(names, texts)
         return names or []
 
     def pointer(self, buffer: str, address: Index, axes: frozenset[int]) -> str:
@@ -293,35 +295,12 @@ class BlockWriter(Writer):
                     updates = [where(side, masked(u, side), c) for u, c in zip(updates, f.carries, strict=True)]
                 limits.append(text)
             ends.append((limits[0], limits[1]))
-        names = []
-        for k in range(n):
-            start = self.value(inits[k])
-            name = self.fresh("f")
-            self.line(f"{name} = {self.spread(start, axes)}")
-            names.append(name)
-        self._block_loops(f, updates, names, ends, axes, 0)
+        out = self._looped(e, inits, updates, ends)
         self.loop_axes = before
-        depth = len(self.scopes) - 1
-        for k, c in enumerate(f.carries):
-            twin = Expr("fold", c.dtype, e.args, Fold(f.loops, f.carries, k))
-            self.scopes[depth].known[twin] = names[k]
-        return depth, names[f.which]
+        return out
 
-    def _block_loops(self, f: Fold, updates: Sequence[Expr], names: list[str], ends: list[tuple[str, str]],
-                     axes: frozenset[int], k: int) -> None:
-        if k < len(f.loops):
-            with self.loop(f.loops[k][0], *ends[k]):
-                self._block_loops(f, updates, names, ends, axes, k + 1)
-            return
-        inner = self.scopes[-1]
-        for c, name in zip(f.carries, names, strict=True):
-            inner.known[c] = name
-        new = []
-        for u in updates:
-            new.append(self.fresh("u"))
-            self.line(f"{new[-1]} = {self.spread(self.value(u), axes)}")
-        for name, text in zip(names, new, strict=True):
-            self.line(f"{name} = {text}")
+    def shaped(self, text: str) -> str:
+        return self.spread(text, self.loop_axes)
 
     def keep(self, name: str, e: Expr) -> str:
         """The text of an expression, which goes by a name from here on."""
@@ -396,8 +375,7 @@ class BlockWriter(Writer):
             if v in blocks:
                 self.axes[v] = len(self.axes)
         for v in reversed(vars):
-            assert v.extent is not None
-            size, block = v.extent, blocks.get(v, 1)
+            size, block = v.size, blocks.get(v, 1)
             count = count_text(size, block, self.index)
             name = self.sym(v)
             last = v is vars[0]
@@ -432,22 +410,6 @@ def padded_read(e: Expr) -> Expr | None:
     return read if read.op == "load" and read.args == e.args[:1] else None
 
 
-class HostWriter(Writer):
-    """Indices over run-time sizes as the launch computes them, in Python; sizes go by their own names."""
-
-    def _atom(self, a: object) -> tuple[int, str]:
-        if isinstance(a, Op):
-            x, y = self.index(a.a), self.index(a.b)
-            sign = {"div": "//", "mod": "%"}.get(a.kind)
-            return 0, f"({x} {sign} {y})" if sign else f"{a.kind}({x}, {y})"
-        assert isinstance(a, Sym) and a.extent is None, f"{a} is not known before the launch"
-        return super()._atom(a)
-
-
-def host_text(i: Index) -> str:
-    return HostWriter(TRITON).index(i)
-
-
 def count_text(size: Index, block: int, text: Callable[[Index], str]) -> str:
     """How many blocks cover a size."""
     if size.is_const:
@@ -468,7 +430,7 @@ def power(n: int) -> int:
 def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sym]) -> bool:
     """Whether some index can leave 32 bits."""
     inside = [i for e in walk(*exprs) for i in e.own_indices()]
-    points = product(v.extent for v in vars if v.extent is not None)
+    points = volume(vars)
     return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flambeau.ir.expr import Expr, cast, walk
-from flambeau.ir.index import ZERO, Index, Op, Sym, as_index, product
-from flambeau.ir.program import Item, LoopKernel
+from flambeau.ir.index import ZERO, Index, Op, Sym, as_index, volume
+from flambeau.ir.program import Item, LoopKernel, reductions_of
 
 from .triton import WIDEST, BlockWriter, Draft, is_aligned, is_wide, padded_read, power
-from .triton_phases import Phases, compact, exprs_of, halved, overlapping, spelled, written_out
+from .triton_phases import Phases, compact, halved, overlapping, spelled, written_out
 from .triton_rows import rows_of
 from .tuning import HEURISTIC, Tuning
 
@@ -48,8 +48,7 @@ def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
     """Axes for the innermost variables until the tile is full."""
     out: dict[Sym, int] = {}
     for v in reversed(vars):
-        assert v.extent is not None
-        block = min(room, power(v.extent.const)) if v.extent.is_const else room
+        block = min(room, power(v.size.const)) if v.size.is_const else room
         if block > 1:
             out[v] = block
             room //= block
@@ -64,7 +63,7 @@ class LoopBlocks(BlockWriter):
         if any(v not in formed.outer for v in self.guards):  # written out: phases guard what they write by themselves
             self.guards, formed = {}, self.formed(k)
         k = formed
-        exprs = [*exprs_of(k), *(k.bounds or ())]
+        exprs = k.everything()
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
         super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], points))
@@ -72,7 +71,7 @@ class LoopBlocks(BlockWriter):
         self.addresses = dict(k.stores)
         self.apart = self.phases is not None  # one point for each thread
         self.gathered = k.vector if self.rows else None
-        self.inner = product(v.extent for v in k.inner if v.extent is not None)
+        self.inner = volume(k.inner)
         self.row: int | None = None  # the axis that is reduced
 
     def formed(self, k: LoopKernel) -> LoopKernel:
@@ -127,10 +126,10 @@ class LoopBlocks(BlockWriter):
         if self.rows:
             return self.rows.blocks
         if k.tile is not None and k.vector is not None:
-            pair = {v: min(SQUARE, power(v.extent.const)) if v.extent is not None and v.extent.is_const else SQUARE
+            pair = {v: min(SQUARE, power(v.size.const)) if v.size.is_const else SQUARE
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
-        exprs = exprs_of(k)
+        exprs = k.everything()
         windows = ABREAST if self.phases and self.phases.abreast else WINDOWS
         room = self.tuning.sized(windows if self.apart else THREADS * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
@@ -140,7 +139,7 @@ class LoopBlocks(BlockWriter):
         """Elements of the reduced axis in one tile, and whether that is all of it."""
         k = self.k
         if k.bounds is not None:
-            parts = max(len(i.names) for items in k.stages for i in items if i.combine is not None)
+            parts = max(len(i.names) for i in reductions_of(k.items))
             return max(2, GATHERED // parts), False
         contiguous = k.vector in k.inner
         most = ROW if contiguous or k.scratch else 64
@@ -161,20 +160,19 @@ class LoopBlocks(BlockWriter):
         if not self.masks or self.rows or k.tile is not None:
             return None
         last = k.outer[-1]
-        assert last.extent is not None
-        if last.extent.is_const and last.extent.const % WIDEST == 0 and not self.guards:
+        if last.size.is_const and last.size.const % WIDEST == 0 and not self.guards:
             return None
-        accessed = [a for e in walk(*exprs_of(k)) if e.op == "load" for a in e.attr[1]] + [a for _, a in k.stores]
+        accessed = [a for e in walk(*k.everything()) if e.op == "load" for a in e.attr[1]] + [a for _, a in k.stores]
         if not any(is_aligned(a, last) for a in accessed):
             return None
         ends: dict[Sym, Index] = {}
         for v, axis in self.axes.items():
-            end = Sym(f"{v.name}e", v.extent)
+            end = Sym(f"{v.name}e", v.size)
             self.line(f"{self.sym(end)} = {self.places[v]} * {self.blocks[axis]} + {self.blocks[axis] - 1}")
             ends[v] = as_index(end)
         holds = [self.value(limit.subs(ends)) for limit in self.guards.values()]
-        return " and ".join(holds or [f"{self.index(end)} < {self.index(v.extent)}" for v, end in ends.items()
-                                      if v.extent is not None and self.axes[v] in self.masks])
+        return " and ".join(holds or [f"{self.index(end)} < {self.index(v.size)}" for v, end in ends.items()
+                                      if self.axes[v] in self.masks])
 
     # ---- stages ----------------------------------------------------------------------------------------
 
@@ -203,14 +201,13 @@ class LoopBlocks(BlockWriter):
                 if self.k.bounds is not None:  # in the order of the items: the first of equals may be what counts
                     assert self.row is not None
                     kept = self.reduced(i.combine, kept, self.row)
-                for slot, new in zip(slots, self.combined(i.combine, slots, kept), strict=True):
-                    self.line(f"{slot} = {new}")
+                self.assign(slots, self.combined(i.combine, slots, kept))
 
     def finish(self, i: Item, values: Sequence[str]) -> None:
         """Across lanes, once; the components become values of the outer points."""
-        assert i.combine is not None and self.row is not None
-        values = values if self.k.bounds is not None else self.reduced(i.combine, values, self.row)
-        for name, text, e in zip(i.names, values, i.combine.left, strict=True):
+        assert self.row is not None
+        values = values if self.k.bounds is not None else self.reduced(i.joins, values, self.row)
+        for name, text, e in zip(i.names, values, i.joins.left, strict=True):
             self.local_axes[name] = self.outer_axes()
             self.scopes[-1].locals[name] = text
             if name in self.addresses:
@@ -219,14 +216,13 @@ class LoopBlocks(BlockWriter):
 
     def elements_together(self, p: Phases) -> None:
         """All that is read, then what is computed from it; stores last, since reads do not pass them."""
-        items = [i for part in self.k.stages for i in part]
-        everything = list(walk(*exprs_of(self.k)))
+        everything = list(walk(*self.k.everything()))
         padded = {read for e in everything if (read := padded_read(e)) is not None}
         for e in everything:
             read = e if e.op == "load" and e not in padded else padded_read(e)
             if read is not None and not any(x.op in ("load", "local") for x in walk(read) if x is not read):
                 self.value(e)
-        for i in items:
+        for i in self.k.items:
             self.keep(i.names[0], i.exprs[0])
         full = self.full()
         for names in p.joined:
@@ -265,8 +261,7 @@ class LoopBlocks(BlockWriter):
         """The inner variables at position `flat` of all inner points."""
         rest = flat
         for n, v in enumerate(reversed(self.k.inner)):
-            assert v.extent is not None
-            size = "1" if v.extent is ZERO else self.index(v.extent)  # of no points, none has a place
+            size = "1" if v.size is ZERO else self.index(v.size)  # of no points, none has a place
             last = n == len(self.k.inner) - 1
             self.line(f"{self.sym(v)} = {rest if last else f'{rest} % {size}'}")
             if not last:
@@ -390,13 +385,13 @@ def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
     once for four lanes. Also what must hold where its size is not a multiple."""
     if k.inner or k.tile is not None:
         return k, {}
-    for e in walk(*exprs_of(k)):
+    for e in walk(*k.everything()):
         for a in (a for i in e.own_indices() for a in i.atoms()):
             if not isinstance(a, Op) or a.kind != "mod" or not a.b.is_const:
                 continue
             v, n = a.a.atom(), a.b.const
             if isinstance(v, Sym) and v in k.outer and n & (n - 1) == 0 and n <= 16 \
-                    and v.extent is not None and v.extent.is_const and v.extent.const > n:
+                    and v.size.is_const and v.size.const > n:
                 new, low, limit = halved(k, v, n)
                 new = replace(new, vector=low if k.vector is v else k.vector)
                 return new, {} if limit is None else {low: limit}

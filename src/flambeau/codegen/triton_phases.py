@@ -7,7 +7,7 @@ where each alone would look at eight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as points_of
 
@@ -37,7 +37,7 @@ class Phases:
 
 def written_out(k: LoopKernel) -> Phases | None:
     """The kernel with its phases written out, if it has any."""
-    exprs = exprs_of(k)
+    exprs = k.everything()
     if k.inner or k.tile is not None or any(e.op == "fold" for e in walk(*exprs)):
         return None
     limits: Limits = {}
@@ -60,9 +60,9 @@ def abreast(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
     """Windows one above the other share most of what they read, and have more of it on its way at once."""
     lows: list[Sym] = []
     limits: Limits = {}
-    near = [v for v in overlapping(exprs_of(k), k.outer) if v is not k.outer[-1]]
+    near = [v for v in overlapping(k.everything(), k.outer) if v is not k.outer[-1]]
     for v, n in [(v, ABREAST) for v in near] if len(near) == 1 else [(v, 2) for v in near[::-1][:ABREAST // 2]]:
-        if v.extent is not None and v.extent.const > n:
+        if v.size.const > n:
             k, low, limit = halved(k, v, n)
             lows.append(low)
             limits |= {} if limit is None else {low: limit}
@@ -83,40 +83,26 @@ def spelled(k: LoopKernel) -> LoopKernel:
         which: int = e.attr.which
         return done[key][which]
 
-    return rewritten(k, put)
-
-
-def rewritten(k: LoopKernel, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index] | None = None) -> LoopKernel:
-    """The kernel with `fn` applied to all its expressions, and symbols replaced in them."""
-    memo: dict[Expr, Expr] = {}
-    return replace(k, stages=tuple(tuple(replace(i, exprs=tuple(rewrite(e, fn, mapping, memo) for e in i.exprs))
-                                         for i in items) for items in k.stages))
-
-
-def exprs_of(k: LoopKernel) -> list[Expr]:
-    return [e for items in k.stages for i in items for e in i.exprs]
+    return k.rewritten(put)
 
 
 def divided(k: LoopKernel) -> Iterator[tuple[Sym, int]]:
     """Variables that some index divides by a small number."""
-    for e in walk(*exprs_of(k)):
+    for e in walk(*k.everything()):
         for a in (a for i in e.own_indices() for a in i.atoms()):
             if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const and 1 < a.b.const <= LARGEST:
                 v = (a.a - a.a.const).atom()
-                if isinstance(v, Sym) and v in k.outer and v.extent is not None and v.extent.is_const \
-                        and v.extent.const > a.b.const:
+                if isinstance(v, Sym) and v in k.outer and v.size.is_const and v.size.const > a.b.const:
                     yield v, a.b.const
 
 
 def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]:
     """v as n * high + low; what holds inside where n does not divide its size."""
-    assert v.extent is not None
-    size = v.extent.const
+    size = v.size.const
     high, low = Sym(f"{v.name}o", -(-size // n)), Sym(f"{v.name}i", n)
     both = as_index(high) * n + low
     at = k.outer.index(v)
-    new = replace(rewritten(k, lambda x: x, {v: both}), outer=(*k.outer[:at], high, low, *k.outer[at + 1:]),
-                  stores=tuple((name, a.subs({v: both})) for name, a in k.stores),
+    new = replace(k.rewritten(lambda x: x, {v: both}), outer=(*k.outer[:at], high, low, *k.outer[at + 1:]),
                   vector=high if k.vector is v else k.vector)
     return new, low, None if size % n == 0 else index_value(both) < size
 
@@ -124,18 +110,17 @@ def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]
 def phase_variables(k: LoopKernel) -> list[Sym]:
     """Small variables that most reads do not follow: what is read is the same, or much the same, for all values."""
     outer = frozenset(k.outer)
-    reads = {e.attr[1][0] for e in walk(*exprs_of(k)) if e.op == "load"}
+    reads = {e.attr[1][0] for e in walk(*k.everything()) if e.op == "load"}
     followed = [a for a in reads if not outer.isdisjoint(a.symbols())]
     chosen: list[Sym] = []
     count = 1
     for v in reversed(k.outer):
-        if v.extent is None or not v.extent.is_const or not 1 < v.extent.const <= LARGEST \
-                or count * v.extent.const > MOST:
+        if not v.size.is_const or not 1 < v.size.const <= LARGEST or count * v.size.const > MOST:
             continue
         shared = sum(not follows(a, v) for a in followed)
         if shared and shared >= 4 * (len(followed) - shared):
             chosen.append(v)
-            count *= v.extent.const
+            count *= v.size.const
     return chosen if len(chosen) < len(k.outer) else []
 
 
@@ -156,7 +141,7 @@ def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
     buffers: dict[str, str] = {}
     holds: dict[str, Expr] = {}
     groups: dict[tuple[object, ...], list[str]] = {}
-    for values in points_of(*(range(v.extent.const) for v in vars if v.extent is not None)):
+    for values in points_of(*(range(v.size.const) for v in vars)):
         point = {v: as_index(n) for v, n in zip(vars, values, strict=True)}
         # The first of the elements is there wherever the point is.
         bound = frozenset(v for v in limits if values[vars.index(v)])
@@ -180,7 +165,7 @@ def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
                 e = load(e.attr[0], e.attr[1], e.dtype, e.args[0] & limit if e.args else limit)
             return e
 
-        for i in (i for part in k.stages for i in part):
+        for i in k.items:
             items.append(Item(tuple(map(of, i.names)), i.level,
                               tuple(rewrite(rewrite(e, lambda x: x, point), put, None, memo) for e in i.exprs),
                               i.combine))
@@ -192,7 +177,7 @@ def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
                     limit = rewrite(limits[v], lambda x: x, point)
                     holds[of(name)] = holds[of(name)] & limit if of(name) in holds else limit
                 beside = next((v for v in vars if v not in limits and addresses[name].coefficient(v) is ONE
-                               and v.extent is not None and v.extent.const in (2, 4)), None)
+                               and v.size.const in (2, 4)), None)
                 key = (name, *(n for v, n in zip(vars, values, strict=True) if v is not beside))
                 groups.setdefault(key, []).append(of(name))
     left = tuple(v for v in k.outer if v not in chosen)
@@ -210,7 +195,7 @@ def overlapping(exprs: Iterable[Expr], vars: Sequence[Sym]) -> list[Sym]:
     for e in walk(*exprs):
         if e.op == "load":
             read.setdefault(e.attr[0], set()).add(e.attr[1][0])
-    middle = {v: as_index(v.extent.const // 2) for v in vars if v.extent is not None and v.extent.is_const}
+    middle = {v: as_index(v.size.const // 2) for v in vars if v.size.is_const}
     out = []
     for v in middle:
         beside = {**middle, v: middle[v] + 1}
@@ -225,7 +210,7 @@ def overlapping(exprs: Iterable[Expr], vars: Sequence[Sym]) -> list[Sym]:
 def compact(vars: Sequence[Sym], near: Sequence[Sym], room: int) -> dict[Sym, int]:
     """A tile that is long in no direction: what neighbours share is read once by the programs that hold both."""
     last = vars[-1]
-    most = {v: power(v.extent.const) for v in vars if v.extent is not None and v.extent.is_const}
+    most = {v: power(v.size.const) for v in vars if v.size.is_const}
     out = {last: min(LINE, room, most.get(last, LINE))}
     room //= out[last]
     growing = [v for v in reversed(near) if v is not last]

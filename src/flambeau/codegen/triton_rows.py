@@ -15,7 +15,7 @@ from flambeau.ir.index import ONE, Dyn, Sym, as_index, walks_as_one
 from flambeau.ir.program import LoopKernel
 
 from .triton import power
-from .triton_phases import exprs_of, halved, rewritten
+from .triton_phases import halved
 
 PIECE = 32  # channels that eight threads read at once, 16 bytes each: a line of memory
 CHANNELS = 32  # of one program. Others come later: what all programs read at a time shall stay in the cache
@@ -37,16 +37,16 @@ class Rows:
 def rows_of(k: LoopKernel) -> Rows | None:
     """The kernel that gathers rows, if it reads contiguous rows whose place is computed and writes across them."""
     c = k.vector
-    if k.inner or c is None or c.extent is None or any(a.coefficient(c) is ONE for _, a in k.stores):
+    if k.inner or c is None or any(a.coefficient(c) is ONE for _, a in k.stores):
         return None
-    computed = [a for e in loads(*exprs_of(k)) for a in e.attr[1] if any(isinstance(x, Dyn) for x in a.atoms())]
+    computed = [a for e in loads(*k.everything()) for a in e.attr[1] if any(isinstance(x, Dyn) for x in a.atoms())]
     if not any(a.coefficient(c) is ONE for a in computed):
         return None
     images = [v for v in k.outer if v is not c and any(v in mono for a in computed for mono, _ in a.terms)]
     points = [v for v in k.outer if v is not c and v not in images]
     k, points = merged(k, points)
     # Channels before the points of an image: programs side by side read the same ones.
-    if c.extent.is_const and c.extent.const > PIECE and c.extent.const % PIECE == 0:
+    if c.size.is_const and c.size.const > PIECE and c.size.const % PIECE == 0:
         k, low, _ = halved(k, c, PIECE)
         high = k.outer[k.outer.index(low) - 1]
         k = replace(k, outer=(*images, high, *points, low), vector=low)
@@ -65,21 +65,20 @@ def merged(k: LoopKernel, points: list[Sym]) -> tuple[LoopKernel, list[Sym]]:
     """Neighbouring variables that everything walks as one become one: fewer points are beyond the end of a tile."""
     while len(points) > 1:
         a, b = points[-2:]
-        assert a.extent is not None and b.extent is not None
-        indices = [i for e in walk(*exprs_of(k)) for i in e.own_indices()] + [i for _, i in k.stores]
+        indices = [i for e in walk(*k.everything()) for i in e.own_indices()] + [i for _, i in k.stores]
         if not all(walks_as_one(i, a, b) for i in indices):
             break
-        joint = Sym(f"{a.name}{b.name}", a.extent * b.extent)
-        both = {a: as_index(joint) // b.extent, b: as_index(joint) % b.extent}
-        k = replace(rewritten(k, lambda x: x, both), stores=tuple((n, i.subs(both)) for n, i in k.stores))
+        joint = Sym(f"{a.name}{b.name}", a.size * b.size)
+        both = {a: as_index(joint) // b.size, b: as_index(joint) % b.size}
+        k = k.rewritten(lambda x: x, both)
         points = [*points[:-2], joint]
     return k, points
 
 
 def covered(v: Sym, block: int) -> int:
     """Elements of all blocks together."""
-    return -(-v.extent.const // block) * block if v.extent is not None and v.extent.is_const else block
+    return -(-v.size.const // block) * block if v.size.is_const else block
 
 
 def block(v: Sym, most: int) -> int:
-    return min(most, power(v.extent.const)) if v.extent is not None and v.extent.is_const else most
+    return min(most, power(v.size.const)) if v.size.is_const else most

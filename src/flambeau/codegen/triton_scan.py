@@ -18,7 +18,8 @@ from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel
 
-from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, host_text, is_aligned, is_wide, power
+from .source import host_text
+from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, is_aligned, is_wide, power
 from .triton_loops import spans, stages_for
 from .tuning import Tuning
 
@@ -47,8 +48,7 @@ class ScanBlocks(BlockWriter):
         self.k = k
         self.addresses = dict(k.stores)
         self.inside_text: str | None = None  # what holds where the piece at hand is whole
-        assert k.axis.extent is not None
-        self.length: Index = k.axis.extent
+        self.length: Index = k.axis.size
 
     def render(self) -> Draft:
         k = self.k
@@ -88,8 +88,7 @@ class ScanBlocks(BlockWriter):
         """How many programs there are if the axis is not cut; sizes of the run count as large."""
         n = 1
         for v in outer:
-            assert v.extent is not None
-            n *= -(-v.extent.const // blocks.get(v, 1)) if v.extent.is_const else PROGRAMS
+            n *= -(-v.size.const // blocks.get(v, 1)) if v.size.is_const else PROGRAMS
         return n
 
     # ---- one piece -------------------------------------------------------------------------------------
@@ -122,12 +121,10 @@ class ScanBlocks(BlockWriter):
         names = [self.fresh("r") for _ in values]
         with self.scope("if level:", footer=""):
             self.line(f"total = tl.associative_scan({self.applied(level.scaled, given)}, {self.row}, fl.plus{options})")
-            for name, e in zip(names, level.result, strict=True):
-                text = self.applied(e, {level.total: "total", level.top: "top"})
-                self.line(f"{name} = {self.spread(text, self.full())}")
+            given = {level.total: "total", level.top: "top"}
+            self.assign(names, (self.spread(self.applied(e, given), self.full()) for e in level.result))
         with self.scope("else:", footer=""):
-            for name, text in zip(names, self.over("tl.associative_scan", c, values, self.row, options), strict=True):
-                self.line(f"{name} = {text}")
+            self.assign(names, self.over("tl.associative_scan", c, values, self.row, options))
         return names
 
     def put_after(self, before: list[str], scanned: list[str]) -> None:
@@ -220,8 +217,7 @@ class ScanBlocks(BlockWriter):
                 scanned = self.piece("first")
                 totals = self.totals(scanned, "first")
                 self.put_after(carry, scanned)
-                for slot, new in zip(carry, self.combined(self.k.combine, carry, totals), strict=True):
-                    self.line(f"{slot} = {new}")
+                self.assign(carry, self.combined(self.k.combine, carry, totals))
         return Draft(self, grid, self.warps(math.prod(self.blocks), True))
 
     def place(self, step: str, count: str) -> str:
@@ -233,7 +229,7 @@ class ScanBlocks(BlockWriter):
         """Workspace: a counter, then the states of all pieces."""
         k, size = self.k, self.blocks[self.row]
         lanes = math.prod(blocks.values())
-        sizes = [(v.extent, blocks.get(v, 1)) for v in outer if v.extent is not None]
+        sizes = [(v.size, blocks.get(v, 1)) for v in outer]
         self.line(f"strips = {' * '.join(count_text(n, b, self.index) for n, b in sizes) or '1'}")
         self.line(f"pieces = {count_text(self.length, size, self.index)}")
         self.line("counter = work.to(tl.pointer_type(tl.int32))")
@@ -273,8 +269,7 @@ class ScanBlocks(BlockWriter):
             state.poll("back", "")
             with self.scope("while flag == 0:", footer=""):
                 state.poll("back", "")
-            for slot, new in zip(before, self.combined(self.k.combine, state.values(), before), strict=True):
-                self.line(f"{slot} = {new}")
+            self.assign(before, self.combined(self.k.combine, state.values(), before))
             self.line("back = tl.where(flag == 2, -1, back - 1)")
 
     def look_in_groups(self, before: list[str], totals: list[str], state: State) -> None:
@@ -295,16 +290,14 @@ class ScanBlocks(BlockWriter):
             for text, identity in zip(state.values(), self.identity(c), strict=True):
                 values.append(self.fresh("p"))
                 self.line(f"{values[-1]} = tl.where(there & (flag > 0), {text}, {identity})")
-            for slot, new in zip(before, self.combined(c, self.joined(values), before), strict=True):
-                self.line(f"{slot} = {new}")
+            self.assign(before, self.combined(c, self.joined(values), before))
         else:
             self.line("back = step - 1")
             with self.scope("while back >= tl.maximum(begin - 1, 0):", footer=""):
                 state.poll("back", "")
                 with self.scope("while flag == 0:", footer=""):
                     state.poll("back", "")
-                for slot, new in zip(before, self.combined(c, state.values(), before), strict=True):
-                    self.line(f"{slot} = {new}")
+                self.assign(before, self.combined(c, state.values(), before))
                 self.line("back = tl.where(flag > 0, back - 1, back)")
         with self.scope(f"if step - begin == {group - 1}:", footer=""):
             state.publish(self.combined(c, before, totals), 2)

@@ -9,7 +9,7 @@ import math
 from itertools import product as points_of
 
 from flambeau.ir.expr import Expr, loads
-from flambeau.ir.index import ONE, Index, Sym, as_index, product
+from flambeau.ir.index import ONE, Index, Sym, as_index, volume
 from flambeau.ir.program import Item, LoopKernel, ScatterKernel
 
 from .triton import BlockWriter, Draft, is_wide
@@ -38,10 +38,10 @@ def start_of(k: ScatterKernel, init: Expr) -> LoopKernel:
 def taps_of(k: ScatterKernel) -> list[Sym]:
     """Variables of a few values that one thing read is scattered over: they are written out."""
     reads = loads(k.value) if k.mode != "set" else []
-    few = [v for v in k.vars if v not in k.free and v.extent is not None and v.extent.is_const
-           and v.extent.const <= LARGEST and any(v not in e.symbols() for e in reads)]
+    few = [v for v in k.vars if v not in k.free and v.size.is_const
+           and v.size.const <= LARGEST and any(v not in e.symbols() for e in reads)]
     few = few[:-1] if len(few) == len(k.vars) else few  # one is left to be the tile's
-    return few if product(v.extent for v in few if v.extent is not None).const <= MOST else []
+    return few if volume(few).const <= MOST else []
 
 
 class ScatterBlocks(BlockWriter):
@@ -61,7 +61,7 @@ class ScatterBlocks(BlockWriter):
         blocks = spans(vars, APART if anywhere else TAPPED if taps else TILE)
         self.blocks = list(blocks.values())
         grid = self.open_tile(vars, blocks)
-        for values in points_of(*(range(v.extent.const) for v in taps if v.extent is not None)):
+        for values in points_of(*(range(v.size.const) for v in taps)):
             point = {v: as_index(n) for v, n in zip(taps, values, strict=True)}
             mask = None if k.mask is None else k.mask.subs(point)
             self.write(k.address.subs(point), k.value.subs(point), k.mode, mask)

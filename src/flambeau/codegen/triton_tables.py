@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import CHUNK, Item, TableKernel
+from flambeau.ir.program import CHUNK, Item, TableKernel, reductions_of
 
 from .triton import BlockWriter, Draft
 from .triton_loops import THREADS, per_thread
@@ -45,10 +45,10 @@ class TableBlocks(BlockWriter):
                 self.line(f"q{at} = {self.typed(at)}{f' + {self.steps[p.name]}' if p.name in self.steps else ''}")
         vars = (*k.outer, *k.inner)
         if not vars:
-            self.maps(i for items in k.stages for i in items)
+            self.maps(k.items)
             return Draft(self, GRID, 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
-        size = self.tuning.sized(THREADS * per_thread(e for s in k.stages for i in s for e in i.exprs))
+        size = self.tuning.sized(THREADS * per_thread(k.everything()))
         self.blocks, self.axes = [size], {vars[0]: 0}
         aligned = " | ".join(f"a{at}" for at in moving)
         for header, whole in ((f"if (length == {CHUNK}) & ((({aligned}) & 15) == 0):", True), ("else:", False)):
@@ -68,8 +68,8 @@ class TableBlocks(BlockWriter):
 
     def pieces(self, items: Sequence[Item], size: int, whole: bool) -> None:
         v = next(iter(self.axes))
-        reductions = [i for i in items if i.combine is not None]
-        taken = {i.names[0]: self.start(i.combine, self.full()) for i in reductions if i.combine is not None}
+        reductions = reductions_of(items)
+        taken = {i.names[0]: self.start(i.joins, self.full()) for i in reductions}
         with self.scope(f"for piece in range(0, {CHUNK if whole else 'length'}, {size}):", (v,), footer=""):
             self.line(f"{self.sym(v)} = piece + {self.arange(0)}")
             self.masks = {}
@@ -80,16 +80,13 @@ class TableBlocks(BlockWriter):
                 self.maps((i,)) if i.combine is None else self.join(i, i.combine, taken[i.names[0]])
         self.masks = {}
         for i in reductions:
-            assert i.combine is not None
-            for name, text in zip(i.names, self.reduced(i.combine, taken[i.names[0]], 0), strict=True):
+            for name, text in zip(i.names, self.reduced(i.joins, taken[i.names[0]], 0), strict=True):
                 self.scopes[-1].locals[name], self.local_axes[name] = text, frozenset()
                 self.stored(name, text)
 
     def join(self, i: Item, c: Combine, slots: Sequence[str]) -> None:
         """What lies in this piece, lane by lane."""
-        values = self.operands(c, i.exprs, 0)
-        for slot, new in zip(slots, self.combined(c, slots, values), strict=True):
-            self.line(f"{slot} = {new}")
+        self.assign(slots, self.combined(c, slots, self.operands(c, i.exprs, 0)))
 
     def maps(self, items: Iterable[Item]) -> None:
         for i in items:

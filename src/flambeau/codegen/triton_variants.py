@@ -7,8 +7,8 @@ from dataclasses import replace
 from flambeau.ir.index import Dyn, Index, as_index, upper
 from flambeau.ir.program import AnyKernel, ScatterKernel, TableKernel
 
-from .source import BlockSource
-from .triton import host_text, renamed, render
+from .source import BlockSource, host_text
+from .triton import render
 from .tuning import AROUND
 
 
@@ -28,8 +28,8 @@ def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
             known = [e for e in ends if e is not None]
             if not known or len(known) < len(ends):
                 return source
-            names = {s.name: f"n{k}" for k, s in enumerate(kernel.sizes)}
-            results.append((at, f"max({', '.join(renamed(host_text(e), names) for e in known)}, 0)"))
+            names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
+            results.append((at, f"max({', '.join(host_text(e, names) for e in known)}, 0)"))
     made: list[BlockSource] = []
     for t in AROUND:
         other = render(kernel, source.name, t)

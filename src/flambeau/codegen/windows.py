@@ -39,8 +39,7 @@ class WindowWriter(NestWriter):
         if not apart:
             yield lo, hi
             return
-        assert v.extent is not None
-        block = Sym(f"{v.name}w", v.extent)
+        block = Sym(f"{v.name}w", v.size)
         start = self.sym(block)
         with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {LANES}) {{", (block,)):
             end = self.fresh("e")
@@ -79,11 +78,4 @@ class WindowWriter(NestWriter):
         with self.loop(v, start, end, pragma=pragma) as s:
             s.known.update(self.windows)
             s.known.update(known)
-            new = []
-            for e in values:
-                name = self.fresh("u")
-                text = self.value(e)
-                self.line(f"const {self.d.types[e.dtype]} {name} = {text};")
-                new.append(name)
-            for slot, text in zip(slots, new, strict=True):
-                self.line(f"{slot} = {text};")
+            self.assign(slots, self.in_variables(values))

@@ -1,6 +1,7 @@
 """Which operators torch takes apart before we see them: all of its core decompositions but those we lower.
 
-In exact numerics none: eager does not take apart what has a kernel, and its kernel rounds in its own places.
+In exact numerics only those that move values: eager does not take apart what has a kernel, and its kernel rounds in its
+own places.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from flambeau.ops.contraction import CONTRACTIONS
 
 aten = torch.ops.aten
 
+# They round nothing.
+MOVES = (
+    aten.block_diag, aten.channel_shuffle, aten.diag_embed, aten.diagonal_backward, aten.eye,
+    aten.nan_to_num, aten.native_channel_shuffle, aten.pixel_shuffle, aten.pixel_unshuffle, aten.rot90,
+    aten.select_backward, aten.slice_backward, aten.stack,
+)
 # Beyond torch's core set: operators whose decomposition ends in operators that we lower.
 EXTRA = (
-    aten.addmv, aten.baddbmm, aten.native_batch_norm, aten.rrelu_with_noise, aten.special_entr, aten.trace,
-    aten.index_add, aten.index_copy, aten.nansum, aten.logaddexp2, aten.take, aten.mvlgamma, aten.special_log_ndtr,
+    aten.addmv, aten.baddbmm, aten.dist, aten.index_add, aten.index_copy, aten.ldexp, aten.logaddexp2, aten.mvlgamma,
+    aten.nansum, aten.native_batch_norm, aten.rrelu_with_noise, aten.rrelu_with_noise_backward, aten.special_entr,
+    aten.special_log_ndtr, aten.take, aten.trace, aten.tril_indices, aten.triu_indices,
 )
 
 
@@ -37,15 +45,13 @@ OWN: dict[Any, Callable[..., Any]] = dict.fromkeys(
 
 @lru_cache(maxsize=2)
 def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
+    packets = MOVES if exact else (*MOVES, *EXTRA)
+    overloads = (getattr(packet, name) for packet in packets for name in packet.overloads())
+    more = {op: decomposition_table[op] for op in overloads if op in decomposition_table}
     if exact:
-        return dict(OWN)
+        return {**more, **OWN}
     ops_loaded()
-    out = dict(core_aten_decompositions())
-    for packet in EXTRA:
-        for name in packet.overloads():
-            op = getattr(packet, name)
-            if op in decomposition_table:
-                out[op] = decomposition_table[op]
+    out = {**core_aten_decompositions(), **more}
     # What we lower stays whole, and so does what is one library call.
     for op in (*LOWERINGS, *CONTRACTIONS):
         out.pop(op, None)

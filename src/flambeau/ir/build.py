@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .dtypes import DType, highest, is_bool, is_float, lowest
-from .expr import Expr, Scalar, binary, lift, unary, where
+from .expr import Expr, Scalar, binary, cast, lift, unary, where
 from .index import Index, IndexLike, as_index
 from .nodes import (
     Combine,
@@ -58,10 +58,8 @@ def policy() -> Policy:
 
 def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None, laid: bool = False) -> Value:
     """The value of `shape` whose element i is body(i); `laid`: in memory, the last dimension contiguous."""
-    from .expr import cast
-
     g = graph()
-    vars = dim_vars(tuple(as_index(n) for n in shape))
+    vars = dim_vars(shape)
     e = body(as_indices(vars))
     e = e if dtype is None else cast(e, dtype)
     sizes = [as_index(n) for n in shape]
@@ -72,12 +70,13 @@ def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None
 def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
            body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]], keepdim: bool = False
            ) -> tuple[Value, ...]:
-    """One value per component of `combine`: body over `shape`, combined over `axes`."""
+    """One value per component of `combine`: body over `shape`, combined over `axes`; over none, the body itself."""
     g = graph()
-    vars = dim_vars(tuple(as_index(n) for n in shape))
+    vars = dim_vars(shape)
     reduced = frozenset(axes)
-    e = body(as_indices(vars))
-    inputs = e if isinstance(e, tuple) else (e,)
+    inputs = _several(body(as_indices(vars)))
+    if not axes:
+        return tuple(pointwise(shape, _always(e)) for e in inputs)
     kept = [as_index(n) for i, n in enumerate(shape) if i not in reduced]
     names = tuple(g.add_buffer(kept, d).name for d in combine.dtypes)
     out = g.add(Reduce(names, vars, reduced, combine, inputs, origin=_origin.get()))
@@ -86,16 +85,22 @@ def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
 
 def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body, right: Body, dtype: DType) -> Value:
     """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`."""
-    from .expr import cast
-
     g = graph()
     kept = [as_index(n) for n in shape]
-    vars = dim_vars((*kept, *(as_index(n) for n in depth)))
+    vars = dim_vars((*kept, *depth))
     i = as_indices(vars)
     factors = Expr("mul", dtype, (cast(left(i), dtype), cast(right(i), dtype)))
     buffer = g.add_buffer(kept, dtype)
     return g.add(Contract((buffer.name,), vars, frozenset(range(len(kept), len(vars))), simple_combine("sum", dtype),
                           (factors,), origin=_origin.get()))[0]
+
+
+def _several(e: Expr | tuple[Expr, ...]) -> tuple[Expr, ...]:
+    return e if isinstance(e, tuple) else (e,)
+
+
+def _always(e: Expr) -> Body:
+    return lambda _: e
 
 
 def unsqueeze(v: Value, axes: Sequence[int]) -> Value:
@@ -114,13 +119,13 @@ def segment(shape: Sequence[IndexLike], axis: int, lo: Callable[[tuple[Index, ..
 
     lo and hi see the index with zero at `axis`."""
     g = graph()
-    vars = dim_vars(tuple(as_index(n) for n in shape))
+    vars = dim_vars(shape)
     i = as_indices(vars)
     outer = tuple(as_index(0) if k == axis else x for k, x in enumerate(i))
     e = body(tuple(as_index(v) if k == axis else x for k, (v, x) in enumerate(zip(vars, i, strict=True))))
     kept = [as_index(n) for k, n in enumerate(shape) if k != axis]
     names = tuple(g.add_buffer(kept, d).name for d in combine.dtypes)
-    return g.add(Segment(names, vars, frozenset((axis,)), combine, e if isinstance(e, tuple) else (e,),
+    return g.add(Segment(names, vars, frozenset((axis,)), combine, _several(e),
                          lo(outer), hi(outer), origin=_origin.get()))
 
 
@@ -133,10 +138,10 @@ def scan(shape: Sequence[IndexLike], axis: int, combine: Combine,
     The running values have the dtypes of the combine; what is stored of them may be narrower (`dtypes`), or what
     `finish` makes of them."""
     g = graph()
-    vars = dim_vars(tuple(as_index(n) for n in shape))
+    vars = dim_vars(shape)
     e = body(as_indices(vars))
     names = tuple(g.add_buffer([as_index(n) for n in shape], d).name for d in dtypes or combine.dtypes)
-    return g.add(Scan(names, vars, axis, combine, e if isinstance(e, tuple) else (e,), reverse,
+    return g.add(Scan(names, vars, axis, combine, _several(e), reverse,
                       combine.left if finish is None else finish(combine.left), origin=_origin.get()))
 
 
@@ -146,8 +151,8 @@ def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],
     """An array of `shape` that starts as init(i); for each j in `source`, in order, element target(j)
     takes value(j) (mode set) or joins it (add, mul, min, max)."""
     g = graph()
-    out_vars = dim_vars(tuple(as_index(n) for n in shape), "o")
-    vars = dim_vars(tuple(as_index(n) for n in source))
+    out_vars = dim_vars(shape, "o")
+    vars = dim_vars(source)
     j = as_indices(vars)
     start = init(as_indices(out_vars))
     buffer = g.add_buffer([as_index(n) for n in shape], start.dtype)

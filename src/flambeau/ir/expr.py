@@ -27,30 +27,37 @@ import torch
 
 from .dtypes import DType, is_bool, is_float
 from .faults import Fault
-from .index import Dyn, Index, Op, Sym, as_index, from_atom
+from .index import BUILD, Dyn, Index, Op, Sym, as_index, fits, from_atom, upper
 
 Number = bool | int | float
+
+# The functions of torch.special, of one argument and of two: not every machine has all of them.
+_SPECIAL1 = (
+    "lgamma", "digamma", "erfcx", "ndtri", "airy_ai", "i0", "i0e", "i1", "i1e", "bessel_j0", "bessel_j1", "bessel_y0",
+    "bessel_y1", "modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1",
+    "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0",
+)
+_SPECIAL2 = (
+    "zeta", "polygamma", "igamma", "igammac", "chebyshev_polynomial_t", "chebyshev_polynomial_u",
+    "chebyshev_polynomial_v", "chebyshev_polynomial_w", "shifted_chebyshev_polynomial_t",
+    "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w",
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p",
+)
+SPECIAL = frozenset((*_SPECIAL1, *_SPECIAL2))
 
 # name -> (number of arguments, result dtype: "same" as the first argument, "bool", or a dtype)
 OPS: dict[str, tuple[int, str | DType]] = {
     **dict.fromkeys((
         "neg", "abs", "sign", "bitwise_not", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt", "exp", "exp2",
         "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
-        "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "erfcx", "lgamma", "digamma",
-        "i0", "i0e", "i1", "i1e", "ndtri", "bessel_j0", "bessel_j1", "bessel_y0",
-        "bessel_y1", "modified_bessel_k0", "modified_bessel_k1", "modified_bessel_i0", "modified_bessel_i1",
-        "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai",
+        "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", *_SPECIAL1,
         "rough_log2",  # of float32: to an absolute 2^-22, where a machine has an instruction for it
     ), (1, "same")),
     **dict.fromkeys(("isnan", "isinf", "signbit", "logical_not"), (1, "bool")),
     **dict.fromkeys((
         "add", "sub", "mul", "div", "floordiv", "mod", "fmod", "remainder", "pow", "min", "max", "fmin", "fmax",
         "atan2", "hypot", "copysign", "nextafter", "bitwise_and", "bitwise_or", "bitwise_xor", "shl", "shr",
-        "gcd", "lcm", "zeta", "polygamma", "igamma", "igammac", "chebyshev_polynomial_t",
-        "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
-        "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
-        "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he",
-        "laguerre_polynomial_l", "legendre_polynomial_p"
+        "gcd", "lcm", *_SPECIAL2,
     ), (2, "same")),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), (2, "bool")),
     "fma": (3, "same"),
@@ -332,8 +339,6 @@ def _decide_by_range(op: str, a: Expr, b: Expr) -> Expr | None:
     ia, ib = _as_plain_index(a), _as_plain_index(b)
     if ia is None or ib is None:
         return None
-    from .index import upper
-
     d = ib - ia
     least, high = upper(-d).bounds()[1], upper(d).bounds()[1]
     low = None if least is None else -least
@@ -381,8 +386,6 @@ def check(value: Expr, size: Index | int, mask: Expr | None = None) -> Index:
     plain = _as_plain_index(cast(value, torch.int64))
     hi = size.bounds()[1]
     if plain is not None:
-        from .index import fits
-
         if fits(plain, size):
             return plain
     e = Expr("check", torch.int64, (cast(value, torch.int64), *(() if mask is None else (mask,))), size)
@@ -432,9 +435,7 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
                     term = term * from_atom(Dyn(walk(a.expr), a.lo, a.hi))
                 elif isinstance(a, Op):
                     x, y = on_index(a.a), on_index(a.b)
-                    from .index import _BUILD
-
-                    term = term * _BUILD[a.kind](x, y)
+                    term = term * BUILD[a.kind](x, y)
                 else:
                     term = term * a.subs(mapping)
             total = total + term

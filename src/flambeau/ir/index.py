@@ -67,6 +67,12 @@ class Sym(Atom):
         _syms[key] = self
         return self
 
+    @property
+    def size(self) -> Index:
+        """How many values a loop variable takes."""
+        assert self.extent is not None, f"{self.name} is no loop variable"
+        return self.extent
+
     def symbols(self) -> frozenset[Sym]:
         return frozenset((self,))
 
@@ -101,7 +107,7 @@ class Op(Atom):
     def subs(self, mapping: Mapping[Sym, Index]) -> Index:
         if self._symbols.isdisjoint(mapping):
             return from_atom(self)
-        return _BUILD[self.kind](self.a.subs(mapping), self.b.subs(mapping))
+        return BUILD[self.kind](self.a.subs(mapping), self.b.subs(mapping))
 
 
 class Dyn(Atom):
@@ -316,6 +322,11 @@ def product(sizes: Iterable[IndexLike]) -> Index:
     return out
 
 
+def volume(vars: Iterable[Sym]) -> Index:
+    """How many points loop variables have together."""
+    return product(v.size for v in vars)
+
+
 def unflat(at: Index, sizes: Sequence[Index]) -> tuple[Index, ...]:
     """The place of a row-major position; in memory without holes the divisions join and fall away."""
     out: list[Index] = []
@@ -328,7 +339,6 @@ def unflat(at: Index, sizes: Sequence[Index]) -> tuple[Index, ...]:
 def walks_as_one(i: Index, a: Sym, b: Sym) -> bool:
     """Whether a and b are in it only as a * (extent of b) + b, within divisions as well. Values that a kernel computes
     have indices of their own."""
-    assert b.extent is not None
     both = {a, b}
     plain = []
     for mono, coef in i.terms:
@@ -344,7 +354,7 @@ def walks_as_one(i: Index, a: Sym, b: Sym) -> bool:
             return False
     rest = Index(tuple(plain), i.const)
     ca, cb = rest.coefficient(a), rest.coefficient(b)
-    return ca is not None and cb is not None and ca is cb * b.extent
+    return ca is not None and cb is not None and ca is cb * b.size
 
 
 def _atom_key(a: Atom) -> str:
@@ -595,4 +605,4 @@ def ceildiv(a: IndexLike, b: IndexLike) -> Index:
     return (as_index(a) + as_index(b) - 1) // b
 
 
-_BUILD = {"div": floordiv, "mod": mod, "min": minimum, "max": maximum}
+BUILD = {"div": floordiv, "mod": mod, "min": minimum, "max": maximum}

@@ -15,10 +15,9 @@ def joined(vars: Sequence[Sym], *exprs: Expr) -> tuple[tuple[Sym, ...], tuple[Ex
     left = list(vars)
     for k in range(len(left) - 2, -1, -1):
         a, b = left[k], left[k + 1]
-        assert a.extent is not None and b.extent is not None
         if all(walks_as_one(i, a, b) for e in walk(*exprs) for i in e.own_indices()):
-            both = Sym(f"{a.name}{b.name}", a.extent * b.extent)
-            exprs = tuple(e.subs({a: as_index(both) // b.extent, b: as_index(both) % b.extent}) for e in exprs)
+            both = Sym(f"{a.name}{b.name}", a.size * b.size)
+            exprs = tuple(e.subs({a: as_index(both) // b.size, b: as_index(both) % b.size}) for e in exprs)
             left[k:k + 2] = [both]
     return tuple(left), exprs
 
@@ -34,7 +33,7 @@ def line(address: Index, vars: Sequence[Sym]) -> float:
     """How many elements of the innermost variable lie next to each other, about."""
     if not vars:
         return 0
-    step, n = address.coefficient(vars[-1]), vars[-1].extent
+    step, n = address.coefficient(vars[-1]), vars[-1].size
     assert n is not None
     if step is None or not step.is_const or step.const == 0:
         return 0

@@ -15,14 +15,14 @@ import torch
 
 from .capabilities import Capabilities
 from .dtypes import DType
-from .expr import Expr, load, restart_names, walk
-from .index import ONE, ZERO, Index, IndexLike, Sym, as_index, product
+from .expr import Expr, load, loads, restart_names, walk
+from .index import ONE, ZERO, Dyn, Index, IndexLike, Sym, as_index, product
 from .numerics import FAST, Policy
 
 Shape = tuple[Index, ...]
 
 
-def dim_vars(shape: Sequence[Index], prefix: str = "d") -> tuple[Sym, ...]:
+def dim_vars(shape: Sequence[IndexLike], prefix: str = "d") -> tuple[Sym, ...]:
     return tuple(Sym(f"{prefix}{i}", n) for i, n in enumerate(shape))
 
 
@@ -161,8 +161,6 @@ class Node:
         return ()
 
     def reads(self) -> set[str]:
-        from .expr import loads
-
         return {e.attr[0] for e in loads(*self.exprs())}
 
 
@@ -276,8 +274,6 @@ class Scatter(Node):
     unique: bool = False
 
     def exprs(self) -> tuple[Expr, ...]:
-        from .index import Dyn
-
         inside = tuple(a.expr for t in self.target for a in t.atoms() if isinstance(a, Dyn))
         return (self.init, self.value, *inside, *(() if self.mask is None else (self.mask,)))
 

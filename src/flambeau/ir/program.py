@@ -8,13 +8,14 @@ reduced, the next may use (softmax: max; sum; map).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
 from .dtypes import DType
-from .expr import Expr, loads
+from .expr import Expr, loads, rewrite
 from .index import ONE, ZERO, Dyn, Index, Sym, as_index
 from .nodes import Combine, Value
 
@@ -41,6 +42,30 @@ class Item:
     exprs: tuple[Expr, ...]
     combine: Combine | None = None
 
+    @property
+    def joins(self) -> Combine:
+        """The combine of a reduction."""
+        assert self.combine is not None, f"{self.names} are not reduced"
+        return self.combine
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        """Of what goes by its names."""
+        return self.combine.dtypes if self.combine else (self.exprs[0].dtype,)
+
+
+def exprs_of(items: Iterable[Item]) -> list[Expr]:
+    return [e for i in items for e in i.exprs]
+
+
+def reductions_of(items: Iterable[Item]) -> list[Item]:
+    return [i for i in items if i.combine is not None]
+
+
+def identities_of(reductions: Iterable[Item]) -> list[tuple[str, Expr]]:
+    """What the state of each component begins with."""
+    return [(name, e) for i in reductions for name, e in zip(i.names, i.joins.identity, strict=True)]
+
 
 @dataclass(frozen=True)
 class LoopKernel:
@@ -56,17 +81,35 @@ class LoopKernel:
     tile: Sym | None = None  # a second contiguous variable: the two are walked in square tiles
     origins: tuple[str, ...] = ()
 
+    @property
+    def items(self) -> list[Item]:
+        return [i for stage in self.stages for i in stage]
+
+    def dtype_of(self) -> dict[str, DType]:
+        """Of each name, in the order of their making."""
+        return {n: d for i in self.items for n, d in zip(i.names, i.dtypes, strict=True)}
+
+    def everything(self) -> list[Expr]:
+        """All expressions."""
+        return [*exprs_of(self.items), *(self.bounds or ())]
+
     def accesses(self) -> list[tuple[str, Index]]:
         """Where it reads and writes."""
-        exprs = [e for items in self.stages for i in items for e in i.exprs]
-        return [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs)), *self.stores]
+        return [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs_of(self.items))), *self.stores]
+
+    def rewritten(self, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index] | None = None) -> LoopKernel:
+        """With `fn` applied to what its items compute, and symbols replaced in it and in addresses."""
+        memo: dict[Expr, Expr] = {}
+        stages = tuple(tuple(replace(i, exprs=tuple(rewrite(e, fn, mapping, memo) for e in i.exprs)) for i in stage)
+                       for stage in self.stages)
+        return replace(self, stages=stages, stores=tuple((name, at.subs(mapping or {})) for name, at in self.stores))
 
     def turned(self) -> list[Expr]:
         """What a map reads along the second variable of its tiles, at places that need no computing."""
-        exprs = [e for items in self.stages for i in items for e in i.exprs]
         if self.tile is None or self.vector is None:
             return []
-        return [e for e in loads(*exprs) if not e.args and (at := e.attr[1][0]).coefficient(self.tile) is ONE
+        reads = loads(*exprs_of(self.items))
+        return [e for e in reads if not e.args and (at := e.attr[1][0]).coefficient(self.tile) is ONE
                 and at.coefficient(self.vector) not in (ONE, ZERO)
                 and at.symbols() <= {*self.outer, *self.sizes} and not any(isinstance(a, Dyn) for a in at.atoms())]
 
@@ -74,8 +117,7 @@ class LoopKernel:
         """Of an inner point among all of them."""
         at = as_index(0)
         for v in self.inner:
-            assert v.extent is not None
-            at = at * v.extent + v
+            at = at * v.size + v
         return at
 
 
@@ -94,6 +136,9 @@ class ScanKernel:
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
     ordered: bool = False  # parts are joined in one way, whoever is ready first
+
+    def everything(self) -> list[Expr]:
+        return [*self.exprs, *self.finish]
 
 
 @dataclass(frozen=True)
@@ -115,6 +160,14 @@ class ScatterKernel:
     origins: tuple[str, ...] = ()
     unique: bool = False  # no two points write the same element
 
+    @property
+    def stores(self) -> tuple[tuple[str, Index], ...]:
+        return (self.name, self.address), (self.name, self.init_address)
+
+    def everything(self) -> list[Expr]:
+        places = [a.expr for a in self.address.atoms() if isinstance(a, Dyn)]
+        return [e for e in (self.init, self.value, self.mask, *places) if e is not None]
+
 
 @dataclass(frozen=True)
 class ContractKernel:
@@ -135,6 +188,9 @@ class ContractKernel:
     params: tuple[Param, ...]
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
+
+    def everything(self) -> list[Expr]:
+        return [self.left, self.right, *exprs_of(self.items)]
 
 
 CHUNK = 4096  # elements of a row that one block of a table has at most

@@ -132,7 +132,7 @@ def _extent(end: Index) -> Index | None:
     return most if all(s.extent is None for s in most.symbols()) else None
 
 
-def window(sizes: Sequence[IndexLike], inits: Sequence[Expr],
-           step: Callable[[tuple[Index, ...], tuple[Expr, ...]], Sequence[Expr]]) -> tuple[Expr, ...]:
-    """fold_over a box that starts at zero: the window of a pooling."""
-    return fold_over([(0, n) for n in sizes], inits, step)
+def sum_over(bounds: Sequence[tuple[IndexLike, IndexLike]], dtype: DType, term: Callable[[tuple[Index, ...]], Expr]
+             ) -> Expr:
+    """The sum of term(index) over such a nest."""
+    return fold_over(bounds, (const(0, dtype),), lambda index, total: (total[0] + term(index),))[0]

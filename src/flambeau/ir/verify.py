@@ -41,7 +41,7 @@ def _verify_exprs(graph: Graph, n: Node, sizes: set[Sym], fail) -> None:  # type
     allowed = set(sizes)
     if isinstance(n, (Pointwise, Reduce, Scan)):
         allowed |= set(n.vars)
-        shape = tuple(v.extent for v in (n.kept if isinstance(n, Reduce) else n.vars))
+        shape = tuple(v.size for v in (n.kept if isinstance(n, Reduce) else n.vars))
         for name in n.names:
             if graph.buffers[name].shape != shape:
                 fail(n, f"computes shape {shape} into {name} of shape {graph.buffers[name].shape}")

@@ -69,15 +69,6 @@ def prelu_backward(grad: Value, x: Value, weight: Value) -> tuple[Value, Value]:
     return _prelu_backward_x(grad, x, weight), _prelu_backward_weight(grad, x)
 
 
-@lower_pointwise(aten.rrelu_with_noise_backward, operands=3)
-def rrelu_backward(grad: Expr, x: Expr, noise: Expr, lower: float, upper: float, training: bool,
-                   self_is_result: bool) -> Expr:
-    """The noise holds the slopes of the forward; where they cannot differ, it is a leaky relu."""
-    if training and upper - lower > 1e-6:
-        return grad * noise
-    return where(x > 0, grad, grad * ((lower + upper) / 2))
-
-
 @lower_pointwise(aten.hardtanh, operands=1)
 def hardtanh(x: Expr, min_val: float = -1, max_val: float = 1) -> Expr:
     return clamp(x, min_val, max_val)

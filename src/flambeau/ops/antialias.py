@@ -12,7 +12,7 @@ from flambeau.ir.dtypes import DType, is_float, opmath
 from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import abs_, ceil, clamp, floor, fold_over
+from flambeau.ir.scalar import abs_, ceil, clamp, floor, sum_over
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import cubic_far, cubic_near
@@ -86,8 +86,7 @@ class Antialiased(Axis):
 
         def total(o: Index) -> Expr:
             low, high, _ = self.span(o)
-            return fold_over([(low, high)], (const(0, self.dtype),),
-                             lambda y, c: (c[0] + self.raw(o, y[0]),))[0]
+            return sum_over([(low, high)], self.dtype, lambda y: self.raw(o, y[0]))
 
         totals = table(self.m, total)
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 import torch._inductor.inductor_prims  # defines prims.fma
-import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import is_bool, is_float, opmath
+from flambeau.ir.dtypes import is_bool, is_float
 from flambeau.ir.expr import Expr, binary, cast, const, require, unary, where
 from flambeau.ir.faults import Fault
-from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import (
     abs_,
@@ -41,7 +39,6 @@ from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, 
 from flambeau.ops.rounding import by_kernels, mad, step, stored
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 # ---- sums and products ---------------------------------------------------------------------------------
@@ -83,13 +80,13 @@ def unless_small(formula: Callable[..., Expr]) -> Callable[..., Value]:
     return lowering
 
 
-@lower(aten.add, prims.add)
+@lower(aten.add)
 @unless_small
 def add(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return plus_multiple(a, alpha, b)
 
 
-@lower(aten.sub, prims.sub)
+@lower(aten.sub)
 @unless_small
 def sub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return a - b if alpha == 1 else plus_multiple(a, -alpha, b)
@@ -101,13 +98,13 @@ def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return b - a if alpha == 1 else plus_multiple(b, -alpha, a)
 
 
-@lower_pointwise(aten.mul, prims.mul)
+@lower_pointwise(aten.mul)
 def mul(a: Expr, b: Expr) -> Expr:
     return times(a, b)
 
 
-if hasattr(prims, "fma"):  # not every release has it
-    table("default", {prims.fma: fma})
+if hasattr(torch.ops.prims, "fma"):  # not every release has it
+    table("default", {torch.ops.prims.fma: fma})
 
 
 def is_one(x: Expr) -> bool:
@@ -184,18 +181,12 @@ def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
     return {None: div, "trunc": trunc_divide, "floor": floor_divide}[rounding_mode](a, b)
 
 
-@lower_pointwise(prims.div)
-def prims_div(a: Expr, b: Expr) -> Expr:
-    """On integers, towards zero."""
-    return divided("div", a, b)
-
-
-@lower_pointwise(aten.fmod, prims.fmod)
+@lower_pointwise(aten.fmod)
 def fmod(a: Expr, b: Expr) -> Expr:
     return divided("fmod", a, b)
 
 
-@lower_pointwise(aten.remainder, prims.remainder)
+@lower_pointwise(aten.remainder)
 def remainder(a: Expr, b: Expr) -> Expr:
     return divided("remainder", a, b)
 
@@ -209,7 +200,7 @@ _POWERS: dict[float, Callable[[Expr], Expr]] = {
 }
 
 
-@lower_pointwise(aten.pow, prims.pow)
+@lower_pointwise(aten.pow)
 def pow(base: Expr, exponent: Expr) -> Expr:
     if base.op == "const" and base.attr == 1:
         return base
@@ -218,20 +209,8 @@ def pow(base: Expr, exponent: Expr) -> Expr:
     return binary("pow", base, exponent)
 
 
-@lower(aten.ldexp)
-def ldexp(x: Value, exponent: Value) -> Value:
-    """x * 2^exponent; the power is a float of its own before it meets x, as in ATen."""
-    return mul(x, pow(2.0, exponent))
-
-
-def _reciprocal(x: Expr) -> Expr:
-    return 1 / x
-
-
 table("float", {
-    aten.sqrt: sqrt, prims.sqrt: sqrt, aten.rsqrt: rsqrt, prims.rsqrt: rsqrt,
-    aten.reciprocal: _reciprocal, prims.reciprocal: _reciprocal,
-    prims.cbrt: lambda x: copysign(binary("pow", abs_(x), 1 / 3), x),
+    aten.sqrt: sqrt, aten.rsqrt: rsqrt, aten.reciprocal: lambda x: 1 / x,
 })
 
 
@@ -251,22 +230,12 @@ def _signbit(x: Expr) -> Expr:
     return unary("signbit", x) if is_float(x.dtype) else x < 0
 
 
-def _same(x: Expr) -> Expr:
-    return x
-
-
 table("default", {
-    aten.neg: lambda x: -x, prims.neg: lambda x: -x,
-    aten.abs: abs_, prims.abs: abs_,
-    aten.sign: _sign, prims.sign: _sign, aten.sgn: _sign,
-    aten._conj_physical: _same, prims.conj_physical: _same,
-    aten.floor: _on_floats(floor), prims.floor: _on_floats(floor),
-    aten.ceil: _on_floats(ceil), prims.ceil: _on_floats(ceil),
-    aten.trunc: _on_floats(trunc), prims.trunc: _on_floats(trunc),
-    aten.round.default: _on_floats(round), prims.round: _on_floats(round),
-    aten.frac: lambda x: x - trunc(x),
+    aten.neg: lambda x: -x, aten.abs: abs_, aten.sign: _sign, aten.sgn: _sign, aten._conj_physical: lambda x: x,
+    aten.floor: _on_floats(floor), aten.ceil: _on_floats(ceil), aten.trunc: _on_floats(trunc),
+    aten.round.default: _on_floats(round), aten.frac: lambda x: x - trunc(x),
 })
-table("bool", {aten.signbit: _signbit, prims.signbit: _signbit})
+table("bool", {aten.signbit: _signbit})
 table("float", {
     aten.copysign: copysign,
     aten.deg2rad: lambda x: x * (math.pi / 180),
@@ -297,10 +266,10 @@ def _or_of_bools(formula: Callable[..., Expr], of_bools: Callable[..., Expr]) ->
 
 
 for _operators, _formula, _of_bools in (
-    ((aten.maximum, prims.maximum, aten.clamp_min), maximum, or_),
-    ((aten.minimum, prims.minimum, aten.clamp_max), minimum, and_),
-    ((aten.fmax, prims.fmax), math2("fmax"), or_),
-    ((aten.fmin, prims.fmin), math2("fmin"), and_),
+    ((aten.maximum, aten.clamp_min), maximum, or_),
+    ((aten.minimum, aten.clamp_max), minimum, and_),
+    ((aten.fmax,), math2("fmax"), or_),
+    ((aten.fmin,), math2("fmin"), and_),
 ):
     lower(*_operators)(pointwise(_or_of_bools(_formula, _of_bools)))
 
@@ -309,20 +278,3 @@ for _operators, _formula, _of_bools in (
 def clamp_between(x: Expr, min: Expr | None = None, max: Expr | None = None) -> Expr:
     """With min > max everything is max."""
     return clamp(x, min, max)
-
-
-@lower(aten.nan_to_num)
-def nan_to_num(x: Value, nan: float | None = None, posinf: float | None = None,
-               neginf: float | None = None) -> Value:
-    if not is_float(x.dtype):
-        return build.pointwise(x.shape, x.load)
-    limits = torch.finfo(x.dtype)
-    high = limits.max if posinf is None else posinf
-    low = limits.min if neginf is None else neginf
-
-    def body(i: tuple[Index, ...]) -> Expr:
-        v = cast(x.load(i), opmath(x.dtype))
-        finite = where(eq(v, math.inf), high, where(eq(v, -math.inf), low, v))
-        return where(isnan(v), nan or 0.0, finite)
-
-    return build.pointwise(x.shape, body, x.dtype)

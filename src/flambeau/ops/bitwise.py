@@ -6,7 +6,6 @@ import math
 from operator import and_, invert, or_, xor
 
 import torch
-import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_float, opmath
@@ -17,15 +16,11 @@ from flambeau.ir.scalar import abs_, eq, isnan, math2, ne
 from flambeau.ops.registry import lower, lower_pointwise, table
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 table("default", {
-    aten.bitwise_and: and_, prims.bitwise_and: and_,
-    aten.bitwise_or: or_, prims.bitwise_or: or_,
-    aten.bitwise_xor: xor, prims.bitwise_xor: xor,
-    aten.bitwise_not: invert, prims.bitwise_not: invert,
-    aten.gcd: math2("gcd"), prims.gcd: math2("gcd"), aten.lcm: math2("lcm"),
+    aten.bitwise_and: and_, aten.bitwise_or: or_, aten.bitwise_xor: xor, aten.bitwise_not: invert,
+    aten.gcd: math2("gcd"), aten.lcm: math2("lcm"),
 })
 
 
@@ -35,14 +30,14 @@ def _out_of_width(a: Expr, shift: Expr) -> Expr:
     return negative | (shift >= a.dtype.itemsize * 8)
 
 
-@lower_pointwise(aten.bitwise_left_shift, aten.__lshift__, prims.shift_left)
+@lower_pointwise(aten.bitwise_left_shift, aten.__lshift__)
 def left_shift(a: Expr, shift: Expr) -> Expr:
     if is_float(a.dtype):
         return a * binary("pow", const(2, a.dtype), shift)
     return where(_out_of_width(a, shift), 0, binary("shl", a, shift))
 
 
-@lower_pointwise(aten.bitwise_right_shift, aten.__rshift__, prims.shift_right_arithmetic)
+@lower_pointwise(aten.bitwise_right_shift, aten.__rshift__)
 def right_shift(a: Expr, shift: Expr) -> Expr:
     if is_float(a.dtype):
         return a / binary("pow", const(2, a.dtype), shift)
@@ -57,7 +52,7 @@ def bitcast(x: Expr, dtype: DType) -> Expr:
     return Expr("bitcast", dtype, (x,))
 
 
-@lower_pointwise(aten.nextafter, prims.nextafter, math=False)
+@lower_pointwise(aten.nextafter, math=False)
 def nextafter(x: Expr, toward: Expr) -> Expr:
     """The neighbour in x's own dtype; in 16 bits, one step of the pattern away from zero or towards it."""
     wide = opmath(x.dtype)
@@ -74,7 +69,7 @@ def nextafter(x: Expr, toward: Expr) -> Expr:
 _FIELDS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 
-@lower(aten.frexp.Tensor, prims.frexp)
+@lower(aten.frexp.Tensor)
 def frexp(x: Value) -> tuple[Value, Value]:
     """x = mantissa * 2^exponent with |mantissa| in [0.5, 1); zero, infinity and NaN stay, with exponent 0."""
     compute = opmath(x.dtype)

@@ -13,22 +13,21 @@ from flambeau.ir.nodes import Value
 from flambeau.ops.registry import load_at, lower
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
-@lower(aten._to_copy, prims.convert_element_type)
+@lower(aten._to_copy, torch.ops.prims.convert_element_type)
 def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
     if dtype is not None and dtype not in SUPPORTED:
         return NotImplemented
     return build.pointwise(x.shape, x.load, dtype)
 
 
-@lower(aten.clone, prims.clone)
+@lower(aten.clone)
 def clone(x: Value, **layout: Any) -> Value:
     return build.pointwise(x.shape, x.load)
 
 
-@lower(aten.copy, prims.copy_to)
+@lower(aten.copy)
 def copy(x: Value, source: Value, non_blocking: bool = False) -> Value:
     """x overwritten by the source, which is broadcast and cast to it."""
     return build.pointwise(x.shape, lambda i: load_at(source, i), x.dtype)

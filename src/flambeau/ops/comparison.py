@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import is_float, opmath, promote
@@ -17,7 +16,6 @@ from flambeau.ir.scalar import eq, is_finite, isinf, isnan, ne, not_
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, operand, pointwise, scalar_at, table
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 def _compare(formula: Callable[[Expr, Expr], Expr]) -> Any:
@@ -33,7 +31,7 @@ for _name, _formula in {
     "eq": eq, "ne": ne, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
 }.items():
-    lower(getattr(aten, _name), getattr(prims, _name))(_compare(_formula))
+    lower(getattr(aten, _name))(_compare(_formula))
 
 
 def truth(x: Expr) -> Expr:
@@ -59,11 +57,10 @@ table("bool", {
     aten.isposinf: _on_floats(lambda x: eq(x, math.inf)),
     aten.isneginf: _on_floats(lambda x: eq(x, -math.inf)),
     aten.isfinite: is_finite,
-    prims.isfinite: is_finite,
 })
 
 
-@lower(aten.where.self, prims.where)
+@lower(aten.where.self)
 def select(condition: Value, a: Any, b: Any) -> Value:
     """Nothing is computed, so nothing is widened."""
     dtype = promote((operand(a), operand(b)))

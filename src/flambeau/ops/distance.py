@@ -1,20 +1,19 @@
-"""Distances between rows in the p-norm: dist, cdist and pdist with their gradients."""
+"""Distances between rows in the p-norm: cdist and pdist with their gradients."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import opmath, promote
+from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, binary, cast, computed, const, index_value, where
 from flambeau.ir.index import ZERO, Index, maximum, minimum
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, eq, ne, pow_, sign, sqrt
 from flambeau.ops.reduction import accumulate, finish, p_norm
-from flambeau.ops.registry import broadcast_shapes, load_at, lower, operand, scalar_at
+from flambeau.ops.registry import broadcast_shapes, load_at, lower
 
 aten = torch.ops.aten
 
@@ -33,18 +32,6 @@ def p_norm_gradient(p: float, diff: Expr, grad: Expr, norm: Expr) -> Expr:
     # Below two, |diff|^(p - 2) would be infinite at zero, where the gradient is not.
     power = sign(diff) * pow_(abs_(diff), p - 1) if p < 2 else diff * pow_(abs_(diff), p - 2)
     return where(flat, 0, power * grad / pow_(norm, p - 1))
-
-
-@lower(aten.dist)
-def dist(a: Value, b: Value, p: Any = 2) -> Value:
-    out = promote((operand(a), operand(b)))
-    wide = opmath(out)
-    shape = broadcast_shapes(a.shape, b.shape)
-    axes = range(len(shape))
-    join, each, whole = p_norm(float(p))
-    total = accumulate(join, shape, axes, wide,
-                       lambda i: each(scalar_at(a, i, out, wide) - scalar_at(b, i, out, wide)))
-    return finish(total, out, axes, False, whole)
 
 
 def _difference(a: Value, b: Value, i: tuple[Index, ...]) -> Expr:

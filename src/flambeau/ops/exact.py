@@ -21,7 +21,7 @@ SUMS = frozenset((
     "col2im", "hamming_window", "hann_window", "index_add", "index_put", "index_reduce", "kaiser_window", "linspace",
     "logspace", "put", "range", "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
     "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward", "scatter_add",
-    "scatter_reduce", "trace", "unfold_backward",
+    "scatter_reduce", "unfold_backward",
 ))
 # Of the other families, the operators that choose one of their values.
 CHOICES = frozenset((
@@ -34,7 +34,7 @@ CHOICES = frozenset((
 PLAIN = frozenset((
     "_conj_physical", "_prelu_kernel", "_prelu_kernel_backward", "abs", "add", "angle", "ceil", "clamp", "clamp_max",
     "clamp_min", "clone", "copy", "copysign", "deg2rad", "div", "floor", "fmod", "frac", "hardshrink", "hardtanh",
-    "heaviside", "leaky_relu", "leaky_relu_backward", "mul", "nan_to_num", "neg", "pow", "rad2deg", "reciprocal",
+    "heaviside", "leaky_relu", "leaky_relu_backward", "mul", "neg", "pow", "rad2deg", "reciprocal",
     "relu", "remainder", "round", "rsub", "sgn", "sign", "signbit", "sqrt", "sub", "threshold",
     "threshold_backward", "trunc", "zero",
 ))

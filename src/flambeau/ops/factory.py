@@ -12,7 +12,7 @@ import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType, is_float, opmath, promote
-from flambeau.ir.expr import Expr, binary, cast, const, index_value, unary, where
+from flambeau.ir.expr import Expr, binary, const, index_value, unary, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv
 from flambeau.ir.index import maximum as index_max
 from flambeau.ir.nodes import Value
@@ -20,7 +20,6 @@ from flambeau.ir.scalar import abs_, cos, eq, fma, sqrt
 from flambeau.ops.registry import lower, operand, scalar_at
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 def constant(shape: Sequence[IndexLike], value: Any, dtype: DType | None) -> Value:
@@ -33,12 +32,12 @@ def constant(shape: Sequence[IndexLike], value: Any, dtype: DType | None) -> Val
 # ---- constants -----------------------------------------------------------------------------------------
 
 
-@lower(aten.full, prims.full)
+@lower(aten.full)
 def full(size: Sequence[IndexLike], fill_value: Any, *, dtype: DType | None = None, **place: Any) -> Value:
     return constant(size, fill_value, dtype)
 
 
-@lower(aten.full_like, prims.full_like)
+@lower(aten.full_like)
 def full_like(x: Value, fill_value: Any, *, dtype: DType | None = None, **place: Any) -> Value:
     return constant(x.shape, fill_value, dtype or x.dtype)
 
@@ -49,12 +48,12 @@ def new_full(x: Value, size: Sequence[IndexLike], fill_value: Any, *, dtype: DTy
     return constant(size, fill_value, dtype or x.dtype)
 
 
-@lower(aten.scalar_tensor, prims.scalar_tensor)
+@lower(aten.scalar_tensor)
 def scalar_tensor(s: Any, *, dtype: DType | None = None, **place: Any) -> Value:
     return constant((), s, dtype or torch.get_default_dtype())
 
 
-@lower(aten.fill, prims.fill)
+@lower(aten.fill)
 def fill(x: Value, value: Any) -> Value:
     return build.pointwise(x.shape, lambda i: scalar_at(value, i, x.dtype, x.dtype))
 
@@ -79,9 +78,8 @@ def _filled_with(value: int, of_size: Sequence[Any], of_other: Sequence[Any], li
 _filled_with(0, [aten.zeros, aten._efficientzerotensor], [aten.new_zeros], [aten.zeros_like, aten.zero])
 _filled_with(1, [aten.ones], [aten.new_ones], [aten.ones_like])
 # What an empty tensor holds is undefined; zeros fuse away like any constant.
-_filled_with(
-    0, [aten.empty, aten.empty_strided, aten.empty_permuted, prims.empty_strided, prims.empty_permuted],
-    [aten.new_empty, aten.new_empty_strided], [aten.empty_like])
+_filled_with(0, [aten.empty, aten.empty_strided, aten.empty_permuted], [aten.new_empty, aten.new_empty_strided],
+             [aten.empty_like])
 
 
 # ---- ranges --------------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ def inclusive_range(start: float, end: float, step: float = 1, *, dtype: DType |
                            dtype or torch.get_default_dtype())
 
 
-@lower(prims.iota)
+@lower(torch.ops.prims.iota)
 def iota(length: IndexLike, *, start: Any, step: Any, dtype: DType, **place: Any) -> Value:
     return build.pointwise((length,), lambda i: index_value(as_index(start) + i[0] * step, dtype))
 
@@ -181,66 +179,6 @@ def logspace(start: Any, end: Any, steps: IndexLike, base: float = 10.0, *, dtyp
         return binary("pow", const(base, exponent.dtype), exponent)
 
     return build.pointwise((steps,), body, dtype)
-
-
-# ---- two dimensions ------------------------------------------------------------------------------------
-
-
-@lower(aten.eye)
-def eye(n: IndexLike, m: IndexLike | None = None, *, dtype: DType | None = None, **place: Any) -> Value:
-    dtype = dtype or torch.get_default_dtype()
-    if dtype not in SUPPORTED:
-        return NotImplemented
-    shape = (n, n if m is None else m)
-    return build.pointwise(shape, lambda i: eq(index_value(i[0]), index_value(i[1])), dtype)
-
-
-def _lower_triangle(rows: int, columns: int, offset: int) -> tuple[int, Callable[[Expr], tuple[Expr, Expr]]]:
-    """How many positions (r, c) have c <= r + offset, and the k-th of them in order of rows.
-
-    The triangle has `empty` rows, then rows that grow by one from `first`, then full rows.
-    """
-    empty = min(max(0, -offset), rows)
-    first = min(max(offset + 1, 1), columns)
-    growing = max(0, min(rows - empty, columns - first))
-    corner = growing * (2 * first + growing - 1) // 2
-    full_rows = rows - empty - growing
-    b = 2 * first - 1
-
-    def position(k: Expr) -> tuple[Expr, Expr]:
-        # The largest t with t(t + b)/2 <= k; the square root in double may be off by one.
-        t = cast((sqrt(cast(k * 8 + b * b, torch.float64)) - b) / 2, torch.int64)
-        t = where(t * (t + b) > k * 2, t - 1, where((t + 1) * (t + 1 + b) <= k * 2, t + 1, t))
-        in_corner = k < corner
-        rest = k - corner
-        width = max(columns, 1)
-        row = where(in_corner, t + empty, binary("floordiv", rest, width) + (empty + growing))
-        return row, where(in_corner, k - binary("floordiv", t * (t + b), 2), binary("mod", rest, width))
-
-    return corner + full_rows * columns, position
-
-
-@lower(aten.tril_indices)
-def tril_indices(row: int, col: int, offset: int = 0, *, dtype: DType | None = None, **place: Any) -> Value:
-    count, position = _lower_triangle(row, col, offset)
-
-    def body(i: tuple[Index, ...]) -> Expr:
-        r, c = position(index_value(i[1]))
-        return where(eq(index_value(i[0]), 0), r, c)
-
-    return build.pointwise((2, count), body, dtype or torch.int64)
-
-
-@lower(aten.triu_indices)
-def triu_indices(row: int, col: int, offset: int = 0, *, dtype: DType | None = None, **place: Any) -> Value:
-    """A lower triangle seen from the opposite corner."""
-    count, position = _lower_triangle(row, col, col - row - offset)
-
-    def body(i: tuple[Index, ...]) -> Expr:
-        r, c = position(count - 1 - index_value(i[1]))
-        return where(eq(index_value(i[0]), 0), row - 1 - r, col - 1 - c)
-
-    return build.pointwise((2, count), body, dtype or torch.int64)
 
 
 # ---- windows -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from flambeau.ir.expr import Expr, cast, const
 from flambeau.ir.index import Index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import rsqrt, sqrt, square
-from flambeau.ops.reduction import accumulate, count, moments, moments_at_once, outside, pair_sum, reduce_with
+from flambeau.ops.reduction import accumulate, count, moments, moments_at_once, outside, sums
 from flambeau.ops.registry import load_at, lower, to_dtype
 
 aten = torch.ops.aten
@@ -74,35 +74,44 @@ def layer_norm(x: Value, normalized_shape: Sequence[Index], weight: Value | None
     return y, *(build.unsqueeze(to_dtype(v, saved), inner) for v in (mean, rstd))
 
 
-@lower(aten.native_layer_norm_backward)
-def layer_norm_backward(grad: Value, x: Value, normalized_shape: Sequence[Index], mean: Value, rstd: Value,
-                        weight: Value | None, bias: Value | None, output_mask: Sequence[bool]) -> Gradients:
+def _row_gradients(grad: Value, x: Value, normalized_shape: Sequence[Index], mean: Value | None, rstd: Value,
+                   weight: Value | None, output_mask: Sequence[bool]) -> tuple[Value | None, Value | None]:
+    """dx and dweight; without a mean the average of h falls away."""
     wide = opmath(x.dtype)
     outer, inner = _inner(x, normalized_shape)
     n = count(x.shape, inner, wide)
     g, at, middle, scale, w = (_reader(v, wide) for v in (grad, x, mean, rstd, weight))
 
     def xhat(i: Sequence[Index]) -> Expr:
-        return (at(i) - middle(i)) * scale(i)
+        return (at(i) if mean is None else at(i) - middle(i)) * scale(i)
 
     def h(i: Sequence[Index]) -> Expr:
         return g(i) if weight is None else g(i) * w(i)
 
-    dx = dweight = dbias = None
+    dx = dweight = None
     if output_mask[0]:
-        level = accumulate("sum", x.shape, inner, wide, h)
+        level = None if mean is None else accumulate("sum", x.shape, inner, wide, h)
         slope = accumulate("sum", x.shape, inner, wide, lambda i: h(i) * xhat(i))
 
         def body(i: tuple[Index, ...]) -> Expr:
             row = outside(i, inner)
-            return scale(i) * (h(i) - level.load(row) / n - xhat(i) * (slope.load(row) / n))
+            centred = h(i) if level is None else h(i) - level.load(row) / n
+            return scale(i) * (centred - xhat(i) * (slope.load(row) / n))
 
         dx = build.pointwise(x.shape, body, x.dtype)
     if output_mask[1] and weight is not None:
         dweight = to_dtype(accumulate("sum", x.shape, outer, wide, lambda i: g(i) * xhat(i)), weight.dtype)
-    if output_mask[2] and bias is not None:
-        dbias = to_dtype(accumulate("sum", x.shape, outer, wide, g), bias.dtype)
-    return dx, dweight, dbias
+    return dx, dweight
+
+
+@lower(aten.native_layer_norm_backward)
+def layer_norm_backward(grad: Value, x: Value, normalized_shape: Sequence[Index], mean: Value, rstd: Value,
+                        weight: Value | None, bias: Value | None, output_mask: Sequence[bool]) -> Gradients:
+    dx, dweight = _row_gradients(grad, x, normalized_shape, mean, rstd, weight, output_mask)
+    if not output_mask[2] or bias is None:
+        return dx, dweight, None
+    wide, (outer, _) = opmath(x.dtype), _inner(x, normalized_shape)
+    return dx, dweight, to_dtype(accumulate("sum", x.shape, outer, wide, _reader(grad, wide)), bias.dtype)
 
 
 # ---- RMS norm: layer norm without the mean -----------------------------------------------------------
@@ -124,24 +133,7 @@ def rms_norm(x: Value, normalized_shape: Sequence[Index], weight: Value | None, 
 @lower(aten._fused_rms_norm_backward)
 def rms_norm_backward(grad: Value, x: Value, normalized_shape: Sequence[Index], rstd: Value,
                       weight: Value | None, output_mask: Sequence[bool]) -> tuple[Value | None, Value | None]:
-    """dx = rstd * (h - xhat * average(h * xhat))"""
-    wide = opmath(x.dtype)
-    outer, inner = _inner(x, normalized_shape)
-    n = count(x.shape, inner, wide)
-    g, at, scale, w = (_reader(v, wide) for v in (grad, x, rstd, weight))
-
-    def h(i: Sequence[Index]) -> Expr:
-        return g(i) if weight is None else g(i) * w(i)
-
-    dx = dweight = None
-    if output_mask[0]:
-        slope = accumulate("sum", x.shape, inner, wide, lambda i: h(i) * at(i) * scale(i))
-        dx = build.pointwise(x.shape, lambda i: scale(i) * (h(i) - at(i) * scale(i) * (
-            slope.load(outside(i, inner)) / n)), x.dtype)
-    if output_mask[1] and weight is not None:
-        total = accumulate("sum", x.shape, outer, wide, lambda i: g(i) * at(i) * scale(i))
-        dweight = to_dtype(total, weight.dtype)
-    return dx, dweight
+    return _row_gradients(grad, x, normalized_shape, None, rstd, weight, output_mask)
 
 
 # ---- batch norm: one mean per channel, dimension 1 ---------------------------------------------------
@@ -273,7 +265,7 @@ def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mea
         return (at(i) - middle(i)) * scale(i)
 
     if build.graph().capabilities.waits_for_memory:  # one kernel joins the parts of both
-        slope, level = reduce_with(pair_sum(wide), x.shape, axes, lambda i: (g(i) * xhat(i), g(i)))
+        slope, level = build.reduce(x.shape, axes, sums(wide, 2), lambda i: (g(i) * xhat(i), g(i)))
     else:
         slope = accumulate("sum", x.shape, axes, wide, lambda i: g(i) * xhat(i))
         level = accumulate("sum", x.shape, axes, wide, g)

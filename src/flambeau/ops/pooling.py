@@ -13,7 +13,7 @@ from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, op
 from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product, unflat
 from flambeau.ir.nodes import Value, narrow
-from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to
+from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import along_shares, are_long, share_of, tabled
@@ -125,15 +125,15 @@ def max_gradient(grad: Value, x: Value, indices: Value, rank: int,
         position = narrow(product(x.shape[-rank:]))
         own = index_value(flat(here, x.shape[-rank:]), position)
 
-        def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
+        def share(w: Place) -> Expr:
             o = window(here, w)
             there = all_of([within(k, n) for k, n in zip(o, grad.shape[-rank:], strict=True)])
             there = there if holds is None else there & holds(o, here)
             at = where(there, cast(indices.load((*lead, *o), there), torch.int64), -1)  # -1: nobody's
             mine = eq(cast(at, position), own)
-            return (carry[0] + where(mine, cast(grad.load((*lead, *o), there), dtype), 0),)
+            return where(mine, cast(grad.load((*lead, *o), there), dtype), 0)
 
-        return fold_over(bounds(here), (const(0, dtype),), step)[0]
+        return sum_over(bounds(here), dtype, share)
 
     return build.pointwise(x.shape, body, x.dtype)
 
@@ -183,13 +183,13 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def body(i: Place) -> Expr:
             lead, o = split(i, rank)
 
-            def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
+            def element(w: Place) -> Expr:
                 p = tuple(a.place(k, j) for a, k, j in zip(axes, o, w, strict=True))
                 inside = all_of([within(k, a.size) for a, k in zip(axes, p, strict=True)])
                 near = tuple(nearest(k, a.size) for a, k in zip(axes, p, strict=True))
-                return (carry[0] + where(inside, cast(x.load((*lead, *near)), dtype), 0),)
+                return where(inside, cast(x.load((*lead, *near)), dtype), 0)
 
-            total, = fold_over([(0, a.kernel) for a in axes], (const(0, dtype),), step)
+            total = sum_over([(0, a.kernel) for a in axes], dtype, element)
             # Integers are divided towards zero, as in C.
             return total / divisor(axes, o, count_include_pad, divisor_override, dtype)
 
@@ -207,13 +207,13 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def body(i: Place) -> Expr:
             lead, here = split(i, rank)
 
-            def step(w: Place, carry: tuple[Expr, ...]) -> tuple[Expr]:
+            def share(w: Place) -> Expr:
                 o = tuple(first(k) + j for first, k, j in zip(firsts, here, w, strict=True))
                 mine = all_of([within(k, a.out) & a.holds(k, h)
                                for a, k, h in zip(axes, o, here, strict=True)])
-                return (carry[0] + padded(shares_.load, lead, o, grad.shape[-rank:], mine),)
+                return padded(shares_.load, lead, o, grad.shape[-rank:], mine)
 
-            return fold_over([(0, a.candidates) for a in axes], (const(0, dtype),), step)[0]
+            return sum_over([(0, a.candidates) for a in axes], dtype, share)
 
         return build.pointwise(x.shape, body, x.dtype)
 

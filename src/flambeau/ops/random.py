@@ -14,7 +14,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType, highest, is_float, opmath
@@ -25,7 +24,6 @@ from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, philox, rough_l
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, pointwise, scalar_at
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 def seed() -> Value:
@@ -163,12 +161,6 @@ def uniform(x: Value, low: float = 0.0, high: float = 1.0) -> Value:
     return draw(x.shape, x.dtype, lambda r, i: r.uniform(x.dtype) * (high - low) + low, x.dtype)
 
 
-@without_generator(prims.uniform)
-def prims_uniform(shape: Sequence[IndexLike], *, low: float, high: float, dtype: DType,
-                  **place: Any) -> Value:
-    return draw(shape, dtype, lambda r, i: r.uniform(dtype) * (high - low) + low, dtype)
-
-
 # ---- normal and what is made of it ---------------------------------------------------------------------
 
 
@@ -198,11 +190,6 @@ def normal_of_size(mean: float, std: float, size: Sequence[IndexLike], *, dtype:
                    **place: Any) -> Value:
     dtype = dtype or torch.get_default_dtype()
     return draw(size, dtype, lambda r, i: r.normal(dtype) * std + mean)
-
-
-@without_generator(prims.normal)
-def prims_normal(shape: Sequence[IndexLike], *, mean: float, std: float, dtype: DType, **place: Any) -> Value:
-    return normal_of_size(mean, std, shape, dtype=dtype)
 
 
 @without_generator(aten.normal_functional)

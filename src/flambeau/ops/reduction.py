@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -26,23 +26,10 @@ Body = Callable[[tuple[Index, ...]], Expr]
 # ---- what the reducing families share ----------------------------------------------------------------
 
 
-def reduce_with(combine: Combine, shape: Shape, axes: Sequence[int],
-                body: Callable[[tuple[Index, ...]], tuple[Expr, ...]], keepdim: bool = False
-                ) -> tuple[Value, ...]:
-    """`build.reduce`, but for no axes (a number, or nothing left outside): there the body is the result."""
-    if axes:
-        return build.reduce(shape, axes, combine, body, keepdim)
-
-    def component(k: int) -> Value:
-        return build.pointwise(shape, lambda i: body(i)[k])
-
-    return tuple(component(k) for k in range(len(combine.dtypes)))
-
-
 def accumulate(name: str, shape: Shape, axes: Sequence[int], dtype: DType, body: Body, keepdim: bool = False
                ) -> Value:
     """body(i), of `dtype`, joined over `axes` by sum, prod, min, max, any or all."""
-    return reduce_with(simple_combine(name, dtype), shape, axes, lambda i: (body(i),), keepdim)[0]
+    return build.reduce(shape, axes, simple_combine(name, dtype), body, keepdim)[0]
 
 
 def count(shape: Shape, axes: Sequence[int], dtype: DType) -> Expr:
@@ -69,7 +56,7 @@ def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tupl
 
 def moments_at_once(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tuple[Value, Value]:
     """The same in one pass, by Chan's update of both: more to compute, and half as much to read."""
-    mean, spread, _ = reduce_with(chan(dtype), shape, axes, lambda i: (body(i), const(0, dtype), const(1, dtype)))
+    mean, spread, _ = build.reduce(shape, axes, chan(dtype), lambda i: (body(i), const(0, dtype), const(1, dtype)))
     return mean, spread
 
 
@@ -87,8 +74,10 @@ def chan(dtype: DType) -> Combine:
 
 
 @cache
-def pair_sum(dtype: DType) -> Combine:
-    return make_combine("sums", (dtype, dtype), (0, 0), lambda a, b: (a[0] + b[0], a[1] + b[1]))
+def sums(dtype: DType, count: int) -> Combine:
+    """Several sums at once."""
+    return make_combine(f"sum{count}", (dtype,) * count, (0,) * count,
+                        lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)))
 
 
 def finish(v: Value, dtype: DType, axes: Sequence[int], keepdim: bool,
@@ -101,7 +90,7 @@ def finish(v: Value, dtype: DType, axes: Sequence[int], keepdim: bool,
 # ---- sums, products, means ---------------------------------------------------------------------------
 
 
-def _accumulated(name: str, x: Value, dim: Any, keepdim: bool, dtype: DType | None) -> Value:
+def _accumulated(name: str, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
     """Integers and bools add up in int64 unless a dtype is asked for; elements are converted to it first."""
     out = dtype or (x.dtype if is_float(x.dtype) else torch.int64)
     wide = accumulator(out)
@@ -110,14 +99,8 @@ def _accumulated(name: str, x: Value, dim: Any, keepdim: bool, dtype: DType | No
                   out, axes, keepdim)
 
 
-@lower(aten.sum.default, aten.sum.dim_IntList)
-def sum_(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
-    return _accumulated("sum", x, dim, keepdim, dtype)
-
-
-@lower(aten.prod.default, aten.prod.dim_int)
-def prod(x: Value, dim: int | None = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
-    return _accumulated("prod", x, dim, keepdim, dtype)
+lower(aten.sum.default, aten.sum.dim_IntList)(partial(_accumulated, "sum"))
+lower(aten.prod.default, aten.prod.dim_int)(partial(_accumulated, "prod"))
 
 
 @lower(aten.mean.default, aten.mean.dim)
@@ -132,7 +115,9 @@ def mean(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | Non
 # ---- variances ---------------------------------------------------------------------------------------
 
 
-def _var_mean(x: Value, dim: Any, correction: Any, keepdim: bool, root: bool) -> tuple[Value, Value]:
+def _var_mean(root: bool, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+              ) -> tuple[Value, Value]:
+    """`root`: the standard deviation instead of the variance."""
     wide = torch.float64 if build.graph().on_cpu else opmath(x.dtype)  # ATen's own accumulator on CPUs
     axes = wrap_dims(dim, x.rank)
     mean, spread = moments(x.shape, axes, wide, lambda i: cast(x.load(i), wide))
@@ -142,26 +127,10 @@ def _var_mean(x: Value, dim: Any, correction: Any, keepdim: bool, root: bool) ->
     return var, finish(mean, x.dtype, axes, keepdim)
 
 
-@lower(aten.var.correction)
-def var(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
-    return _var_mean(x, dim, correction, keepdim, root=False)[0]
-
-
-@lower(aten.std.correction)
-def std(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
-    return _var_mean(x, dim, correction, keepdim, root=True)[0]
-
-
-@lower(aten.var_mean.correction)
-def var_mean(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
-             ) -> tuple[Value, Value]:
-    return _var_mean(x, dim, correction, keepdim, root=False)
-
-
-@lower(aten.std_mean.correction)
-def std_mean(x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
-             ) -> tuple[Value, Value]:
-    return _var_mean(x, dim, correction, keepdim, root=True)
+lower(aten.var_mean.correction)(partial(_var_mean, False))
+lower(aten.std_mean.correction)(partial(_var_mean, True))
+lower(aten.var.correction)(lambda *args, **options: _var_mean(False, *args, **options)[0])
+lower(aten.std.correction)(lambda *args, **options: _var_mean(True, *args, **options)[0])
 
 
 # ---- extrema -----------------------------------------------------------------------------------------
@@ -178,23 +147,23 @@ def of_something(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lowered
 
 
-def _extremum(name: str, x: Value, dim: Any, keepdim: bool) -> Value:
+def _extremum(name: str, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
     wide = opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
     best = accumulate(name, x.shape, axes, wide, lambda i: cast(x.load(i), wide))
     return finish(best, x.dtype, axes, keepdim)
 
 
-def _extremum_at(name: str, x: Value, dim: int, keepdim: bool) -> tuple[Value, Value]:
+def _extremum_at(name: str, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
     """The extremum along one dimension and its first index; the first NaN wins."""
     wide = opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
-    best, at = reduce_with(arg_combine(name, wide), x.shape, axes,
-                           lambda i: (cast(x.load(i), wide), index_value(i[axes[0]] if axes else 0)))
+    best, at = build.reduce(x.shape, axes, arg_combine(name, wide),
+                            lambda i: (cast(x.load(i), wide), index_value(i[axes[0]] if axes else 0)))
     return finish(best, x.dtype, axes, keepdim), finish(at, torch.int64, axes, keepdim)
 
 
-def _arg(name: str, x: Value, dim: int | None, keepdim: bool) -> Value:
+def _arg(name: str, x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
     if dim is not None:
         return _extremum_at(name, x, dim, keepdim)[1]
     wide = opmath(x.dtype)
@@ -205,69 +174,28 @@ def _arg(name: str, x: Value, dim: int | None, keepdim: bool) -> Value:
         flat = sum((k * s for k, s in zip(i, strides)), ZERO)
         return cast(x.load(i), wide), index_value(flat)
 
-    return finish(reduce_with(arg_combine(name, wide), x.shape, axes, element)[1], torch.int64, axes, keepdim)
+    return finish(build.reduce(x.shape, axes, arg_combine(name, wide), element)[1], torch.int64, axes, keepdim)
 
 
-@lower(aten.amax, aten.max.default)
-@of_something
-def amax(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
-    return _extremum("max", x, dim, keepdim)
-
-
-@lower(aten.amin, aten.min.default)
-@of_something
-def amin(x: Value, dim: Sequence[int] = (), keepdim: bool = False) -> Value:
-    return _extremum("min", x, dim, keepdim)
-
-
-@lower(aten.aminmax)
-@of_something
-def aminmax(x: Value, *, dim: int | None = None, keepdim: bool = False) -> tuple[Value, Value]:
-    return _extremum("min", x, dim, keepdim), _extremum("max", x, dim, keepdim)
-
-
-@lower(aten.max.dim)
-@of_something
-def max_dim(x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
-    return _extremum_at("max", x, dim, keepdim)
-
-
-@lower(aten.min.dim)
-@of_something
-def min_dim(x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
-    return _extremum_at("min", x, dim, keepdim)
-
-
-@lower(aten.argmax)
-@of_something
-def argmax(x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
-    return _arg("max", x, dim, keepdim)
-
-
-@lower(aten.argmin)
-@of_something
-def argmin(x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
-    return _arg("min", x, dim, keepdim)
+for _name in ("max", "min"):
+    _whole = getattr(aten, _name)
+    lower(getattr(aten, f"a{_name}"), _whole.default)(of_something(partial(_extremum, _name)))
+    lower(_whole.dim)(of_something(partial(_extremum_at, _name)))
+    lower(getattr(aten, f"arg{_name}"))(of_something(partial(_arg, _name)))
 
 
 # ---- any and all -------------------------------------------------------------------------------------
 
 
-def _truth(name: str, x: Value, dim: Any, keepdim: bool) -> Value:
+def _truth(name: str, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
     axes = wrap_dims(dim, x.rank)
     out = accumulate(name, x.shape, axes, torch.bool, lambda i: cast(x.load(i), torch.bool))
     # uint8 was the first boolean dtype, and still answers in kind.
     return finish(out, torch.uint8 if x.dtype is torch.uint8 else torch.bool, axes, keepdim)
 
 
-@lower(aten.any.default, aten.any.dim, aten.any.dims)
-def any_(x: Value, dim: Any = None, keepdim: bool = False) -> Value:
-    return _truth("any", x, dim, keepdim)
-
-
-@lower(aten.all.default, aten.all.dim, aten.all.dims)
-def all_(x: Value, dim: Any = None, keepdim: bool = False) -> Value:
-    return _truth("all", x, dim, keepdim)
+lower(aten.any.default, aten.any.dim, aten.any.dims)(partial(_truth, "any"))
+lower(aten.all.default, aten.all.dim, aten.all.dims)(partial(_truth, "all"))
 
 
 # ---- hashes ------------------------------------------------------------------------------------------
@@ -281,12 +209,12 @@ def hash_tensor(x: Value, dim: Sequence[int] = (), *, keepdim: bool = False, mod
     """The exclusive or of all elements as 64 bits: those of a float64, or a sign-extended integer."""
     axes = wrap_dims(dim, x.rank)
 
-    def bits(i: tuple[Index, ...]) -> tuple[Expr, ...]:
+    def bits(i: tuple[Index, ...]) -> Expr:
         if not is_float(x.dtype):
-            return (cast(x.load(i), torch.int64),)
-        return (Expr("bitcast", torch.int64, (cast(x.load(i), torch.float64),)),)
+            return cast(x.load(i), torch.int64)
+        return Expr("bitcast", torch.int64, (cast(x.load(i), torch.float64),))
 
-    return finish(reduce_with(_XOR, x.shape, axes, bits)[0], torch.uint64, axes, keepdim)
+    return finish(build.reduce(x.shape, axes, _XOR, bits)[0], torch.uint64, axes, keepdim)
 
 
 # ---- logsumexp and norms -----------------------------------------------------------------------------

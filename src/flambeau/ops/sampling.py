@@ -19,9 +19,10 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, product
-from flambeau.ir.nodes import Combine, Value, dim_vars
+from flambeau.ir.nodes import Value, dim_vars
 from flambeau.ir.scalar import abs_, floor, fma, fmod, isnan, minimum, ne, round, trunc
 from flambeau.ops.plane import Place, all_of, cubic_weights, pick
+from flambeau.ops.reduction import sums
 from flambeau.ops.registry import lower
 
 aten = torch.ops.aten
@@ -336,11 +337,6 @@ def forward(kind: type[Axis]) -> Callable[..., Any]:
         return build.pointwise((*image.shape[:2], *s.out), body, image.dtype)
 
     return sample
-
-
-def sums(dtype: torch.dtype, count: int) -> Combine:
-    return build.make_combine(f"sum{count}", (dtype,) * count, (0,) * count,
-                              lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)))
 
 
 def image_gradient(s: Sampler, grad: Value) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -28,7 +28,7 @@ def running(dtype: DType) -> DType:
     return torch.float64 if dtype is torch.float32 and build.graph().capabilities.serial_scans else opmath(dtype)
 
 
-def _cumulated(name: str, x: Value, dim: int, dtype: DType | None) -> Value:
+def _cumulated(name: str, x: Value, dim: int, *, dtype: DType | None = None) -> Value:
     out = dtype or (x.dtype if is_float(x.dtype) else torch.int64)
     if not x.rank:
         return to_dtype(x, out)
@@ -37,14 +37,8 @@ def _cumulated(name: str, x: Value, dim: int, dtype: DType | None) -> Value:
                       lambda i: cast(cast(x.load(i), out), wide), dtypes=(out,))[0]
 
 
-@lower(aten.cumsum)
-def cumsum(x: Value, dim: int, *, dtype: DType | None = None) -> Value:
-    return _cumulated("sum", x, dim, dtype)
-
-
-@lower(aten.cumprod)
-def cumprod(x: Value, dim: int, *, dtype: DType | None = None) -> Value:
-    return _cumulated("prod", x, dim, dtype)
+lower(aten.cumsum)(partial(_cumulated, "sum"))
+lower(aten.cumprod)(partial(_cumulated, "prod"))
 
 
 # torch has this gradient only as a composition, of some twenty operators that look for zeros to divide around. As one
@@ -113,14 +107,8 @@ def _extremum_so_far(name: str, x: Value, dim: int) -> tuple[Value, Value]:
     return best, at
 
 
-@lower(aten.cummax)
-def cummax(x: Value, dim: int) -> tuple[Value, Value]:
-    return _extremum_so_far("max", x, dim)
-
-
-@lower(aten.cummin)
-def cummin(x: Value, dim: int) -> tuple[Value, Value]:
-    return _extremum_so_far("min", x, dim)
+lower(aten.cummax)(partial(_extremum_so_far, "max"))
+lower(aten.cummin)(partial(_extremum_so_far, "min"))
 
 
 @cache

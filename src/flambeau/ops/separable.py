@@ -9,10 +9,10 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr, cast, computed, const, index_value, rewrite, where
+from flambeau.ir.expr import Expr, cast, computed, index_value, rewrite, where
 from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, minimum
 from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars, narrow
-from flambeau.ir.scalar import fold_over, ne
+from flambeau.ir.scalar import fold_over, ne, sum_over
 from flambeau.ops.plane import Place, nearest, together, within
 
 
@@ -99,12 +99,11 @@ def gather_along(x: Value, dim: int, c: Column) -> Value:
 
     def by_table(i: Place) -> Expr:
         assert c.count is not None
-        return fold_over([(0, c.count)], (const(0, c.dtype),), lambda k, carry: (carry[0] + term(i, k[0]),))[0]
+        return sum_over([(0, c.count)], c.dtype, lambda k: term(i, k[0]))
 
     def by_range(i: Place) -> Expr:
         low, high, _ = c.span(i[dim])
-        return fold_over([(low, high)], (const(0, c.dtype),), lambda j, carry: (
-            carry[0] + share(i, j[0], c.weight(j[0], i[dim]), within(j[0], source)),))[0]
+        return sum_over([(low, high)], c.dtype, lambda j: share(i, j[0], c.weight(j[0], i[dim]), within(j[0], source)))
 
     shape = (*x.shape[:dim], c.size, *x.shape[dim + 1:])
     if c.count is not None and c.count > LONG:

@@ -9,28 +9,14 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import accumulator, is_float, opmath, promote
+from flambeau.ir.dtypes import opmath, promote
 from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, minimum, product
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import fold_over, window
+from flambeau.ir.scalar import sum_over
 
 from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
-from .view import (
-    along,
-    diagonal,
-    embed,
-    equal,
-    flat,
-    in_diagonal,
-    is_empty,
-    permute,
-    regroup,
-    reshape,
-    transpose,
-    unsqueeze,
-    within,
-)
+from .view import along, equal, flat, is_empty, regroup, reshape, within
 
 aten = torch.ops.aten
 
@@ -64,29 +50,6 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
         return out
 
     return build.pointwise((*real[0].shape[:d], ends[-1], *real[0].shape[d + 1:]), body)
-
-
-@lower(aten.stack, aten._stack)
-def stack(tensors: Sequence[Value], dim: int = 0) -> Value:
-    d = wrap_dim(dim, tensors[0].rank + 1)
-    return cat([unsqueeze(x, d) for x in tensors], d)
-
-
-@lower(aten.block_diag)
-def block_diag(tensors: Sequence[Value]) -> Value:
-    blocks = [reshape(x, (1,) * (2 - x.rank) + x.shape) for x in tensors]
-    dtype = promote(operand(x) for x in tensors)
-    tops = list(itertools.accumulate((x.shape[0] for x in blocks), initial=ZERO))
-    lefts = list(itertools.accumulate((x.shape[1] for x in blocks), initial=ZERO))
-
-    def body(i: tuple[Index, ...]) -> Expr:
-        out = const(0, dtype)
-        for k, x in enumerate(blocks):
-            here = within(i[0], tops[k], tops[k + 1]) & within(i[1], lefts[k], lefts[k + 1])
-            out = where(here, cast(x.load((i[0] - tops[k], i[1] - lefts[k]), here), dtype), out)
-        return out
-
-    return build.pointwise((tops[-1], lefts[-1]), body)
 
 
 # ---- padding -----------------------------------------------------------------------------------------
@@ -193,14 +156,14 @@ def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]
     def body(i: tuple[Index, ...]) -> Expr:
         runs = [readers(d, i[d]) for d in spread]
 
-        def add(step: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+        def share(step: tuple[Index, ...]) -> Expr:
             at, inside = list(i), const(True, torch.bool)
             for d, (first, _), k in zip(spread, runs, step):
                 at[d] = first + k
                 inside = inside & within(at[d], 0, grad.shape[d])  # a negative pad cuts readers off
-            return (carry[0] + where(inside, cast(grad.load(at, inside), dtype), const(0, dtype)),)
+            return where(inside, cast(grad.load(at, inside), dtype), const(0, dtype))
 
-        return fold_over([(0, count) for _, count in runs], [const(0, dtype)], add)[0]
+        return sum_over([(0, count) for _, count in runs], dtype, share)
 
     return build.pointwise(x.shape, body, grad.dtype)
 
@@ -247,46 +210,11 @@ def roll(x: Value, shifts: Any, dims: Any = ()) -> Value:
     return build.pointwise(x.shape, lambda i: read(i, list(total), const(True, torch.bool)))
 
 
-@lower(aten.rot90)
-def rot90(x: Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> Value:
-    a, b = dims
-    turns: dict[int, Callable[[], Value]] = {
-        0: lambda: x, 1: lambda: transpose(flip(x, [b]), a, b), 2: lambda: flip(x, [a, b]),
-        3: lambda: transpose(flip(x, [a]), a, b)}
-    return turns[k % 4]()
-
-
 @lower(aten.repeat)
 def repeat(x: Value, repeats: Sequence[IndexLike]) -> Value:
     x = reshape(x, (1,) * (len(repeats) - x.rank) + x.shape)
     return x.view([n * r for n, r in zip(x.shape, repeats)], lambda i: [
         ZERO if n is ONE or n is ZERO else k % n for k, n in zip(i, x.shape)])
-
-
-@lower(aten.pixel_shuffle)
-def pixel_shuffle(x: Value, factor: int) -> Value:
-    """(c·r·r, h, w) to (c, h·r, w·r)."""
-    *lead, c, h, w = x.shape
-    split = reshape(x, (*lead, c // (factor * factor), factor, factor, h, w))
-    n = len(lead)
-    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
-    return reshape(permute(split, order), (*lead, c // (factor * factor), h * factor, w * factor))
-
-
-@lower(aten.pixel_unshuffle)
-def pixel_unshuffle(x: Value, factor: int) -> Value:
-    """(c, h·r, w·r) to (c·r·r, h, w)."""
-    *lead, c, h, w = x.shape
-    split = reshape(x, (*lead, c, h // factor, factor, w // factor, factor))
-    n = len(lead)
-    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
-    return reshape(permute(split, order), (*lead, c * (factor * factor), h // factor, w // factor))
-
-
-@lower(aten.channel_shuffle, aten.native_channel_shuffle)
-def channel_shuffle(x: Value, groups: IndexLike) -> Value:
-    n, c, *rest = x.shape
-    return reshape(transpose(reshape(x, (n, groups, c // groups, *rest)), 1, 2), x.shape)
 
 
 # ---- triangles, diagonals, masks ---------------------------------------------------------------------
@@ -304,26 +232,6 @@ def triu(x: Value, diagonal: int = 0) -> Value:
 
 def _keep(x: Value, i: Sequence[Index], kept: Expr) -> Expr:
     return where(kept, x.load(i), const(0, x.dtype))
-
-
-@lower(aten.diag_embed)
-def diag_embed(x: Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Value:
-    rank = x.rank + 1
-    a, b = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
-    side = x.shape[-1] + abs(offset)
-    shape: list[IndexLike] = list(x.shape[:-1])
-    for d in sorted((a, b)):
-        shape.insert(d, side)
-    return embed(x, shape, in_diagonal(rank, offset, a, b))
-
-
-@lower(aten.trace)
-def trace(x: Value) -> Value:
-    line = diagonal(x)
-    kept = accumulator(x.dtype)
-    add = build.simple_combine("sum", kept)
-    total, = build.reduce(line.shape, [0], add, lambda i: cast(line.load(i), kept))
-    return build.pointwise((), lambda i: total.load(i), x.dtype if is_float(x.dtype) else torch.int64)
 
 
 @lower(aten.masked_fill)
@@ -372,7 +280,7 @@ def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation:
     dtype = opmath(x.dtype)
 
     def body(i: tuple[Index, ...]) -> Expr:
-        def add(tap: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+        def share(tap: tuple[Index, ...]) -> Expr:
             inside, at = const(True, torch.bool), []
             for k, d, p, s, n, point in zip(tap, dilation, padding, stride, counts, i[-2:]):
                 shifted = point + p - k * d
@@ -380,8 +288,8 @@ def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation:
                 at.append(shifted // s)
             row = (i[-3] * kernel[0] + tap[0]) * kernel[1] + tap[1]
             seen = x.load((*i[:-3], row, at[0] * counts[1] + at[1]), inside)
-            return (carry[0] + where(inside, cast(seen, dtype), const(0, dtype)),)
+            return where(inside, cast(seen, dtype), const(0, dtype))
 
-        return window(kernel, [const(0, dtype)], add)[0]
+        return sum_over([(0, n) for n in kernel], dtype, share)
 
     return build.pointwise((*lead, channels, *size), body, x.dtype)

@@ -5,41 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
-import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir.expr import Expr, const, where
-from flambeau.ir.scalar import (
-    abs_,
-    atan2,
-    eq,
-    exp,
-    exp2,
-    hypot,
-    isinf,
-    isnan,
-    log,
-    log1p,
-    math1,
-    maximum,
-    sin,
-)
+from flambeau.ir.scalar import abs_, atan2, eq, exp, exp2, hypot, isinf, log1p, math1, maximum, sin
 from flambeau.ops.registry import lower_pointwise, table
 from flambeau.ops.rounding import mad
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
-_IN_BOTH = (
+table("float", {getattr(aten, name): math1(name) for name in (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
-    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc",
-)
-table("float", {getattr(ops, name): math1(name) for name in _IN_BOTH for ops in (aten, prims)})
-table("float", {
-    aten.sigmoid: math1("sigmoid"),
-    aten.erfinv: math1("erfinv"), prims.erf_inv: math1("erfinv"),
-    aten.atan2: atan2, prims.atan2: atan2,
-    aten.hypot: hypot, prims.hypot: hypot,
-})
+    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "sigmoid",
+)})
+table("float", {aten.atan2: atan2, aten.hypot: hypot})
 
 
 @lower_pointwise(aten.sinc, kind="float")
@@ -59,23 +37,3 @@ def logaddexp2(a: Expr, b: Expr) -> Expr:
     return where(isinf(a) & eq(a, b), a, more)
 
 
-def _times_unless_zero(x: Expr, y: Expr, product: Expr) -> Expr:
-    """Zero times anything but NaN is zero."""
-    return where(isnan(y), y, where(eq(x, 0), 0, product))
-
-
-@lower_pointwise(aten.xlogy, kind="float")
-def xlogy(x: Expr, y: Expr) -> Expr:
-    return _times_unless_zero(x, y, x * log(y))
-
-
-@lower_pointwise(aten.special_xlog1py, kind="float")
-def xlog1py(x: Expr, y: Expr) -> Expr:
-    return _times_unless_zero(x, y, x * log1p(y))
-
-
-@lower_pointwise(aten.special_entr, kind="float")
-def entr(x: Expr) -> Expr:
-    """-x log(x), 0 at zero, minus infinity below."""
-    below = where(eq(x, 0), const(0, x.dtype), -math.inf)
-    return where(isnan(x), x, where(x > 0, -x * log(x), below))

@@ -10,21 +10,9 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_bool, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
-from flambeau.ir.index import (
-    ONE,
-    ZERO,
-    Index,
-    IndexLike,
-    as_index,
-    ceildiv,
-    fits,
-    is_nonneg,
-    maximum,
-    minimum,
-    product,
-)
+from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, ceildiv, fits, is_nonneg, maximum, minimum, product
 from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
-from flambeau.ir.scalar import eq, window
+from flambeau.ir.scalar import eq, sum_over
 
 from .registry import lower, to_dtype, wrap_dim
 
@@ -190,7 +178,7 @@ def expand(x: Value, size: Sequence[IndexLike], implicit: bool = False) -> Value
 # ---- parts: select, slice, diagonal ------------------------------------------------------------------
 #
 # A part is described twice: as a view of the whole, and as the Place of a point of the whole in it. The
-# second gives the operators that write into the part: *_scatter keep the rest, *_backward have zeros there.
+# second gives the operators that write into the part, *_scatter.
 
 
 def overwrite(x: Value, part: Value, place: Callable[[Sequence[Index]], Place]) -> Value:
@@ -201,16 +189,6 @@ def overwrite(x: Value, part: Value, place: Callable[[Sequence[Index]], Place]) 
         return where(inside, cast(part.load(at, inside), x.dtype), x.load(i))
 
     return build.pointwise(x.shape, body)
-
-
-def embed(part: Value, size: Sequence[IndexLike], place: Callable[[Sequence[Index]], Place]) -> Value:
-    """Zeros of the given size, but for the part."""
-
-    def body(i: tuple[Index, ...]) -> Expr:
-        inside, at = place(i)
-        return where(inside, part.load(at, inside), const(0, part.dtype))
-
-    return build.pointwise(size, body)
 
 
 def wrap_index(index: IndexLike, size: Index) -> Index:
@@ -236,11 +214,6 @@ def _in_select(shape: Sequence[Index], dim: int, index: IndexLike) -> Callable[[
 @lower(aten.select_scatter)
 def select_scatter(x: Value, src: Value, dim: int, index: IndexLike) -> Value:
     return overwrite(x, src, _in_select(x.shape, dim, index))
-
-
-@lower(aten.select_backward)
-def select_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, index: IndexLike) -> Value:
-    return embed(grad, sizes, _in_select([as_index(n) for n in sizes], dim, index))
 
 
 def slice_range(size: Index, start: IndexLike | None, end: IndexLike | None) -> tuple[Index, Index]:
@@ -290,12 +263,6 @@ def slice_scatter(x: Value, src: Value, dim: int = 0, start: IndexLike | None = 
     return overwrite(x, src, _in_slice(x.shape, dim, start, end, step))
 
 
-@lower(aten.slice_backward)
-def slice_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, start: IndexLike, end: IndexLike,
-                   step: IndexLike) -> Value:
-    return embed(grad, sizes, _in_slice([as_index(n) for n in sizes], dim, start, end, step))
-
-
 @lower(aten.diagonal, aten.diagonal_copy)
 def diagonal(x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     a, b = wrap_dim(dim1, x.rank), wrap_dim(dim2, x.rank)
@@ -315,11 +282,6 @@ def in_diagonal(rank: int, offset: int, dim1: int, dim2: int) -> Callable[[Seque
 @lower(aten.diagonal_scatter)
 def diagonal_scatter(x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     return overwrite(x, src, in_diagonal(x.rank, offset, dim1, dim2))
-
-
-@lower(aten.diagonal_backward)
-def diagonal_backward(grad: Value, sizes: Sequence[IndexLike], offset: int, dim1: int, dim2: int) -> Value:
-    return embed(grad, sizes, in_diagonal(len(sizes), offset, dim1, dim2))
 
 
 # ---- many parts --------------------------------------------------------------------------------------
@@ -377,14 +339,14 @@ def unfold_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, size: int
     most = -(-size // step)  # windows that can see one point
 
     def body(i: tuple[Index, ...]) -> Expr:
-        def add(k: tuple[Index, ...], carry: tuple[Expr, ...]) -> tuple[Expr]:
+        def share(k: tuple[Index, ...]) -> Expr:
             w = i[d] // step - (most - 1) + k[0]
             within_it = i[d] - w * step
             sees = within(w, 0, grad.shape[d]) & within(within_it, 0, size)
             seen = grad.load((*i[:d], w, *i[d + 1:], within_it), sees)
-            return (carry[0] + where(sees, cast(seen, dtype), const(0, dtype)),)
+            return where(sees, cast(seen, dtype), const(0, dtype))
 
-        return window([most], [const(0, dtype)], add)[0]
+        return sum_over([(0, most)], dtype, share)
 
     return build.pointwise(sizes, body, grad.dtype)
 

@@ -11,8 +11,9 @@ from flambeau.ops.registry import FAMILIES
 
 HEAD = """# Operators with eager's bits
 
-Which operators keep them under `options={"numerics": "eager"}` by a fused lowering, by family; every other one is a
-call of eager's kernel. [Numerics](numerics.md) says how.
+Which operators keep them under `options={"numerics": "eager"}` by a fused lowering, by family. Some that only move
+values (`stack`, `pixel_shuffle`) are taken apart into such; every other one is a call of eager's kernel.
+[Numerics](numerics.md) says how.
 
 | family | fused on CUDA | fused on the CPU |
 |---|---|---|

@@ -8,7 +8,7 @@ import torch
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import Expr, const, index_value, loads, masked, where
-from flambeau.ir.index import ONE, Index, Sym, as_index, product
+from flambeau.ir.index import ONE, Index, Sym, as_index, volume
 from flambeau.ir.lines import is_deep
 from flambeau.ir.nodes import Buffer, Contract, Graph, Node, Reduce, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import ContractKernel, Item
@@ -43,7 +43,7 @@ def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
 def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     """The contraction, or one over each part of the longest of its summed variables and the sum of those."""
     assert n.factors is not None
-    if not all(v.extent is not None and v.extent.is_const for v in n.vars):
+    if not all(v.size.is_const for v in n.vars):
         return [n]
     left, right = (e.symbols() for e in n.factors)
     tiles = size_of([v for v in n.kept if (v in left) == (v in right)])
@@ -60,8 +60,8 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     pieces = next((p for p in range(most, most // 2, -1) if size % p == 0), most)
     length = -(-size // pieces)
     pieces = -(-size // length)
-    kept: list[Index] = [v.extent for v in n.kept if v.extent is not None]
-    inner = [as_index(length) if v is longest else v.extent for v in n.reduced if v.extent is not None]
+    kept = [v.size for v in n.kept]
+    inner = [as_index(length) if v is longest else v.size for v in n.reduced]
     vars = dim_vars((as_index(pieces), *kept, *inner))
     index = as_indices(vars)
     mapping: dict[Sym, Index] = dict(zip((*n.kept, *n.reduced), index[1:], strict=True))
@@ -83,7 +83,7 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
 
 
 def size_of(vars: Sequence[Sym], unknown: int = 1) -> int:
-    n = product(v.extent for v in vars if v.extent is not None)
+    n = volume(vars)
     return n.const if n.is_const else unknown
 
 

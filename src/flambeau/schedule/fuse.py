@@ -82,7 +82,7 @@ def fuse(graph: Graph) -> list[Group | Single]:
             place = _find(groups, n, reads, sorted(known), sizes)
         if place is None:
             if isinstance(n, (Pointwise, Reduce)):
-                g = Group(len(groups), tuple(v.extent for v in n.vars if v.extent is not ONE))  # type: ignore[misc]
+                g = Group(len(groups), tuple(v.size for v in n.vars if v.size is not ONE))
                 joined = _join(g, n)
                 assert joined is not None, f"a node must fit its own group: {n}"
                 _commit(g, n, reads, joined)
@@ -106,7 +106,7 @@ def symbols_of(n: Node) -> set[Sym]:
     """The sizes that a node's loops and expressions speak of."""
     out: set[Sym] = set().union(*(e.symbols() for e in n.exprs()))
     for v in getattr(n, "vars", ()):
-        out |= v.extent.symbols()
+        out |= v.size.symbols()
     return out
 
 
@@ -220,8 +220,8 @@ def _join(g: Group, n: Node) -> Joined | None:
     assert isinstance(n, (Pointwise, Reduce))
     if (g.segment is not None or g.is_contract) and not isinstance(n, Pointwise):
         return None
-    real = [v for v in n.vars if v.extent is not ONE]
-    sizes: tuple[Index, ...] = tuple(v.extent for v in real)  # type: ignore[misc]
+    real = [v for v in n.vars if v.size is not ONE]
+    sizes = tuple(v.size for v in real)
     if isinstance(n, Segment):
         if g.members:
             return None
@@ -313,7 +313,7 @@ def _commit(g: Group, n: Node, reads: set[str], j: Joined) -> None:
     if isinstance(n, Segment):
         g.segment = n
     kept = n.kept if isinstance(n, Reduce) else n.vars  # type: ignore[attr-defined]
-    at = tuple(ZERO if v.extent is ONE else j.mapping[v] for v in kept)
+    at = tuple(ZERO if v.size is ONE else j.mapping[v] for v in kept)
     level = "outer" if isinstance(n, Reduce) else j.level
     for name in n.names:
         g.written[name] = (at, level)
@@ -340,5 +340,5 @@ def member_exprs(m: Member) -> tuple[Expr, ...]:
     n = m.node
     assert isinstance(n, (Pointwise, Reduce))
     exprs = n.inputs if isinstance(n, Reduce) else (n.body,)
-    ones = {v: ZERO for v in n.vars if v.extent is ONE}
+    ones = {v: ZERO for v in n.vars if v.size is ONE}
     return tuple(e.subs({**ones, **m.mapping}) for e in exprs)

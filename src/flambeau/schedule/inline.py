@@ -133,7 +133,7 @@ def _inline_into(n: Node, caps: Capabilities, bodies: dict[str, Body], uses: Cou
         if e.op == "load" and e.attr[0] in bodies:
             seen[e.attr[0]].add(e.attr[1])
             symbols = frozenset().union(*(i.symbols() for i in e.attr[1])) if e.attr[1] else frozenset()
-            once = any(symbols <= d and all(v in symbols or v.extent is ONE for v in d) for d in domains)
+            once = any(symbols <= d and all(v in symbols or v.size is ONE for v in d) for d in domains)
             repeated = not once
             inner_only[e.attr[0]] = inner_only.get(e.attr[0], False) or repeated
     chosen: set[str] = set()

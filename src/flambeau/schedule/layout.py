@@ -52,7 +52,7 @@ def by_readers(name: str, readers: Sequence[Node], buffers: dict[str, Buffer]) -
     for r in readers:
         if isinstance(r, Pointwise) and not isinstance(r, Scatter):
             out = buffers[r.names[0]]
-            plain = tuple(as_index(v) if v.extent is not ONE else ZERO for v in r.vars)
+            plain = tuple(as_index(v) if v.size is not ONE else ZERO for v in r.vars)
             for e in loads(r.body):
                 if e.attr[0] == name and e.attr[1] == plain:
                     order = walked(r.vars, plain, out)
@@ -66,7 +66,7 @@ def walked(vars: Sequence[Sym], index: Sequence[Index], b: Buffer) -> Order | No
         return None
     steps: list[tuple[int, int, int]] = []
     for k, v in enumerate(vars):
-        if v.extent is ONE:
+        if v.size is ONE:
             steps.append((0, 0, k))
             continue
         spots = [d for d, i in enumerate(index) if v in i.symbols()]

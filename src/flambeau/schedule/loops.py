@@ -16,9 +16,9 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_float
 from flambeau.ir.expr import Expr, const, loads, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index, product, walks_as_one
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index, volume, walks_as_one
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
-from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel
+from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
 
 from .fuse import Group, member_exprs
 
@@ -66,7 +66,7 @@ class Draft:
     bounds: tuple[Expr, Expr] | None = None
 
     def exprs(self) -> list[Expr]:
-        out = [e for i in self.items for e in i.exprs]
+        out = exprs_of(self.items)
         return out + list(self.bounds) if self.bounds else out
 
     def substitute(self, mapping: dict[Sym, Index]) -> None:
@@ -107,7 +107,7 @@ def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Draft
               stores)
     if g.segment is not None:
         m = g.members[0]
-        ones = {v: ZERO for v in g.segment.vars if v.extent is ONE}
+        ones = {v: ZERO for v in g.segment.vars if v.size is ONE}
         lo, hi = (linear(e.subs({**ones, **m.mapping}), buffers, made.__contains__)
                   for e in (g.segment.lo, g.segment.hi))
         d.bounds = (lo, hi)
@@ -195,9 +195,8 @@ def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
             for a in i.atoms():
                 if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const:
                     v = (a.a - a.a.const).atom()  # x // k, and (x + c) // k as in the gradient of a pooling
-                    if isinstance(v, Sym) and v.extent is not None and v.extent.is_const \
-                            and any(v in vs for vs in lists) and 1 < a.b.const < v.extent.const \
-                            and v.extent.const % a.b.const == 0:
+                    if isinstance(v, Sym) and any(v in vs for vs in lists) and v.size.is_const \
+                            and 1 < a.b.const < v.size.const and v.size.const % a.b.const == 0:
                         found = (v, a.b.const)
                         break
             if found:
@@ -205,8 +204,7 @@ def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
         if not found:
             return
         v, k = found
-        assert v.extent is not None
-        big, small = Sym(f"{v.name}o", v.extent.const // k), Sym(f"{v.name}i", k)
+        big, small = Sym(f"{v.name}o", v.size.const // k), Sym(f"{v.name}i", k)
         d.substitute({v: as_index(big) * k + small})
         for vs in lists:
             if v in vs:
@@ -222,7 +220,6 @@ def choose_vector(d: Draft, candidates: Sequence[Sym]) -> Sym | None:
     best_score = 0.0
     inner = frozenset(d.inner)
     for k, v in enumerate(candidates):
-        assert v.extent is not None
         score = 0.0
         for _, address, is_store in d.accesses():
             c = address.coefficient(v)
@@ -252,7 +249,7 @@ def span(v: Sym, d: Draft) -> Index:
     at = vars.index(v)
     length = as_index(1)
     while True:
-        extent = vars[at].extent
+        extent = vars[at].size
         assert extent is not None
         length = length * extent
         if at == 0 or not mergeable(vars[at - 1], vars[at], d):
@@ -285,10 +282,9 @@ def merge(vars: list[Sym], d: Draft) -> list[Sym]:
     k = len(vars) - 2
     while k >= 0:
         a, b = vars[k], vars[k + 1]
-        assert a.extent is not None and b.extent is not None
         if mergeable(a, b, d):
-            joint = Sym(f"{a.name}{b.name}", a.extent * b.extent)
-            d.substitute({a: as_index(joint) // b.extent, b: as_index(joint) % b.extent})
+            joint = Sym(f"{a.name}{b.name}", a.size * b.size)
+            d.substitute({a: as_index(joint) // b.size, b: as_index(joint) % b.size})
             vars[k:k + 2] = [joint]
             k = min(k, len(vars) - 2)
             if k == len(vars) - 1:
@@ -304,7 +300,7 @@ def mergeable(a: Sym, b: Sym, d: Draft) -> bool:
 
 def choose_tile(d: Draft, vars: Sequence[Sym], vector: Sym | None) -> Sym | None:
     """A second variable that is contiguous where the vector variable jumps: a transposition."""
-    if vector is None or vector.extent is None or not _at_least(vector, 16):
+    if vector is None or not _at_least(vector, 16):
         return None
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
@@ -318,7 +314,7 @@ def choose_tile(d: Draft, vars: Sequence[Sym], vector: Sym | None) -> Sym | None
 
 
 def _at_least(v: Sym, n: int) -> bool:
-    return v.extent is not None and (not v.extent.is_const or v.extent.const >= n)
+    return not v.size.is_const or v.size.const >= n
 
 
 def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities
@@ -340,21 +336,20 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     before = list(d.outer)
     d.outer = merge(d.outer, d)
     if tile is not None:  # merged with those before it, it is contiguous as before
-        ends = product(v.extent for v in before[before.index(tile) + 1:] if v.extent is not None)
+        ends = volume(before[before.index(tile) + 1:])
         tile = next((v for k, v in enumerate(d.outer)
-                     if product(w.extent for w in d.outer[k + 1:] if w.extent is not None) is ends), None)
+                     if volume(d.outer[k + 1:]) is ends), None)
     if g.segment is None:
         d.inner = merge(d.inner, d)
     if vector is not None and vector not in (*d.outer, *d.inner):
         vector = d.outer[-1] if vector is last_outer else d.inner[-1]
     if tile is not None and (tile not in d.outer or vector not in d.outer):
         tile = None
-    dtype_of = {n: (i.combine.dtypes[k] if i.combine else i.exprs[0].dtype)
-                for i in d.items for k, n in enumerate(i.names)}
+    dtype_of = {n: dtype for i in d.items for n, dtype in zip(i.names, i.dtypes, strict=True)}
     row: int | None = None
-    if d.inner and vector in d.inner and all(v.extent is not None and v.extent.is_const for v in d.inner):
-        points = product(v.extent for v in d.outer if v.extent is not None)
-        length = int(product(v.extent for v in d.inner if v.extent is not None))
+    if d.inner and vector in d.inner and all(v.size.is_const for v in d.inner):
+        points = volume(d.outer)
+        length = int(volume(d.inner))
         if not points.is_const or points.const >= 32 or length < 8192:
             row = length
     scratch, extra = bring_forward(d, row, caps, dtype_of)
@@ -393,8 +388,7 @@ def sizes_of(d: Draft) -> tuple[Sym, ...]:
     for i in d.indices():
         free |= i.symbols()
     for v in loop:
-        assert v.extent is not None
-        free |= v.extent.symbols()
+        free |= v.size.symbols()
     for e in walk(*d.exprs()):
         if e.op == "fold":
             loop |= {v for v, _, _ in e.attr.loops}
@@ -407,12 +401,12 @@ def sizes_of(d: Draft) -> tuple[Sym, ...]:
 
 
 def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities) -> ScanKernel:
-    ones = {v: ZERO for v in n.vars if v.extent is ONE and v is not n.vars[n.axis]}
+    ones = {v: ZERO for v in n.vars if v.size is ONE and v is not n.vars[n.axis]}
     axis = n.vars[n.axis]
     exprs = tuple(linear(e.subs(ones), buffers, lambda _: False) for e in n.inputs)
     at = tuple(ones.get(v, as_index(v)) for v in n.vars)
     stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
-    outer = [v for v in n.vars if v is not axis and v.extent is not ONE]
+    outer = [v for v in n.vars if v is not axis and v.size is not ONE]
     d = Draft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
     split_dims(d, [d.outer])
     vector = choose_vector(d, [*d.outer, axis])
@@ -435,7 +429,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
 
 def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     out = n.names[0]
-    ones = {v: ZERO for v in (*n.vars, *n.out_vars) if v.extent is ONE}
+    ones = {v: ZERO for v in (*n.vars, *n.out_vars) if v.size is ONE}
 
     def fix(e: Expr) -> Expr:
         return linear(e.subs(ones), buffers, lambda _: False)
@@ -449,16 +443,16 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     for t in n.target:
         probe = fix(Expr("index", _INT64, (), t)) if not t.is_const else None
         target.append(t if probe is None else probe.attr if probe.op == "index" else as_index(probe.attr))
-    vars = [v for v in n.vars if v.extent is not ONE]
-    out_vars = [v for v in n.out_vars if v.extent is not ONE]
+    vars = [v for v in n.vars if v.size is not ONE]
+    out_vars = [v for v in n.out_vars if v.size is not ONE]
     where = [as_index(v) if v in out_vars else ZERO for v in n.out_vars]
     # A variable that is an index of the target by itself: no two of its values can meet there.
     free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars}
     owner = owners = None
     for k, t in enumerate(target):
         a = t.atom()
-        if a is not None and not isinstance(a, Sym) and n.out_vars[k].extent is not ONE:
-            owner, owners = t, n.out_vars[k].extent
+        if a is not None and not isinstance(a, Sym) and n.out_vars[k].size is not ONE:
+            owner, owners = t, n.out_vars[k].size
             break
     b = buffers[out]
     address = address_of(b, target)

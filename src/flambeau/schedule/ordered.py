@@ -57,7 +57,7 @@ def meeting(n: Scatter) -> list[Sym]:
     inside = frozenset() if n.mask is None else n.mask.symbols()
     free = {v for k, t in enumerate(n.target) if isinstance(v := t.atom(), Sym) and v not in inside
             and not any(v in other.symbols() for j, other in enumerate(n.target) if j != k)}
-    return [v for v in n.vars if v not in free and v.extent is not ONE]
+    return [v for v in n.vars if v not in free and v.size is not ONE]
 
 
 class Runs:
@@ -67,11 +67,11 @@ class Runs:
         self.n = n
         self.met = meeting(n)
         self.left = [v for v in n.vars if v not in self.met]
-        self.sizes = [extent(v) for v in self.met]
+        self.sizes = [v.size for v in self.met]
         self.count = product(self.sizes)
         # What decides the run: the indices that are not a variable which stays out.
         self.places = [k for k, t in enumerate(n.target) if t.atom() not in self.left]
-        self.extents = [extent(n.out_vars[k]) for k in self.places]
+        self.extents = [n.out_vars[k].size for k in self.places]
         self.end = product(self.extents)  # the key of points that take no part
         self.keys, self.order = self.sort()
 
@@ -97,7 +97,7 @@ class Runs:
     def written_once(self) -> Scatter:
         """The same scatter with one point for each element that is written."""
         n = self.n
-        vars = dim_vars((self.count, *(extent(v) for v in self.left)))
+        vars = dim_vars((self.count, *(v.size for v in self.left)))
         p, *others = as_indices(vars)
         rest = dict(zip(self.left, others, strict=True))
         target = [t.subs(rest) for t in n.target]
@@ -167,7 +167,7 @@ class Runs:
             length = where(self.counts(at, skipped > 0), maximum(end - index_value(p), 0), 0)
             return self.stretch(const({"add": 0, "mul": 1}[self.n.mode], self.n.value.dtype), p, rest, length)
 
-        return build.pointwise((ceildiv(self.count, STRETCH), *(extent(v) for v in self.left)), body, laid=True)
+        return build.pointwise((ceildiv(self.count, STRETCH), *(v.size for v in self.left)), body, laid=True)
 
     def edges(self, last: bool) -> Value:
         """For each point the first of its run, or one past the last."""
@@ -201,11 +201,6 @@ class Runs:
     def is_last(self, p: Index) -> Expr:
         inner = index_value(p + 1) < index_value(self.count)
         return ~inner | binary("ne", self.keys.load((p + 1,), inner), self.keys.load((p,)))
-
-
-def extent(v: Sym) -> Index:
-    assert v.extent is not None
-    return v.extent
 
 
 def most(size: Index) -> int | None:

@@ -8,18 +8,7 @@ from typing import Any
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import CHECKED, walk
 from flambeau.ir.index import ZERO, Index, Sym, as_index
-from flambeau.ir.nodes import (
-    Buffer,
-    Extern,
-    Graph,
-    Node,
-    Pointwise,
-    Scan,
-    Scatter,
-    Value,
-    contiguous_strides,
-    dim_vars,
-)
+from flambeau.ir.nodes import Buffer, Extern, Graph, Node, Pointwise, Scan, Scatter, Value, contiguous_strides, dim_vars
 from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Kernel, Launch, Program
 from flambeau.ir.verify import verify
 

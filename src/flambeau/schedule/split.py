@@ -4,7 +4,6 @@ side, and then their results.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import const, index_value, loads, masked, walk, where
-from flambeau.ir.index import ONE, Index, Sym, as_index, product
+from flambeau.ir.index import ONE, Index, Sym, as_index, volume
 from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import CHUNK
 
@@ -39,9 +38,9 @@ def split_reductions(graph: Graph, caps: Capabilities) -> None:
 def whole_row(graph: Graph, n: Node) -> Hashable:
     """What a reduction of all elements of tensors in one order does to them; None if it is something else."""
     if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)) or graph.policy.exact \
-            or not all(v.extent is not None and v.extent.is_const for v in n.vars):
+            or not all(v.size.is_const for v in n.vars):
         return None
-    if any(v.extent is not ONE for v in n.kept) or math.prod(v.extent.const for v in n.vars if v.extent) > CHUNK**2:
+    if any(v.size is not ONE for v in n.kept) or int(volume(n.reduced)) > CHUNK**2:
         return None
     place = linear(n.reduced)
     for e in loads(*n.inputs):
@@ -57,39 +56,36 @@ def linear(vars: Sequence[Sym]) -> Index:
     """The place of a point among all of them."""
     at = as_index(0)
     for v in vars:
-        assert v.extent is not None
-        at = at * v.extent + v
+        at = at * v.size + v
     return at
 
 
 def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
     """Cut into pieces of as many elements as a block of a table has."""
-    sizes = [v.extent for v in n.reduced if v.extent is not None]
-    points = int(product(sizes))
+    points = int(volume(n.reduced))
     if points <= CHUNK:
         return [n]
-    vars = dim_vars((*(v.extent for v in n.kept if v.extent is not None), as_index(points)))
+    vars = dim_vars((*(v.size for v in n.kept), as_index(points)))
     mapping: dict[Sym, Index] = dict(zip(n.kept, as_indices(vars), strict=False))
     rest = as_index(vars[-1])
-    for v, size in zip(reversed(n.reduced), reversed(sizes), strict=True):
-        mapping[v], rest = rest % size, rest // size
+    for v in reversed(n.reduced):
+        mapping[v], rest = rest % v.size, rest // v.size
     row = replace(n, vars=vars, axes=frozenset((len(n.kept),)), inputs=tuple(e.subs(mapping) for e in n.inputs))
     return cut(graph, row, vars[-1], CHUNK, len(n.kept))
 
 
 def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
-    if not all(v.extent is not None and v.extent.is_const for v in n.vars):
+    if not all(v.size.is_const for v in n.vars):
         return [n]
-    points = int(product(v.extent for v in n.reduced if v.extent is not None))
-    results = int(product(v.extent for v in n.kept if v.extent is not None))
+    points = int(volume(n.reduced))
+    results = int(volume(n.kept))
     rows = reduces_contiguous(graph, n)
     programs = results if rows else -(-results // SIDE)
     least = PIECE if rows else PIECE // SIDE
     if programs * 2 > caps.programs or points < 4 * least:
         return [n]
-    longest = max(n.reduced, key=lambda v: v.extent.const if v.extent is not None else 0)
-    assert longest.extent is not None
-    size = longest.extent.const
+    longest = max(n.reduced, key=lambda v: v.size.const)
+    size = longest.size.const
     pieces = min(caps.programs // programs, points // least, size)
     if pieces < 2:
         return [n]
@@ -101,13 +97,12 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
 
 def cut(graph: Graph, n: Reduce, longest: Sym, length: int, at: int) -> list[Node]:
     """Reduce pieces of one variable's points, of this length, and then what they come to; they are dimension `at`."""
-    assert longest.extent is not None
-    size = longest.extent.const
+    size = longest.size.const
     pieces = -(-size // length)
     kept = list(n.kept)
-    shape: list[Index] = [v.extent for v in kept if v.extent is not None]
+    shape = [v.size for v in kept]
     shape.insert(at, as_index(pieces))
-    inner = [as_index(length) if v is longest else v.extent for v in n.reduced if v.extent is not None]
+    inner = [as_index(length) if v is longest else v.size for v in n.reduced]
     vars = dim_vars((*shape, *inner))
     index = as_indices(vars)
     others = [i for k, i in enumerate(index[: len(shape)]) if k != at]
@@ -138,7 +133,7 @@ def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
         strides = graph.buffers[name].strides
         if strides is not None:
             places.append(sum((i * s for i, s in zip(index, strides, strict=True)), as_index(0)))
-    own = frozenset(v for v in n.vars if v.extent is not ONE)
+    own = frozenset(v for v in n.vars if v.size is not ONE)
     depths = [len(own & place.symbols()) for place in places]
     score = 0
     for place, depth in zip(places, depths, strict=True):

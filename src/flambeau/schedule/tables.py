@@ -15,7 +15,7 @@ import torch
 
 from flambeau.ir.expr import Expr, const, index_value, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
-from flambeau.ir.program import CHUNK, AnyKernel, Call, Copy, Launch, LoopKernel, Param, Program, TableKernel
+from flambeau.ir.program import CHUNK, AnyKernel, Call, Copy, Launch, LoopKernel, Param, Program, TableKernel, exprs_of
 
 from .split import FEWEST
 
@@ -46,10 +46,9 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
     names = {p.name: f"r{columns.index(a)}" for p, a in zip(k.params, args, strict=True)}
     written = {names[p.name] for p in k.params if p.written}
     dtypes = {names[p.name]: p.dtype for p in k.params}
-    for items in k.stages:
-        for i in items:
-            for name in i.names:
-                names.setdefault(name, f"t{len(names)}")
+    for i in k.items:
+        for name in i.names:
+            names.setdefault(name, f"t{len(names)}")
 
     def rename(e: Expr) -> Expr:
         if e.op == "load":
@@ -71,16 +70,14 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
 def row_of(k: LoopKernel) -> tuple[Index, Index | None]:
     """The points of a kernel with one variable or none, and where it is at each."""
     for v in (*k.outer, *k.inner):
-        assert v.extent is not None
-        return v.extent, as_index(v)
+        return v.size, as_index(v)
     return ONE, None
 
 
 def whole_pieces(k: LoopKernel) -> tuple[LoopKernel, Index, Index | None]:
     """The same of a reduction that was cut into pieces of a block each; it need not say any more where the row ends."""
     (piece,), (v,) = k.outer, k.inner
-    assert piece.extent is not None
-    own, length = as_index(piece) * CHUNK + v, piece.extent * CHUNK
+    own, length = as_index(piece) * CHUNK + v, piece.size * CHUNK
     first = k.stages[0][0].exprs[0]
     if first.op == "where" and first.args[0].op == "lt" and first.args[0].args[1].op == "const":
         size = first.args[0].args[1].attr
@@ -94,24 +91,25 @@ def whole_pieces(k: LoopKernel) -> tuple[LoopKernel, Index, Index | None]:
         stages = tuple(tuple(replace(i, exprs=tuple(rewrite(e, known) for e in i.exprs)) for i in items)
                        for items in k.stages)
         k, length = replace(k, stages=stages), as_index(size)
-    return k, length, own if v.extent is as_index(CHUNK) else None
+    return k, length, own if v.size is as_index(CHUNK) else None
 
 
 def reduces_at_once(k: LoopKernel, length: Index) -> bool:
     """Whether a block has all that it reduces, goes over it once, and has only single values left then."""
     first, *rest = k.stages
-    return length.is_const and (bool(k.outer) or length.const <= CHUNK) and all(i.level == "full" for i in first) \
+    return length.is_const and length.const > 0 and (bool(k.outer) or length.const <= CHUNK) and all(i.level == "full" for i in first) \
         and all(i.level == "outer" and i.combine is None for items in rest for i in items)
 
 
 def is_plain(k: LoopKernel, own: Index | None) -> bool:
     """Whether it touches every tensor either at its own point or at one place, and asks nothing else of its index."""
-    single = as_index(k.outer[0]) if k.outer and k.inner else None  # where the result of a block goes
+    result = as_index(k.outer[0]) if k.outer and k.inner else None  # of a block
+    made = dict(k.stores)
     places: dict[str, Index] = {}
     for name, at in k.accesses():
-        if not (at is own or at is single or at.is_const) or places.setdefault(name, at) is not at:
+        if not (at is own or at.is_const or (at is result and name in made)) or places.setdefault(name, at) is not at:
             return False
-    everything = walk(*(e for items in k.stages for i in items for e in i.exprs))
+    everything = walk(*exprs_of(k.items))
     return all(e.op == "load" or (e.op not in ("check", "require", "fold") and not e.own_indices()) for e in everything)
 
 
@@ -164,12 +162,7 @@ def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], pla
 
 def at_one_place(k: TableKernel) -> TableKernel:
     """What the kernel is for tensors of one element."""
-    b, first = k.body, {PLACE: ZERO}
-    memo: dict[Expr, Expr] = {}
-    stages = tuple(tuple(replace(i, exprs=tuple(rewrite(e, lambda x: x, first, memo) for e in i.exprs)) for i in items)
-                   for items in b.stages)
-    stores = tuple((name, at.subs(first)) for name, at in b.stores)
-    return TableKernel(replace(b, outer=(), vector=None, stages=stages, stores=stores))
+    return TableKernel(replace(k.body.rewritten(lambda x: x, {PLACE: ZERO}), outer=(), vector=None))
 
 
 def ranks_of(p: Program, segment: list[Launch]) -> list[int]:

@@ -150,10 +150,8 @@ class DiskCache:
             "can be written by other users": bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)),
         }
         if found := [problem for problem, applies in problems.items() if applies]:
-            raise CacheError(
-                f"the kernel cache {self.root} is not safe to load code from: it {found[0]}",
-                hint="set FLAMBEAU_CACHE_DIR to a directory that is yours alone (chmod 700)",
-            )
+            raise CacheError(f"the kernel cache {self.root} is not safe to load code from: it {found[0]}",
+                             hint="set FLAMBEAU_CACHE_DIR to a directory that is yours alone (chmod 700)")
 
     @property
     def _writable(self) -> Path:
@@ -170,12 +168,9 @@ class DiskCache:
                 return
             self._private = Path(tempfile.mkdtemp(prefix="flambeau-"))
             atexit.register(_remove_own, self._private, os.getpid())
-        warnings.warn(
-            f"the kernel cache {self.root} cannot be used ({error.strerror or error}): this process keeps "
-            "its kernels in a temporary directory, and the next one compiles them again. "
-            "Set FLAMBEAU_CACHE_DIR to another directory.",
-            stacklevel=3,
-        )
+        warnings.warn(f"the kernel cache {self.root} cannot be used ({error.strerror or error}): this process keeps "
+                      "its kernels in a temporary directory, and the next one compiles them again. "
+                      "Set FLAMBEAU_CACHE_DIR to another directory.", stacklevel=3)
 
     def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
         for directory in self._directories():

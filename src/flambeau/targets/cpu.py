@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
+import torch
+
 import flambeau.codegen
 from flambeau.codegen.source import KernelSource
 from flambeau.config import config
@@ -29,8 +31,6 @@ from flambeau.targets.launch import CTYPES, Launcher, build_launcher, stored_lau
 from flambeau.targets.toolchain import CompilerKilled, Toolchain, find_toolchain
 
 if TYPE_CHECKING:
-    import torch
-
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import AnyKernel
 
@@ -122,8 +122,6 @@ class CpuTarget(Target):
         return CTYPES if self._launcher is None else self._launcher.result()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        import torch
-
         memory = torch.empty(nbytes, dtype=torch.uint8)
         if memory.data_ptr() % _ALIGNMENT:
             # torch's own allocator aligns; one that replaced it may not.
@@ -137,8 +135,6 @@ class CpuTarget(Target):
         in_large_pages(memory)
 
     def allocator(self, device: torch.device) -> Allocator:
-        import torch
-
         # It takes half the time of torch.empty_strided, which parses keywords.
         allocate: Allocator = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
         return allocate
@@ -229,13 +225,9 @@ class CpuTarget(Target):
     def _fail(self, unit: Sequence[_Kernel], reason: str, disk: DiskCache) -> None:
         for kernel in unit:
             path = disk.put(kernel.key, unit_text([kernel]).encode(), ".cpp")
-            self._kernels[kernel.key].set_result(
-                CompileError(
-                    f"the kernel {kernel.source.name} did not compile:\n{reason}",
-                    target=self.name,
-                    hint=f"its text is in {path}" if path else None,
-                )
-            )
+            self._kernels[kernel.key].set_result(CompileError(
+                f"the kernel {kernel.source.name} did not compile:\n{reason}", target=self.name,
+                hint=f"its text is in {path}" if path else None))
 
 
 class CpuBuild(Build):
@@ -252,10 +244,8 @@ class CpuBuild(Build):
     def wait(self) -> dict[str, Launch | CompileError]:
         results = {name: future.result() for name, future in self._futures.items()}
         make = self._target.launcher().launch
-        return {
-            name: result if isinstance(result, CompileError) else make(result, name)
-            for name, result in results.items()
-        }
+        return {name: result if isinstance(result, CompileError) else make(result, name)
+                for name, result in results.items()}
 
 
 def kernel_key(source: KernelSource, identity: str) -> str:

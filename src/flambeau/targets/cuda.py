@@ -18,20 +18,20 @@ from functools import cache, cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets import libdevice
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
 from flambeau.targets.cache import DiskCache, shared_cache
-from flambeau.targets.launch import build_extension, stored_extension
+from flambeau.targets.launch import extension
 from flambeau.targets.search import OpenPlan, is_open, offered
 from flambeau.targets.toolchain import find_toolchain
 from flambeau.targets.triton_compile import Code, Facts, TritonCompiler
 
 if TYPE_CHECKING:
-    import torch
-
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import AnyKernel
 
@@ -101,8 +101,6 @@ class CudaTarget(BlockTarget):
 
     @cached_property
     def current_device(self) -> Callable[[], int]:
-        import torch
-
         torch.cuda.init()
         device: Callable[[], int] = torch._C._cuda_getDevice
         return device
@@ -110,8 +108,6 @@ class CudaTarget(BlockTarget):
     @cached_property
     def current_stream(self) -> Callable[[int], int]:
         """The address of a device's current stream."""
-        import torch
-
         stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         return stream
 
@@ -153,20 +149,14 @@ class CudaTarget(BlockTarget):
     # ---- memory and devices ----------------------------------------------------------------------------
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        import torch
-
         return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
     def allocator(self, device: torch.device) -> Allocator:
-        import torch
-
         # On the current device, in half the time of torch.empty_strided, which parses keywords.
         allocate: Allocator = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
         return allocate
 
     def queue(self) -> Hashable | None:
-        import torch
-
         # A graph that is being captured will run again, whenever it likes: nobody else may use its memory.
         if torch._C._cuda_isCurrentStreamCapturing():
             return None
@@ -174,13 +164,9 @@ class CudaTarget(BlockTarget):
         return device, self.current_stream(device)
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        import torch
-
         return torch.cuda.device(device)
 
     def guarded(self, run: Run, device: torch.device) -> Run:
-        import torch
-
         exchange, back = torch._C._cuda_exchangeDevice, torch._C._cuda_maybeExchangeDevice
         index = device.index or 0
 
@@ -216,19 +202,13 @@ class CudaTarget(BlockTarget):
     # ---- the search for block shapes -------------------------------------------------------------------
 
     def chip(self) -> str:
-        import torch
-
         return torch.cuda.get_device_name(self.current_device())
 
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
-        import torch
-
         shared = _Memory({"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 2})
         return torch.as_tensor(shared, device="cuda") if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        import torch
-
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Keeps the device busy while the host launches: else the events are around the host's work.
         self.empty(_BUSY).zero_()
@@ -268,9 +248,7 @@ class CudaTarget(BlockTarget):
 
 
 def _extension(compiler: str, disk: DiskCache) -> ModuleType:
-    """The launcher, stored by an earlier process or compiled now."""
-    toolchain = find_toolchain(compiler, disk)
-    return stored_extension(_EXTENSION, toolchain, disk) or build_extension(_EXTENSION, toolchain, disk)
+    return extension(_EXTENSION, find_toolchain(compiler, disk), disk)
 
 
 class CudaKernel:
@@ -356,7 +334,5 @@ def checks_data(source: BlockSource) -> bool:
 
 @cache
 def _capability(device: int) -> int:
-    import torch
-
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flambeau.ir.faults import error_of
 from flambeau.targets.base import Plan, Recorder, Recording, Run
 
 if TYPE_CHECKING:
-    import torch
-
     from flambeau.targets.cuda import CudaTarget
 
 _ONE_AT_A_TIME = threading.RLock()  # graphs that share a pool are captured one after the other
@@ -54,14 +54,10 @@ class CudaRecorder(Recorder):
             raise error
 
     def settle(self) -> None:
-        import torch
-
         torch.cuda.synchronize()
         self.check()
 
     def record(self, run: Run, inputs: list[Any], group: Hashable = None) -> CudaRecording:
-        import torch
-
         with _ONE_AT_A_TIME:
             place = self.place(), group
             if place not in self.places:
@@ -109,8 +105,6 @@ def abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
       up; recordings that were made in it keep their memory.
     - Up to 2.11 the generator, which draws nothing any more until a capture ends well: an empty one does.
     """
-    import torch
-
     _FAILED.append(graph)
     device = torch.cuda.current_device()
     if attempt(torch._C._cuda_endAllocateToPool, device, pool):
@@ -121,8 +115,6 @@ def abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def capture_nothing(stream: torch.cuda.Stream, *pool: Any) -> torch.cuda.CUDAGraph:
-    import torch
-
     with warnings.catch_warnings(), torch.cuda.stream(stream):
         warnings.simplefilter("ignore")  # the graph is empty
         graph = torch.cuda.CUDAGraph()

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from flambeau.codegen.source import BlockSource
 from flambeau.errors import CompileError, UnsupportedError
@@ -29,8 +30,6 @@ from flambeau.targets.triton_compile import LIBRARY, signature
 from flambeau.targets.triton_worker import module_of
 
 if TYPE_CHECKING:
-    import torch
-
     from flambeau.ir.capabilities import Capabilities
 
 
@@ -50,8 +49,6 @@ class InterpreterTarget(BlockTarget):
         return OpenPlan(self, steps) if is_open(steps) else PythonPlan(steps)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        import torch
-
         return torch.empty(nbytes, dtype=torch.uint8)
 
     # ---- the search for block shapes, for its tests ------------------------------------------------------
@@ -60,8 +57,6 @@ class InterpreterTarget(BlockTarget):
         return self.name
 
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
-        import torch
-
         shared = (ctypes.c_uint8 * nbytes).from_address(address)
         return torch.frombuffer(shared, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
@@ -102,7 +97,6 @@ class InterpreterLaunch:
         self._kinds = list(signature(source).values())
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
-        import numpy as np
 
         work, *grids = self._shape(*sizes)
         memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int32(0)
@@ -120,7 +114,6 @@ class InterpreterLaunch:
 
 def argument(value: int, kind: str) -> Any:
     """A number as the interpreter has it inside, with exactly this type: it follows addresses wherever they lead."""
-    import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 

@@ -49,14 +49,17 @@ def build_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher:
     try:
         module = build_extension(_NAME, toolchain, disk)
     except (CompileError, ImportError, OSError) as error:
-        log.warning(
-            "kernels are called through ctypes, 3 microseconds slower: no launcher was built: %s", error
-        )
+        log.warning("kernels are called through ctypes, 3 microseconds slower: no launcher was built: %s", error)
         return CTYPES
     return Launcher(module.Launch, module.Plan)
 
 
 # ---- extension modules: <name>.cpp beside this file ----------------------------------------------------
+
+
+def extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType:
+    """The module, stored by an earlier process or compiled now."""
+    return stored_extension(name, toolchain, disk) or build_extension(name, toolchain, disk)
 
 
 def stored_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType | None:
@@ -99,9 +102,7 @@ class _CtypesLaunch:
         self._kernel = self._PROTOTYPE(address)
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
-        code: int = self._kernel(
-            (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(sizes))(*sizes)
-        )
+        code: int = self._kernel((ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(sizes))(*sizes))
         return code
 
     def __repr__(self) -> str:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
 
 from flambeau.codegen.source import RangeSource
 from flambeau.config import config
-from flambeau.errors import CompileError, Error
+from flambeau.errors import CompileError
 from flambeau.targets.base import Build, Launch, Plan, Source, Step, Target
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.cpu import in_large_pages
 from flambeau.targets.opencl_compile import Building, ClCompiler, Kernel
 from flambeau.targets.opencl_device import NAME, ClDevice, host_device
-from flambeau.targets.opencl_memory import HostMemory, Memory, Span, addresses
 
 if TYPE_CHECKING:
     import pyopencl
-    import torch
 
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import AnyKernel
@@ -46,7 +46,6 @@ class OpenClTarget(Target):
     def __init__(self, device: ClDevice | None = None) -> None:
         self._given = device
         self._compilers: dict[int, ClCompiler] = {}
-        self._memories: dict[int, Memory] = {}
 
     @cached_property
     def device(self) -> ClDevice:
@@ -85,15 +84,16 @@ class OpenClTarget(Target):
         return True
 
     def launch_on(self, device: ClDevice) -> MakeLaunch:
-        memory = self._memories.setdefault(device.index, HostMemory(device))
-        return lambda kernel, program: ClLaunch(device, memory, kernel, program)
+        from flambeau.targets.opencl_host import ClLaunch
+
+        return lambda kernel, program: ClLaunch(device, kernel, program)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
+        from flambeau.targets.opencl_host import ClPlan
+
         return ClPlan(steps)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        import torch
-
         memory = torch.empty(nbytes, dtype=torch.uint8)
         self.fresh(memory)
         return memory
@@ -116,110 +116,3 @@ class ClBuild(Build):
             program = future.result()
             out[name] = program if isinstance(program, CompileError) else self._launch(kernel, program)
         return out
-
-
-class ClLaunch:
-    """A kernel of one device: its functions, in the order of their launches."""
-
-    def __init__(self, device: ClDevice, memory: Memory, kernel: Kernel, program: pyopencl.Program) -> None:
-        import numpy
-        import pyopencl
-
-        self.name = kernel.source.name
-        self.device = device
-        self.memory = memory
-        self.source = kernel.source
-        self._items = items_function(kernel.source)
-        self._functions = [pyopencl.Kernel(program, name) for name in kernel.functions()]
-        long = numpy.int64
-        kinds = [*(None, long) * len(self.source.itemsizes), *(long,) * self.source.sizes, None, long]
-        for function in self._functions:
-            function.set_scalar_arg_dtypes(kinds)
-
-    def enqueue(self, places: Sequence[tuple[pyopencl.Buffer | None, int]], sizes: Sequence[int],
-                faults: pyopencl.Buffer, at: int) -> None:
-        import pyopencl
-
-        arguments: list[Any] = []
-        for (buffer, offset), itemsize in zip(places, self.source.itemsizes, strict=True):
-            if offset % itemsize:
-                raise Error(f"a tensor of {itemsize}-byte elements lies {offset % itemsize} bytes off its alignment",
-                            target=f"{NAME}, {self.device.name}")
-            arguments += (buffer, offset // itemsize)
-        arguments += (*sizes, faults, at)
-        for function, part, items in zip(self._functions, self.source.ranges, self._items(self.device.units, *sizes),
-                                         strict=True):
-            if items > 0:
-                function.set_args(*arguments)
-                whole = -(-items // part.group) * part.group
-                pyopencl.enqueue_nd_range_kernel(self.device.queue, function, (whole,), (part.group,))
-
-    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
-        bad = ClPlan([(self, [(k, 0) for k in range(len(pointers))], range(len(sizes)))])(pointers, sizes)
-        return 0 if bad is None else bad[1]
-
-    def __repr__(self) -> str:
-        return f"<Launch {self.name}>"
-
-
-class ClPlan:
-    """Launches in a row on one device's queue."""
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps: list[tuple[ClLaunch, tuple[tuple[int, int], ...], tuple[int, ...]]] = []
-        for launch, where, which in steps:
-            assert isinstance(launch, ClLaunch)
-            self._steps.append((launch, tuple(where), tuple(which)))
-        self._device = self._steps[0][0].device
-        self._memory = self._steps[0][0].memory
-
-    @cached_property
-    def _faults(self) -> pyopencl.Buffer:
-        """A word for each of the steps."""
-        import numpy
-        import pyopencl
-
-        flags = pyopencl.mem_flags
-        return pyopencl.Buffer(self._device.context, flags.READ_WRITE | flags.COPY_HOST_PTR,
-                               hostbuf=numpy.zeros(len(self._steps), numpy.int32))
-
-    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None:
-        import pyopencl
-
-        self._device.check_process()
-        placed = [addresses(pointers, where) for _, where, _ in self._steps]
-        spans = [Span(address, nbytes, written) for (launch, _, _), there in zip(self._steps, placed, strict=True)
-                 for address, nbytes, written in zip(there, launch.source.reach, launch.source.written, strict=True)]
-        try:
-            with self._device.lock, self._memory.window(spans) as find:
-                for at, ((launch, _, which), there) in enumerate(zip(self._steps, placed, strict=True)):
-                    launch.enqueue([find(a) for a in there], [sizes[slot] for slot in which], self._faults, at)
-                    # Nothing after it may run: a later step may update what the caller will still use.
-                    if launch.source.checks and (code := self._reported(at)):
-                        return at, code
-                return None
-        except pyopencl.Error as error:
-            raise Error(f"a launch failed: {error}", target=f"{NAME}, {self._device.name}") from error
-
-    def _reported(self, at: int) -> int:
-        """What a step found wrong; waits for it."""
-        import numpy
-        import pyopencl
-
-        word = numpy.zeros(1, numpy.int32)
-        place = at * word.itemsize
-        pyopencl.enqueue_copy(self._device.queue, word, self._faults, src_offset=place)
-        code = int(word[0])
-        if code:
-            word[0] = 0
-            pyopencl.enqueue_copy(self._device.queue, self._faults, word, dst_offset=place)
-        return code
-
-
-def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:
-    """Of the cores and the sizes: the work-items of each launch."""
-    names = ", ".join(["units", *(f"n{k}" for k in range(source.sizes))])
-    scope: dict[str, Any] = {}
-    exec(f"def items({names}): return ({''.join(r.items + ', ' for r in source.ranges)})", scope)
-    items: Callable[..., tuple[int, ...]] = scope["items"]
-    return items

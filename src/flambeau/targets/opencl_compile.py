@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import flambeau.codegen
 from flambeau.codegen.source import RangeSource
 from flambeau.errors import CompileError
+from flambeau.targets.base import failed
 from flambeau.targets.cache import DiskCache
 from flambeau.targets.opencl_device import NAME, ClDevice
 
@@ -73,7 +74,7 @@ class ClCompiler:
             for source in sources:
                 kernel = Kernel(source, kernel_key(source, self._device.identity))
                 known = self._programs.get(kernel.key)
-                if known is None or _failed(known):
+                if known is None or failed(known):
                     known = self._programs[kernel.key] = Future()
                     stored = self._stored(kernel, disk)
                     if stored is None:
@@ -146,11 +147,6 @@ class ClCompiler:
         self._programs[kernel.key].set_result(CompileError(
             f"the kernel {kernel.source.name} did not compile:\n{reason}", target=f"{NAME}, {self._device.name}",
             hint=f"its text is in {path}" if path else None))
-
-
-def _failed(program: Building) -> bool:
-    """Such a kernel is tried again: the reason may have been the machine and not the text."""
-    return program.done() and (program.exception() is not None or isinstance(program.result(), CompileError))
 
 
 def kernel_key(source: RangeSource, identity: str) -> str:

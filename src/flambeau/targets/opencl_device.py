@@ -183,14 +183,6 @@ def devices() -> tuple[ClDevice, ...]:
     return tuple(ClDevice(k, d) for k, d in enumerate(found))
 
 
-def device_at(index: int) -> ClDevice:
-    there = devices()
-    if not 0 <= index < len(there):
-        names = ", ".join(f"{d.index}: {d.name}" for d in there)
-        raise UnsupportedError(f"there is no OpenCL device {index}", target=NAME, hint=f"there are {names}")
-    return there[index]
-
-
 def host_device() -> ClDevice:
     """The first device that works in the memory of the process, where CPU tensors are."""
     for device in devices():

@@ -7,23 +7,23 @@ told that the host's memory stays as it is until the event they return. Kernels 
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Sequence
 from functools import cache, cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyopencl
+from numpy import zeros
 
 from flambeau.config import config
 from flambeau.errors import CompileError, Error
 from flambeau.ir.faults import error_of
 from flambeau.targets.cache import shared_cache
-from flambeau.targets.launch import build_extension, stored_extension
+from flambeau.targets.launch import extension
 from flambeau.targets.opencl_device import NAME, ClDevice, devices
+from flambeau.targets.opencl_memory import memory_at
 from flambeau.targets.toolchain import find_toolchain
-
-if TYPE_CHECKING:
-    import pyopencl
 
 ALL = -1  # streams of a device; or, where a stream shall wait, the host
 # CPUs tell a load from a store before it by the last bits of their addresses: buffers that all begin at a page would
@@ -35,8 +35,6 @@ class ClStream:
     """A queue, and the last command that was put into it."""
 
     def __init__(self, device: ClDevice) -> None:
-        import pyopencl
-
         self.device = device
         timed = pyopencl.command_queue_properties.PROFILING_ENABLE
         self.queue = pyopencl.CommandQueue(device.context, properties=timed)
@@ -61,8 +59,6 @@ class ClDriver:
     @cached_property
     def launcher(self) -> ModuleType:
         """The extension that launches kernels, and knows where the memory lies."""
-        import pyopencl
-
         module = _extension()
         module.open(pyopencl._cl.__file__, self.stream)
         return module
@@ -74,8 +70,6 @@ class ClDriver:
     # ---- memory ----------------------------------------------------------------------------------------
 
     def alloc(self, device: int, address: int, nbytes: int) -> None:
-        import pyopencl
-
         stream, on = self.stream(device, 0), self.found[device]
         most, total = int(on.device.max_mem_alloc_size), int(on.device.global_mem_size)
         if nbytes > most:
@@ -117,26 +111,20 @@ class ClDriver:
         return buffer, begin + address - start
 
     def copy(self, device: int, stream: int, to: int, source: int, nbytes: int) -> None:
-        import pyopencl
-
         there, (target, at), (origin, begin) = self.stream(device, stream), self.find(to), self.find(source)
         there.last = pyopencl.enqueue_copy(there.queue, target, origin, byte_count=nbytes, src_offset=begin,
                                            dst_offset=at)
 
     def read(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any:
-        import pyopencl
-
         there, (buffer, at) = self.stream(device, stream), self.find(address)
-        there.last = pyopencl.enqueue_copy(there.queue, _memory_at(host, nbytes), buffer, src_offset=at,
+        there.last = pyopencl.enqueue_copy(there.queue, memory_at(host, nbytes), buffer, src_offset=at,
                                            is_blocking=wait)
         self._settle(device, stream) if wait else there.queue.flush()
         return there.last
 
     def write(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any:
-        import pyopencl
-
         there, (buffer, at) = self.stream(device, stream), self.find(address)
-        there.last = pyopencl.enqueue_copy(there.queue, buffer, _memory_at(host, nbytes), dst_offset=at,
+        there.last = pyopencl.enqueue_copy(there.queue, buffer, memory_at(host, nbytes), dst_offset=at,
                                            is_blocking=wait)
         if not wait:
             there.queue.flush()
@@ -154,9 +142,6 @@ class ClDriver:
         return there
 
     def _open(self, device: int, stream: int) -> ClStream:
-        import pyopencl
-        from numpy import zeros
-
         on = self.found[device]
         if device not in self._faults:
             flags = pyopencl.mem_flags.READ_WRITE | pyopencl.mem_flags.COPY_HOST_PTR
@@ -167,9 +152,6 @@ class ClDriver:
 
     def _settle(self, device: int, stream: int) -> None:
         """The queue was waited for: raise what its kernels, or those of another queue, have found by now."""
-        import pyopencl
-        from numpy import zeros
-
         if self.launcher.take_checked(device, stream):
             word, queue = zeros(1, "int32"), self._streams[device, stream].queue
             pyopencl.enqueue_copy(queue, word, self._faults[device])
@@ -191,8 +173,6 @@ class ClDriver:
                 self._settle(on, number)
 
     def idle(self, device: int, stream: int) -> bool:
-        import pyopencl
-
         there = self.stream(device, stream)
         if self.launcher.take_used(device, stream):  # its kernels have no events
             there.last = pyopencl.enqueue_marker(there.queue)
@@ -200,8 +180,6 @@ class ClDriver:
         return there.last is None or self.is_complete(there.last)
 
     def record(self, device: int, stream: int, event: int) -> None:
-        import pyopencl
-
         there = self.stream(device, stream)
         there.last = pyopencl.enqueue_marker(there.queue)
         there.queue.flush()  # nobody else may wait for what is not on its way
@@ -211,8 +189,6 @@ class ClDriver:
         return self.is_complete(self._events[event][1])
 
     def wait(self, event: int, device: int, stream: int) -> None:
-        import pyopencl
-
         origin, marker = self._events[event]
         if stream == ALL or origin is not self.found[device]:  # contexts do not know each other's events
             marker.wait()
@@ -231,25 +207,16 @@ class ClDriver:
         self._events.pop(event, None)
 
     def is_complete(self, event: pyopencl.Event) -> bool:
-        import pyopencl
-
         status = event.command_execution_status
         if status < 0:
             raise Error(f"a command on the device failed with code {status}", target=NAME)
         return bool(status == pyopencl.command_execution_status.COMPLETE)
 
 
-def _memory_at(address: int, nbytes: int) -> Any:
-    return (ctypes.c_char * nbytes).from_address(address)
-
-
 @cache
 def _extension() -> ModuleType:
-    """The launcher, stored by an earlier process or compiled now."""
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-    toolchain = find_toolchain(config.compiler, disk)
     try:
-        return stored_extension("opencl_launcher", toolchain, disk) or \
-            build_extension("opencl_launcher", toolchain, disk)
+        return extension("opencl_launcher", find_toolchain(config.compiler, disk), disk)
     except (ImportError, OSError) as error:
         raise CompileError(f"the launcher of OpenCL kernels does not work: {error}", target=NAME) from error

@@ -7,17 +7,18 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flambeau.targets.base import Plan, Run, Step
-from flambeau.targets.opencl import MakeLaunch, OpenClTarget, items_function
-from flambeau.targets.opencl_device import ClDevice
-from flambeau.targets.opencl_driver import ClDriver
+from flambeau.targets.opencl import MakeLaunch, OpenClTarget
+from flambeau.targets.opencl_device import ClDevice, devices
 
 if TYPE_CHECKING:
     import pyopencl
-    import torch
 
     from flambeau.targets.base import Launch
     from flambeau.targets.opencl_compile import Kernel
+    from flambeau.targets.opencl_driver import ClDriver
 
 
 class ClDeviceTarget(OpenClTarget):
@@ -28,6 +29,9 @@ class ClDeviceTarget(OpenClTarget):
 
     @cached_property
     def _driver(self) -> ClDriver:
+        devices()  # says what to install where PyOpenCL is missing
+        from flambeau.targets.opencl_driver import ClDriver
+
         return ClDriver()
 
     def driver(self) -> ClDriver:
@@ -38,8 +42,6 @@ class ClDeviceTarget(OpenClTarget):
 
     @property
     def device(self) -> ClDevice:
-        import torch
-
         return self._driver.found[torch.accelerator.current_device_index()]
 
     def keeps_binaries(self, device: ClDevice) -> bool:
@@ -50,6 +52,8 @@ class ClDeviceTarget(OpenClTarget):
 
         def make(kernel: Kernel, program: pyopencl.Program) -> Launch:
             import pyopencl
+
+            from flambeau.targets.opencl_host import items_function
 
             source, items = kernel.source, items_function(kernel.source)
             functions = [pyopencl.Kernel(program, name) for name in kernel.functions()]
@@ -65,27 +69,19 @@ class ClDeviceTarget(OpenClTarget):
         return plan
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        import torch
-
         return torch.empty(nbytes, dtype=torch.uint8, device=self.name)
 
     def fresh(self, memory: torch.Tensor) -> None:
         pass
 
     def queue(self) -> Hashable | None:
-        import torch
-
         device = torch.accelerator.current_device_index()
         return device, torch.accelerator.current_stream(device).stream_id
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        import torch
-
         return torch.accelerator.device_index(device.index or 0)
 
     def guarded(self, run: Run, device: torch.device) -> Run:
-        import torch
-
         if self._driver.devices == 1:
             return run
         index, current, change = device.index or 0, torch.accelerator.current_device_index, \

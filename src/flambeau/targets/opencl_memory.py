@@ -1,8 +1,7 @@
 """Where an address lies: kernels take a buffer and an offset, programs have addresses.
 
-A `Memory` opens a window on what a plan is about to touch; in it, `find` gives the buffer and the offset in bytes of
-any address of the plan's. An allocator of device memory looks them up in its table of buffers; `HostMemory`, for
-tensors on the CPU, makes buffers of the tensors' own memory while a plan runs.
+`HostMemory`, for tensors on the CPU, opens a window on what a plan is about to touch, and makes buffers of the tensors'
+own memory while it is open. (Device memory is known to the native launcher, opencl_launcher.cpp.)
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    import pyopencl
+import pyopencl
+from numpy import dtype
 
-    from flambeau.targets.opencl_device import ClDevice
+from flambeau.targets.opencl_device import ClDevice
 
 ALIGNMENT = 128  # bytes: the largest element of OpenCL C, a long16
 
@@ -31,13 +30,7 @@ class Span:
     written: bool
 
 
-Find: TypeAlias = Callable[[int], "tuple[pyopencl.Buffer | None, int]"]
-
-
-class Memory(Protocol):
-    def window(self, spans: Iterable[Span]) -> AbstractContextManager[Find]:
-        """Inside, addresses of the spans can be found; afterwards, whoever owns the memory sees what was written."""
-        ...
+Find: TypeAlias = Callable[[int], tuple[pyopencl.Buffer | None, int]]  # the buffer, and the offset in bytes
 
 
 class HostMemory:
@@ -51,15 +44,13 @@ class HostMemory:
 
     @contextmanager
     def window(self, spans: Iterable[Span]) -> Iterator[Find]:
-        import pyopencl
-        from numpy import dtype
-
+        """Inside, addresses of the spans can be found; afterwards, the process sees what was written."""
         device = self._device
         most = int(device.device.max_mem_alloc_size)
         flags = pyopencl.mem_flags.USE_HOST_PTR | pyopencl.mem_flags.READ_WRITE
         regions = merged(spans, most)
         starts = [r.address for r in regions]
-        buffers = [pyopencl.Buffer(device.context, flags, hostbuf=_memory_at(r.address, r.nbytes)) for r in regions]
+        buffers = [pyopencl.Buffer(device.context, flags, hostbuf=memory_at(r.address, r.nbytes)) for r in regions]
 
         def find(address: int) -> tuple[pyopencl.Buffer | None, int]:
             if not address:  # of a tensor without elements
@@ -96,7 +87,7 @@ def merged(spans: Iterable[Span], most: int) -> list[Span]:
     return out
 
 
-def _memory_at(address: int, nbytes: int) -> Any:
+def memory_at(address: int, nbytes: int) -> Any:
     return (ctypes.c_char * nbytes).from_address(address)
 
 

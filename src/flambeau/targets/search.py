@@ -20,7 +20,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from flambeau.codegen.source import BlockSource
 from flambeau.config import config
@@ -28,9 +30,6 @@ from flambeau.errors import CompileError
 from flambeau.targets.base import Build, Launch, Plan, Step
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.triton_compile import identity
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +185,6 @@ def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
 
 
 def agree(kind: str, memory: torch.Tensor, wanted: torch.Tensor) -> bool:
-    import torch
-
     if kind not in FLOATS or torch.equal(memory, wanted):
         return torch.equal(memory, wanted)
     name, rounding = FLOATS[kind]

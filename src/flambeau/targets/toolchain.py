@@ -55,10 +55,8 @@ def _options() -> dict[str, _Option]:
         # Jamming two outer steps into one vector loop turns contiguous reads into gathers (embedding bags: 4x slower).
         "jam": _Option(flags=("-fno-loop-unroll-and-jam",)),
         "openmp": _Option(
-            flags=("-fopenmp",),
-            libraries=_openmp_libraries(),
-            loss="has no OpenMP: kernels run on one thread. Install the compiler's OpenMP runtime (libgomp)",
-        ),
+            flags=("-fopenmp",), libraries=_openmp_libraries(),
+            loss="has no OpenMP: kernels run on one thread. Install the compiler's OpenMP runtime (libgomp)"),
         # Vector loops also where there is no OpenMP.
         "simd": _Option(flags=("-fopenmp-simd",)),
         # The vector forms of sin and friends, where the C library has them.
@@ -99,9 +97,8 @@ class Toolchain:
         """Whatever decides, besides the text, which machine code comes out, and where it may run."""
         return "\n".join((self.version, *self.flags, *self.libraries, cpu_identity()))
 
-    def compile(
-        self, text: str, name: str, disk: DiskCache, load: Callable[[Path], T], include: Path | None = None
-    ) -> tuple[T, bytes]:
+    def compile(self, text: str, name: str, disk: DiskCache, load: Callable[[Path], T], include: Path | None = None
+                ) -> tuple[T, bytes]:
         """What `load` makes of the shared library built from C++ text, and the library itself.
 
         It is loaded before anybody stores it: nothing that does not load gets into the cache. Raises
@@ -138,12 +135,9 @@ def find_toolchain(setting: str, disk: DiskCache) -> Toolchain:
     """The compiler that `setting` names, probed unless this process or an earlier one has done so."""
     found = shutil.which(setting)
     if found is None:
-        raise CompileError(
-            f"the C++ compiler {setting!r} was not found",
-            target="cpu",
-            hint="install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; "
-            "conda: conda install gxx), or name another in FLAMBEAU_CXX",
-        )
+        raise CompileError(f"the C++ compiler {setting!r} was not found", target="cpu",
+                           hint="install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; "
+                           "conda: conda install gxx), or name another in FLAMBEAU_CXX")
     status = os.stat(found)
     compiler = os.path.abspath(found)
     return _toolchain(compiler, f"{os.path.realpath(found)} {status.st_size} {status.st_mtime_ns}", disk)
@@ -187,12 +181,9 @@ def _probe(compiler: str, disk: DiskCache) -> Toolchain:
     def attempt(names: Sequence[str]) -> Toolchain:
         chosen = [options[name] for name in names]
         toolchain = Toolchain(
-            compiler,
-            version,
-            flags=(*_REQUIRED, *(flag for option in chosen for flag in option.flags)),
+            compiler, version, flags=(*_REQUIRED, *(flag for option in chosen for flag in option.flags)),
             libraries=(*(library for option in chosen for library in option.libraries), "-lm"),
-            losses=tuple(option.loss for option in options.values() if option not in chosen and option.loss),
-        )
+            losses=tuple(option.loss for option in options.values() if option not in chosen and option.loss))
         toolchain.compile(_PROBE, "-".join(("probe", *names)), disk, lambda path: ctypes.CDLL(str(path)))
         return toolchain
 
@@ -210,11 +201,8 @@ def _probe(compiler: str, disk: DiskCache) -> Toolchain:
     try:
         return attempt(usable)
     except (CompileError, OSError) as error:
-        raise CompileError(
-            f"the C++ compiler {compiler} does not work: {error}",
-            target="cpu",
-            hint="`flambeau doctor` tells more; FLAMBEAU_CXX names another compiler",
-        ) from error
+        raise CompileError(f"the C++ compiler {compiler} does not work: {error}", target="cpu",
+                           hint="`flambeau doctor` tells more; FLAMBEAU_CXX names another compiler") from error
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -222,16 +210,8 @@ def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     # build, so that none outlive it even if the compiler is killed.
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
     try:
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env=environment, text=True, errors="replace", check=False)
     except OSError as error:
         raise CompileError(f"{command[0]} cannot be run: {error}", target="cpu") from error
 
