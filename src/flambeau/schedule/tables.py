@@ -97,8 +97,9 @@ def whole_pieces(k: LoopKernel) -> tuple[LoopKernel, Index, Index | None]:
 def reduces_at_once(k: LoopKernel, length: Index) -> bool:
     """Whether a block has all that it reduces, goes over it once, and has only single values left then."""
     first, *rest = k.stages
-    return length.is_const and length.const > 0 and (bool(k.outer) or length.const <= CHUNK) and all(i.level == "full" for i in first) \
-        and all(i.level == "outer" and i.combine is None for items in rest for i in items)
+    whole = length.is_const and length.const > 0 and (bool(k.outer) or length.const <= CHUNK)
+    return whole and all(i.level == "full" for i in first) and all(
+        i.level == "outer" and i.combine is None for items in rest for i in items)
 
 
 def is_plain(k: LoopKernel, own: Index | None) -> bool:
