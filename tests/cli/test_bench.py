@@ -67,3 +67,24 @@ def test_the_device_is_measured(tmp_path: Path, words: list[str], names: list[st
     assert [row["name"] for row in rows] == names and all(row["seconds"]["flambeau"] > 0 for row in rows)
     write(tmp_path, tmp_path)
     assert line in (tmp_path / "performance.md").read_text()
+
+
+def test_whole_networks_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own for the network; what the CPU does not have is named."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tmp_path / "compiled.json"
+    command = ["bench", "compiled", "--only", "lm24 infer", "--backends", "eager,ours,whole,graphs", "--jobs", "1"]
+    assert cli.main([*command, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["kind"] == "compiled" and report["summary"]["jobs"] == 1
+    row, = report["rows"]
+    assert set(row["ms"]) == set(row["first_s"]) == {"eager", "ours", "whole"} and min(row["ms"].values()) > 0
+    assert (row["tensors"], row["unequal_with_regions"], row["unequal_from_run_to_run"]) == (1, 0, 0)
+    assert row["peak_mib"] == {} and set(row["skipped"]) == {"graphs", "memory"}
+    write(tmp_path, tmp_path)
+    assert "| lm24 | infer |" in (tmp_path / "performance.md").read_text()
+
+
+def test_an_unknown_way_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "compiled", "--backends", "eager,nothing"]) == 1
+    assert "nothing" in capsys.readouterr().err

@@ -200,6 +200,11 @@ def copied(built: Built, dtype: torch.dtype | None = None) -> Built:
     return Built(module if dtype is None else module.to(dtype), built.make_inputs, built.loss)
 
 
+def wanted(label: str, only: str | None) -> bool:
+    """Whether the label contains one of the texts that commas separate."""
+    return not only or any(text in label for text in only.split(","))
+
+
 def message(error: Exception) -> str:
     error = getattr(error, "inner_exception", error)  # what a backend raised, without Dynamo's words around it
     lines = str(error).strip().splitlines() or [""]
@@ -216,6 +221,25 @@ def clock_of(device: str) -> Callable[[], float]:
         return time.perf_counter()
 
     return synchronised
+
+
+def in_one_order(run: Callable[[], T]) -> T:
+    """With kernels that add in the same order every time, where torch has them.
+
+    Strictly, as attention has none where torch shall only warn; and that, where torch refuses an operator.
+    """
+    before = torch.get_deterministic_debug_mode()
+    for warn_only in (False, True):
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        try:
+            with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+                return run()
+        except RuntimeError as error:
+            if warn_only or "deterministic" not in str(error):
+                raise
+        finally:
+            torch.set_deterministic_debug_mode(before)
+    raise AssertionError("the second turn returns or raises")
 
 
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,
