@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
 
+from flambeau.bench import chains
+from flambeau.bench.chains import check_chains
 from flambeau.debug import collect
 from flambeau.frontends.testing import OPS, check_opinfo, differing
 from flambeau.ops import ops_loaded
 from flambeau.ops.exact import is_exact
-from frontends import chains
-from frontends.chains import check_chains
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)

@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -223,23 +224,28 @@ def clock_of(device: str) -> Callable[[], float]:
     return synchronised
 
 
-def in_one_order(run: Callable[[], T]) -> T:
-    """With kernels that add in the same order every time, where torch has them.
-
-    Strictly, as attention has none where torch shall only warn; and that, where torch refuses an operator.
-    """
+@contextmanager
+def one_order(warn_only: bool = True) -> Iterator[None]:
+    """Kernels that add in the same order every time, where torch has them; else it warns, or raises."""
     before = torch.get_deterministic_debug_mode()
-    for warn_only in (False, True):
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        try:
-            with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-                return run()
-        except RuntimeError as error:
-            if warn_only or "deterministic" not in str(error):
-                raise
-        finally:
-            torch.set_deterministic_debug_mode(before)
-    raise AssertionError("the second turn returns or raises")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def in_one_order(run: Callable[[], T]) -> T:
+    """Strictly, as attention has no such kernel where torch shall only warn; or so, where torch refuses an operator."""
+    try:
+        with one_order(warn_only=False):
+            return run()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+    with one_order():
+        return run()
 
 
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,

@@ -2,7 +2,8 @@
 
     built = NETWORKS["lm24"].build("tiny", device="cpu", dtype=torch.float32)
 
-"large" is for step times on a GPU, "medium" for many steps there, "tiny" for tests.
+"large" is for step times on a GPU, "medium" for many steps there, "tiny" for tests (of `lm24`, deep enough to
+have regions).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ NETWORKS: dict[str, Model] = {model.name: model for model in (
     Model("lm24", GPT, draw_tokens, token_loss, {
         "large": {"batch": 8, "vocab": 32768, "time": 1024, "dim": 1024, "heads": 16, "depth": 24},
         "medium": {"batch": 8, "vocab": 8192, "time": 256, "dim": 512, "heads": 8, "depth": 24},
-        "tiny": {"batch": 2, "vocab": 64, "time": 16, "dim": 32, "heads": 2, "depth": 3}}),
+        "tiny": {"batch": 2, "vocab": 64, "time": 16, "dim": 32, "heads": 2, "depth": 7}}),
     Model("resnet50", ResNet50, draw_images, class_loss, {
         "large": {"batch": 128, "image": 224, "width": 64, "stages": 4, "classes": 1000},
         "medium": {"batch": 32, "image": 160, "width": 64, "stages": 4, "classes": 1000},
@@ -74,7 +75,7 @@ NETWORKS: dict[str, Model] = {model.name: model for model in (
     Model("vit", ViT, draw_images, class_loss, {
         "large": {"batch": 64, "image": 224, "patch": 16, "dim": 768, "heads": 12, "depth": 12, "classes": 1000},
         "medium": {"batch": 32, "image": 224, "patch": 16, "dim": 384, "heads": 6, "depth": 12, "classes": 1000},
-        "tiny": {"batch": 2, "image": 16, "patch": 4, "dim": 32, "heads": 2, "depth": 3, "classes": 10}}),
+        "tiny": {"batch": 2, "image": 16, "patch": 4, "dim": 32, "heads": 2, "depth": 2, "classes": 10}}),
     Model("dlrm", DLRM, draw_clicks, F.binary_cross_entropy_with_logits, {
         "large": {"batch": 16384, "tables": 16, "rows": 100000, "bag": 16, "dense": 13, "dim": 64},
         "medium": {"batch": 8192, "tables": 16, "rows": 100000, "bag": 16, "dense": 13, "dim": 64},

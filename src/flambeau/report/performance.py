@@ -19,7 +19,7 @@ HEAD = """# Performance
 
 Every figure below was measured beside its peers in one run, the backends taking turns, and is a median. Ratios are
 our time over the peer's: below 1 we are faster. This page is written by `make docs` from the files in `results/`;
-`flambeau bench models --json FILE` (also `ops`, `compile`, `compiled`) makes such a file on your machine.
+`flambeau bench models --json FILE` (also `ops`, `compile`, `compiled`, `numerics`) makes such a file on your machine.
 """
 FLOORS = """Times as multiples of the floor: the time that the bytes of a case take at the bandwidth of a device copy,
 each input read once and each output written once. Medians by CUDA events, the second-level cache flushed before each
@@ -199,7 +199,9 @@ def compiled_steps(report: dict[str, Any]) -> str:
 def bits(report: dict[str, Any]) -> str:
     """`numerics="eager"` beside eager, value by value; and how long it takes."""
     lines = ["| what | cases | values | unequal |", "|---|---|---|---|"]
-    lines += [f"| {r['name']} | {r['cases']} | {r['values']:,} | {r['unequal']:,} |" for r in report["rows"]]
+    for r in (r for r in report["rows"] if r["cases"]):
+        note = f" ({n} where eager does not repeat itself)" if (n := r.get("unsteady")) else ""
+        lines.append(f"| {r['name']}{note} | {r['cases']} | {r['values']:,} | {r['unequal']:,} |")
     modes = {"exact": "eager's bits", "fast": "fast", "exact graphs": "eager's bits, recorded",
              "fast graphs": "fast, recorded"}
     lines += ["", f"| training step, over eager's | {' | '.join(modes.values())} | error of fast over eager's |",
