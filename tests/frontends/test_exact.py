@@ -164,6 +164,19 @@ def test_averages_that_follow_have_the_bits_of_eager(dtype: torch.dtype, weight:
     assert not any(differing(a, b)[0] for a, b in pairs)
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_lists_of_which_an_element_is_left_to_eager(dtype: torch.dtype) -> None:
+    """A multiple of a small float is added on the CPU by eager's kernel: then the whole list is."""
+
+    def f(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+        shifted = torch._foreach_add(torch._foreach_sqrt(xs), 1e-3)
+        return torch._foreach_addcdiv(ys, torch._foreach_sub(ys, xs, alpha=0.3), shifted)
+
+    xs, ys = ([torch.rand(n, 7).to(dtype) for n in (1, 3, 64)] for _ in range(2))
+    torch._dynamo.reset()
+    assert [differing(a, b)[0] for a, b in zip(compiled(f)(xs, ys), f(xs, ys), strict=True)] == [0] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_trains_to_the_same_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
