@@ -123,7 +123,8 @@ class Small(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "options"), [
     ("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("Adam", {"weight_decay": 0.1}), ("AdamW", {"foreach": True}),
-    ("RMSprop", {"momentum": 0.5}), ("Adagrad", {}), ("AdamW", {"fused": True}),
+    ("RMSprop", {"momentum": 0.5}), ("Adagrad", {}), ("AdamW", {"fused": True}), ("NAdam", {}),
+    ("ASGD", {"foreach": True}),
 ], ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_steps_have_the_bits_of_eager(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
