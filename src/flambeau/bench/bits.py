@@ -35,6 +35,7 @@ EXACT: dict[str, Any] = {"backend": "flambeau", "options": {"numerics": "eager"}
 UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
 # Values of a distribution, values of a chain, chains, samples of an entry.
 SIZES = {"large": (1 << 18, 1 << 16, 670, 2), "tiny": (1 << 8, 257, 10, 1)}
+LOST = "CUDA error"  # after which nothing that a process finds says anything
 AT_ONCE = {"alone": 8, "chains": 10}  # kernels that one start of a compiler builds
 
 # Entries that say little about kernels of ours, or nothing; and those that come first among the others.
@@ -136,6 +137,8 @@ def check_entry(name: str, dtype: torch.dtype, samples: int, device: str) -> lis
             out.unequal, out.note = 0, UNSTEADY
             return [out]
     if report.failures:
+        if broken := [text for text in report.failures if LOST in text]:
+            raise RuntimeError(broken[0][broken[0].index(LOST):])
         text = report.failures[0].replace("\n", " ")[-200:]
         out.note, out.error = (text, "") if report.unequal else ("", text)
     return [out]
@@ -337,5 +340,5 @@ def part(talk: Talk, size: str, device: str, only: str | None, claims: str) -> N
         except Exception as error:
             findings = [Finding(task.group, task.name, error=message(error))]
         talk.tell(done=task.group, found=[asdict(f) for f in findings])
-        if any("CUDA error" in f.error for f in findings):
-            break  # nothing that follows in this process says anything
+        if any(LOST in f.error for f in findings):
+            break

@@ -34,7 +34,6 @@ MARK = "@part "  # of lines that are for us; others may print as well
 ENVIRONMENT = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "FLAMBEAU_GRAPH_CACHE": "0", "FLAMBEAU_PROGRESS": "0",
                "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1",
                "PYTHONWARNINGS": "ignore"}
-LEAST = 3.0  # seconds of a turn
 GRACE = 10.0  # seconds in which a part notices that its time is over
 
 
@@ -156,9 +155,12 @@ def run(module: str, parts: Mapping[str, Mapping[str, Any]], jobs: int, limit: f
                     ready.remove(process)
                     yield from last_words(process, told)
             while ready:
-                share = (start + limit - time.time()) / len(ready)
-                until = time.time() + max(2 * share, LEAST)  # twice its share, as most need less
-                mine = ready[0]
+                mine, left = ready[0], start + limit - time.time()
+                until = time.time() + min(2 * left / len(ready), left)  # twice its share, as most need less
+                if left <= 0:
+                    for process in ready:
+                        yield process.name, {"errors": {"measure": "no time"}}
+                    break
                 mine.start_turn()
                 while mine in ready:
                     process, kind, told = received(events, until)
