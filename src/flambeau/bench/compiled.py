@@ -231,19 +231,33 @@ def measure(device: str, size: str, modes: Sequence[str], only: str | None, kind
         yield list(rows.values())
 
 
+# Of the table: head, field of a row, kind, and the kind that it is divided by.
+COLUMNS = (
+    ("eager\nms", "ms", "eager", ""), ("inductor\nms", "ms", "inductor", ""), ("ours\nms", "ms", "ours", ""),
+    ("over\nwhole", "ms", "ours", "whole"), ("over\ninductor", "ms", "ours", "inductor"),
+    ("graphs over\nreduce", "ms", "graphs", "reduce"), ("ours\nMiB", "peak_mib", "ours", ""),
+    ("over\neager", "peak_mib", "ours", "eager"), ("over\ninductor", "peak_mib", "ours", "inductor"),
+    ("first s\nours", "first_s", "ours", ""), ("first s\ninductor", "first_s", "inductor", ""),
+)
+
+
 def step_table(rows: Sequence[CompiledRow], size: str) -> Table:
-    columns = [(part, kind, form) for part, form in (("ms", ".2f"), ("first_s", ".1f"), ("peak_mib", ".0f"))
-               for kind in KINDS if any(kind in getattr(row, part) for row in rows)]
-    table = Table("step", *(f"{kind}\n{part}" for part, kind, _ in columns), "unequal\nwhole", "unequal\nagain",
+    """What is in no row has no column."""
+    cells = [[cell(getattr(row, part), kind, base) for _, part, kind, base in COLUMNS] for row in rows]
+    shown = [k for k in range(len(COLUMNS)) if any(line[k] for line in cells)]
+    table = Table("step", *(COLUMNS[k][0] for k in shown), "unequal\nwhole", "unequal\nagain",
                   title=f"Whole networks, {size}")
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows:
-        cells = [cell(getattr(row, part).get(kind), form) for part, kind, form in columns]
+    for row, line in zip(rows, cells):
         counts = (row.unequal_with_regions, row.unequal_from_run_to_run)
-        table.add_row(f"{row.name} {row.mode}", *cells, *(cell(count, "d") for count in counts))
+        table.add_row(f"{row.name} {row.mode}", *(line[k] for k in shown),
+                      *("" if count is None else str(count) for count in counts))
     return table
 
 
-def cell(number: float | None, form: str) -> str:
-    return "" if number is None else format(number, form)
+def cell(numbers: dict[str, float], kind: str, base: str) -> str:
+    if kind not in numbers or (base and not numbers.get(base)):
+        return ""
+    return f"{numbers[kind] / numbers[base]:.3f}" if base else f"{numbers[kind]:.2f}"

@@ -108,10 +108,13 @@ class Process:
     def listen(self, events: queue.Queue[tuple[Process, str, Any]]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith(MARK):
-                events.put((self, *json.loads(line.removeprefix(MARK))))
-            elif line.strip():
-                self.tail = line.strip()
+            try:
+                if line.startswith(MARK):
+                    events.put((self, *json.loads(line.removeprefix(MARK))))
+                    continue
+            except ValueError:  # somebody else wrote into the line
+                pass
+            self.tail = line.strip() or self.tail
         events.put((self, END, self.process.wait()))
 
     def start_turn(self) -> None:
