@@ -121,3 +121,26 @@ def test_operator_cases_have_names_of_their_own() -> None:
 def test_operator_steps_run_in_eager(family: str) -> None:
     for case, dtype, direction in ops.variants(family + "/"):
         ops.operator_step(case, case.make(dtype), direction, "eager")()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_one_order_is_strict_where_torch_can(refused: bool) -> None:
+    def run() -> bool:
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
+        if refused and not warn_only:
+            raise RuntimeError("an_operator does not have a deterministic implementation")
+        return warn_only
+
+    assert harness.in_one_order(run) is refused
+    assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
+
+
+def test_one_order_leaves_other_errors() -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        harness.in_one_order(lambda: torch.ones(2) + fail("shapes"))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def fail(text: str) -> torch.Tensor:
+    raise RuntimeError(text)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flambeau import cli
+from flambeau.bench.numerics import GROUPS
 from flambeau.report.performance import write
 
 
@@ -67,3 +68,42 @@ def test_the_device_is_measured(tmp_path: Path, words: list[str], names: list[st
     assert [row["name"] for row in rows] == names and all(row["seconds"]["flambeau"] > 0 for row in rows)
     write(tmp_path, tmp_path)
     assert line in (tmp_path / "performance.md").read_text()
+
+
+def test_whole_networks_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own for the network; what the CPU does not have is named."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tmp_path / "compiled.json"
+    command = ["bench", "compiled", "--only", "lm24 infer", "--backends", "eager,ours,whole,graphs", "--jobs", "1"]
+    assert cli.main([*command, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["kind"] == "compiled" and report["summary"]["jobs"] == 1
+    row, = report["rows"]
+    assert set(row["ms"]) == set(row["first_s"]) == {"eager", "ours", "whole"} and min(row["ms"].values()) > 0
+    assert (row["tensors"], row["unequal_with_regions"], row["unequal_from_run_to_run"]) == (1, 0, 0)
+    assert row["peak_mib"] == {} and set(row["skipped"]) == {"graphs", "memory"}
+    write(tmp_path, tmp_path)
+    assert "| lm24 | infer |" in (tmp_path / "performance.md").read_text()
+
+
+def test_an_unknown_way_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "compiled", "--backends", "eager,nothing"]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_values_that_differ_from_eagers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A task of every kind and a model; none should differ, and all that was planned is done."""
+    file = tmp_path / "numerics.json"
+    only = ("alone float32 abs,chains float32 0,entries square bfloat16,large rms_norm float32,models dlrm,"
+            "optimizers AdamW fused float16 scaled,optimizers AdamW foreach bfloat16")
+    assert cli.main(["bench", "numerics", "--only", only, "--jobs", "2", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    summary, rows = report["summary"], {row["name"]: row for row in report["rows"]}
+    assert summary["done"] == summary["planned"]
+    assert summary["planned"] == {"alone": 1, "chains": 1, "entries": 1, "large": 1, "optimizers": 2}
+    assert len(rows) == 7 and all(row["values"] > 0 == row["unequal"] and not row["errors"] for row in rows.values())
+    assert rows[GROUPS["chains"]]["cases"] == 10 and rows[GROUPS["optimizers"]]["cases"] == 2
+    assert set(summary["ms"]["dlrm"]) == {"eager", "exact", "fast"} and summary["error"]["dlrm"] > 0
+    assert "done:" in capsys.readouterr().out
+    write(tmp_path, tmp_path)
+    assert f"| {GROUPS['alone']} | 8 |" in (tmp_path / "performance.md").read_text()

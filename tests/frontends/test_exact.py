@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
 
+from flambeau.bench import chains
+from flambeau.bench.chains import check_chains
 from flambeau.debug import collect
 from flambeau.frontends.testing import OPS, check_opinfo, differing
 from flambeau.ops import ops_loaded
 from flambeau.ops.exact import is_exact
-from frontends import chains
-from frontends.chains import check_chains
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -123,7 +123,8 @@ class Small(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "options"), [
     ("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("Adam", {"weight_decay": 0.1}), ("AdamW", {"foreach": True}),
-    ("RMSprop", {"momentum": 0.5}), ("Adagrad", {}), ("AdamW", {"fused": True}),
+    ("RMSprop", {"momentum": 0.5}), ("Adagrad", {}), ("AdamW", {"fused": True}), ("NAdam", {}),
+    ("ASGD", {"foreach": True}),
 ], ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_steps_have_the_bits_of_eager(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -162,6 +163,19 @@ def test_averages_that_follow_have_the_bits_of_eager(dtype: torch.dtype, weight:
     ours, eager = ([s.clone() for s in starts] for _ in range(2))
     pairs = zip([*compiled(follow)(ours, values), *ours], [*follow(eager, values), *eager], strict=True)
     assert not any(differing(a, b)[0] for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_lists_of_which_an_element_is_left_to_eager(dtype: torch.dtype) -> None:
+    """A multiple of a small float is added on the CPU by eager's kernel: then the whole list is."""
+
+    def f(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+        shifted = torch._foreach_add(torch._foreach_sqrt(xs), 1e-3)
+        return torch._foreach_addcdiv(ys, torch._foreach_sub(ys, xs, alpha=0.3), shifted)
+
+    xs, ys = ([torch.rand(n, 7).to(dtype) for n in (1, 3, 64)] for _ in range(2))
+    torch._dynamo.reset()
+    assert [differing(a, b)[0] for a, b in zip(compiled(f)(xs, ys), f(xs, ys), strict=True)] == [0] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

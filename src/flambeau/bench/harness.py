@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -200,6 +201,11 @@ def copied(built: Built, dtype: torch.dtype | None = None) -> Built:
     return Built(module if dtype is None else module.to(dtype), built.make_inputs, built.loss)
 
 
+def wanted(label: str, only: str | None) -> bool:
+    """Whether the label contains one of the texts that commas separate."""
+    return not only or any(text in label for text in only.split(","))
+
+
 def message(error: Exception) -> str:
     error = getattr(error, "inner_exception", error)  # what a backend raised, without Dynamo's words around it
     lines = str(error).strip().splitlines() or [""]
@@ -216,6 +222,30 @@ def clock_of(device: str) -> Callable[[], float]:
         return time.perf_counter()
 
     return synchronised
+
+
+@contextmanager
+def one_order(warn_only: bool = True) -> Iterator[None]:
+    """Kernels that add in the same order every time, where torch has them; else it warns, or raises."""
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def in_one_order(run: Callable[[], T]) -> T:
+    """Strictly, as attention has no such kernel where torch shall only warn; or so, where torch refuses an operator."""
+    try:
+        with one_order(warn_only=False):
+            return run()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+    with one_order():
+        return run()
 
 
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,

@@ -37,7 +37,8 @@ class Model:
     loss: Callable[[Tensor, Tensor], Tensor]
     sizes: dict[str, dict[str, int]]
 
-    def build(self, size: str = "small", seed: int = 0, device: str = "cpu") -> Built:
+    def build(self, size: str = "small", seed: int = 0, device: str = "cpu",
+              dtype: torch.dtype = torch.float32) -> Built:
         """The model with fresh weights; `make_inputs(batch, seed)` draws for any batch size."""
         config = dict(self.sizes[size])
         default_batch = config.pop("batch")
@@ -45,11 +46,11 @@ class Model:
         def make_inputs(batch: int = default_batch, seed: int = 1) -> Inputs:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return tuple(t.to(device) for t in self.draw(config, batch))
+                return tuple(t.to(device, dtype if t.is_floating_point() else None) for t in self.draw(config, batch))
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return Built(self.create(**config).to(device), make_inputs, self.loss)
+            return Built(self.create(**config).to(device, dtype), make_inputs, self.loss)
 
 
 def without_dropout(module: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """`flambeau bench`: ours beside eager and Inductor, in one run."""
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flambeau.errors import UnsupportedError
+from flambeau.errors import OptionError, UnsupportedError
 
-MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS = 3.0, 1.0, 120.0
-DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach,fused,flambeau,accelerate"}
+MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS, ALL_SECONDS = 3.0, 1.0, 120.0, 240.0
+DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach,fused,flambeau,accelerate",
+            "compiled": "eager,ours,whole,inductor,graphs,reduce"}
 PLAIN_WIDTH = 140  # columns of a table that no terminal bounds
 
 
@@ -22,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         choices=sorted(KINDS),
         help="models: steps; ops: operators; compile: compile times; optimizers: their steps; "
+        "compiled: steps, memory and bits of whole networks, in pieces and recorded; "
+        "numerics: values that differ from eager's, where none should; "
         "floors: operators beside the memory limit, which is also what ops on cuda are; "
         "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there",
     )
@@ -44,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=float,
         metavar="SECONDS",
-        help="time for the rounds of one case; floors: the most that one backend may take for a case",
+        help="time for the rounds of one case; floors: the most that one backend may take for a case; "
+        "compiled and numerics: for all of it",
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, for numerics all"
     )
     parser.add_argument(
         "--states", default="cold,warm,primed", metavar="LIST", help="compile: of the caches; cold is always measured"
@@ -182,6 +190,38 @@ def optimizers(args: argparse.Namespace, backends: Sequence[str], console: Conso
     return rows, bench.step_table(rows, backends), {"bandwidth": bandwidth}
 
 
+def compiled(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
+    from flambeau.bench import compiled as bench
+    from flambeau.bench import harness
+
+    size = args.size or ("large" if args.target == "cuda" else "tiny")
+    jobs, limit = args.jobs or max(1, (os.cpu_count() or 1) // 2), args.limit or ALL_SECONDS
+    if unknown := set(backends) - bench.KINDS.keys():
+        raise OptionError(f"no step is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(bench.KINDS)}")
+    rows: list[bench.CompiledRow] = []
+    summary = {"size": size, "jobs": jobs, "limit": limit}
+    for rows in bench.measure(args.target, size, args.modes, args.only, backends, jobs, limit):
+        if args.json:  # as for floors
+            harness.write_json(args.json, "compiled", rows, summary, args.target)
+    return rows, bench.step_table(rows, size), summary
+
+
+def numerics(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
+    from flambeau.bench import harness
+    from flambeau.bench import numerics as bench
+
+    size = "large" if args.target == "cuda" else "tiny"
+    jobs, limit = args.jobs or os.cpu_count() or 1, args.limit or ALL_SECONDS
+    rows: list[bench.NumericsRow] = []
+    summary: dict[str, Any] = {}
+    for rows, summary in bench.measure(args.target, size, args.only, jobs, limit):
+        if args.json:
+            harness.write_json(args.json, "numerics", rows, summary, args.target)
+    for key in ("done", "planned", "over_eager", "error", "error_of_results"):
+        console.print(f"{key}: {summary.get(key, {})}", markup=False, soft_wrap=True)
+    return rows, bench.bits_table(rows, size), summary
+
+
 def device(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
     from flambeau.bench import harness, streams
 
@@ -207,4 +247,4 @@ def matching(only: str | None) -> list[str]:
 
 
 KINDS = {"models": models, "ops": ops, "floors": floors, "compile": compile_times, "optimizers": optimizers,
-         "device": device, "device-steps": device_steps}
+         "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps}

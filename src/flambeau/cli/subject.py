@@ -54,10 +54,9 @@ def model_subject(name: str, size: str, infer: bool, device: str = "cpu", dtype:
 
     if name not in SUITE:
         raise OptionError(f"no model is called {name!r}", hint=f"there are {', '.join(SUITE)}")
-    built = SUITE[name].build(size, device=device)
-    kind = getattr(torch, dtype)
-    *inputs, target = (t.to(kind) if t.is_floating_point() else t for t in built.make_inputs())
-    module, loss_of = built.module.to(kind), built.loss
+    built = SUITE[name].build(size, device=device, dtype=getattr(torch, dtype))
+    *inputs, target = built.make_inputs()
+    module, loss_of = built.module, built.loss
     if not dropout:
         without_dropout(module)
     if infer:

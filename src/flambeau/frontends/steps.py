@@ -26,6 +26,9 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
+from flambeau.config import config
+from flambeau.ir.numerics import wants_bits
+
 from . import groups
 
 # The functions: module, name, and who runs it; nobody: it only leads to others. A step updates the tensors of its lists
@@ -37,6 +40,8 @@ FUNCTIONS = (
     ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "clip_with_norm"),
     ("torch.nn.utils.clip_grad", "clip_grad_norm_", ""),
 )
+# With eager numerics, torch's own: what eager computes of their rates with Python's numbers, is traced as tensors.
+LEFT = ("torch.optim.nadam", "torch.optim.asgd")
 ASIDES = ("_optimizer_step_code", "_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 EAGER: Counter[str] = Counter()  # types of devices, and how many wish that uncompiled steps there are ours
 _AROUND = wrap_inline(len).__code__
@@ -67,8 +72,9 @@ def install(backend: Callable[..., Any]) -> None:
     for inside in (options_of, options_for, is_accelerated, function, torch.optim.Adam._init_group, *asides):
         if inside is not None:
             skip_code(inside.__code__)
+    left = {inspect.getfile(importlib.import_module(module)) for module in LEFT}
     convert_frame.CatchErrorsWrapper.__call__ = passing(  # type: ignore[method-assign]
-        convert_frame.CatchErrorsWrapper.__call__, frozenset(files), ours)
+        convert_frame.CatchErrorsWrapper.__call__, frozenset(files), frozenset(files | left), ours)
 
 
 def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | None:
@@ -80,10 +86,14 @@ def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | N
     return getattr(callback, "kwargs", {})
 
 
-def passing(convert: Callable[..., Any], files: frozenset[str], ours: Callable[..., Any]) -> Callable[..., Any]:
+def passing(convert: Callable[..., Any], fast: frozenset[str], exact: frozenset[str],
+            ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`fast`, `exact`: the files whose frames run as they are, by the numerics of a compilation."""
     def __call__(self: Any, frame: Any, *rest: Any) -> Any:
-        if ours(self) is None:
+        given = ours(self)
+        if given is None:
             return convert(self, frame, *rest)
+        files = exact if wants_bits((given.get("options") or {}).get("numerics", config.numerics)) else fast
         whole = getattr(self._torchdynamo_orig_backend, "_one_graph", False)  # fullgraph=True
         if not whole and (frame.f_code.co_filename in files or leads_to(frame, files)):
             return _SKIP

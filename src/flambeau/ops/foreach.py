@@ -46,7 +46,8 @@ def along_lists(overload: torch._ops.OpOverload, one: Any) -> Callable[..., Any]
             return lowering(*(v for name, v in mine.items() if name not in by_name),
                             **{name: v for name, v in mine.items() if name in by_name})
 
-        return [call(k) for k in range(max(len(v) for v in given.values() if isinstance(v, (list, tuple))))]
+        made = [call(k) for k in range(max(len(v) for v in given.values() if isinstance(v, (list, tuple))))]
+        return NotImplemented if any(m is NotImplemented for m in made) else made
 
     return lowered
 

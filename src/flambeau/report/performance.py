@@ -19,7 +19,7 @@ HEAD = """# Performance
 
 Every figure below was measured beside its peers in one run, the backends taking turns, and is a median. Ratios are
 our time over the peer's: below 1 we are faster. This page is written by `make docs` from the files in `results/`;
-`flambeau bench models --json FILE` (also `ops`, `compile`) makes such a file on your machine.
+`flambeau bench models --json FILE` (also `ops`, `compile`, `compiled`, `numerics`) makes such a file on your machine.
 """
 FLOORS = """Times as multiples of the floor: the time that the bytes of a case take at the bandwidth of a device copy,
 each input read once and each output written once. Medians by CUDA events, the second-level cache flushed before each
@@ -182,14 +182,16 @@ def device_steps(report: dict[str, Any]) -> str:
 
 
 def compiled_steps(report: dict[str, Any]) -> str:
-    """Whole models: time and memory, with and without repeated regions, and recorded."""
+    """Whole models: time and memory, with and without repeated regions, and recorded; and tensors with other bits."""
     kinds = {"eager": "eager", "inductor": "Inductor", "ours": "Flambeau", "whole": "without regions",
              "reduce": "Inductor, recorded", "graphs": "Flambeau, recorded"}
     peaks = {k: kinds[k] for k in ("eager", "inductor", "ours")}
-    heads = ["model", "step", *(f"{v} ms" for v in kinds.values()), *(f"{v} MiB" for v in peaks.values())]
+    heads = ["model", "step", *(f"{v} ms" for v in kinds.values()), *(f"{v} MiB" for v in peaks.values()),
+             "unequal without regions", "unequal from run to run"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for r in report["rows"]:
-        cells = [*(cell(r["ms"].get(k)) for k in kinds), *(cell(r["peak_mib"].get(k), "{:.0f}") for k in peaks)]
+        cells = [*(cell(r["ms"].get(k)) for k in kinds), *(cell(r["peak_mib"].get(k), "{:.0f}") for k in peaks),
+                 *(cell(r[f"unequal_{k}"], "{}") for k in ("with_regions", "from_run_to_run"))]
         lines.append(f"| {r['name']} | {r['mode']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -197,7 +199,9 @@ def compiled_steps(report: dict[str, Any]) -> str:
 def bits(report: dict[str, Any]) -> str:
     """`numerics="eager"` beside eager, value by value; and how long it takes."""
     lines = ["| what | cases | values | unequal |", "|---|---|---|---|"]
-    lines += [f"| {r['name']} | {r['cases']} | {r['values']:,} | {r['unequal']:,} |" for r in report["rows"]]
+    for r in (r for r in report["rows"] if r["cases"]):
+        note = f" ({n} where eager does not repeat itself)" if (n := r.get("unsteady")) else ""
+        lines.append(f"| {r['name']}{note} | {r['cases']} | {r['values']:,} | {r['unequal']:,} |")
     modes = {"exact": "eager's bits", "fast": "fast", "exact graphs": "eager's bits, recorded",
              "fast graphs": "fast, recorded"}
     lines += ["", f"| training step, over eager's | {' | '.join(modes.values())} | error of fast over eager's |",

@@ -1,0 +1,344 @@
+"""Whether `numerics="eager"` has eager's bits: operators alone, op_db's entries, chains, large shapes, optimizers.
+
+    tasks("tiny", "cpu")[0].run()        # [Finding("alone", "abs float32", values=..., unequal=0), ...]
+
+Where eager does not repeat itself, torch's deterministic kernels judge; if there are none, the finding says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from flambeau.bench.bits_cases import ALONE, large, values
+from flambeau.bench.chains import check_chains
+from flambeau.bench.harness import message, one_order, wanted
+from flambeau.bench.parts import OutOfTime, Talk
+from flambeau.debug import collect
+from flambeau.frontends.differences import difference
+from flambeau.frontends.pipeline import Options, compiled
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXACT: dict[str, Any] = {"backend": "flambeau", "options": {"numerics": "eager"}}
+UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
+# Values of a distribution, values of a chain, chains, samples of an entry.
+SIZES = {"large": (1 << 18, 1 << 16, 670, 2), "tiny": (1 << 8, 257, 10, 1)}
+LOST = "CUDA error"  # after which nothing that a process finds says anything
+AT_ONCE = {"alone": 8, "chains": 10}  # kernels that one start of a compiler builds
+
+# Entries that say little about kernels of ours, or nothing; and those that come first among the others.
+LEFT_OUT = ("linalg", "fft", "svd", "eig", "lu", "sparse", "jiterator", "stft", "cholesky", "ormqr", "lobpcg", "masked",
+            "empty", "matrix_exp", "pca")
+ALSO_POINTWISE = ("lerp", "addcmul", "addcdiv", "where", "clamp", "silu", "gelu", "glu", "logsigmoid", "prelu")
+FIRST = ("sum", "mean", "var", "std", "softmax", "norm", "loss", "entropy", "pool", "embedding", "cum", "prod",
+         "dropout", "rand", "bernoulli", "normal", "exponential", "conv", "linear", "mm", "attention")
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("Adam", {"weight_decay": 0.1}), ("Adam", {"amsgrad": True}), ("AdamW", {}), ("NAdam", {}), ("RAdam", {}),
+    ("Adamax", {}), ("Adagrad", {}), ("Adadelta", {}), ("RMSprop", {"momentum": 0.5}), ("RMSprop", {"centered": True}),
+    ("ASGD", {}), ("Rprop", {})]
+FORMS: dict[str, dict[str, Any]] = {"default": {}, "single": {"foreach": False}, "foreach": {"foreach": True},
+                                    "fused": {"fused": True}}
+SCALED = torch.float16  # float32 parameters under autocast, with a GradScaler: it takes no gradients in half precision
+SHAPES = ((1,), (3, 5), (257, 129), (1024, 64))
+STEPS, OVERFLOW = 5, 2  # and the step whose gradients are infinite, where they are scaled
+
+
+@dataclass
+class Finding:
+    group: str
+    name: str
+    values: int = 0
+    unequal: int = 0
+    note: str = ""
+    error: str = ""
+
+
+@dataclass
+class Task:
+    group: str
+    name: str
+    run: Callable[[], list[Finding]]
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def found(group: str, name: str, ours: Sequence[Any], eager: Sequence[Any]) -> Finding:
+    """What differs among tensors that belong together."""
+    rows = [difference(f"result {k}", a, b) for k, (a, b) in enumerate(zip(eager, ours, strict=True))]
+    off = [f"{r.name}: {r.note or f'{r.differ} of {r.total}, {r.max_ulps} ulps'}" for r in rows if not r.equal]
+    return Finding(group, name, sum(r.total for r in rows), sum(r.differ for r in rows), "; ".join(off[:3]))
+
+
+# ---- without Dynamo ------------------------------------------------------------------------------------------
+
+
+def check_alone(dtype: torch.dtype, names: Sequence[str], count: int, device: str) -> list[Finding]:
+    inputs, made, out = values(dtype, count, device), [], []
+
+    def attempt(name: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            out.append(Finding("alone", f"{name} {short(dtype)}", error=message(error)))
+
+    def prepare(name: str) -> None:
+        def call(*tensors: Tensor) -> list[Tensor]:
+            return [ALONE[name](*tensors)]
+
+        made.append((name, call, compiled(make_fx(call)(*inputs), Options("eager"))))
+
+    def compare(name: str, call: Callable[..., list[Tensor]], ours: Any) -> None:
+        out.append(found("alone", f"{name} {short(dtype)}", ours.finish()(list(inputs)), call(*inputs)))
+
+    for name in names:
+        attempt(name, partial(prepare, name))
+    for name, call, ours in made:
+        attempt(name, partial(compare, name, call, ours))
+    return out
+
+
+def check_several_chains(dtype: torch.dtype, seeds: range, count: int, device: str) -> list[Finding]:
+    return [Finding("chains", f"{short(dtype)}: {names}", total, unequal, f"{ulps} ulps" if unequal else "")
+            for names, unequal, total, ulps in check_chains(seeds, dtype, device, count)]
+
+
+def check_entry(name: str, dtype: torch.dtype, samples: int, device: str) -> list[Finding]:
+    from flambeau.frontends.testing import OPS, check_opinfo  # takes seconds
+
+    def check() -> Any:
+        return check_opinfo(name, dtype, limit=samples, numerics="eager", device=device)
+
+    if dtype not in OPS[name].supported_dtypes(device):
+        return []
+    report = check()
+    out = Finding("entries", f"{name} {short(dtype)}", report.values, report.unequal)
+    if any("run to run" in reason for reason in report.skipped):
+        out.note = UNSTEADY
+    if report.unequal:
+        with one_order():
+            ordered = check()
+        if not ordered.unequal and not ordered.failures:
+            out.unequal, out.note = 0, UNSTEADY
+            return [out]
+    if report.failures:
+        if broken := [text for text in report.failures if LOST in text]:
+            raise RuntimeError(broken[0][broken[0].index(LOST):])
+        text = report.failures[0].replace("\n", " ")[-200:]
+        out.note, out.error = (text, "") if report.unequal else ("", text)
+    return [out]
+
+
+# ---- with Dynamo ---------------------------------------------------------------------------------------------
+
+
+def exactly(function: Any) -> Any:
+    return torch.compile(function, **EXACT)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """What Dynamo leaves to eager has eager's bits, and says nothing."""
+    torch._dynamo.reset()
+    with collect() as graphs:
+        yield
+    if not graphs:
+        raise AssertionError("nothing was compiled")
+
+
+def check_large(name: str, dtype: torch.dtype, size: str, device: str) -> list[Finding]:
+    """Results and gradients; where they differ and eager has no order, in one order, if torch has one."""
+    function, shapes = large(device, size)[name]
+    draw = torch.Generator().manual_seed(11)
+    leaves = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
+
+    def evaluate(call: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(4)
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        results = [t for t in pytree.tree_leaves(call(*inputs)) if isinstance(t, Tensor)]
+        smooth = [t for t in results if t.requires_grad]
+        weights = [torch.linspace(-1, 1, t.numel(), device=device).to(t.dtype).view(t.shape) for t in smooth]
+        gradients = torch.autograd.grad(smooth, inputs, weights, allow_unused=True) if smooth else ()
+        return [t.detach() for t in results] + [t for t in gradients if t is not None]
+
+    def call(*inputs: Tensor) -> Any:
+        return function(*inputs)
+
+    def both() -> Finding:
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            with compiling():
+                ours = evaluate(exactly(call))
+            return found("large", f"{name} {short(dtype)}", ours, evaluate(call))
+
+    out = both()
+    if out.unequal:
+        plain, (again, refused) = evaluate(call), warned(partial(evaluate, call))
+        if refused or found("", "", again, plain).unequal:
+            out, refused = warned(both)
+            if refused or not out.unequal:
+                out.unequal, out.note = 0, UNSTEADY
+    return [out]
+
+
+def warned(run: Callable[[], Any]) -> tuple[Any, bool]:
+    """The result with deterministic kernels, and whether torch had to do without one."""
+    with one_order(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = run()
+    return result, any("deterministic" in str(w.message) for w in said)
+
+
+def check_optimizer(kind: str, options: dict[str, Any], form: str, dtype: torch.dtype, device: str) -> list[Finding]:
+    """Parameters, state, averages (and the scale) after steps with clipping, each form against its own in eager."""
+    make = partial(getattr(torch.optim, kind), **options, **FORMS[form])
+    run = partial(scaled_steps if dtype is SCALED else plain_steps, make, dtype, device)
+    try:
+        eager = run(lambda f: f)
+    except RuntimeError as error:
+        if form in str(error):  # torch has the form on other devices only
+            return []
+        raise
+    with compiling():
+        ours = run(exactly)
+    out = found("optimizers", optimizer_name(kind, options, form, dtype), ours, eager)
+    if out.unequal and found("", "", run(lambda f: f), eager).unequal:
+        out.unequal, out.note = 0, UNSTEADY
+    return [out]
+
+
+def optimizer_name(kind: str, options: dict[str, Any], form: str, dtype: torch.dtype) -> str:
+    words = [f"{key} {value}" for key, value in options.items() if key != "lr"]
+    return " ".join([kind, *words, form, "float16 scaled" if dtype is SCALED else short(dtype)])
+
+
+def follow(averages: list[Tensor], tensors: list[Tensor]) -> None:
+    torch._foreach_lerp_(averages, tensors, 0.1)
+
+
+def plain_steps(make: Any, dtype: torch.dtype, device: str, by: Callable[[Any], Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in SHAPES]
+    optimizer, averages = make(parameters), [p.detach().clone() for p in parameters]
+    step, clip, average = by(optimizer.step), by(nn.utils.clip_grad_norm_), by(follow)
+    for _ in range(STEPS):
+        for p in parameters:
+            p.grad = torch.randn(p.shape).to(p)
+        clip(parameters, 1.0)
+        step()
+        average(averages, [p.detach() for p in parameters])
+    return [*parameters, *states(optimizer), *averages]
+
+
+def scaled_steps(make: Any, dtype: torch.dtype, device: str, by: Callable[[Any], Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
+    x, parameters = torch.randn(32, 64).to(device), list(model.parameters())
+    optimizer, scaler = make(parameters), torch.amp.GradScaler(device, init_scale=2.0**12)
+    averages = [p.detach().clone() for p in parameters]
+    optimizer.step = by(optimizer.step)
+    call, clip, average = by(model), by(nn.utils.clip_grad_norm_), by(follow)
+    for k in range(STEPS):
+        with torch.autocast(device, dtype):
+            loss = call(x * (1e6 if k == OVERFLOW else 1)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        average(averages, [p.detach() for p in parameters])
+    return [*parameters, *states(optimizer), *averages, torch.tensor(scaler.get_scale())]
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------
+
+
+def entry_names() -> tuple[list[str], list[str]]:
+    """Pointwise entries, and others by what they are about."""
+    from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
+
+    from flambeau.frontends.testing import OPS
+
+    pointwise = [name for name, op in OPS.items() if isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo))
+                 or any(word in name for word in ALSO_POINTWISE)]
+    others = [name for name in OPS if name not in set(pointwise) and not any(word in name for word in LEFT_OUT)]
+    return pointwise, sorted(others, key=lambda name: not any(word in name for word in FIRST))
+
+
+def tasks(size: str, device: str) -> list[Task]:
+    """In the order in which they are done: operators alone first, then some of each kind, whenever the time is over."""
+    count, length, chains, samples = SIZES[size]
+    names, (pointwise, others) = list(ALONE), entry_names()
+    half = DTYPES[:2]
+
+    def batches(total: int, group: str) -> Iterator[range]:
+        for start in range(0, total, AT_ONCE[group]):
+            yield range(start, min(start + AT_ONCE[group], total))
+
+    first = [Task("alone", f"{short(d)} {' '.join(batch)}", partial(check_alone, d, batch, count, device))
+             for r in batches(len(names), "alone") for d in DTYPES for batch in [names[r.start:r.stop]]]
+    entries = [Task("entries", f"{name} {short(d)}", partial(check_entry, name, d, samples, device))
+               for name, d in [*product(pointwise, DTYPES), *((name, d) for d in half for name in others)]]
+    queues = {  # by how many are done in a round
+        1: [Task("large", f"{name} {short(d)}", partial(check_large, name, d, size, device))
+            for name, d in product(large("meta", "tiny"), half)],
+        2: [Task("chains", f"{short(d)} {r.start}", partial(check_several_chains, d, shifted(r, k), length, device))
+            for r in batches(chains, "chains") for k, d in enumerate(DTYPES)],
+        3: [Task("optimizers", optimizer_name(*case), partial(check_optimizer, *case, device))
+            for (kind, options), form, d in product(OPTIMIZERS, FORMS, DTYPES) for case in [(kind, options, form, d)]
+            if form != "fused" or "fused" in inspect.signature(getattr(torch.optim, kind)).parameters],
+        9: entries}
+    out = list(first)
+    while any(queues.values()):
+        for share, queue in queues.items():
+            out += queue[:share]
+            del queue[:share]
+    return out
+
+
+def shifted(seeds: range, k: int) -> range:
+    return range(1000 * k + seeds.start, 1000 * k + seeds.stop)
+
+
+def part(talk: Talk, size: str, device: str, only: str | None, claims: str) -> None:
+    """Does tasks that no other process has claimed, until the time is over."""
+    torch.set_num_threads(1)
+    todo = [task for task in tasks(size, device) if wanted(f"{task.group} {task.name}", only)]
+    groups = [task.group for task in todo]
+    talk.tell(planned={group: groups.count(group) for group in groups})
+    for number, task in enumerate(todo):
+        if talk.left() <= 0:
+            break
+        try:
+            (Path(claims) / str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        try:
+            with talk.within(talk.left()):
+                findings = task.run()
+        except OutOfTime:
+            break
+        except Exception as error:
+            findings = [Finding(task.group, task.name, error=message(error))]
+        talk.tell(done=task.group, found=[asdict(f) for f in findings])
+        if any(LOST in f.error for f in findings):
+            break

@@ -1,0 +1,116 @@
+"""Eager's bits, counted: what `numerics="eager"` promises, in numbers, and what it costs.
+
+    flambeau bench numerics --target cuda --json results/numerics-cuda.json
+
+Processes share the tasks of `bits` among them, each with one compiler; each network of `bits_models` has one of its
+own. Step times are taken when all others are done.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from flambeau.bench.harness import geometric_mean, wanted
+from flambeau.bench.parts import Talk, run
+from flambeau.config import config
+
+GROUPS = {
+    "alone": "operators alone, three dtypes", "entries": "op_db entries, forward and gradient, three dtypes",
+    "chains": "random chains of up to 12 operators",
+    "large": "reductions, scans, norms, losses, pooling, embedding: large shapes",
+    "optimizers": "optimizers in all forms: parameters, state and averages, with clipping and scaled gradients"}
+MODELS = ("lm24", "resnet50", "vit", "dlrm")
+QUIET = 50.0  # seconds of the limit in which steps are timed, or a quarter of it
+LISTED = 20  # cases that are named where values differ
+
+
+@dataclass
+class NumericsRow:
+    """`differ` names cases with unequal values; `unsteady` counts those in which eager does not repeat itself."""
+
+    name: str
+    cases: int = 0
+    values: int = 0
+    unequal: int = 0
+    unsteady: int = 0
+    differ: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def add(self, finding: dict[str, Any]) -> None:
+        if finding["error"]:
+            self.errors[finding["name"]] = finding["error"]
+            return
+        self.cases, self.values, self.unequal = (
+            self.cases + 1, self.values + finding["values"], self.unequal + finding["unequal"])
+        if finding["note"].startswith("eager does not"):
+            self.unsteady += 1
+        if finding["unequal"] and len(self.differ) < LISTED:
+            self.differ.append(f"{finding['name']}: {finding['note']}")
+
+
+def part(talk: Talk, what: str, **arguments: Any) -> None:
+    from flambeau.bench import bits, bits_models
+
+    if what == "tasks":
+        bits.part(talk, **arguments)
+    else:
+        bits_models.part(talk, **arguments)
+
+
+def measure(device: str, size: str, only: str | None, jobs: int, limit: float
+            ) -> Iterator[tuple[list[NumericsRow], dict[str, Any]]]:
+    """Rows and summary, again and again as there is more in them. `limit`: seconds for all of it."""
+    rows: dict[str, NumericsRow] = {}
+    summary: dict[str, Any] = {key: {} for key in ("ms", "error", "error_of_results", "draws", "planned", "done")}
+    models = [name for name in MODELS if wanted(f"models {name}", only)]
+    common = {"size": size, "device": device}
+    with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as claims:
+        parts: dict[str, dict[str, Any]] = {
+            f"tasks {k}": {"what": "tasks", "only": only, "claims": claims, **common}
+            for k in range(max(1, jobs - len(models)))}
+        parts |= {f"models {name}": {"what": "model", "name": name, **common} for name in models}
+        # Kernels may come from the usual folder: how long they take to compile is not the question.
+        environment = {"FLAMBEAU_JOBS": "1", "OMP_NUM_THREADS": "1", "FLAMBEAU_CACHE_DIR": str(config.cache_dir)}
+        prepare = limit - min(QUIET, limit / 4)
+        for name, told in run("flambeau.bench.numerics", parts, jobs, limit, prepare, environment):
+            for finding in told.pop("found", ()):
+                title = GROUPS.get(finding["group"], finding["group"])
+                rows.setdefault(title, NumericsRow(title)).add(finding)
+            if errors := told.pop("errors", {}):
+                row = rows.setdefault(name, NumericsRow(name))
+                row.errors |= errors
+            if group := told.pop("done", None):
+                summary["done"][group] = summary["done"].get(group, 0) + 1
+            for key, value in told.items():
+                summary[key] |= value
+            yield sorted(rows.values(), key=place), summary | {"over_eager": over_eager(summary["ms"])}
+
+
+def place(row: NumericsRow) -> int:
+    """In the order of the groups and models, however their findings came."""
+    order = [*GROUPS.values(), *MODELS]
+    return next((k for k, text in enumerate(order) if row.name.startswith(text)), len(order))
+
+
+def over_eager(ms: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Geometric means over the models of each kind of step."""
+    kinds = dict.fromkeys(kind for times in ms.values() for kind in times if kind != "eager")
+    return {kind: geometric_mean([t[kind] / t["eager"] for t in ms.values() if kind in t and "eager" in t])
+            for kind in kinds}
+
+
+def bits_table(rows: Sequence[NumericsRow], size: str) -> Table:
+    table = Table("what", "cases", "values", "unequal", "eager\nunsteady", "errors", title=f"Eager's bits, {size}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        counts = (row.cases, row.values, row.unequal, row.unsteady, len(row.errors))
+        table.add_row(row.name, *(f"{n:,}" for n in counts))
+        for text in row.differ:
+            table.add_row(f"  {text}"[:160], *[""] * 5)
+    return table

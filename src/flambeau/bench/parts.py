@@ -1,0 +1,224 @@
+"""Parts of a bench, each in a process of its own: they prepare side by side, and measure one after the other.
+
+    for name, told in run("flambeau.bench.compiled", {"lm24 train": {...}}, jobs=6, limit=240, prepare=160): ...
+
+A process calls `part(talk, **arguments)` of the module. There, `talk.tell` sends a dictionary, and `talk.turn` waits
+until nothing else runs on the machine. After `prepare` seconds nothing more is compiled, and after `limit` all of it is
+over. Whatever becomes of a process, what it told before stands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from flambeau.bench.compile_time import CACHES
+from flambeau.bench.harness import message
+
+TOLD, READY, END = "told", "ready", "end"
+MARK = "@part "  # of lines that are for us; others may print as well
+# Nothing is found compiled by somebody else; and deterministic products need a workspace of one kind.
+ENVIRONMENT = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "FLAMBEAU_GRAPH_CACHE": "0", "FLAMBEAU_PROGRESS": "0",
+               "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1",
+               "PYTHONWARNINGS": "ignore"}
+GRACE = 10.0  # seconds in which a part notices that its time is over
+
+
+class OutOfTime(BaseException):
+    """Not an Exception: compilers handle those, and go on."""
+
+
+class Talk:
+    """The part's side."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+
+    def left(self) -> float:
+        """Seconds in which to prepare."""
+        return self.until - time.time()
+
+    def tell(self, **told: Any) -> None:
+        self.say(TOLD, told)
+
+    def turn(self) -> None:
+        self.say(READY)
+        sys.stdin.readline()
+
+    def say(self, kind: str, told: Any = None) -> None:
+        print(f"\n{MARK}{json.dumps([kind, told])}", flush=True)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """What takes longer ends in OutOfTime."""
+        signal.signal(signal.SIGALRM, raise_out_of_time)
+        if seconds <= 0:
+            raise OutOfTime
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def attempt(self, what: str, act: Callable[[], Any], seconds: float | None = None) -> bool:
+        """Whether it came to an end, in the time that is left; if not, why not is told."""
+        try:
+            with self.within(self.left() if seconds is None else seconds):
+                act()
+            return True
+        except OutOfTime:
+            self.tell(errors={what: "no time"})
+        except Exception as error:
+            self.tell(errors={what: message(error)})
+        return False
+
+
+def raise_out_of_time(*_: Any) -> None:
+    raise OutOfTime
+
+
+class Process:
+    """Our side."""
+
+    def __init__(self, name: str, module: str, arguments: Mapping[str, Any], until: float, caches: Path,
+                 events: queue.Queue[tuple[Process, str, Any]], environment: Mapping[str, str]) -> None:
+        self.name, self.tail = name, ""
+        # Ours is one for all, as it also holds extensions that would take every part seconds of a compiler.
+        folders = {variable: str(caches / ("" if folder == "flambeau" else name) / folder)
+                   for variable, folder in CACHES.items()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flambeau.bench.parts", module, json.dumps(arguments), str(until)], text=True,
+            env={**os.environ, **ENVIRONMENT, **folders, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True)  # so that its compilers end with it
+        threading.Thread(target=self.listen, args=(events,), daemon=True).start()
+
+    def listen(self, events: queue.Queue[tuple[Process, str, Any]]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                if line.startswith(MARK):
+                    events.put((self, *json.loads(line.removeprefix(MARK))))
+                    continue
+            except ValueError:  # somebody else wrote into the line
+                pass
+            self.tail = line.strip() or self.tail
+        events.put((self, END, self.process.wait()))
+
+    def start_turn(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+
+    def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def run(module: str, parts: Mapping[str, Mapping[str, Any]], jobs: int, limit: float, prepare: float,
+        environment: Mapping[str, str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What each part tells, as it comes. `jobs` parts prepare at once, in the order in which they are given."""
+    start, events = time.time(), queue.Queue[tuple[Process, str, Any]]()
+    waiting, preparing, ready = list(parts), list[Process](), list[Process]()
+    with tempfile.TemporaryDirectory(prefix="flambeau-bench-", ignore_cleanup_errors=True) as caches:
+        try:
+            while waiting or preparing:
+                while waiting and len(preparing) < jobs:
+                    name = waiting.pop(0)
+                    preparing.append(Process(name, module, parts[name], start + prepare, Path(caches), events,
+                                             environment or {}))
+                process, kind, told = received(events, start + prepare + GRACE)
+                if process is None:  # a part that goes on would disturb those that measure
+                    for name in [*(p.name for p in preparing), *waiting]:
+                        yield name, {"errors": {"part": "no time"}}
+                    while preparing:
+                        preparing.pop().stop()
+                    break
+                if kind == TOLD:
+                    yield process.name, told
+                    continue
+                if process in preparing:
+                    preparing.remove(process)
+                    ready.append(process)
+                if kind == END:
+                    ready.remove(process)
+                    yield from last_words(process, told)
+            while ready:
+                mine, left = ready[0], start + limit - time.time()
+                until = time.time() + min(2 * left / len(ready), left)  # twice its share, as most need less
+                if left <= 0:
+                    for process in ready:
+                        yield process.name, {"errors": {"measure": "no time"}}
+                    break
+                mine.start_turn()
+                while mine in ready:
+                    process, kind, told = received(events, until)
+                    if process is None:
+                        yield mine.name, {"errors": {"measure": "no time"}}
+                        ready.pop(0).stop()
+                    elif kind == TOLD:
+                        yield process.name, told
+                    elif process in ready:
+                        ready.remove(process)
+                        yield from last_words(process, told)
+        finally:
+            for process in [*preparing, *ready]:
+                process.stop()
+
+
+def received(events: queue.Queue[tuple[Process, str, Any]], until: float) -> tuple[Process | None, str, Any]:
+    """The next event, or no process where none comes in time."""
+    try:
+        return events.get(timeout=max(until - time.time(), 0.01))
+    except queue.Empty:
+        return None, "", None
+
+
+def last_words(process: Process, status: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    process.stop()  # compilers may live on
+    if status:
+        yield process.name, {"errors": {"part": f"exit {status}: {process.tail[-200:]}"}}
+
+
+def absorb(row: Any, told: Mapping[str, Any]) -> None:
+    """Into a dataclass: dictionaries are joined, other values replaced."""
+    for key, value in told.items():
+        if isinstance(value, dict):
+            getattr(row, key).update(value)
+        else:
+            setattr(row, key, value)
+
+
+def threads(jobs: int) -> dict[str, str]:
+    """Compilers for each of so many parts. They wait a good deal: half as many more than there are cores."""
+    count = str(max(1, 3 * (os.cpu_count() or 1) // (2 * jobs)))
+    return {"FLAMBEAU_JOBS": count, "TORCHINDUCTOR_COMPILE_THREADS": count}
+
+
+def main(module: str, arguments: str, until: str) -> None:
+    warnings.simplefilter("ignore")
+    talk = Talk(float(until))
+    try:
+        importlib.import_module(module).part(talk, **json.loads(arguments))
+    except Exception as error:
+        talk.tell(errors={"part": message(error)})
+    sys.stdout.flush()
+    os._exit(0)  # recorded graphs and compilers' threads are not waited for
+
+
+if __name__ == "__main__":
+    importlib.import_module("flambeau.bench.parts").main(*sys.argv[1:])  # whose names the parts import
