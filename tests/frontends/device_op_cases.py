@@ -166,6 +166,12 @@ def test_masks_and_places() -> None:
     assert torch.equal(a, a.clone()) and not torch.equal(a, b)
 
 
+def test_integers_are_counted() -> None:
+    x = torch.tensor([3, 0, 7, 7, 9, -2, 4, 8], dtype=torch.int32)
+    for arguments in ((8, 0, 8), (3, -2, 9), (5,), (4, 2, 2)):
+        close(torch.histc(x.to(DEV), *arguments), torch.histc(x.double(), *arguments).int())
+
+
 def test_statistics_of_a_norm_are_updated() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.BatchNorm2d(3).to(DEV), nn.BatchNorm2d(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,21 @@ assert torch._C._get_privateuse1_backend_name() == "privateuseone"
 assert not hasattr(torch, "flambeau")
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_backward_on_the_cpu_came_first() -> None:
+    """It starts the engine's threads, one for each device that there is by then."""
+    script = """
+import torch, flambeau
+torch.ones(3, requires_grad=True).square().sum().backward()
+flambeau.enable_device()
+for k in range(torch.flambeau.device_count()):
+    x = torch.ones(3, device=f"flambeau:{k}", requires_grad=True)
+    x.square().sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+"""
+    environment = {**os.environ, "POCL_DEVICES": TWO}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300, env=environment)
 
 
 def test_tensors_may_outlive_the_interpreter() -> None:

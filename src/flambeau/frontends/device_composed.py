@@ -84,9 +84,25 @@ def index_put_impl_(x: Tensor, indices: list[Tensor | None], values: Tensor, acc
     return aten._index_put_impl_.default(x, places, values, accumulate, unsafe)
 
 
+def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Of integers, which the CPU does not count, and code for accelerators takes for granted."""
+    if x.is_floating_point():
+        return NotImplemented
+    lo, hi = int(min), int(max)
+    if lo == hi and x.numel():
+        lo, hi = int(x.min().item()), int(x.max().item())
+    if lo == hi:
+        lo, hi = lo - 1, hi + 1
+    wide = x.reshape(-1).to(torch.int64)
+    place = ((wide - lo) * bins // (hi - lo)).clamp_max(bins - 1)
+    # One place more, for what is outside.
+    place = torch.where((wide >= lo) & (wide <= hi), place, bins)
+    return x.new_zeros(bins + 1).index_add_(0, place, torch.ones_like(wide, dtype=x.dtype))[:bins]
+
+
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "equal": equal, "nonzero": nonzero, "masked_select": masked_select, "index.Tensor": index,
-    "_index_put_impl_": index_put_impl_,
+    "_index_put_impl_": index_put_impl_, "histc": histc,
 }
 
 

@@ -24,6 +24,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/ApproximateClock.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/profiler/stubs/base.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
@@ -41,6 +42,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <unordered_map>
 #include <unordered_set>
@@ -820,6 +822,26 @@ void register_profiler() {}
 }  // namespace ranges
 #endif
 
+// --------------------------------------------------------------------------------------------------- backward
+
+namespace {
+
+// The engine has a thread for each device, started with the first backward of the process. If that one came before this
+// device, it is without; the engine itself never looks again.
+struct Threads : torch::autograd::Engine {
+  static void add(int devices) {
+    auto& engine = torch::autograd::Engine::get_default_engine();
+    if (!(engine.*(&Threads::thread_pool_shared_))) return;  // not started yet: it will ask how many there are
+    auto& queues = engine.*(&Threads::device_ready_queues_);
+    while (queues.size() < size_t(devices)) {
+      queues.push_back(std::make_shared<torch::autograd::ReadyQueue>());
+      std::thread(&torch::autograd::Engine::thread_init, &engine, int(queues.size()) - 1, queues.back(), true).detach();
+    }
+  }
+};
+
+}  // namespace
+
 // -------------------------------------------------------------------------------------------------- for Python
 
 extern "C" {
@@ -833,6 +855,7 @@ void flambeau_start(const Driver* given) {
   at::setHostAllocator(kType, &pinned(), 1);
   torch::profiler::impl::registerPrivateUse1Methods(new Times);
   ranges::register_profiler();
+  Threads::add(driver.devices);
 }
 
 void flambeau_stop() { stopped = true; }
