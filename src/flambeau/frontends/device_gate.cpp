@@ -220,7 +220,7 @@ struct Gate final : c10::OperatorKernel {
         continue;
       }
       if (turn != kOurs) return false;
-      std::vector<Tensor> made;
+      Tensors made;
       Failure failure;
       if (!run(e->run, call, e->lifted, with_generator, made, failure)) {
         TORCH_CHECK_WITH(OutOfMemoryError, !failure.memory, failure.text);

@@ -42,6 +42,7 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 using Words = c10::SmallVector<int64_t, 64>;
+using Tensors = c10::SmallVector<Tensor, 4>;
 
 // ---------------------------------------------------------------------------------------- what a call looks like
 
@@ -211,7 +212,7 @@ struct Failure {
 };
 
 // What a call of Python returned: a list of tensors, or null and an error.
-bool answer(PyObject* returned, std::vector<Tensor>& out, Failure& failure) {
+bool answer(PyObject* returned, Tensors& out, Failure& failure) {
   Owned made(returned);
   if (made != nullptr) {
     out.reserve(size_t(PyList_GET_SIZE(made.get())));
@@ -243,7 +244,7 @@ bool answer(PyObject* returned, std::vector<Tensor>& out, Failure& failure) {
 
 // The results of a program, or what it said against the call. It takes the tensors, then those of the numbers that
 // `lifted` has bits for; `with_generator` runs it where the call brings a generator.
-bool run(PyObject* program, const Call& call, uint64_t lifted, PyObject* with_generator, std::vector<Tensor>& out,
+bool run(PyObject* program, const Call& call, uint64_t lifted, PyObject* with_generator, Tensors& out,
          Failure& failure) {
   Gil gil;
   Private guard;
@@ -308,13 +309,14 @@ struct Place {
   }
 
   // What was made takes the place of the arguments, or those that are the results do.
-  void give(Stack& stack, std::vector<Tensor>& made) const {
-    std::vector<IValue> results;
+  void give(Stack& stack, Tensors& made) const {
+    c10::SmallVector<IValue, 4> results;
     size_t next = 0;
     for (size_t i = 0; i < returns.size(); ++i) {
+      TORCH_CHECK(returns[i] >= 0 || lists[i] || next < made.size(), "a kernel returned too few results");
       if (returns[i] >= 0) results.push_back(torch::jit::peek(stack, size_t(returns[i]), writes.size()));
       else if (lists[i]) results.emplace_back(c10::List<Tensor>(c10::ArrayRef<Tensor>(made).slice(next)));
-      else results.emplace_back(std::move(made.at(next++)));
+      else results.emplace_back(std::move(made[next++]));
     }
     torch::jit::drop(stack, writes.size());
     for (IValue& result : results) stack.push_back(std::move(result));
