@@ -13,8 +13,10 @@
 #include <ATen/core/stack.h>
 #include <c10/util/SmallVector.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -147,6 +149,56 @@ struct Call {
     at::Scalar value = value_of(t);
     values.push_back(value.isFloatingPoint() ? bits(value.toDouble()) : value.toLong());
   }
+};
+
+// ------------------------------------------------------------------------------------------------- what serves it
+
+// Calls that are alike.
+struct Kind {
+  Words key;
+  size_t number = 0;        // in the order of their first calls
+  std::atomic<int> turn{};  // who serves them; 0 at first
+  PyObject* run = nullptr;  // takes the list of a call's tensors, then of numbers; returns that of the results
+  Kind* next = nullptr;
+};
+
+// Entries, which are kinds, by their keys. They stay, and are found without a lock.
+template <class Entry>
+class Table {
+ public:
+  // A new one where there is none; null where there are `most` already.
+  Entry* at(const Words& key, size_t most = SIZE_MAX) {
+    std::atomic<Kind*>& head = heads_[hash(key) % kHeads];
+    if (Entry* e = find(head, key)) return e;
+    std::lock_guard<std::mutex> hold(lock_);
+    if (Entry* e = find(head, key)) return e;
+    if (all_.size() >= most) return nullptr;
+    auto* e = new Entry;
+    e->key = key;
+    e->number = all_.size();
+    e->next = head.load(std::memory_order_relaxed);
+    all_.push_back(e);
+    head.store(e, std::memory_order_release);
+    return e;
+  }
+
+  std::vector<Entry*> all() {
+    std::lock_guard<std::mutex> hold(lock_);
+    return all_;
+  }
+
+ private:
+  static constexpr size_t kHeads = 128;
+
+  static Entry* find(const std::atomic<Kind*>& head, const Words& key) {
+    for (Kind* e = head.load(std::memory_order_acquire); e != nullptr; e = e->next)
+      if (e->key == key) return static_cast<Entry*>(e);
+    return nullptr;
+  }
+
+  std::atomic<Kind*> heads_[kHeads] = {};
+  std::mutex lock_;
+  std::vector<Entry*> all_;
 };
 
 // ------------------------------------------------------------------------------------------------------ Python
