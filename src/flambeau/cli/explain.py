@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,9 +126,8 @@ def show_regions(console: Console, found: list[Pieces], graphs: list[Compiled], 
         console.rule(f"[bold]graph {number}[/], {escape(s.headline())}", align="left")
         if not s.stretches:
             continue
-        table = new_table("piece", "calls", "operators", "seconds", "from", "to", "why it is not what is before it")
-        for column in table.columns[1:4]:
-            column.justify = "right"
+        table = new_table("piece", "calls", "operators", "seconds", "from", "to", "why it is not what is before it",
+                          right=(1, 2, 3))
         for x in s.stretches:
             table.add_row(x.letter, str(x.calls), str(x.operators), f"{x.seconds:.2f}", x.first, x.last,
                           escape(x.why), style="cyan" if x.repeated else None)
@@ -140,9 +139,8 @@ def show_regions(console: Console, found: list[Pieces], graphs: list[Compiled], 
 
 
 def show_recordings(console: Console, tallies: list[Tally]) -> None:
-    table = new_table("graph", "calls", "replayed", "recorded, and why", "not replayed, and why", "bytes copied")
-    for column in (table.columns[1], table.columns[2], table.columns[5]):
-        column.justify = "right"
+    table = new_table("graph", "calls", "replayed", "recorded, and why", "not replayed, and why", "bytes copied",
+                      right=(1, 2, 5))
     for t in tallies:
         reasons = ["\n".join(f"{n} x {escape(why)}" for why, n in counts.items())
                    for counts in (t.recorded, t.uncaptured)]
@@ -166,10 +164,10 @@ def shortened(lines: list[str], limit: int | None) -> Iterator[str]:
         yield f"[dim]... {len(lines) - limit} more (--full)[/]"
 
 
-def new_table(*columns: str) -> Table:
+def new_table(*columns: str, right: Sequence[int] = ()) -> Table:
     table = Table(*columns, box=box.SIMPLE_HEAD)
-    for column in table.columns:
-        column.overflow = "fold"
+    for k, column in enumerate(table.columns):
+        column.overflow, column.justify = "fold", "right" if k in right else "left"
     table.columns[0].no_wrap = True
     return table
 
@@ -191,8 +189,7 @@ def memory_table(s: Summary, limit: int | None) -> Table:
     """Intermediates first: they are what fusion saves, and inputs and outputs are the caller's."""
     rows = sorted(s.memory, key=lambda m: (PLACES.get(m.place, 0), -(m.bytes or 0)))
     shown = rows[:limit]
-    table = new_table("buffer", "type", "place", "bytes", "of operator", "why it is memory")
-    table.columns[3].justify = "right"
+    table = new_table("buffer", "type", "place", "bytes", "of operator", "why it is memory", right=(3,))
     for m in shown:
         size = "at run time" if m.bytes is None else f"{m.bytes:,}"
         table.add_row(m.buffer, escape(m.type), m.place, size, m.operator, m.why)

@@ -417,8 +417,7 @@ def view_root(n: fx.Node) -> fx.Node:
     while n.op == "call_function":
         if n.target is operator.getitem:
             up = n.args[0]
-        elif isinstance(n.target, torch._ops.OpOverload) and any(
-                r.alias_info is not None and not r.alias_info.is_write for r in n.target._schema.returns):
+        elif isinstance(n.target, torch._ops.OpOverload) and n.target.is_view:
             up = n.args[0] if n.args else None
         else:
             return n

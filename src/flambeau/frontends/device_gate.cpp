@@ -9,11 +9,6 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <atomic>
-#include <mutex>
-#include <shared_mutex>
-#include <unordered_map>
-
 // Its own header takes long to compile.
 namespace at::native {
 bool resize_output(const Tensor& output, IntArrayRef shape);
@@ -31,18 +26,12 @@ constexpr int kPatience = 2;  // kinds of numbers that get programs of their own
 
 enum Turn : int { kUnknown, kOriginal, kOurs, kResize };
 
-struct Entry {
-  Words key;
-  std::atomic<int> turn{kUnknown};
-  uint64_t lifted = 0;             // the numbers that are arguments of the program, as bits
-  PyObject* run = nullptr;         // takes the list of tensors, then of numbers; returns that of the results
+struct Entry : Kind {
+  uint64_t lifted = 0;                       // the numbers that are arguments of the program, as bits
   std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
-};
-
-// The numbers of calls that are alike but for them.
-struct Numbers {
+  // Of calls that are alike but for their numbers, which the key is without:
   Words first;
-  uint64_t changed = 0;  // positions at which others were seen, as bits
+  uint64_t changed = 0;  // positions at which other numbers were seen, as bits
   int kinds = 0;
 };
 
@@ -50,10 +39,8 @@ struct State : Place {
   using Place::Place;
   size_t number = 0;
 
-  std::shared_mutex lock;
-  std::unordered_multimap<size_t, Entry*> entries;
+  Table<Entry> entries;
   std::mutex numbers_lock;
-  std::unordered_map<Entry*, Numbers> seen;  // by the entry of the call without its numbers
 };
 
 const c10::DispatchKeySet kUsual = usual_keys(c10::DispatchKey::PrivateUse1);
@@ -95,26 +82,6 @@ struct DeviceCall : Call {
 };
 
 // ------------------------------------------------------------------------------------------------ the decisions
-
-Entry* entry(State& s, const Words& key) {
-  size_t h = hash(key);
-  auto find = [&]() -> Entry* {
-    auto [from, to] = s.entries.equal_range(h);
-    for (auto i = from; i != to; ++i)
-      if (i->second->key == key) return i->second;
-    return nullptr;
-  };
-  {
-    std::shared_lock<std::shared_mutex> hold(s.lock);
-    if (Entry* e = find()) return e;
-  }
-  std::unique_lock<std::shared_mutex> hold(s.lock);
-  if (Entry* e = find()) return e;
-  auto* e = new Entry;
-  e->key = key;
-  s.entries.emplace(h, e);
-  return e;
-}
 
 // Python's view of an argument: numbers that PyTorch wrapped are numbers again.
 PyObject* shown(const IValue& x, bool dtype) {
@@ -162,35 +129,34 @@ void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
 }
 
 // The positions of the numbers that change from call to call, as bits; none while few calls were seen.
-uint64_t changing(State& s, Entry* alike, const Words& values) {
+uint64_t changing(State& s, Entry& alike, const Words& values) {
   if (values.size() > 64) return 0;
   std::lock_guard<std::mutex> hold(s.numbers_lock);
-  Numbers& n = s.seen[alike];
-  if (n.first.empty()) n.first = values;
-  for (size_t i = 0; i < values.size(); ++i) n.changed |= uint64_t(values[i] != n.first[i]) << i;
-  return n.kinds < kPatience ? 0 : n.changed;
+  if (alike.first.empty()) alike.first = values;
+  for (size_t i = 0; i < values.size(); ++i) alike.changed |= uint64_t(values[i] != alike.first[i]) << i;
+  return alike.kinds < kPatience ? 0 : alike.changed;
 }
 
 Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
-  Entry* e = entry(s, call.words);
+  Entry* e = s.entries.at(call.words);
   if (!call.values.empty()) {
-    Entry* alike = e;
+    Entry& alike = *e;
     if (uint64_t lift = changing(s, alike, call.values)) {
       Words key = call.words;
       key.append({-2, int64_t(lift)});
       for (size_t i = 0; i < call.values.size(); ++i)
         if (!(lift >> i & 1)) key.push_back(call.values[i]);
-      e = entry(s, key);
+      e = s.entries.at(key);
       if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, args, lift);
       if (e->turn.load(std::memory_order_acquire) == kOurs) return e;
     }
     Words key = call.words;
     key.append(call.values.begin(), call.values.end());
     key.push_back(-1);
-    e = entry(s, key);
+    e = s.entries.at(key);
     if (e->turn.load(std::memory_order_acquire) == kUnknown) {
       std::lock_guard<std::mutex> hold(s.numbers_lock);
-      ++s.seen[alike].kinds;
+      ++alike.kinds;
     }
   }
   if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, args);
@@ -220,7 +186,7 @@ struct Gate final : c10::OperatorKernel {
         continue;
       }
       if (turn != kOurs) return false;
-      std::vector<Tensor> made;
+      Tensors made;
       Failure failure;
       if (!run(e->run, call, e->lifted, with_generator, made, failure)) {
         TORCH_CHECK_WITH(OutOfMemoryError, !failure.memory, failure.text);

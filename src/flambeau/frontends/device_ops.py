@@ -102,9 +102,7 @@ def _is_kernel(op: torch._ops.OpOverload) -> bool:
     schema = op._schema
     if any(a.name in PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
-    if schema.name.startswith("aten::_foreach"):
-        return False
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+    if schema.name.startswith("aten::_foreach") or op.is_view:
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return torch._C._dispatch_has_kernel(op.name()) and (

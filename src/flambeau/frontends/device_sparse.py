@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .device_kernels import aten_named, private
+
+if TYPE_CHECKING:
+    from .fallback import Fallback
 
 aten = torch.ops.aten
 
@@ -63,15 +66,7 @@ def mm_reduce(x: Tensor, other: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
 _INSTEAD: dict[str, Callable[..., Any]] = {"_sparse_mm_reduce_impl": mm_reduce}
 
 
-class OnHost(Protocol):
-    """fallback.py"""
-
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any: ...
-
-    def instead(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]: ...
-
-
-def register_sparse(everything: torch.library.Library, aten_library: torch.library.Library, host: OnHost) -> None:
+def register_sparse(everything: torch.library.Library, aten_library: torch.library.Library, host: Fallback) -> None:
     """`host` computes what looks at memory."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]

@@ -12,10 +12,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <limits>
-#include <mutex>
 
 // OPERATOR HEADERS
 
@@ -41,16 +39,13 @@ struct Trial {
   std::vector<int64_t> layout;  // of the original's results
 };
 
-struct Entry {
-  Words key;
-  std::atomic<int> turn{kOriginal};
+struct Entry : Kind {
   std::atomic<int> seen{0};
   std::atomic<bool> asked{false};
-  PyObject* run = nullptr;  // takes the list of the call's tensors, returns that of the results
   Trial trial;
 };
 
-constexpr size_t kSlots = 512;  // a power of two; when most are taken, new calls are the original's
+constexpr size_t kMost = 384;  // kinds of calls; further ones are the original's
 
 struct State : Place {
   c10::DispatchKey dispatch_key;
@@ -60,13 +55,11 @@ struct State : Place {
   int64_t threshold = 0;
   uint64_t measured = ~uint64_t(0);  // arguments whose elements count
   int patience = 1;  // calls of one kind before a kernel is asked for
-  PyObject* ask = nullptr;  // (slot, arguments): answers through `resolve`, now or later
+  PyObject* ask = nullptr;  // (number of the kind, arguments): answers through `resolve`, now or later
   PyObject* capturing = nullptr;  // whether a stream is being recorded; null: never
 
   std::atomic<int64_t> ours{0}, originals{0};
-  // Entries appear under the GIL and stay; they are found without it.
-  std::atomic<Entry*> slots[kSlots] = {};
-  size_t taken = 0;
+  Table<Entry> entries;
   c10::KernelFunction large;  // for calls from the threshold on
 
   State(c10::OperatorHandle handle, c10::DispatchKey key, c10::DeviceType type)
@@ -119,31 +112,11 @@ bool is_capturing(State& s) {
   return yes;
 }
 
-Entry* find(State& s, const LargeCall& call, size_t& slot) {
-  for (slot = hash(call.words) % kSlots;; slot = (slot + 1) % kSlots) {
-    Entry* e = s.slots[slot].load(std::memory_order_acquire);
-    if (e == nullptr || e->key == call.words) return e;
-  }
-}
-
-// The entry of a call; null when there is no room for it.
-Entry* entry(State& s, const LargeCall& call, size_t& slot) {
-  if (Entry* e = find(s, call, slot)) return e;
-  Gil gil;
-  if (Entry* e = find(s, call, slot)) return e;
-  if (s.taken >= kSlots * 3 / 4) return nullptr;
-  auto* e = new Entry;
-  e->key = call.words;
-  ++s.taken;
-  s.slots[slot].store(e, std::memory_order_release);
-  return e;
-}
-
-void ask(State& s, size_t slot, c10::ArrayRef<IValue> args) {
+void ask(State& s, const Entry& e, c10::ArrayRef<IValue> args) {
   Gil gil;
   Private guard;
   Owned given = s.arguments(args, python);
-  Owned number(PyLong_FromSize_t(slot));
+  Owned number(PyLong_FromSize_t(e.number));
   Owned answer(PyObject_CallFunctionObjArgs(s.ask, number.get(), given.get(), nullptr));
   if (answer == nullptr) PyErr_WriteUnraisable(s.ask);
 }
@@ -178,6 +151,8 @@ class Turns {
   bool ours() const {
     return which_ == 1 || (which_ < 0 && entry_.turn.load(std::memory_order_acquire) == kOurs);
   }
+
+  bool timed() const { return which_ >= 0; }
 
   // `layout` is that of the results, which must not depend on whose they are.
   void done(const std::vector<int64_t>& layout) {
@@ -232,12 +207,11 @@ thread_local bool Inside::now = false;
 Entry* decide(State& s, const LargeCall& call, c10::ArrayRef<IValue> args) {
   if (!call.plain || call.overlaps() || at::globalContext().deterministicAlgorithms() || at::in_parallel_region())
     return nullptr;
-  size_t slot = 0;
-  Entry* e = entry(s, call, slot);
+  Entry* e = s.entries.at(call.words, kMost);
   if (e == nullptr) return nullptr;
   if (!e->asked.load(std::memory_order_relaxed) && !is_capturing(s) && ++e->seen >= s.patience &&
       !e->asked.exchange(true))
-    ask(s, slot, args);
+    ask(s, *e, args);
   return e->turn.load(std::memory_order_acquire) == kOriginal ? nullptr : e;
 }
 
@@ -263,11 +237,11 @@ struct Large final : c10::OperatorKernel {
         if (s.returns[i] < 0) describe(torch::jit::peek(*stack, i, s.returns.size()).toTensor(), layout);
       return turns.done(layout);
     }
-    std::vector<Tensor> made;
+    Tensors made;
     Failure failure;
     if (run(e->run, call, 0, nullptr, made, failure)) {
       s.ours.fetch_add(1, std::memory_order_relaxed);
-      for (const Tensor& t : made) describe(t, layout);
+      for (size_t i = 0; turns.timed() && i < made.size(); ++i) describe(made[i], layout);
       turns.done(layout);
       return s.give(*stack, made);
     }
@@ -383,16 +357,17 @@ PyObject* close(PyObject*, PyObject* number) {
   });
 }
 
-// resolve(gate, slot, run or None, trial): what the calls of that slot get from now on
+// resolve(gate, kind, run or None, trial): what the calls of that kind get from now on
 PyObject* resolve(PyObject*, PyObject* args) {
-  Py_ssize_t at, slot;
+  Py_ssize_t at, kind;
   PyObject* run;
   int trial;
-  if (!PyArg_ParseTuple(args, "nnOp", &at, &slot, &run, &trial)) return nullptr;
+  if (!PyArg_ParseTuple(args, "nnOp", &at, &kind, &run, &trial)) return nullptr;
   State* s = state_at(at);
   if (s == nullptr) return nullptr;
-  Entry* e = slot >= 0 && size_t(slot) < kSlots ? s->slots[slot].load() : nullptr;
-  if (e == nullptr) return PyErr_SetString(PyExc_IndexError, "no such slot"), nullptr;
+  auto entries = s->entries.all();
+  if (kind < 0 || size_t(kind) >= entries.size()) return PyErr_SetString(PyExc_IndexError, "no such kind"), nullptr;
+  Entry* e = entries[size_t(kind)];
   if (run != Py_None) {
     if (e->run == nullptr) e->run = Py_NewRef(run);  // once: a call may be inside the one that is there
     e->turn.store(trial ? kTrial : kOurs, std::memory_order_release);
@@ -405,9 +380,8 @@ PyObject* usage(PyObject*, PyObject* number) {
   State* s = state_at(PyLong_AsSsize_t(number));
   if (s == nullptr) return nullptr;
   Owned kinds(PyList_New(0));
-  for (const auto& slot : s->slots) {
-    Entry* e = slot.load(std::memory_order_acquire);
-    if (e == nullptr || e->run == nullptr) continue;
+  for (Entry* e : s->entries.all()) {
+    if (e->run == nullptr) continue;
     std::lock_guard<std::mutex> hold(e->trial.lock);
     Owned item(Py_BuildValue("(idd)", e->turn.load(), e->trial.best[0], e->trial.best[1]));
     if (item == nullptr || PyList_Append(kinds.get(), item.get()) < 0) return nullptr;

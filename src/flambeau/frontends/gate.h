@@ -13,8 +13,10 @@
 #include <ATen/core/stack.h>
 #include <c10/util/SmallVector.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -42,6 +44,7 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 using Words = c10::SmallVector<int64_t, 64>;
+using Tensors = c10::SmallVector<Tensor, 4>;
 
 // ---------------------------------------------------------------------------------------- what a call looks like
 
@@ -148,6 +151,56 @@ struct Call {
   }
 };
 
+// ------------------------------------------------------------------------------------------------- what serves it
+
+// Calls that are alike.
+struct Kind {
+  Words key;
+  size_t number = 0;        // in the order of their first calls
+  std::atomic<int> turn{};  // who serves them; 0 at first
+  PyObject* run = nullptr;  // takes the list of a call's tensors, then of numbers; returns that of the results
+  Kind* next = nullptr;
+};
+
+// Entries, which are kinds, by their keys. They stay, and are found without a lock.
+template <class Entry>
+class Table {
+ public:
+  // A new one where there is none; null where there are `most` already.
+  Entry* at(const Words& key, size_t most = SIZE_MAX) {
+    std::atomic<Kind*>& head = heads_[hash(key) % kHeads];
+    if (Entry* e = find(head, key)) return e;
+    std::lock_guard<std::mutex> hold(lock_);
+    if (Entry* e = find(head, key)) return e;
+    if (all_.size() >= most) return nullptr;
+    auto* e = new Entry;
+    e->key = key;
+    e->number = all_.size();
+    e->next = head.load(std::memory_order_relaxed);
+    all_.push_back(e);
+    head.store(e, std::memory_order_release);
+    return e;
+  }
+
+  std::vector<Entry*> all() {
+    std::lock_guard<std::mutex> hold(lock_);
+    return all_;
+  }
+
+ private:
+  static constexpr size_t kHeads = 128;
+
+  static Entry* find(const std::atomic<Kind*>& head, const Words& key) {
+    for (Kind* e = head.load(std::memory_order_acquire); e != nullptr; e = e->next)
+      if (e->key == key) return static_cast<Entry*>(e);
+    return nullptr;
+  }
+
+  std::atomic<Kind*> heads_[kHeads] = {};
+  std::mutex lock_;
+  std::vector<Entry*> all_;
+};
+
 // ------------------------------------------------------------------------------------------------------ Python
 
 struct Gil {
@@ -211,7 +264,7 @@ struct Failure {
 };
 
 // What a call of Python returned: a list of tensors, or null and an error.
-bool answer(PyObject* returned, std::vector<Tensor>& out, Failure& failure) {
+bool answer(PyObject* returned, Tensors& out, Failure& failure) {
   Owned made(returned);
   if (made != nullptr) {
     out.reserve(size_t(PyList_GET_SIZE(made.get())));
@@ -243,7 +296,7 @@ bool answer(PyObject* returned, std::vector<Tensor>& out, Failure& failure) {
 
 // The results of a program, or what it said against the call. It takes the tensors, then those of the numbers that
 // `lifted` has bits for; `with_generator` runs it where the call brings a generator.
-bool run(PyObject* program, const Call& call, uint64_t lifted, PyObject* with_generator, std::vector<Tensor>& out,
+bool run(PyObject* program, const Call& call, uint64_t lifted, PyObject* with_generator, Tensors& out,
          Failure& failure) {
   Gil gil;
   Private guard;
@@ -308,13 +361,14 @@ struct Place {
   }
 
   // What was made takes the place of the arguments, or those that are the results do.
-  void give(Stack& stack, std::vector<Tensor>& made) const {
-    std::vector<IValue> results;
+  void give(Stack& stack, Tensors& made) const {
+    c10::SmallVector<IValue, 4> results;
     size_t next = 0;
     for (size_t i = 0; i < returns.size(); ++i) {
+      TORCH_CHECK(returns[i] >= 0 || lists[i] || next < made.size(), "a kernel returned too few results");
       if (returns[i] >= 0) results.push_back(torch::jit::peek(stack, size_t(returns[i]), writes.size()));
       else if (lists[i]) results.emplace_back(c10::List<Tensor>(c10::ArrayRef<Tensor>(made).slice(next)));
-      else results.emplace_back(std::move(made.at(next++)));
+      else results.emplace_back(std::move(made[next++]));
     }
     torch::jit::drop(stack, writes.size());
     for (IValue& result : results) stack.push_back(std::move(result));

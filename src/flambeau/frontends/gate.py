@@ -25,7 +25,7 @@ class Gates(Protocol):
     def close(self, gate: int) -> None:
         """Take it out: what was there before is there again."""
 
-    def resolve(self, gate: int, slot: int, run: Callable[[list[Any]], list[Any]] | None, trial: bool) -> None:
+    def resolve(self, gate: int, kind: int, run: Callable[[list[Any]], list[Any]] | None, trial: bool) -> None:
         """What serves the calls that `ask` was asked about: run, both in turns at first, or the original."""
 
     def usage(self, gate: int) -> tuple[int, int, list[tuple[int, float, float]]]:

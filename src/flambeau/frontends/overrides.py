@@ -184,8 +184,8 @@ class _Gate:
         random = GROUPS[self.form.group].random
         now, tune = settings.wait or random, settings.tune and not random
 
-        def ask(slot: int, args: Arguments) -> None:
-            job = _Job(self, slot, described(args), tune)
+        def ask(kind: int, args: Arguments) -> None:
+            job = _Job(self, kind, described(args), tune)
             WORKER.submit(job)
             if now:
                 job.done.wait()
@@ -214,10 +214,10 @@ def _close_all() -> None:
 
 
 class _Job:
-    """A kernel to build, for the calls of one slot."""
+    """A kernel to build, for the calls of one kind."""
 
-    def __init__(self, gate: _Gate, slot: int, args: Arguments, tune: bool) -> None:
-        self.gate, self.slot, self.args, self.tune = gate, slot, args, tune
+    def __init__(self, gate: _Gate, kind: int, args: Arguments, tune: bool) -> None:
+        self.gate, self.kind, self.args, self.tune = gate, kind, args, tune
         self.context = contextvars.copy_context()  # of the call: settings may be overridden in it
         self.done = threading.Event()
 
@@ -228,7 +228,7 @@ class _Job:
                 raise UnsupportedError(f"{MOST_KERNELS} kernels were built already")
             run = self.context.run(build, gate.form, self.args)
             gate.built += 1
-            gate.native.resolve(gate.number, self.slot, run, self.tune)
+            gate.native.resolve(gate.number, self.kind, run, self.tune)
         except Exception as error:  # whatever is wrong with the compiler, torch's kernel goes on serving
             reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
             gate.refused[reason] += 1

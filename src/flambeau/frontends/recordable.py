@@ -51,7 +51,7 @@ def writes(p: Program) -> Iterator[str]:
             schema = getattr(s.target, "_schema", None)
             given = dict(s.kwargs)
             for k, a in enumerate(schema.arguments if schema is not None else ()):
-                if a.alias_info is not None and a.alias_info.is_write:
+                if a.is_write:
                     value = s.args[k] if k < len(s.args) else given.get(a.name)
                     yield from (v.buffer for v in flat(value) if isinstance(v, Value))
         else:

@@ -187,7 +187,7 @@ def mutated(gm: fx.GraphModule, n: fx.Node) -> Iterator[fx.Node]:
     name = name_of(n)
     if isinstance(n.target, torch._ops.OpOverload):
         for argument, x in zip(n.target._schema.arguments, n.args):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.is_write:
                 yield from nodes_in(x)
     elif (name.endswith("_") and not name.endswith("__")) or name in INPLACE or name in INPLACE_METHODS:
         yield from first

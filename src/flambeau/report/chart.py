@@ -30,8 +30,8 @@ MARKS = {
     "circle": "<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{c}' stroke='#ffffff' stroke-width='0.8'/>",
     "square": "<rect x='{l:.1f}' y='{t:.1f}' width='7' height='7' fill='{c}' stroke='#ffffff' stroke-width='0.8'/>",
     "diamond": "<path d='M{x:.1f} {t:.1f} l4 4 l-4 4 l-4 -4 z' fill='{c}' stroke='#ffffff' stroke-width='0.8'/>",
-    "bar": "<rect x='{l:.1f}' y='{t:.1f}' width='7' height='7' fill='{c}' stroke='#ffffff' stroke-width='0.8'/>",
 }
+MARKS["bar"] = MARKS["square"]  # in the legend
 
 
 def mark(series: Series, x: float, y: float) -> str:

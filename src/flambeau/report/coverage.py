@@ -84,7 +84,7 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | Non
         partly = any(hands_over(LOWERINGS[o]) for o in overloads if o in LOWERINGS)
         best = "library" if library else "extern" if not ours else "partly" if partly else "native"
         # Views of the device's memory move nothing, whatever it holds.
-        everywhere = best == "library" or (device and all(map(is_view, overloads)))
+        everywhere = best == "library" or (device and all(op.is_view for op in overloads))
         best = "native" if everywhere and best != "library" else best
         for d in dtypes:
             have = found is None or d in found
@@ -103,11 +103,6 @@ def family_of(overloads: list[torch._ops.OpOverload]) -> str:
     if any(o in CONTRACTIONS for o in overloads):
         return LIBRARY
     return next((FAMILIES[o] for o in overloads if o in FAMILIES), UNLOWERED)
-
-
-def is_view(op: torch._ops.OpOverload) -> bool:
-    aliases = [r.alias_info for r in op._schema.returns]
-    return any(a is not None and not a.is_write for a in aliases)
 
 
 def hands_over(lowering: Callable[..., Any], depth: int = 2) -> bool:
