@@ -38,16 +38,16 @@ def libm(function: Callable[[float], float]) -> Callable[..., Any]:
 # Reference in higher precision, and the largest error in units in the last place: (float, double). The error
 # functions have no reference beyond double, so their double bounds hold its error as well.
 OWN: dict[str, tuple[Callable[..., Any], float, float]] = {
-    "exp": (np.exp, 1.6, 4),
-    "exp2": (np.exp2, 1.6, 4),
+    "exp": (np.exp, 0.8, 4),
+    "exp2": (np.exp2, 1.1, 4),
     "expm1": (np.expm1, 1.5, 4),
     "log": (np.log, 1, 4),
     "log2": (np.log2, 2.1, 4),
     "log10": (np.log10, 2.1, 4),
     "log1p": (np.log1p, 1.8, 4),
-    "tanh": (np.tanh, 2.5, 4),
+    "tanh": (np.tanh, 1.1, 4),
     "sigmoid": (sigmoid, 2.5, 5),
-    "erf": (libm(math.erf), 4, 5),
+    "erf": (libm(math.erf), 1.3, 5),
     "erfinv": (scipy.special.erfinv, 3, 6),
 }
 LIBM: dict[str, tuple[Callable[..., Any], float, float]] = {
@@ -55,13 +55,13 @@ LIBM: dict[str, tuple[Callable[..., Any], float, float]] = {
     "cos": (np.cos, 4, 4),
     "tan": (np.tan, 4, 4),
     "sinh": (np.sinh, 4, 4),
-    "cosh": (np.cosh, 4, 4),
-    "asin": (np.arcsin, 4, 4),
-    "acos": (np.arccos, 4, 4),
-    "atan": (np.arctan, 4, 4),
+    "cosh": (np.cosh, 0.9, 4),
+    "asin": (np.arcsin, 1.2, 4),
+    "acos": (np.arccos, 1.2, 4),
+    "atan": (np.arctan, 1.2, 4),
     "asinh": (np.arcsinh, 4, 4),
     "acosh": (np.arccosh, 4, 4),
-    "atanh": (np.arctanh, 4, 4),
+    "atanh": (np.arctanh, 1.1, 4),
     "erfc": (libm(math.erfc), 4, 5),
 }
 LIBM2 = {"pow": (np.power, 4, 4), "atan2": (np.arctan2, 4, 4), "hypot": (np.hypot, 4, 4)}
@@ -180,7 +180,7 @@ def worst_ulp(got: np.ndarray, reference: np.ndarray) -> tuple[float, int]:
     same = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
     error = np.where(np.isfinite(got) & np.isfinite(rounded), error, np.where(same, 0, np.inf))
     # Where the true value is within rounding of overflow, the largest number and infinity are neighbours.
-    largest = np.finfo(got.dtype).max
+    largest = float(np.finfo(got.dtype).max)  # in double: in float the product is infinite
     error = np.where((np.abs(reference) < largest * 1.0000001) & (np.abs(got) >= largest), 1, error)
     return float(error.max()), int(error.argmax())
 
@@ -204,6 +204,25 @@ def test_unary_accuracy(native: Native, name: str) -> None:
     check_ulp(native, f"f32_{name}", (samples(np.float32, 1),), reference, bound32, np.float64)
     higher = np.float64 if "erf" in name else np.longdouble
     check_ulp(native, f"f64_{name}", (samples(np.float64, 2, 10_000),), reference, bound64, higher)
+
+
+# The root of the mean square of errors, beside that of results that are correctly rounded; the greater numbers are for
+# machines without fused multiply-add.
+SPREAD = {"exp": 1.02, "exp2": 1.12, "erf": 1.08, "tanh": 1.1, "asin": 1.2, "acos": 1.15, "atan": 1.08, "atanh": 1.08,
+          "cosh": 1.2}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_errors_are_near_those_of_rounding(native: Native, name: str) -> None:
+    rng = np.random.default_rng(9)
+    x = np.concatenate([rng.normal(size=30_000), rng.uniform(-1, 1, 30_000), rng.uniform(-80, 80, 10_000)])
+    x = x.astype(np.float32)
+    got, exact = native(f"f32_{name}", x), {**OWN, **LIBM}[name][0](x.astype(np.float64))
+    kept = np.isfinite(exact) & (np.abs(exact) > 1e-30)
+    got, exact = got[kept], exact[kept]
+    nearest = exact.astype(np.float32)
+    ours, rounded = (np.sqrt(np.mean(((y - exact) / np.spacing(np.abs(nearest))) ** 2)) for y in (got, nearest))
+    assert ours <= rounded * SPREAD[name], f"{ours / rounded:.3f} times"
 
 
 @pytest.mark.parametrize("name", LIBM2)
@@ -240,7 +259,7 @@ def test_fmod_is_exact(native: Native, kind: str) -> None:
 
 def test_signs_of_zero(native: Native) -> None:
     zero = np.array([-0.0], np.float32)
-    for name in ("expm1", "log1p", "tanh", "erf", "erfinv", "sin", "atan", "floor", "round", "trunc"):
+    for name in ("expm1", "log1p", "tanh", "erf", "erfinv", "sin", "asin", "atan", "atanh", "floor", "round", "trunc"):
         assert np.signbit(native(f"f32_{name}", zero))[0], name
 
 

@@ -124,7 +124,7 @@ class Small(nn.Module):
 @pytest.mark.parametrize(("name", "options"), [
     ("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("Adam", {"weight_decay": 0.1}), ("AdamW", {"foreach": True}),
     ("RMSprop", {"momentum": 0.5}), ("Adagrad", {}), ("AdamW", {"fused": True}), ("NAdam", {}),
-    ("ASGD", {"foreach": True}),
+    ("NAdam", {"foreach": True}), ("ASGD", {"weight_decay": 0.1}),
 ], ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_steps_have_the_bits_of_eager(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -176,6 +176,32 @@ def test_lists_of_which_an_element_is_left_to_eager(dtype: torch.dtype) -> None:
     xs, ys = ([torch.rand(n, 7).to(dtype) for n in (1, 3, 64)] for _ in range(2))
     torch._dynamo.reset()
     assert [differing(a, b)[0] for a, b in zip(compiled(f)(xs, ys), f(xs, ys), strict=True)] == [0] * 3
+
+
+def updates(x: Tensor, y: Tensor, z: Tensor, scalar: Tensor) -> list[Tensor]:
+    """What Dynamo would write out in other operators; scalars and lists, of which some are calls in half precision."""
+    made = [torch.addcdiv(x, y, z, value=0.3), x.clone().addcdiv_(y, z, value=-0.3), torch.addcdiv(x, y, z),
+            x.clone().addcmul_(y, z, value=0.3), x.clone().add_(y, alpha=0.7), x * scalar, x / scalar, scalar * x,
+            x + scalar, *(torch.add(x, b, alpha=0.7) for b in (scalar, 0.3, y[:, :1]))]
+    for f in (torch._foreach_add, torch._foreach_sub, torch._foreach_mul, torch._foreach_div):
+        made += [*f([x, y], 0.3), *f([x, y], [0.3, 0.4]), *f([x], [y])]
+    return [*made, *torch._foreach_mul([x, y], scalar), *torch._foreach_add([x, y], [y, x], alpha=0.3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_updates_have_the_bits_of_eager(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y, z = (torch.randn(37, 13).to(dtype) for _ in range(3))  # rows that fill no vector
+    scalar = torch.tensor(0.3)
+    ours, eager = compiled(updates)(x, y, z, scalar), updates(x, y, z, scalar)
+    assert [differing(a, b)[0] for a, b in zip(ours, eager, strict=True)] == [0] * len(eager)
+
+
+def test_a_scalar_is_not_rounded_before_it_multiplies() -> None:
+    """In fast numerics too: eager does not, so that rounding it would make our error larger."""
+    x, scalar = torch.arange(1.0, 200).bfloat16(), torch.tensor(0.3)
+    ours = torch.compile(lambda x, s: (x * s, x / s), backend="flambeau")(x, scalar)
+    assert all(torch.equal(a, b) for a, b in zip(ours, (x * scalar, x / scalar), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -88,3 +88,43 @@ def test_sizes_known_only_at_the_call() -> None:
     for n in (3, 8):
         agree(lambda w, i, o: [F.embedding_bag(i, w, o, mode=m) for m in ("sum", "mean", "max")],
               table(), WORDS[:n], BAGS[:2], dynamic=True)
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("rows", [20, 2000])
+@pytest.mark.parametrize("mode", ["sum", "weighted", "mean", "max", "rows"])
+def test_gradients_of_words_that_repeat_are_closer_than_eagers(mode: str, rows: int) -> None:
+    """Eager adds a row's gradients one by one in float32, in an order of its own."""
+
+    def gradient(w: torch.Tensor, i: torch.Tensor, per: torch.Tensor) -> torch.Tensor:
+        if mode == "rows":
+            return torch.autograd.grad(F.embedding(i, w), w, per.outer(w[0].detach()))[0]
+        out = F.embedding_bag(i, w, torch.arange(0, len(i), 8), mode="sum" if mode == "weighted" else mode,
+                              per_sample_weights=per if mode == "weighted" else None)
+        return torch.autograd.grad(out, w, out.detach() + per[::8, None])[0]
+
+    torch.manual_seed(0)
+    words, per = (torch.rand(4000) ** 3 * rows).long(), torch.rand(4000)
+    w = torch.randn(rows, 4).requires_grad_()
+    exact = gradient(w.detach().double().requires_grad_(), words, per.double())
+    ours, eager = (error(f(w, words, per), exact) for f in (through(gradient), gradient))
+    assert ours < 0.7 * eager
+
+
+def test_weights_of_samples_are_taken_in_with_one_rounding() -> None:
+    torch.manual_seed(0)
+    w, i, per = torch.randn(500, 8), torch.randint(500, (40_000,)), torch.rand(40_000)
+
+    def bags(w: torch.Tensor, i: torch.Tensor, per: torch.Tensor) -> torch.Tensor:
+        return F.embedding_bag(i, w, torch.arange(0, len(i), 16), mode="sum", per_sample_weights=per)
+
+    def added(w: torch.Tensor, i: torch.Tensor, per: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(w).index_add(0, i[:4000], per[:4000, None] * w[0], alpha=0.3)
+
+    for f in (bags, added):
+        exact = f(w.double(), i, per.double())
+        ours, eager = error(through(f)(w, i, per), exact), error(f(w, i, per), exact)
+        assert ours <= 1.02 * eager, f.__name__

@@ -31,6 +31,7 @@ class Dialect:
     prefix = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
     quotient = "/"  # of integers that are not negative
     function = "fl::{}"  # how a named operation is called
+    fused = ""  # the function for a * b + c, with one rounding where the machine can
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
     narrow = ""  # a variable of a 32-bit index
     end = ";"  # of a statement

@@ -31,6 +31,7 @@ class Cpp(CLike):
         torch.uint8: "uint8_t", torch.uint16: "uint16_t", torch.uint32: "uint32_t", torch.uint64: "uint64_t",
         torch.bool: "bool",
     }
+    fused = "fl::madd"
     # By bits: g++ makes branches of such conditions, and a loop with many of them stays scalar.
     choice = "fl::choose({}, {}, {})"
     # Half as wide as a 64-bit sum; and where that sum is cut to 32 bits, g++ 12 gives up on the vectors.

@@ -46,13 +46,13 @@ FL_BOTH1(FL_SINCE_2_22, sin)
 FL_BOTH1(FL_SINCE_2_22, cos)
 FL_BOTH1(FL_SINCE_2_35, tan)
 FL_BOTH1(FL_SINCE_2_35, sinh)
-FL_BOTH1(FL_SINCE_2_35, cosh)
-FL_BOTH1(FL_SINCE_2_35, asin)
-FL_BOTH1(FL_SINCE_2_35, acos)
-FL_BOTH1(FL_SINCE_2_35, atan)
+FL_DOUBLE1(FL_SINCE_2_35, cosh)
+FL_DOUBLE1(FL_SINCE_2_35, asin)
+FL_DOUBLE1(FL_SINCE_2_35, acos)
+FL_DOUBLE1(FL_SINCE_2_35, atan)
 FL_BOTH1(FL_SINCE_2_35, asinh)
 FL_BOTH1(FL_SINCE_2_35, acosh)
-FL_BOTH1(FL_SINCE_2_35, atanh)
+FL_DOUBLE1(FL_SINCE_2_35, atanh)
 FL_BOTH1(FL_SINCE_2_35, erfc)
 FL_BOTH2(FL_SINCE_2_22, pow)
 FL_BOTH2(FL_SINCE_2_35, atan2)
@@ -68,6 +68,7 @@ namespace fl {
 #define FL_INF __builtin_inff()
 #define FL_NAN __builtin_nanf("")
 #include "elementary_float.h"
+#include "circular_float.h"
 
 FL_INLINE double sigmoid(double x) {
   const double e = exp(-abs(x));

@@ -26,13 +26,13 @@
 // was added, a bias. Moved up by 23 bits, they are the exponent of a float: 2^(n + bias - 127).
 FL_INLINE float FL_F(power_of_two)(float shifted) { return FL_AS_FLOAT(FL_AS_BITS(shifted) << 23); }
 
-typedef struct { float rest, power; } exp_parts;  // x = rest + n * step * ln 2, 2^(n + bias - 127)
+typedef struct { float rest, power; } exp_parts;  // x = rest + n * ln 2, 2^(n + bias - 127)
 
-FL_INLINE exp_parts FL_F(split_exp)(float x, float step, float bias) {
-  const float shift = 0x1.8p23f + bias, shifted = FL_F(madd)(x, 0x1.715476p0f / step, shift), n = shifted - shift;
+FL_INLINE exp_parts FL_F(split_exp)(float x, float bias) {
+  const float shift = 0x1.8p23f + bias, shifted = FL_F(madd)(x, 0x1.715476p0f, shift), n = shifted - shift;
   exp_parts p;
   // ln 2 in two parts, the first short enough to multiply exactly
-  p.rest = FL_F(madd)(n, 0x1.bd0106p-13f * step, FL_F(madd)(n, -0x1.63p-1f * step, x));
+  p.rest = FL_F(madd)(n, 0x1.bd0106p-13f, FL_F(madd)(n, -0x1.63p-1f, x));
   p.power = FL_F(power_of_two)(shifted);
   return p;
 }
@@ -45,27 +45,37 @@ FL_INLINE float FL_F(choose_ends)(float x, float low, float below, float inside,
   return x < low ? below : left;
 }
 
+// e^r = 1 + r + r^2 P(r) for r in [-ln 2 / 2, ln 2 / 2]
+#define FL_EXP {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558c0p-5f, 0x1.1239e0p-7f, 0x1.6a3d7ap-10f}
+
 #ifndef FL_HAS_EXP
-// With steps of 2 ln 2, scaling twice by the same power gives subnormal results and overflows alike.
+// y 2^n by two powers, which gives subnormal results and overflows alike. The low bits of `whole` hold n + 254, those of
+// `halved` 127 and one of two parts of n.
+FL_INLINE float FL_F(scale)(float y, float whole, float halved) {
+  return y * FL_F(power_of_two)(halved) * FL_AS_FLOAT((FL_AS_BITS(whole) - FL_AS_BITS(halved)) << 23);
+}
+
+// The rest of x is kept in two parts, and 1 + its high part as a sum and what that rounds away: what is left to round
+// is small beside the result.
 FL_INLINE float FL_F(exp)(float x) {
-  const float c[] = {0x1.00000cp-1f, 0x1.555510p-3f,  0x1.5549d4p-5f,
-                     0x1.1127c8p-7f, 0x1.71c7bap-10f, 0x1.9b813cp-13f};
+  const float c[] = FL_EXP;
   const float most = x > 89.0f ? 89.0f : x;  // of which the result overflows: to clamp is cheaper than to choose
-  const exp_parts p = FL_F(split_exp)(most, 2, 127);
+  const float shift = 0x1.8p23f + 254, whole = FL_F(madd)(most, 0x1.715476p0f, shift), n = whole - shift;
+  const float halved = FL_F(madd)(most, 0x1.715476p-1f, 0x1.8p23f + 127);
+  const float high = FL_F(madd)(n, -0x1.63p-1f, most), low = n * 0x1.bd0106p-13f, r = high + low;
   // in pairs: half as many steps that wait for one another
-  const float r = p.rest, square = r * r, low = FL_F(madd)(c[1], r, c[0]), high = FL_F(madd)(c[3], r, c[2]);
-  const float sum = FL_F(madd)(FL_F(madd)(FL_F(madd)(c[5], r, c[4]), square, high), square, low);
-  const float y = FL_F(madd)(square, sum, r) + 1.0f;
-  return x < -104.0f ? 0.0f : y * p.power * p.power;
+  const float square = r * r, upper = FL_F(madd)(FL_F(madd)(c[4], r, c[3]), r, c[2]);
+  const float terms = FL_F(madd)(square, FL_F(madd)(upper, square, FL_F(madd)(c[1], r, c[0])), low);
+  const float sum = 1.0f + high, lost = (1.0f - sum) + high;
+  return x < -104.0f ? 0.0f : FL_F(scale)(sum + (lost + terms), whole, halved);
 }
 
 FL_INLINE float FL_F(exp2)(float x) {
-  const float c[] = {0x1.62e432p-1f,  0x1.ebfbf8p-3f,  0x1.c6afa2p-5f, 0x1.3b1fe0p-7f,
-                     0x1.5dbcf2p-10f, 0x1.481fecp-13f, 0x1.f517e0p-17f};
-  const float shift = 0x1.8p23f + 127, shifted = FL_F(madd)(x, 0.5f, shift), n = shifted - shift;
-  const float rest = FL_F(madd)(n, -2.0f, x), power = FL_F(power_of_two)(shifted);
-  const float y = FL_F(madd)(rest, FL_HORNER7(rest, c), 1.0f);
-  return FL_F(choose_ends)(x, -150.0f, 0.0f, y * power * power, 128.0f, FL_INF);
+  const float c[] = {0x1.62e430p-1f, 0x1.ebfbdcp-3f, 0x1.c6af7ap-5f, 0x1.3b2de0p-7f, 0x1.5f09a6p-10f, 0x1.416d18p-13f};
+  const float shift = 0x1.8p23f + 254, whole = x + shift, n = whole - shift, rest = x - n;
+  const float halved = FL_F(madd)(x, 0.5f, 0x1.8p23f + 127);
+  const float y = FL_F(madd)(rest, FL_HORNER6(rest, c), 1.0f);
+  return FL_F(choose_ends)(x, -150.0f, 0.0f, FL_F(scale)(y, whole, halved), 128.0f, FL_INF);
 }
 #endif
 
@@ -73,7 +83,7 @@ FL_INLINE float FL_F(exp2)(float x) {
 FL_INLINE float FL_F(half_expm1)(float x) {
   const float c[] = {0x1p-1f,        0x1.555556p-3f,  0x1.5554f6p-5f,
                      0x1.111004p-7f, 0x1.6d3cacp-10f, 0x1.a242e8p-13f};
-  const exp_parts p = FL_F(split_exp)(x, 1, 126);
+  const exp_parts p = FL_F(split_exp)(x, 126);
   return FL_F(madd)(p.power, FL_F(madd)(p.rest * p.rest, FL_HORNER6(p.rest, c), p.rest), p.power - 0.5f);
 }
 
@@ -83,16 +93,23 @@ FL_INLINE float FL_F(expm1)(float x) {
   return FL_F(copysign)(FL_F(choose_ends)(x, -18.0f, -1.0f, twice + twice, 88.9f, FL_INF), x);
 }
 
-// h / (h + 1): where the quotient is close to one, the errors of h cancel.
+// Near zero x + x^3 P(x^2), elsewhere 1 - 2 / (e^2x + 1): what is added to an exact number is less than half of it.
 FL_INLINE float FL_F(tanh)(float x) {
-  const float a = FL_F(abs)(x), h = FL_F(half_expm1)(a + a), ratio = h / (h + 1.0f);
-  return FL_F(copysign)(a > 9.1f ? 1.0f : ratio, x);
+  const float near[] = {-0x1.55553ep-2f, 0x1.110b58p-3f,  -0x1.b92b2ep-5f,
+                        0x1.5d160ep-6f,  -0x1.e5e53ep-8f, 0x1.a008c0p-10f};
+  const float c[] = FL_EXP;
+  const float a = FL_F(abs)(x), square = x * x, small = FL_F(madd)(a * square, FL_HORNER6(square, near), a);
+  const exp_parts p = FL_F(split_exp)(a + a, 126);
+  const float e = FL_F(madd)(p.rest * p.rest, FL_HORNER5(p.rest, c), p.rest);
+  const float large = 1.0f - 1.0f / (FL_F(madd)(p.power, e, p.power) + 0.5f);
+  const float outer = a > 9.1f ? 1.0f : large;
+  return FL_F(copysign)(a < 0.8f ? small : outer, x);
 }
 
 // 2^-32 / (2^-32 + 2^-32 e^-x): the scaled e^-x does not overflow where the result is subnormal.
 FL_INLINE float FL_F(sigmoid)(float x) {
   const float c[] = {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558b4p-5f, 0x1.1239a0p-7f, 0x1.6a495cp-10f};
-  const exp_parts p = FL_F(split_exp)(-x, 1, 95);
+  const exp_parts p = FL_F(split_exp)(-x, 95);
   const float y = FL_F(madd)(p.rest * p.rest, FL_HORNER5(p.rest, c), p.rest) + 1.0f;
   return FL_F(choose_ends)(x, -104.0f, 0.0f, 0x1p-32f / FL_F(madd)(y, p.power, 0x1p-32f), 60.0f, 1.0f);
 }
@@ -158,26 +175,33 @@ FL_INLINE float FL_F(log1p)(float x) {
 
 // ---- error functions -----------------------------------------------------------------------------------
 
-// 2 t / (1 + t^2) for t = x P(x^2) / Q(x^2), with one division. As the result approaches 1, so does t, where
-// the formula is flat and the errors of P and Q vanish.
+// Near zero x + x P(x^2), elsewhere 1 - e^-R(x): what is added to an exact number is small beside the result.
 FL_INLINE float FL_F(erf)(float x) {
-  const float p[] = {0x1.e8962ep-1f, 0x1.018a08p-2f, 0x1.bf4848p-6f, 0x1.19a2b6p-9f};
-  const float q[] = {0x1.b0ffa6p+0f, 0x1.e27fb8p-2f, 0x1.4fb162p-4f, 0x1.4f3dd6p-7f, 0x1.5ee3ecp-13f};
-  const float square = x * x, a = x * FL_HORNER4(square, p), b = FL_HORNER5(square, q);
-  const float ratio = 2.0f * (a * b) / FL_F(madd)(b, b, a * a);
-  return square > 14.06f ? FL_F(copysign)(1.0f, x) : ratio;  // from 3.75 on, within two units
+  const float near[] = {0x1.06eba8p-3f, -0x1.81273ep-2f, 0x1.ce2ce6p-4f, -0x1.b7f71ap-6f,
+                        0x1.53f224p-8f, -0x1.a3515ep-11f, 0x1.4771fcp-14f};
+  const float far[] = {0x1.72e404p-12f, 0x1.2085b2p+0f, 0x1.46c588p-1f, 0x1.a60a4ap-4f,
+                       -0x1.654170p-6f, 0x1.814ad4p-9f, -0x1.8528d0p-13f};
+  const float c[] = FL_EXP;
+  const float a = FL_F(abs)(x), most = a > 4.0f ? 4.0f : a, square = x * x;  // from 3.92 on it is one
+  const float shift = 0x1.8p23f + 127, minus = -FL_HORNER7(most, far);
+  const float shifted = FL_F(madd)(minus, 0x1.715476p0f, shift), power = FL_F(power_of_two)(shifted);
+  const float rest = FL_F(madd)(shifted - shift, -0x1.62e430p-1f, minus);  // where n is large, the power is small
+  const float e = FL_F(madd)(rest * rest, FL_HORNER5(rest, c), rest), large = FL_F(madd)(-power, e, 1.0f - power);
+  return a < 1.0f ? FL_F(madd)(x, FL_HORNER7(square, near), x) : FL_F(copysign)(large, x);
 }
 
-// erfinv(x) / x as a polynomial in w = -log(1 - x^2) below 5 and in its root above.
+// Near zero x + x P(x^2), elsewhere erfinv(x) / x as a polynomial in w = -log(1 - x^2) below 5 and in its root above.
 #define FL_ERFINV_CENTRAL                                                                \
   {0x1.805c5ep+0f,  0x1.f91e8ap-3f,   -0x1.11c99ap-8f,  -0x1.4866fap-10f, 0x1.ca617cp-13f, \
    -0x1.4bcbf8p-18f, -0x1.d8bde4p-19f, 0x1.ee1362p-22f, 0x1.e1e62ep-26f, -0x1.1b9014p-27f}
 
 FL_INLINE float FL_F(erfinv)(float x) {
+  const float near[] = {-0x1.d203b8p-4f, 0x1.db2b48p-3f, 0x1.04f998p-3f, 0x1.6b7098p-4f, 0x1.907768p-5f, 0x1.a2f418p-4f};
   const float central[] = FL_ERFINV_CENTRAL;
   const float tail[] = {0x1.6a9efep+1f,  0x1.006dc6p+0f,  0x1.352fdcp-7f,  -0x1.f42158p-8f, 0x1.79adf8p-8f,
                         -0x1.ddc8f6p-9f, 0x1.52efaep-10f, 0x1.36725ap-14f, -0x1.49210cp-13f};
   const float w = -FL_F(log)((1.0f - x) * (1.0f + x)), low = w - 2.5f, high = FL_F(sqrt)(w) - 3.0f;
-  const float guess = w < 5.0f ? FL_HORNER10(low, central) : FL_HORNER9(high, tail);
-  return FL_F(abs)(x) == 1.0f ? x * FL_INF : x * guess;
+  const float guess = w < 5.0f ? FL_HORNER10(low, central) : FL_HORNER9(high, tail), square = x * x;
+  const float outer = FL_F(abs)(x) == 1.0f ? x * FL_INF : x * guess;
+  return FL_F(copysign)(square < 0.25f ? FL_F(madd)(x, FL_HORNER6(square, near), x) : outer, x);  // the sign of -0
 }

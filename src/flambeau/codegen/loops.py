@@ -378,10 +378,13 @@ class LoopWriter(CascadeWriter):
 
     def lane_body(self, stage: Sequence[Item], arrays: dict[str, str], at: str) -> None:
         for i in stage:
+            slots = [f"{arrays[n]}[{at}]" for n in i.names if n in arrays]
             if i.combine is None:
                 self.map_item(i)
+            elif i.combine.name == "sum" and (factors := self.factors(i.exprs[0])) is not None:
+                self.line(f"{slots[0]} = {self.plus(slots[0], factors)};")
             else:
-                self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], [self.value(e) for e in i.exprs])
+                self.combine_into(i.joins, slots, [self.value(e) for e in i.exprs])
 
     def row_walk(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
                  length: Index | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, rewrite
 from flambeau.ir.index import Index, Sym, volume
@@ -71,6 +73,15 @@ class NestWriter(Writer):
 
     def combine_into(self, c: Combine, slots: Sequence[str], values: Sequence[str]) -> None:
         self.assign(slots, self.combined(c, slots, values))
+
+    def factors(self, e: Expr) -> tuple[str, str] | None:
+        """Of a product that a sum takes in with one rounding, where the machine can; None for all else."""
+        if self.d.fused and e.op == "mul" and e.dtype in (torch.float32, torch.float64):
+            return self.value(e.args[0]), self.value(e.args[1])
+        return None
+
+    def plus(self, total: str, factors: tuple[str, str]) -> str:
+        return f"{self.d.fused}({', '.join(factors)}, {total})"
 
     def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
         """Variables from their joint position."""

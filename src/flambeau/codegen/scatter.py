@@ -8,6 +8,7 @@ element is always that of the source.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import opmath
@@ -216,8 +217,14 @@ class ScatterWriter(NestWriter):
     def write(self) -> None:
         k = self.k
         mask = None if k.mask is None else self.value(k.mask)
-        text = self.value(k.value)
-        self.join(self.index(k.address), text, mask)
+        factors = self.factors(k.value) if k.mode == "add" else None
+        if factors is None:
+            text = self.value(k.value)
+            self.join(self.index(k.address), text, mask)
+            return
+        place = f"{self.short[k.name]}[{self.index(k.address)}]"
+        with nullcontext() if mask is None else self.scope(f"if ({mask}) {{"):
+            self.line(f"{place} = {self.plus(place, factors)};")
 
     def join(self, address: str, text: str, mask: str | None) -> None:
         if mask is not None:

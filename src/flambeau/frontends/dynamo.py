@@ -25,7 +25,6 @@ from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
 from .lean import lean_wrappers, without_marks
-from .lerps import with_lerps
 from .outline import in_pieces
 from .progress import progress
 from .regions import OBSERVERS, cut
@@ -101,9 +100,7 @@ def compile_dynamo_graph(
     if calls_subgraphs(gm):
         gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
-    if wants_bits(settings["numerics"]):
-        gm = with_lerps(gm)
-    elif target is not None and target.channels_last:
+    if target is not None and target.channels_last and not wants_bits(settings["numerics"]):
         gm = channels_last(gm)
     if settings.pop("regions"):
         found = cut(gm, example_inputs)

@@ -4,6 +4,9 @@ To trace a step over two thousand parameters takes Dynamo and AOTAutograd minute
 tensors one by one. So where this backend compiles, the frames of torch's optimizers run as they are, and the functions
 over lists of tensors that they end in (`torch.optim.adam.adam`) are ours (multi_tensor.py). For all other callers,
 other backends among them, those functions are torch's own.
+
+Some steps compute with numbers that they read out of their states. Traced, they read tensors in float32 where eager has
+Python's numbers: who wants eager's bits gets torch's function as it is.
 """
 
 from __future__ import annotations
@@ -29,19 +32,19 @@ from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrate
 from flambeau.config import config
 from flambeau.ir.numerics import wants_bits
 
-from . import groups
+from . import groups, intact
 
+READS = "reads"  # a step that torch runs where eager's bits are wanted, and Dynamo traces elsewhere
 # The functions: module, name, and who runs it; nobody: it only leads to others. A step updates the tensors of its lists
 # row by row, and returns nothing.
 FUNCTIONS = (
     *((f"torch.optim.{name}", name, "step") for name in
       ("adam", "sgd", "rmsprop", "adagrad", "adadelta", "adamax", "radam")),
+    *((f"torch.optim.{name}", name, READS) for name in ("nadam", "asgd")),
     ("torch.nn.utils.clip_grad", "_get_total_norm", "total_norm"),
     ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "clip_with_norm"),
     ("torch.nn.utils.clip_grad", "clip_grad_norm_", ""),
 )
-# With eager numerics, torch's own: what eager computes of their rates with Python's numbers, is traced as tensors.
-LEFT = ("torch.optim.nadam", "torch.optim.asgd")
 ASIDES = ("_optimizer_step_code", "_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 EAGER: Counter[str] = Counter()  # types of devices, and how many wish that uncompiled steps there are ours
 _AROUND = wrap_inline(len).__code__
@@ -54,10 +57,12 @@ def install(backend: Callable[..., Any]) -> None:
     TorchPatcher.patch()  # what Dynamo does to optimizers at its first compilation, lies below what we do
     ours = functools.partial(options_of, backend)
     wanted = functools.partial(options_for, ours)
+    intact.install(lambda callback: (given := ours(callback)) is not None and exact(given))
     files = {__file__, groups.__file__, inspect.getfile(torch.optim.Optimizer)}
+    reading: set[str] = set()
     for module, name, kind in FUNCTIONS:
         loaded = importlib.import_module(module)
-        files.add(inspect.getfile(loaded))
+        (reading if kind == READS else files).add(inspect.getfile(loaded))
         original = getattr(loaded, name)
         function = routed(original, module, kind, ours, wanted)
         for place in (loaded, importlib.import_module(module.rpartition(".")[0])):
@@ -72,9 +77,8 @@ def install(backend: Callable[..., Any]) -> None:
     for inside in (options_of, options_for, is_accelerated, function, torch.optim.Adam._init_group, *asides):
         if inside is not None:
             skip_code(inside.__code__)
-    left = {inspect.getfile(importlib.import_module(module)) for module in LEFT}
     convert_frame.CatchErrorsWrapper.__call__ = passing(  # type: ignore[method-assign]
-        convert_frame.CatchErrorsWrapper.__call__, frozenset(files), frozenset(files | left), ours)
+        convert_frame.CatchErrorsWrapper.__call__, frozenset(files), frozenset(files | reading), ours)
 
 
 def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | None:
@@ -86,14 +90,19 @@ def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | N
     return getattr(callback, "kwargs", {})
 
 
-def passing(convert: Callable[..., Any], fast: frozenset[str], exact: frozenset[str],
+def exact(given: dict[str, Any]) -> bool:
+    return wants_bits((given.get("options") or given).get("numerics", config.numerics))
+
+
+def passing(convert: Callable[..., Any], ours_always: frozenset[str], ours_exact: frozenset[str],
             ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`fast`, `exact`: the files whose frames run as they are, by the numerics of a compilation."""
+    """The files whose frames run as they are, always and where eager's bits are wanted."""
+
     def __call__(self: Any, frame: Any, *rest: Any) -> Any:
         given = ours(self)
         if given is None:
             return convert(self, frame, *rest)
-        files = exact if wants_bits((given.get("options") or {}).get("numerics", config.numerics)) else fast
+        files = ours_exact if exact(given) else ours_always
         whole = getattr(self._torchdynamo_orig_backend, "_one_graph", False)  # fullgraph=True
         if not whole and (frame.f_code.co_filename in files or leads_to(frame, files)):
             return _SKIP
@@ -139,7 +148,8 @@ def routed(original: Callable[..., Any], module: str, kind: str, ours: Callable[
     def traced_for_us() -> bool:
         """While Dynamo traces: whether for us, and whether it may leave what it traces for a call."""
         tx = InstructionTranslator.current_tx()
-        return ours(tx.output.compiler_fn) is not None and not (
+        given = ours(tx.output.compiler_fn)
+        return given is not None and (kind != READS or exact(given)) and not (
             tx.one_graph or getattr(tx, "error_on_graph_break", False))
 
     @functools.wraps(original)
@@ -149,7 +159,7 @@ def routed(original: Callable[..., Any], module: str, kind: str, ours: Callable[
                 torch._dynamo.graph_break()
         elif kind:
             given = wanted(args[0] if args else ())
-            if given is not None:
+            if given is not None and (kind != READS or exact(given)):
                 return run(original, module, kind, args, kwargs, given)
         return original(*args, **kwargs)
 
@@ -165,6 +175,8 @@ def is_accelerated(tensors: Any) -> bool:
 
 @torch._dynamo.disable
 def run(original: Callable[..., Any], module: str, kind: str, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
+    if kind == READS:
+        return original(*args, **kwargs)
     # Imported here: a process that compiles no optimizer needs none of this.
     from . import clipping
     from .dynamo import check_options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from operator import and_, or_
 from typing import Any
 
@@ -66,13 +67,20 @@ def are_small(*operands: Any) -> bool:
     return any(isinstance(x, Value) and x.dtype in (torch.float16, torch.bfloat16) for x in operands)
 
 
-def unless_small(formula: Callable[..., Expr]) -> Callable[..., Value]:
-    """A multiple, or a number, is added with one rounding; of small floats on a CPU, in eager's vectors alone."""
+def in_vectors_alone(a: Any, b: Any, alpha: Any) -> bool:
+    """Whether eager adds with one rounding in its vectors, and not in what is left over: of small floats multiples and
+    numbers; of large ones a multiple of what is the same along a vector."""
+    once = isinstance(alpha, (int, float)) and alpha == 1
+    if are_small(a, b):
+        return not once or is_number(a) or is_number(b)
+    return not once and not (isinstance(a, Value) and isinstance(b, Value) and a.shape == b.shape)
+
+
+def unless_in_vectors(formula: Callable[..., Expr]) -> Callable[..., Value]:
     lowered = pointwise(formula)
 
     def lowering(a: Any, b: Any, alpha: Any = 1) -> Value:
-        plain = isinstance(alpha, (int, float)) and alpha == 1 and not is_number(a) and not is_number(b)
-        if build.policy().kernels == "cpu" and not plain and are_small(a, b):
+        if build.policy().kernels == "cpu" and in_vectors_alone(a, b, alpha):
             return NotImplemented
         made: Value = lowered(a, b, alpha=alpha)
         return made
@@ -81,26 +89,39 @@ def unless_small(formula: Callable[..., Expr]) -> Callable[..., Value]:
 
 
 @lower(aten.add)
-@unless_small
+@unless_in_vectors
 def add(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return plus_multiple(a, alpha, b)
 
 
 @lower(aten.sub)
-@unless_small
+@unless_in_vectors
 def sub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return a - b if alpha == 1 else plus_multiple(a, -alpha, b)
 
 
 @lower(aten.rsub)
-@unless_small
+@unless_in_vectors
 def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return b - a if alpha == 1 else plus_multiple(b, -alpha, a)
 
 
-@lower_pointwise(aten.mul)
-def mul(a: Expr, b: Expr) -> Expr:
+def unrounded(a: Any, b: Any) -> Any:
+    """A scalar that small floats are multiplied or divided by: eager takes it as it is, but for a GPU's own."""
+    if isinstance(b, Value) and not b.rank and are_small(a) and a.rank and build.policy().kernels != "cuda":
+        return replace(b, number=True)
+    return b
+
+
+@pointwise
+def product(a: Expr, b: Expr) -> Expr:
     return times(a, b)
+
+
+@lower(aten.mul)
+def mul(a: Any, b: Any) -> Value:
+    made: Value = product(a, unrounded(a, b))
+    return made
 
 
 if hasattr(torch.ops.prims, "fma"):  # not every release has it
@@ -141,8 +162,13 @@ def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
 
 
 @pointwise(kind="float")
-def quotient(a: Expr, b: Expr) -> Expr:
+def true_quotient(a: Expr, b: Expr) -> Expr:
     return a / b
+
+
+def quotient(a: Any, b: Any) -> Value:
+    made: Value = true_quotient(a, unrounded(a, b))
+    return made
 
 
 @pointwise(kind="float")
@@ -150,7 +176,7 @@ def by_reciprocal(a: Expr, b: Expr) -> Expr:
     return a * (const(1 / b.attr, b.dtype) if b.op == "const" and b.attr else 1 / b)
 
 
-@lower(aten.div.Tensor, aten.div.Scalar)
+@lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.true_divide.Scalar)
 def div(a: Any, b: Any) -> Value:
     return by_reciprocal(a, b) if is_number(b) and build.policy().reciprocals else quotient(a, b)
 

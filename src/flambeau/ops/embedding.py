@@ -11,7 +11,7 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import DType, lowest, opmath
 from flambeau.ir.expr import Expr, cast, check, const, index_value, require, where
 from flambeau.ir.faults import Fault
-from flambeau.ir.index import Index, IndexLike, as_index
+from flambeau.ir.index import Index, IndexLike, as_index, product
 from flambeau.ir.nodes import Combine, Value, dim_vars, narrow
 from flambeau.ir.scalar import eq, maximum, ne
 from flambeau.ops.reduction import p_norm
@@ -21,6 +21,7 @@ aten = torch.ops.aten
 
 Place = tuple[Index, ...]
 SUM, MEAN, MAX = range(3)
+SPARSE = 8  # rows for each item, from which on most of them have none
 
 
 def word(indices: Value, i: Place) -> Expr:
@@ -42,6 +43,15 @@ def embedding(weight: Value, indices: Value, padding_idx: IndexLike = -1, scale_
         (check(word(indices, i[:r]), weight.shape[0]), *i[r:])))
 
 
+def sum_dtype(dtype: DType, target: Place, source: Place) -> DType:
+    """Of rows that items are added to one by one, many of them to the same. A CPU adds doubles as fast, unless the
+    memory for them takes longer than the sums."""
+    wide, rows, items = opmath(dtype), product(target), product(source)
+    few = rows.is_const and items.is_const and int(rows) <= SPARSE * int(items)
+    plain = build.graph().on_cpu and not build.policy().rounds
+    return torch.float64 if few and plain and wide is torch.float32 else wide
+
+
 def counts(indices: Value, size: IndexLike) -> Value:
     """How often each row is asked for."""
     one, zero = const(1, torch.int64), const(0, torch.int64)
@@ -52,7 +62,8 @@ def counts(indices: Value, size: IndexLike) -> Value:
 @lower(aten.embedding_dense_backward)
 def embedding_dense_backward(grad: Value, indices: Value, num_weights: IndexLike, padding_idx: IndexLike,
                              scale_grad_by_freq: bool) -> Value:
-    r, wide, rows = indices.rank, opmath(grad.dtype), as_index(num_weights)
+    r, rows = indices.rank, as_index(num_weights)
+    wide = sum_dtype(grad.dtype, (rows, grad.shape[-1]), grad.shape)
     often = counts(indices, rows) if scale_grad_by_freq else None
 
     def row(j: Place) -> Index:
@@ -238,8 +249,9 @@ def embedding_bag_forward_only(weight: Value, indices: Value, offsets: Value, *a
 def dense_gradient(grad: Value, indices: Value, owners: Value, bag_size: Value, max_indices: Value,
                    num_weights: IndexLike, scale_grad_by_freq: bool, mode: int,
                    per_sample_weights: Value | None, padding_idx: int) -> Value:
-    wide, rows = opmath(grad.dtype), as_index(num_weights)
-    shape = (rows, grad.shape[1])
+    rows = as_index(num_weights)
+    shape, places = (rows, grad.shape[1]), (indices.shape[0], grad.shape[1])
+    wide = sum_dtype(grad.dtype, shape, grad.shape if mode == MAX else places)
     if mode == MAX:
         out = build.scatter(shape, lambda _: const(0, wide), grad.shape,
                             lambda j: (check(word(max_indices, j), rows), j[1]),
@@ -261,7 +273,7 @@ def dense_gradient(grad: Value, indices: Value, owners: Value, bag_size: Value, 
             g = g / cast(maximum(cast(bag_size.load((bag,)), torch.int64), 1), wide)
         return g
 
-    out = build.scatter(shape, lambda _: const(0, wide), (indices.shape[0], grad.shape[1]),
+    out = build.scatter(shape, lambda _: const(0, wide), places,
                         lambda j: (row(j), j[1]), value, "add", not_padding(indices, padding_idx))
     return to_dtype(out, grad.dtype)
 
@@ -296,12 +308,12 @@ def embedding_bag_per_sample_weights_backward(grad: Value, weight: Value, indice
     """For each item, its row times the gradient of its bag."""
     owners, wide = owners_of(indices, offsets, offset2bag), opmath(grad.dtype)
 
-    def product(i: Place) -> Expr:
+    def weighted(i: Place) -> Expr:
         w = word(indices, i[:1])
         wanted = is_not(w, padding_idx)
         g = cast(grad.load((check(word(owners, i[:1]), grad.shape[0]), i[1])), wide)
         p = g * cast(weight.load((check(w, weight.shape[0], wanted), i[1]), wanted), wide)
         return p if wanted is None else where(wanted, p, 0)
 
-    total, = build.reduce((indices.shape[0], grad.shape[1]), [1], build.simple_combine("sum", wide), product)
+    total, = build.reduce((indices.shape[0], grad.shape[1]), [1], build.simple_combine("sum", wide), weighted)
     return to_dtype(total, grad.dtype)

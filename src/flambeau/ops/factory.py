@@ -48,7 +48,7 @@ def new_full(x: Value, size: Sequence[IndexLike], fill_value: Any, *, dtype: DTy
     return constant(size, fill_value, dtype or x.dtype)
 
 
-@lower(aten.scalar_tensor)
+@lower(aten.scalar_tensor, torch.ops.prims.scalar_tensor)
 def scalar_tensor(s: Any, *, dtype: DType | None = None, **place: Any) -> Value:
     return constant((), s, dtype or torch.get_default_dtype())
 
