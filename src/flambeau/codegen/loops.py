@@ -307,12 +307,9 @@ class LoopWriter(CascadeWriter):
 
     # ---- rows ----------------------------------------------------------------------------------------
 
-    def row_length(self) -> Index:
-        return volume(self.k.inner)
-
     def is_long(self, points: Index) -> bool:
         """Few outer points and long rows: threads must share a row."""
-        length = self.row_length()
+        length = volume(self.k.inner)
         few = points.is_const and points.const < MANY
         return few and self.k.bounds is None and (not length.is_const or length.const >= 8192)
 
@@ -327,7 +324,7 @@ class LoopWriter(CascadeWriter):
         with self.nest(k.outer, pragma):
             for name in sorted(k.scratch):
                 kind = self.d.types[self.dtype_of[name]]
-                self.line(f"alignas(64) {kind} s_{self.slot(name)}[{self.index(self.row_length())}];")
+                self.line(f"alignas(64) {kind} s_{self.slot(name)}[{self.index(volume(self.k.inner))}];")
             self.stages(self.row_stage, self.outer_stage)
 
     def stages(self, full: Callable[[Sequence[Item]], None], outer: Callable[[Sequence[Item]], None]) -> None:
@@ -468,7 +465,7 @@ class LoopWriter(CascadeWriter):
             def row() -> None:
                 self.row_parts(stage, arrays, lanes, "0", hi, levels, length)
 
-        self.deep(outer, row)
+        self.nested(outer, row)
         self.top(levels)
 
     def row_parts(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
@@ -491,14 +488,6 @@ class LoopWriter(CascadeWriter):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {size}, {hi});")
             yield start, end
             self.rise(levels)
-
-    def deep(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
-        """Nested serial loops, each a scope of its own so that what does not change moves out."""
-        if not vars:
-            body()
-            return
-        with self.loop(vars[0], "0", self.extent(vars[0])):
-            self.deep(vars[1:], body)
 
     # ---- rows shared by threads ------------------------------------------------------------------------
 
@@ -673,7 +662,7 @@ class LoopWriter(CascadeWriter):
                 with self.parts("0", self.extent(v), size, levels) as (start, end):
                     self.column_rows(stage, arrays, start, end, rows)
 
-        self.deep(outer, walk_rows)
+        self.nested(outer, walk_rows)
         self.top(levels)
 
     @staticmethod

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flambeau.ir.expr import Expr, cast, walk
-from flambeau.ir.index import ZERO, Index, Op, Sym, as_index, volume
+from flambeau.ir.index import Index, Op, Sym, as_index, volume
 from flambeau.ir.program import Item, LoopKernel, reductions_of
 
 from .triton import WIDEST, BlockWriter, Draft, is_aligned, is_wide, padded_read, power
@@ -257,17 +257,6 @@ class LoopBlocks(BlockWriter):
 
     # ---- rows ------------------------------------------------------------------------------------------
 
-    def bind_row(self, flat: str) -> None:
-        """The inner variables at position `flat` of all inner points."""
-        rest = flat
-        for n, v in enumerate(reversed(self.k.inner)):
-            size = "1" if v.size is ZERO else self.index(v.size)  # of no points, none has a place
-            last = n == len(self.k.inner) - 1
-            self.line(f"{self.sym(v)} = {rest if last else f'{rest} % {size}'}")
-            if not last:
-                rest, before = self.fresh("q"), rest
-                self.line(f"{rest} = {before} // {size}")
-
     def open_row(self, first: str, end: Index | None) -> None:
         assert self.row is not None
         flat = self.fresh("q")
@@ -278,7 +267,7 @@ class LoopBlocks(BlockWriter):
         if end is not None:
             self.masks[self.row] = self.fresh("m")
             self.line(f"{self.masks[self.row]} = {flat} < {self.index(end)}")
-        self.bind_row(flat)
+        self.decompose(flat, self.k.inner)
 
     def whole_row(self) -> None:
         assert self.row is not None

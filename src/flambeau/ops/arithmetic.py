@@ -150,7 +150,7 @@ def by_reciprocal(a: Expr, b: Expr) -> Expr:
     return a * (const(1 / b.attr, b.dtype) if b.op == "const" and b.attr else 1 / b)
 
 
-@lower(aten.div.Tensor, aten.div.Scalar)
+@lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide)
 def div(a: Any, b: Any) -> Value:
     return by_reciprocal(a, b) if is_number(b) and build.policy().reciprocals else quotient(a, b)
 
