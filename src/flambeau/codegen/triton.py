@@ -63,8 +63,7 @@ class Triton(Dialect):
 
 TRITON = Triton()
 # The special functions that NVIDIA's device library has not.
-MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1",
-                     "modified_bessel_i0", "modified_bessel_i1"}
+MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"}
 # Joins that memory itself does. Of floats it has no minimum that keeps NaN.
 SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
                                            torch.int64)]

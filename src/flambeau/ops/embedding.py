@@ -235,9 +235,10 @@ def embedding_bag_forward_only(weight: Value, indices: Value, offsets: Value, *a
     return output, owners, lengthened(sizes, offsets, always=True), best
 
 
+@lower(aten._embedding_bag_dense_backward)
 def dense_gradient(grad: Value, indices: Value, owners: Value, bag_size: Value, max_indices: Value,
                    num_weights: IndexLike, scale_grad_by_freq: bool, mode: int,
-                   per_sample_weights: Value | None, padding_idx: int) -> Value:
+                   per_sample_weights: Value | None, padding_idx: int = -1) -> Value:
     wide, rows = opmath(grad.dtype), as_index(num_weights)
     shape = (rows, grad.shape[1])
     if mode == MAX:
@@ -280,14 +281,6 @@ def embedding_bag_backward(grad: Value, indices: Value, offsets: Value, offset2b
         return NotImplemented
     return dense_gradient(grad, indices, owners_of(indices, offsets, offset2bag), bag_size, max_indices,
                           num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
-
-
-@lower(aten._embedding_bag_dense_backward)
-def embedding_bag_dense_backward(grad: Value, indices: Value, offset2bag: Value, bag_size: Value,
-                                 max_indices: Value, num_weights: IndexLike, scale_grad_by_freq: bool,
-                                 mode: int, per_sample_weights: Value | None, padding_idx: int = -1) -> Value:
-    return dense_gradient(grad, indices, offset2bag, bag_size, max_indices, num_weights, scale_grad_by_freq,
-                          mode, per_sample_weights, padding_idx)
 
 
 @lower(aten._embedding_bag_per_sample_weights_backward)

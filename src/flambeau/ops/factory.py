@@ -87,7 +87,7 @@ def _range_length(start: Any, end: Any, step: Any) -> Index | None:
     return as_index(max(math.ceil((end - start) / step), 0))
 
 
-@lower(aten.arange.start_step)
+@lower(aten.arange.start, aten.arange.start_step)
 def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, **place: Any) -> Value:
     dtype = dtype or (torch.int64 if _whole(start, end, step) else torch.get_default_dtype())
     if dtype is torch.int64 and not _whole(start, end, step):
@@ -107,14 +107,7 @@ def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, *
     return build.pointwise((length,), body, dtype)
 
 
-@lower(aten.arange.default)
-def arange_end(end: Any, **options: Any) -> Value:
-    return arange(0, end, **options)
-
-
-@lower(aten.arange.start)
-def arange_start(start: Any, end: Any, **options: Any) -> Value:
-    return arange(start, end, **options)
+lower(aten.arange.default)(lambda end, **options: arange(0, end, **options))
 
 
 @lower(aten.range)
