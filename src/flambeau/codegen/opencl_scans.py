@@ -39,6 +39,12 @@ class GroupScan(Rows, ScanWriter):
         for j, slot in slots.items():
             self.line(f"{slot} = {values[j]};")
 
+    def copied(self, slots: Mapping[int, str]) -> dict[int, str]:
+        names = {j: self.fresh("b") for j in self.kinds}
+        for j, kind in self.kinds.items():
+            self.variable(kind, names[j], slots[j])
+        return names
+
     def joined(self, left: Mapping[int, str], right: Mapping[int, str]) -> dict[int, str]:
         lefts, rights = ([side.get(j, "0") for j in range(len(self.k.combine.left))] for side in (left, right))
         return dict(zip(self.kinds, self.combined(self.k.combine, lefts, rights, self.kinds), strict=True))
@@ -125,10 +131,7 @@ class RowScan(GroupScan):
 
     def join(self, own: Mapping[int, str], sums: Mapping[int, str], carry: Mapping[int, str], line: str) -> None:
         """A run with all that lies before it, to be stored."""
-        before = {}
-        for j, kind in self.kinds.items():
-            before[j] = self.fresh("b")
-            self.line(f"{self.d.types[kind]} {before[j]} = {carry[j]};")
+        before = self.copied(carry)
         with self.scope(f"if ({self.me} > 0) {{"):
             self.put(before, self.joined(carry, {j: self.at(sums[j], line, "me - 1") for j in own}))
         s = self.fresh("s")
@@ -192,10 +195,7 @@ class ColumnScan(GroupScan):
 
     def join(self, sums: Mapping[int, str], carry: Mapping[int, str]) -> dict[int, str]:
         """What lies before the stretch of the work-item; and what is carried on."""
-        before = {}
-        for j, kind in self.kinds.items():
-            before[j] = self.fresh("b")
-            self.line(f"{self.d.types[kind]} {before[j]} = {carry[j]};")
+        before = self.copied(carry)
         with self.scope(f"for (int k = 0; k < {self.group // self.wide}; ++k) {{", pragma=UNROLL):
             with self.scope(f"if (k == {self.me} / {self.wide}) {{"):
                 self.put(before, carry)

@@ -17,7 +17,8 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float
 from flambeau.ir.expr import SPECIAL, Expr, Fold, cast, index_value, masked, walk, where
-from flambeau.ir.index import ONE, Dyn, Index, Sym, as_index, volume
+from flambeau.ir.index import Dyn, Index, Sym, volume
+from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
 
@@ -211,7 +212,7 @@ class BlockWriter(Writer):
         """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
         own end is dropped, and lies in the same 16 bytes as what is not."""
         v = self.gathered
-        if v is None or self.axes.get(v) not in self.masks or not is_aligned(address, v):
+        if v is None or self.axes.get(v) not in self.masks or not is_line(address, v, WIDE):
             return self.masks
         whole = -(-v.size.const // WIDE) * WIDE
         return {**self.masks, self.axes[v]: f"({self.sym(v)} < {whole})"}
@@ -393,12 +394,6 @@ class BlockWriter(Writer):
                 self.line(f"{here} = {before} // {count}")
             grid.append(count_text(size, block, host_text))
         return " * ".join(reversed(grid)) if grid else "1"
-
-
-def is_aligned(address: Index, v: Sym) -> bool:
-    """Whether neighbours along v are neighbours in memory, and lines of them begin where a wide access may."""
-    rest = address - as_index(v)
-    return address.coefficient(v) is ONE and all(n % WIDE == 0 for n in (rest.const, *(n for _, n in rest.terms)))
 
 
 def padded_read(e: Expr) -> Expr | None:
