@@ -269,14 +269,6 @@ class LoopWriter(CascadeWriter):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(part)} + {step}, {self.extent(v)});")
             self.vector_loop(v, self.sym(part), end, items)
 
-    def end_of(self, block: Sym, side: int) -> str:
-        """Of a block of so many points; how many that is, a compiler should see where it is certain."""
-        if block.size.is_const and block.size.const % side == 0:
-            return f"{self.sym(block)} + {side}"
-        end = self.fresh("e")
-        self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(block)} + {side}, {self.index(block.size)});")
-        return end
-
     def tiled(self, items: Sequence[Item]) -> None:
         """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache.
 
@@ -293,7 +285,7 @@ class LoopWriter(CascadeWriter):
         with self.nest(others, pragma, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
             ends = {}
             for b, x, n in ((tb, t, high), (vb, v, side)):
-                ends[x] = self.end_of(b, n)
+                ends[x] = self.end_of(self.sym(b), n, x.size)
             place = f"[({self.sym(t)} - {self.sym(tb)}) * {side + GAP} + {self.sym(v)} - {self.sym(vb)}]"
             for e, array in turned.items():
                 self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * (side + GAP)}];")
@@ -572,11 +564,7 @@ class LoopWriter(CascadeWriter):
         self.origin = "0" if single else self.sym(block)
         pragma = "" if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
         with self.nest(others, pragma, *(() if single else ((block, self.extent(v), str(width)),))):
-            # A bound that the compiler knows keeps the states in registers.
-            known = v.size.is_const and v.size.const % width == 0
-            self.end = f"{self.origin} + {width}" if known else self.fresh("e")
-            if not known:
-                self.line(f"const {self.d.long} {self.end} = {self.fl}imin({self.origin} + {width}, {self.extent(v)});")
+            self.end = self.end_of(self.origin, width, v.size)  # which keeps the states in registers, if it is known
             for name, level in self.level_of.items():
                 if level == "outer":
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")

@@ -69,6 +69,14 @@ class NestWriter(Writer):
     def combine_into(self, c: Combine, slots: Sequence[str], values: Sequence[str]) -> None:
         self.assign(slots, self.combined(c, slots, values))
 
+    def end_of(self, start: str, side: int, size: Index) -> str:
+        """Of a block of so many points; how many that is, a compiler should see where it is certain."""
+        if size.is_const and size.const % side == 0:
+            return f"{start} + {side}"
+        end = self.fresh("e")
+        self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {side}, {self.index(size)});")
+        return end
+
     def nested(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
         """Serial loops, each a scope of its own so that what does not change moves out."""
         if not vars:

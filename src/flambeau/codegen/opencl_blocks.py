@@ -189,7 +189,3 @@ def fitted(size: int, step: int, most: int) -> int:
     blocks = -(-size // most)
     each = -(-size // blocks)
     return -(-each // step) * step
-
-
-def write_blocks(dialect: OpenCL, kernel: ContractKernel, shape: Shape) -> Draft:
-    return Blocks(dialect, kernel, shape).write()

@@ -227,14 +227,14 @@ def write_points(kernel: Kernel, shape: Shape) -> list[Draft]:
     from .opencl_rows import RowLoops, is_row
     from .opencl_scans import write_scan
     from .opencl_several import SeveralPoints, is_streamed
-    from .opencl_tiles import write_tiles
+    from .opencl_tiles import Tiles
     from .opencl_turned import Turned, is_turned_map
 
     forms: dict[type[PointLoops], Callable[[LoopKernel], bool]] = {
         RowLoops: is_row, Turned: is_turned_map, SeveralPoints: is_streamed}
     dialect = OpenCL(index_type(kernel))
     if isinstance(kernel, ContractKernel):
-        return [write_tiles(dialect, kernel, shape)]
+        return [Tiles(dialect, kernel, shape).write()]
     if isinstance(kernel, LoopKernel):
         kind = next((kind for kind, suits in forms.items() if suits(kernel)), PointLoops)
         loops = kind(dialect, kernel, shape)

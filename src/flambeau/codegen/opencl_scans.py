@@ -39,12 +39,6 @@ class GroupScan(Rows, ScanWriter):
         for j, slot in slots.items():
             self.line(f"{slot} = {values[j]};")
 
-    def copied(self, slots: Mapping[int, str]) -> dict[int, str]:
-        names = {j: self.fresh("b") for j in self.kinds}
-        for j, kind in self.kinds.items():
-            self.variable(kind, names[j], slots[j])
-        return names
-
     def joined(self, left: Mapping[int, str], right: Mapping[int, str]) -> dict[int, str]:
         lefts, rights = ([side.get(j, "0") for j in range(len(self.k.combine.left))] for side in (left, right))
         return dict(zip(self.kinds, self.combined(self.k.combine, lefts, rights, self.kinds), strict=True))

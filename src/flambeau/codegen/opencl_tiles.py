@@ -85,7 +85,3 @@ class Tiles(ContractWriter):
             for i in every:
                 for j in every:
                     self.line(f"sums[{i * EACH + j}] += l{i} * r{j};")
-
-
-def write_tiles(dialect: OpenCL, kernel: ContractKernel, shape: Shape) -> Draft:
-    return Tiles(dialect, kernel, shape).write()

@@ -430,20 +430,17 @@ def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sy
 
 def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSource:
     """The text of one kernel, in the block shape that the heuristics say or one beside it."""
-    from .triton_loops import write_loops
-    from .triton_scan import write_scan
+    from .triton_loops import LoopBlocks
+    from .triton_scan import ScanBlocks
     from .triton_scatter import write_scatter
-    from .triton_tables import write_table
+    from .triton_tables import TableBlocks
 
-    if isinstance(kernel, LoopKernel):
-        drafts = write_loops(kernel, tuning)
-    elif isinstance(kernel, ScanKernel):
-        drafts = write_scan(kernel, tuning)
-    elif isinstance(kernel, TableKernel):
-        drafts = write_table(kernel, tuning)
-    else:
-        assert isinstance(kernel, ScatterKernel)
+    if isinstance(kernel, ScatterKernel):
         drafts = write_scatter(kernel)
+    else:
+        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks]] = {
+            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks}
+        drafts = [kinds[type(kernel)](kernel, tuning).render()]
     arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
     arguments += ["work"] if any(d.workspace for d in drafts) else []
     workspace = ""

@@ -41,10 +41,6 @@ def stages_for(exprs: Iterable[Expr], elements: int, tuning: Tuning) -> int:
     return min(tuning.staged(STAGES), 1 + SHARED // piece) if piece else 1
 
 
-def write_loops(k: LoopKernel, tuning: Tuning) -> list[Draft]:
-    return [LoopBlocks(k, tuning).render()]
-
-
 def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
     """Axes for the innermost variables until the tile is full."""
     out: dict[Sym, int] = {}

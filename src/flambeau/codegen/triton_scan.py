@@ -38,10 +38,6 @@ GROUP = 64  # pieces of columns between two prefixes, where the order is fixed
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 
 
-def write_scan(k: ScanKernel, tuning: Tuning) -> list[Draft]:
-    return [ScanBlocks(k, tuning).render()]
-
-
 class ScanBlocks(BlockWriter):
     def __init__(self, k: ScanKernel, tuning: Tuning) -> None:
         self.tuning = tuning

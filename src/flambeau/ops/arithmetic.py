@@ -44,10 +44,6 @@ aten = torch.ops.aten
 # ---- sums and products ---------------------------------------------------------------------------------
 
 
-def times(a: Expr, b: Expr) -> Expr:
-    return a & b if is_bool(a.dtype) else a * b
-
-
 def plus_multiple(a: Expr, factor: Any, b: Expr) -> Expr:
     """a + factor * b; in floats with one rounding, as ATen's vector loop does."""
     if isinstance(factor, (int, float)) and factor == 1:
@@ -100,7 +96,7 @@ def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
 
 @lower_pointwise(aten.mul)
 def mul(a: Expr, b: Expr) -> Expr:
-    return times(a, b)
+    return a & b if is_bool(a.dtype) else a * b
 
 
 if hasattr(torch.ops.prims, "fma"):  # not every release has it
@@ -181,14 +177,8 @@ def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
     return {None: div, "trunc": trunc_divide, "floor": floor_divide}[rounding_mode](a, b)
 
 
-@lower_pointwise(aten.fmod)
-def fmod(a: Expr, b: Expr) -> Expr:
-    return divided("fmod", a, b)
-
-
-@lower_pointwise(aten.remainder)
-def remainder(a: Expr, b: Expr) -> Expr:
-    return divided("remainder", a, b)
+table("default", {
+    aten.fmod: lambda a, b: divided("fmod", a, b), aten.remainder: lambda a, b: divided("remainder", a, b)})
 
 
 # ---- powers --------------------------------------------------------------------------------------------
