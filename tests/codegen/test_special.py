@@ -53,8 +53,6 @@ UNARY: dict[str, tuple[Callable[..., Any], float, float, float]] = {
     "i0e": (scipy.special.i0e, -500, 500, 0),
     "i1": (scipy.special.i1, -50, 50, 0),
     "i1e": (scipy.special.i1e, -500, 500, 0),
-    "modified_bessel_i0": (scipy.special.i0, -50, 50, 0),
-    "modified_bessel_i1": (scipy.special.i1, -50, 50, 0),
     "modified_bessel_k0": (scipy.special.k0, 0, 100, 0),
     "modified_bessel_k1": (scipy.special.k1, 0, 100, 0),
     "scaled_modified_bessel_k0": (scipy.special.k0e, 0, 1000, 0),

@@ -15,7 +15,7 @@ import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
 from flambeau.ir.expr import Expr, Fold, rewrite
-from flambeau.ir.index import Dyn, Index, Op, Sym, as_index
+from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index
 
 UNROLL = 36  # constant windows up to this many steps (3x3x3 and a bit) are written out
 
@@ -268,6 +268,21 @@ class Writer:
         self.define(self.scopes[depth], self.d.long, name, text)
         self.scopes[depth].indices[key] = name
         return depth, name
+
+    def extent(self, v: Sym) -> str:
+        return self.index(v.size)
+
+    def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
+        """Variables from their joint position."""
+        here, rest = self.scopes[-1], flat
+        for k, v in enumerate(reversed(vars)):
+            n = "1" if v.size is ZERO else self.extent(v)  # of no points, none has a place
+            if k == len(vars) - 1:
+                self.define(here, self.d.long, self.sym(v), rest)
+                return
+            self.define(here, self.d.long, self.sym(v), f"{rest} % {n}")
+            rest, before = self.fresh("q"), rest
+            self.define(here, self.d.long, rest, f"{before} {self.d.quotient} {n}")
 
     # ---- expressions ---------------------------------------------------------------------------------
 

@@ -269,14 +269,6 @@ class LoopWriter(CascadeWriter):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(part)} + {step}, {self.extent(v)});")
             self.vector_loop(v, self.sym(part), end, items)
 
-    def end_of(self, block: Sym, side: int) -> str:
-        """Of a block of so many points; how many that is, a compiler should see where it is certain."""
-        if block.size.is_const and block.size.const % side == 0:
-            return f"{self.sym(block)} + {side}"
-        end = self.fresh("e")
-        self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(block)} + {side}, {self.index(block.size)});")
-        return end
-
     def tiled(self, items: Sequence[Item]) -> None:
         """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache.
 
@@ -293,7 +285,7 @@ class LoopWriter(CascadeWriter):
         with self.nest(others, pragma, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
             ends = {}
             for b, x, n in ((tb, t, high), (vb, v, side)):
-                ends[x] = self.end_of(b, n)
+                ends[x] = self.end_of(self.sym(b), n, x.size)
             place = f"[({self.sym(t)} - {self.sym(tb)}) * {side + GAP} + {self.sym(v)} - {self.sym(vb)}]"
             for e, array in turned.items():
                 self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * (side + GAP)}];")
@@ -307,12 +299,9 @@ class LoopWriter(CascadeWriter):
 
     # ---- rows ----------------------------------------------------------------------------------------
 
-    def row_length(self) -> Index:
-        return volume(self.k.inner)
-
     def is_long(self, points: Index) -> bool:
         """Few outer points and long rows: threads must share a row."""
-        length = self.row_length()
+        length = volume(self.k.inner)
         few = points.is_const and points.const < MANY
         return few and self.k.bounds is None and (not length.is_const or length.const >= 8192)
 
@@ -327,7 +316,7 @@ class LoopWriter(CascadeWriter):
         with self.nest(k.outer, pragma):
             for name in sorted(k.scratch):
                 kind = self.d.types[self.dtype_of[name]]
-                self.line(f"alignas(64) {kind} s_{self.slot(name)}[{self.index(self.row_length())}];")
+                self.line(f"alignas(64) {kind} s_{self.slot(name)}[{self.index(volume(self.k.inner))}];")
             self.stages(self.row_stage, self.outer_stage)
 
     def stages(self, full: Callable[[Sequence[Item]], None], outer: Callable[[Sequence[Item]], None]) -> None:
@@ -471,7 +460,7 @@ class LoopWriter(CascadeWriter):
             def row() -> None:
                 self.row_parts(stage, arrays, lanes, "0", hi, levels, length)
 
-        self.deep(outer, row)
+        self.nested(outer, row)
         self.top(levels)
 
     def row_parts(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
@@ -494,14 +483,6 @@ class LoopWriter(CascadeWriter):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {size}, {hi});")
             yield start, end
             self.rise(levels)
-
-    def deep(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
-        """Nested serial loops, each a scope of its own so that what does not change moves out."""
-        if not vars:
-            body()
-            return
-        with self.loop(vars[0], "0", self.extent(vars[0])):
-            self.deep(vars[1:], body)
 
     # ---- rows shared by threads ------------------------------------------------------------------------
 
@@ -586,11 +567,7 @@ class LoopWriter(CascadeWriter):
         self.origin = "0" if single else self.sym(block)
         pragma = "" if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
         with self.nest(others, pragma, *(() if single else ((block, self.extent(v), str(width)),))):
-            # A bound that the compiler knows keeps the states in registers.
-            known = v.size.is_const and v.size.const % width == 0
-            self.end = f"{self.origin} + {width}" if known else self.fresh("e")
-            if not known:
-                self.line(f"const {self.d.long} {self.end} = {self.fl}imin({self.origin} + {width}, {self.extent(v)});")
+            self.end = self.end_of(self.origin, width, v.size)  # which keeps the states in registers, if it is known
             for name, level in self.level_of.items():
                 if level == "outer":
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
@@ -676,7 +653,7 @@ class LoopWriter(CascadeWriter):
                 with self.parts("0", self.extent(v), size, levels) as (start, end):
                     self.column_rows(stage, arrays, start, end, rows)
 
-        self.deep(outer, walk_rows)
+        self.nested(outer, walk_rows)
         self.top(levels)
 
     @staticmethod

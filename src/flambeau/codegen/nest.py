@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -48,9 +48,6 @@ class NestWriter(Writer):
             if row is not None:
                 self.line(f"fl::prefetch<{row.length}>(&{self.short[name]}[{self.index(row.address)}]);")
 
-    def extent(self, v: Sym) -> str:
-        return self.index(v.size)
-
     def raw(self, text: str, dtype: DType) -> Expr:
         """A leaf that stands for this text in the current scope."""
         e = Expr("raw", dtype, (), self.fresh("x"))
@@ -83,17 +80,21 @@ class NestWriter(Writer):
     def plus(self, total: str, factors: tuple[str, str]) -> str:
         return f"{self.d.fused}({', '.join(factors)}, {total})"
 
-    def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
-        """Variables from their joint position."""
-        rest = flat
-        for k, v in enumerate(reversed(vars)):
-            last = k == len(vars) - 1
-            n = self.extent(v)
-            self.line(f"const {self.d.long} {self.sym(v)} = {rest if last else f'{rest} % {n}'};")
-            if not last:
-                nxt = self.fresh("q")
-                self.line(f"const {self.d.long} {nxt} = {rest} / {n};")
-                rest = nxt
+    def end_of(self, start: str, side: int, size: Index) -> str:
+        """Of a block of so many points; how many that is, a compiler should see where it is certain."""
+        if size.is_const and size.const % side == 0:
+            return f"{start} + {side}"
+        end = self.fresh("e")
+        self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {side}, {self.index(size)});")
+        return end
+
+    def nested(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
+        """Serial loops, each a scope of its own so that what does not change moves out."""
+        if not vars:
+            body()
+            return
+        with self.loop(vars[0], "0", self.extent(vars[0])):
+            self.nested(vars[1:], body)
 
     def work(self, vars: Sequence[Sym], cost: int) -> int | None:
         """Element operations of a loop nest, None if unknown before the run."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Index, Sym
+from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
@@ -33,7 +33,7 @@ class Blocks(ContractWriter):
         self.lanes = VECTOR // size
         self.vector = f"{self.kind}{self.lanes}"
         self.wide = VECTORS * self.lanes
-        rows, columns, depth = (self.number(vars) for vars in (kernel.rows, kernel.columns, kernel.depth))
+        rows, columns, depth = (volume(vars) for vars in (kernel.rows, kernel.columns, kernel.depth))
         self.high = best_height(rows.const) if rows.is_const else ROWS
         self.most_columns = MOST_COLUMNS * 4 // size
         self.block_rows = fitted(rows.const if rows.is_const else MOST_ROWS, self.high, MOST_ROWS)
@@ -42,8 +42,8 @@ class Blocks(ContractWriter):
         if rows.is_const and columns.is_const:
             self.balance(rows.const, columns.const, shape.units)
         self.depth = self.stretch(depth)
-        self.small = all(n.is_const for n in (rows, columns, depth, self.number(kernel.batch))) and \
-            (rows * columns * depth * self.number(kernel.batch)).const < SMALL
+        self.small = all(n.is_const for n in (rows, columns, depth, volume(kernel.batch))) and \
+            (rows * columns * depth * volume(kernel.batch)).const < SMALL
         gap = GAP // size
         self.deep_left = is_deep(kernel.left, kernel.rows, kernel.depth)
         self.left_row = (self.depth if self.deep_left else self.block_rows) + gap
@@ -52,13 +52,13 @@ class Blocks(ContractWriter):
     def stretch(self, depth: Index) -> int:
         """Of the depth at once: whole lines of the innermost variable, if they are short."""
         n = depth.const if depth.is_const and depth.const else DEPTH
-        line = self.number(self.k.depth[-1:])
+        line = volume(self.k.depth[-1:])
         whole = line.const if line.is_const and 1 < line.const < DEPTH else 1
         return min(n, DEPTH // whole * whole)
 
     def balance(self, rows: int, columns: int, units: int) -> None:
         """Smaller blocks where there would be too few for all cores."""
-        batch = self.number(self.k.batch)
+        batch = volume(self.k.batch)
         known = batch.const if batch.is_const else 1
         while known * -(-rows // self.block_rows) * -(-columns // self.block_columns) < 4 * units:
             if self.block_columns >= max(self.block_rows, 8 * self.wide):
@@ -189,7 +189,3 @@ def fitted(size: int, step: int, most: int) -> int:
     blocks = -(-size // most)
     each = -(-size // blocks)
     return -(-each // step) * step
-
-
-def write_blocks(dialect: OpenCL, kernel: ContractKernel, shape: Shape) -> Draft:
-    return Blocks(dialect, kernel, shape).write()

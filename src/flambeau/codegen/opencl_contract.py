@@ -9,7 +9,7 @@ import torch
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Index, Sym, as_index, volume
+from flambeau.ir.index import Sym, as_index, volume
 from flambeau.ir.lines import joined
 from flambeau.ir.program import ContractKernel
 
@@ -36,11 +36,8 @@ class ContractWriter(ClWriter, NestWriter):
         self.address = {name: e.attr if e.op == "index" else as_index(e.attr)
                         for (name, _), e in zip(kernel.stores, exprs[len(kernel.items):], strict=True)}
 
-    def number(self, vars: Sequence[Sym]) -> Index:
-        return volume(vars)
-
     def length(self, vars: Sequence[Sym]) -> str:
-        return self.index(self.number(vars))
+        return self.index(volume(vars))
 
     @contextmanager
     def walk(self, vars: Sequence[Sym], lo: str, hi: str, pragma: str = "") -> Iterator[str]:

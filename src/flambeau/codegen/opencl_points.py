@@ -13,7 +13,7 @@ import torch
 
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, const, walk
-from flambeau.ir.index import Index, Sym, as_index, volume
+from flambeau.ir.index import Sym, as_index, volume
 from flambeau.ir.program import (
     ContractKernel,
     Item,
@@ -109,13 +109,10 @@ class PointLoops(Points):
 
     def line_scratch(self) -> None:
         for name in sorted(self.k.scratch):
-            self.line(f"{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{self.index(self.row_length())}];")
+            self.line(f"{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{self.index(volume(self.k.inner))}];")
 
     def scratch(self, name: str) -> str:
         return f"s_{list(self.dtype_of).index(name)}"
-
-    def row_length(self) -> Index:
-        return volume(self.k.inner)
 
     def emit(self, e: Expr) -> tuple[int, str]:
         if e.op == "local" and self.local(e.attr) is None:
@@ -140,7 +137,7 @@ class PointLoops(Points):
         elif reductions and not (first.size.is_const and first.size.const < 2 * CASCADE):
             self.cascade(stage, reductions, states)
         else:
-            self.deep(self.k.inner, stage, states)
+            self.nested(self.k.inner, lambda: self.body(stage, states))
         self.finish(reductions, states)
 
     def declare(self, reductions: Sequence[Item]) -> dict[str, str]:
@@ -151,13 +148,6 @@ class PointLoops(Points):
             self.variable(identity.dtype, states[name], self.d.constant(identity.attr, identity.dtype))
         return states
 
-    def deep(self, vars: Sequence[Sym], stage: Sequence[Item], states: dict[str, str]) -> None:
-        if not vars:
-            self.body(stage, states)
-            return
-        with self.loop(vars[0], "0", self.extent(vars[0])):
-            self.deep(vars[1:], stage, states)
-
     def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
         v = self.k.inner[0]
         group, last = Sym(f"{v.name}c", v.size), self.fresh("e")
@@ -165,7 +155,7 @@ class PointLoops(Points):
             parts = self.declare(reductions)
             self.line(f"const {self.d.long} {last} = fl_imin({self.sym(group)} + {CASCADE}, {self.extent(v)});")
             with self.loop(v, self.sym(group), last):
-                self.deep(self.k.inner[1:], stage, parts)
+                self.nested(self.k.inner[1:], lambda: self.body(stage, parts))
             for i in reductions:
                 self.combine_into(i.joins, [states[n] for n in i.names], [parts[n] for n in i.names])
 
@@ -237,14 +227,14 @@ def write_points(kernel: Kernel, shape: Shape) -> list[Draft]:
     from .opencl_rows import RowLoops, is_row
     from .opencl_scans import write_scan
     from .opencl_several import SeveralPoints, is_streamed
-    from .opencl_tiles import write_tiles
+    from .opencl_tiles import Tiles
     from .opencl_turned import Turned, is_turned_map
 
     forms: dict[type[PointLoops], Callable[[LoopKernel], bool]] = {
         RowLoops: is_row, Turned: is_turned_map, SeveralPoints: is_streamed}
     dialect = OpenCL(index_type(kernel))
     if isinstance(kernel, ContractKernel):
-        return [write_tiles(dialect, kernel, shape)]
+        return [Tiles(dialect, kernel, shape).write()]
     if isinstance(kernel, LoopKernel):
         kind = next((kind for kind, suits in forms.items() if suits(kernel)), PointLoops)
         loops = kind(dialect, kernel, shape)

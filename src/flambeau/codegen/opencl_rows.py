@@ -97,7 +97,7 @@ class RowLoops(Rows, PointLoops):
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         self.flat = kernel.inner
-        self.number = self.row_length()
+        self.number = volume(self.k.inner)
         self.around = frozenset(kernel.outer)
         maps = {i.names[0] for i in kernel.items if i.combine is None and i.level == "full"}
         self.full = {name: a for name, a in kernel.stores if name in maps}
@@ -120,7 +120,7 @@ class RowLoops(Rows, PointLoops):
         held = self.is_held()
         place = "" if held else "__local "
         for name in sorted(self.k.scratch):
-            size = str(self.each) if held else self.index(self.row_length())
+            size = str(self.each) if held else self.index(volume(self.k.inner))
             self.line(f"{place}{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{size}];")
         self.look(self.ahead(exprs), self.full)
         with self.groups(self.k.outer):

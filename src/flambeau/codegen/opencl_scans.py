@@ -125,10 +125,7 @@ class RowScan(GroupScan):
 
     def join(self, own: Mapping[int, str], sums: Mapping[int, str], carry: Mapping[int, str], line: str) -> None:
         """A run with all that lies before it, to be stored."""
-        before = {}
-        for j, kind in self.kinds.items():
-            before[j] = self.fresh("b")
-            self.line(f"{self.d.types[kind]} {before[j]} = {carry[j]};")
+        before = self.copied(carry)
         with self.scope(f"if ({self.me} > 0) {{"):
             self.put(before, self.joined(carry, {j: self.at(sums[j], line, "me - 1") for j in own}))
         s = self.fresh("s")
@@ -192,10 +189,7 @@ class ColumnScan(GroupScan):
 
     def join(self, sums: Mapping[int, str], carry: Mapping[int, str]) -> dict[int, str]:
         """What lies before the stretch of the work-item; and what is carried on."""
-        before = {}
-        for j, kind in self.kinds.items():
-            before[j] = self.fresh("b")
-            self.line(f"{self.d.types[kind]} {before[j]} = {carry[j]};")
+        before = self.copied(carry)
         with self.scope(f"for (int k = 0; k < {self.group // self.wide}; ++k) {{", pragma=UNROLL):
             with self.scope(f"if (k == {self.me} / {self.wide}) {{"):
                 self.put(before, carry)

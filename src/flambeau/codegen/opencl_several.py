@@ -14,6 +14,7 @@ from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_bool
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, volume
+from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
 
 from .cfamily import Dialect, Scope
@@ -63,12 +64,6 @@ class Several(Points):
                 found.append(e)
         return found
 
-    def is_line(self, address: Index, lanes: int) -> bool:
-        """Whether so many elements from a multiple of their number on are one access, as far as strides go."""
-        rest = address - self.flat[-1]
-        return address.coefficient(self.flat[-1]) is ONE and rest.const % lanes == 0 \
-            and all(c % lanes == 0 for _, c in rest.terms)
-
     def choose_lanes(self, exprs: Sequence[Expr], stores: Iterable[tuple[str, Index]]) -> None:
         v = self.flat[-1]
         reads = self.ahead(exprs)
@@ -80,7 +75,7 @@ class Several(Points):
         lanes = BYTES // max((dtype.itemsize for dtype, _ in lines), default=BYTES)
         while lanes > 1:
             rows = len(self.flat) == 1 or v.size.is_const and v.size.const % lanes == 0
-            if rows and all(self.is_line(a, lanes) for _, a in lines):
+            if rows and all(is_line(a, v, lanes) for _, a in lines):
                 self.lanes, self.lined = lanes, True
                 return
             lanes //= 2
@@ -89,7 +84,7 @@ class Several(Points):
         """Whether the offsets of all tensors allow wide accesses."""
         if not self.lined:
             return
-        names = [e.attr[0] for e in reads if self.is_line(e.attr[1][0], self.lanes)] + [*stores]
+        names = [e.attr[0] for e in reads if is_line(e.attr[1][0], self.flat[-1], self.lanes)] + [*stores]
         offsets = sorted({self.short[name].replace("p", "o") for name in names})
         self.line(f"const bool wide = (({' | '.join(offsets)}) & {self.lanes - 1}) == 0;")
 
@@ -161,7 +156,7 @@ class Several(Points):
         for e in reads:
             self.fetched.pop(e, None)
         arrays = {e: self.array(e.dtype, "r") for e in reads}
-        lines = [e for e in reads if self.lined and self.is_line(e.attr[1][0], self.lanes)]
+        lines = [e for e in reads if self.lined and is_line(e.attr[1][0], self.flat[-1], self.lanes)]
 
         def wide(s: str) -> None:
             for e in lines:

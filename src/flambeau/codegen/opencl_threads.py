@@ -103,11 +103,11 @@ class ThreadStart(Threads, ScatterWriter):
 
 
 def write_threads(kernel: Kernel, shape: Shape) -> list[Draft]:
-    from .opencl_blocks import write_blocks
+    from .opencl_blocks import Blocks
 
     dialect = OpenCL()
     if isinstance(kernel, ContractKernel):
-        return [write_blocks(dialect, kernel, shape)]
+        return [Blocks(dialect, kernel, shape).write()]
     if isinstance(kernel, LoopKernel | ScanKernel):
         one = ThreadLoops(dialect, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(dialect, kernel)
         one.render()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import isqrt
 
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Sym
+from flambeau.ir.index import Sym, volume
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
@@ -31,7 +31,7 @@ class Tiles(ContractWriter):
 
     def write(self) -> Draft:
         k, long, tile = self.k, self.d.long, self.tile
-        counts = [self.number(vars) for vars in (k.rows, k.columns, k.batch)]
+        counts = [volume(vars) for vars in (k.rows, k.columns, k.batch)]
         high, wide = ((n + (tile - 1)) // tile for n in counts[:2])
         rows, columns, depth = (self.length(vars) for vars in (k.rows, k.columns, k.depth))
         self.line(f"__local {self.kind} lefts[{DEPTH * self.row}], rights[{DEPTH * self.row}];")
@@ -85,7 +85,3 @@ class Tiles(ContractWriter):
             for i in every:
                 for j in every:
                     self.line(f"sums[{i * EACH + j}] += l{i} * r{j};")
-
-
-def write_tiles(dialect: OpenCL, kernel: ContractKernel, shape: Shape) -> Draft:
-    return Tiles(dialect, kernel, shape).write()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from flambeau.ir.cost import cost_of
@@ -62,6 +62,14 @@ class ScanWriter(NestWriter):
                 self.line(f"for (int l = 0; l < {count}; ++l) {name}[l] = {start};")
         return out
 
+    def copied(self, slots: Mapping[int, str]) -> dict[int, str]:
+        """Variables of their own for what is in some slots."""
+        names = {}
+        for j, slot in slots.items():
+            names[j] = self.fresh("s")
+            self.variable(self.k.combine.left[j].dtype, names[j], slot)
+        return names
+
     def running(self, slots: dict[int, str]) -> dict[Expr, Expr]:
         return {self.k.combine.left[j]: self.raw(slot, self.k.combine.left[j].dtype) for j, slot in slots.items()}
 
@@ -85,7 +93,6 @@ class ScanWriter(NestWriter):
     def rows(self) -> None:
         k = self.k
         points, length = volume(k.outer), k.axis.size
-        assert length is not None
         dear = cost_of(k.combine.result) > DEAR  # to find out first what a part comes to would take too long
         if points.is_const and points.const < FEW and not (length.is_const and length.const < LONG) and not dear:
             with self.nest(k.outer):
@@ -171,10 +178,7 @@ class ScanWriter(NestWriter):
         head = f"for ({self.d.long} {b} = 0; {b} < {PARTS}; {b} += {abreast}) {{"
         with self.scope(head, pragma=self.parallel((*k.outer, k.axis), self.cost, 1)):
             if abreast == 1:
-                slots = {}
-                for j in components:
-                    slots[j] = self.fresh("s")
-                    self.line(f"{self.d.types[k.combine.left[j].dtype]} {slots[j]} = {states[j]}[{b}];")
+                slots = self.copied({j: f"{states[j]}[{b}]" for j in components})
                 lo, hi = f"{b} * {size}", f"({b} + 1) * {size}"
                 self.stretch(slots, lo, hi, store)
                 ends = {j: f"{states[j]}[{b}] = {slot};" for j, slot in slots.items()}
@@ -209,10 +213,7 @@ class ScanWriter(NestWriter):
         with self.nest(others, self.parallel((*k.outer, k.axis), self.cost, len(others) + 1),
                        (block, self.extent(v), str(width))):
             b = self.sym(block)
-            known = v.size.is_const and v.size.const % width == 0
-            end = f"{b} + {width}" if known else self.fresh("e")
-            if not known:
-                self.line(f"const {self.d.long} {end} = {self.fl}imin({b} + {width}, {self.extent(v)});")
+            end = self.end_of(b, width, v.size)
             arrays = self.declare(self.needed, width)
             # To gather and scatter takes longer than to go one by one, unless what is between them is dear.
             one_by_one = apart and cost_of(k.combine.result) <= DEAR
@@ -226,19 +227,11 @@ class ScanWriter(NestWriter):
     def strips(self, v: Sym, b: str, end: str, slots: dict[int, str]) -> None:
         """Rows that lie far apart, some elements of each in turn: a line of the cache is done with before it may have
         to go, and the rows still do not wait for each other."""
-        first, n, length = self.fresh("f"), self.extent(self.k.axis), self.k.axis.size
-        assert length is not None
-        with self.scope(f"for ({self.d.long} {first} = 0; {first} < {n}; {first} += {STRIP}) {{"):
-            last = f"{first} + {STRIP}"
-            if not (length.is_const and length.const % STRIP == 0):
-                last = self.fresh("e")
-                self.line(f"const {self.d.long} {last} = {self.fl}imin({first} + {STRIP}, {n});")
+        first, axis = self.fresh("f"), self.k.axis
+        with self.scope(f"for ({self.d.long} {first} = 0; {first} < {self.extent(axis)}; {first} += {STRIP}) {{"):
+            last = self.end_of(first, STRIP, axis.size)
             with self.loop(v, b, end):
-                own = {}
-                for j, slot in slots.items():
-                    own[j] = self.fresh("s")
-                    self.line(f"{self.d.types[self.k.combine.left[j].dtype]} {own[j]} = {slot};")
+                own = self.copied(slots)
                 with self.axis_loop(first, f"({last})"):
                     self.step(own)
-                for j, slot in slots.items():
-                    self.line(f"{slot} = {own[j]};")
+                self.assign(slots.values(), own.values())

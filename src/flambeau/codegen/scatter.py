@@ -200,19 +200,16 @@ class ScatterWriter(NestWriter):
         """Every thread reads every target index and writes the rows in its own range."""
         k = self.k
         assert k.owner is not None and k.owners is not None
+        owner = k.owner
+
+        def write_own() -> None:
+            at = self.index(owner)
+            with self.scope(f"if ({at} >= {lo} && {at} < {hi}) {{"):
+                self.deep(rows)
+
         with self.scope("{", pragma="#pragma omp parallel CHECKS"):
             lo, hi = self.share(self.index(k.owners))
-            self.deep_owned(list(bound), list(rows), lo, hi)
-
-    def deep_owned(self, bound: list[Sym], rows: list[Sym], lo: str, hi: str) -> None:
-        if bound:
-            with self.loop(bound[0], "0", self.extent(bound[0])):
-                self.deep_owned(bound[1:], rows, lo, hi)
-            return
-        assert self.k.owner is not None
-        at = self.index(self.k.owner)
-        with self.scope(f"if ({at} >= {lo} && {at} < {hi}) {{"):
-            self.deep(rows)
+            self.nested(bound, write_own)
 
     def write(self) -> None:
         k = self.k

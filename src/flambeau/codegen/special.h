@@ -252,8 +252,6 @@ static inline double i1e(double x) {
 }
 static inline double i0(double x) { return exp(abs(x)) * i0e(x); }
 static inline double i1(double x) { return exp(abs(x)) * i1e(x); }
-static inline double modified_bessel_i0(double x) { return i0(x); }
-static inline double modified_bessel_i1(double x) { return i1(x); }
 
 // exp(scaled * x) K(x)
 static inline double bessel_k0(double x, bool scaled) {
@@ -321,7 +319,6 @@ static inline double ndtri(double p) {
 // ---- on floats -----------------------------------------------------------------------------------------
 
 FL_FLOAT(digamma) FL_FLOAT(i0) FL_FLOAT(i0e) FL_FLOAT(i1) FL_FLOAT(i1e)
-FL_FLOAT(modified_bessel_i0) FL_FLOAT(modified_bessel_i1)
 FL_FLOAT(modified_bessel_k0) FL_FLOAT(modified_bessel_k1)
 FL_FLOAT(scaled_modified_bessel_k0) FL_FLOAT(scaled_modified_bessel_k1) FL_FLOAT(spherical_bessel_j0)
 FL_FLOAT(airy_ai) FL_FLOAT(erfcx) FL_FLOAT(ndtri)

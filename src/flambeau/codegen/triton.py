@@ -17,7 +17,8 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float
 from flambeau.ir.expr import SPECIAL, Expr, Fold, cast, index_value, masked, walk, where
-from flambeau.ir.index import ONE, Dyn, Index, Sym, as_index, volume
+from flambeau.ir.index import Dyn, Index, Sym, volume
+from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
 
@@ -63,8 +64,7 @@ class Triton(Dialect):
 
 TRITON = Triton()
 # The special functions that NVIDIA's device library has not.
-MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1",
-                     "modified_bessel_i0", "modified_bessel_i1"}
+MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"}
 # Joins that memory itself does. Of floats it has no minimum that keeps NaN.
 SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
                                            torch.int64)]
@@ -212,7 +212,7 @@ class BlockWriter(Writer):
         """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
         own end is dropped, and lies in the same 16 bytes as what is not."""
         v = self.gathered
-        if v is None or self.axes.get(v) not in self.masks or not is_aligned(address, v):
+        if v is None or self.axes.get(v) not in self.masks or not is_line(address, v, WIDE):
             return self.masks
         whole = -(-v.size.const // WIDE) * WIDE
         return {**self.masks, self.axes[v]: f"({self.sym(v)} < {whole})"}
@@ -396,12 +396,6 @@ class BlockWriter(Writer):
         return " * ".join(reversed(grid)) if grid else "1"
 
 
-def is_aligned(address: Index, v: Sym) -> bool:
-    """Whether neighbours along v are neighbours in memory, and lines of them begin where a wide access may."""
-    rest = address - as_index(v)
-    return address.coefficient(v) is ONE and all(n % WIDE == 0 for n in (rest.const, *(n for _, n in rest.terms)))
-
-
 def padded_read(e: Expr) -> Expr | None:
     """The read of an expression that is a read under a mask, and a constant where that does not hold."""
     if e.op != "where" or e.args[2].op != "const":
@@ -436,20 +430,17 @@ def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sy
 
 def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSource:
     """The text of one kernel, in the block shape that the heuristics say or one beside it."""
-    from .triton_loops import write_loops
-    from .triton_scan import write_scan
+    from .triton_loops import LoopBlocks
+    from .triton_scan import ScanBlocks
     from .triton_scatter import write_scatter
-    from .triton_tables import write_table
+    from .triton_tables import TableBlocks
 
-    if isinstance(kernel, LoopKernel):
-        drafts = write_loops(kernel, tuning)
-    elif isinstance(kernel, ScanKernel):
-        drafts = write_scan(kernel, tuning)
-    elif isinstance(kernel, TableKernel):
-        drafts = write_table(kernel, tuning)
-    else:
-        assert isinstance(kernel, ScatterKernel)
+    if isinstance(kernel, ScatterKernel):
         drafts = write_scatter(kernel)
+    else:
+        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks]] = {
+            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks}
+        drafts = [kinds[type(kernel)](kernel, tuning).render()]
     arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
     arguments += ["work"] if any(d.workspace for d in drafts) else []
     workspace = ""

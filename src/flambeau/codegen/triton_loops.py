@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flambeau.ir.expr import Expr, cast, walk
-from flambeau.ir.index import ZERO, Index, Op, Sym, as_index, volume
-from flambeau.ir.program import Item, LoopKernel, reductions_of
+from flambeau.ir.index import Index, Op, Sym, as_index, volume
+from flambeau.ir.lines import is_line
+from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of
 
-from .triton import WIDEST, BlockWriter, Draft, is_aligned, is_wide, padded_read, power
+from .triton import WIDE, WIDEST, BlockWriter, Draft, is_wide, padded_read, power
 from .triton_phases import Phases, compact, halved, overlapping, spelled, written_out
 from .triton_rows import rows_of
 from .tuning import HEURISTIC, Tuning
@@ -38,10 +39,6 @@ def stages_for(exprs: Iterable[Expr], elements: int, tuning: Tuning) -> int:
     """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory."""
     piece = sum(e.dtype.itemsize * elements for e in {e for e in walk(*exprs) if e.op == "load"})
     return min(tuning.staged(STAGES), 1 + SHARED // piece) if piece else 1
-
-
-def write_loops(k: LoopKernel, tuning: Tuning) -> list[Draft]:
-    return [LoopBlocks(k, tuning).render()]
 
 
 def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
@@ -163,7 +160,7 @@ class LoopBlocks(BlockWriter):
         if last.size.is_const and last.size.const % WIDEST == 0 and not self.guards:
             return None
         accessed = [a for e in walk(*k.everything()) if e.op == "load" for a in e.attr[1]] + [a for _, a in k.stores]
-        if not any(is_aligned(a, last) for a in accessed):
+        if not any(is_line(a, last, WIDE) for a in accessed):
             return None
         ends: dict[Sym, Index] = {}
         for v, axis in self.axes.items():
@@ -257,35 +254,22 @@ class LoopBlocks(BlockWriter):
 
     # ---- rows ------------------------------------------------------------------------------------------
 
-    def bind_row(self, flat: str) -> None:
-        """The inner variables at position `flat` of all inner points."""
-        rest = flat
-        for n, v in enumerate(reversed(self.k.inner)):
-            size = "1" if v.size is ZERO else self.index(v.size)  # of no points, none has a place
-            last = n == len(self.k.inner) - 1
-            self.line(f"{self.sym(v)} = {rest if last else f'{rest} % {size}'}")
-            if not last:
-                rest, before = self.fresh("q"), rest
-                self.line(f"{rest} = {before} // {size}")
-
-    def open_row(self, first: str, end: Index | None) -> None:
+    def open_row(self, first: str, end: str) -> str:
+        """The lanes of the row from `first` on, below an end if there is one: the position of each."""
         assert self.row is not None
         flat = self.fresh("q")
-        lane = self.arange(self.row)
-        self.line(f"{flat} = {first + ' + ' if first else ''}{lane}")
-        for v in self.k.inner:
-            self.axes[v] = self.row
-        if end is not None:
+        self.line(f"{flat} = {first + ' + ' if first else ''}{self.arange(self.row)}")
+        self.axes.update(dict.fromkeys(self.k.inner, self.row))
+        if end:
             self.masks[self.row] = self.fresh("m")
-            self.line(f"{self.masks[self.row]} = {flat} < {self.index(end)}")
-        self.bind_row(flat)
+            self.line(f"{self.masks[self.row]} = {flat} < {end}")
+        return flat
 
     def whole_row(self) -> None:
         assert self.row is not None
         exact = self.inner.const == self.blocks[self.row]
-        self.open_row("", None if exact else self.inner)
-        for items in self.k.stages:
-            self.stage(items, None)
+        self.decompose(self.open_row("", "" if exact else self.index(self.inner)), self.k.inner)
+        self.stages()
 
     def pieces(self, length: int) -> None:
         k = self.k
@@ -298,19 +282,16 @@ class LoopBlocks(BlockWriter):
                 self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
             taken = self.carries(items)
             first = Sym(f"base{n}", self.inner)
-            ahead = f"num_stages={stages_for([e for i in items for e in i.exprs], math.prod(self.blocks), self.tuning)}"
+            ahead = f"num_stages={stages_for(exprs_of(items), math.prod(self.blocks), self.tuning)}"
             with self.loop(first, "0", self.index(self.inner), str(length), pragma=ahead) as s:
                 s.vars.update(k.inner)
-                self.open_row(self.sym(first), None if exact else self.inner)
+                self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)
                 self.stage(items, taken)
             self.close(items, taken)
 
     def carries(self, items: Sequence[Item]) -> dict[str, list[str]]:
-        taken: dict[str, list[str]] = {}
-        for i in items:
-            if i.combine is not None:
-                taken[i.names[0]] = self.start(i.combine, self.full() if self.k.bounds is None else self.outer_axes())
-        return taken
+        axes = self.full() if self.k.bounds is None else self.outer_axes()
+        return {i.names[0]: self.start(i.joins, axes) for i in reductions_of(items)}
 
     def close(self, items: Sequence[Item], taken: dict[str, list[str]]) -> None:
         """After the loop: the row's own names mean nothing any more, its reductions are finished."""
@@ -318,9 +299,8 @@ class LoopBlocks(BlockWriter):
         self.masks.pop(self.row, None)
         for v in self.k.inner:
             self.axes.pop(v, None)
-        for i in items:
-            if i.combine is not None:
-                self.finish(i, taken[i.names[0]])
+        for i in reductions_of(items):
+            self.finish(i, taken[i.names[0]])
 
     def segment(self, length: int) -> None:
         """Points from lo to hi, which each outer point reads for itself."""
@@ -342,12 +322,7 @@ class LoopBlocks(BlockWriter):
             step = Sym(self.fresh("step"), as_index(1))
             with self.loop(step, "0", most, str(length)) as s:
                 s.vars.update(k.inner)
-                at = self.fresh("q")
-                self.line(f"{at} = {self.sym(step)} + {self.arange(self.row)}")
-                for v in k.inner:
-                    self.axes[v] = self.row
-                self.masks[self.row] = self.fresh("m")
-                self.line(f"{self.masks[self.row]} = {at} < {hi}")
+                at = self.open_row(self.sym(step), hi)
                 self.line(f"{self.sym(k.inner[0])} = {lo} + {at}")
                 self.stage(items, taken)
             self.close(items, taken)

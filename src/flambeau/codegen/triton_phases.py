@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product as points_of
 
 from flambeau.ir.expr import CHECKED, Expr, index_value, load, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index
 from flambeau.ir.program import Item, LoopKernel
 
 from .cfamily import UNROLL, Writer
@@ -89,11 +89,7 @@ def spelled(k: LoopKernel) -> LoopKernel:
 def divided(k: LoopKernel) -> Iterator[tuple[Sym, int]]:
     """Variables that some index divides by a small number."""
     for e in walk(*k.everything()):
-        for a in (a for i in e.own_indices() for a in i.atoms()):
-            if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const and 1 < a.b.const <= LARGEST:
-                v = (a.a - a.a.const).atom()
-                if isinstance(v, Sym) and v in k.outer and v.size.is_const and v.size.const > a.b.const:
-                    yield v, a.b.const
+        yield from ((v, n) for i in e.own_indices() for v, n in i.divisions() if v in k.outer and n <= LARGEST)
 
 
 def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]:

@@ -15,11 +15,12 @@ from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import Expr, cast, loads, rewrite
 from flambeau.ir.index import ONE, Index, Sym
+from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel
 
 from .source import host_text
-from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, is_aligned, is_wide, power
+from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, is_wide, power
 from .triton_loops import spans, stages_for
 from .tuning import Tuning
 
@@ -35,10 +36,6 @@ WINDOW = 128  # predecessors that are read at once
 LONGEST, IN_A_ROW = 256, 32  # rows of a piece of columns, and pieces of all rows as long as that allows
 GROUP = 64  # pieces of columns between two prefixes, where the order is fixed
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
-
-
-def write_scan(k: ScanKernel, tuning: Tuning) -> list[Draft]:
-    return [ScanBlocks(k, tuning).render()]
 
 
 class ScanBlocks(BlockWriter):
@@ -180,7 +177,7 @@ class ScanBlocks(BlockWriter):
         if not first or self.row not in self.masks or self.length.is_const and self.length.const % WIDEST == 0:
             return None
         read = [a for e in loads(*k.exprs) for a in e.attr[1]]
-        if not all(is_aligned(a, k.axis) for a in (*read, *self.addresses.values())):
+        if not all(is_line(a, k.axis, WIDE) for a in (*read, *self.addresses.values())):
             return None
         return f"{first} + {self.blocks[self.row]} <= {self.index(self.length)}"
 

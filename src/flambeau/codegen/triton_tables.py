@@ -15,10 +15,6 @@ WARPS = THREADS // 32
 GRID = "count2 >> 1"
 
 
-def write_table(k: TableKernel, tuning: Tuning) -> list[Draft]:
-    return [TableBlocks(k, tuning).render()]
-
-
 class TableBlocks(BlockWriter):
     """Addresses come out of memory, so nothing is known of them: blocks that are whole and of aligned tensors are told
     so, which is what accesses of 16 bytes take; the others go element by element."""

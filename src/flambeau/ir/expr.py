@@ -34,8 +34,8 @@ Number = bool | int | float
 # The functions of torch.special, of one argument and of two: not every machine has all of them.
 _SPECIAL1 = (
     "lgamma", "digamma", "erfcx", "ndtri", "airy_ai", "i0", "i0e", "i1", "i1e", "bessel_j0", "bessel_j1", "bessel_y0",
-    "bessel_y1", "modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1",
-    "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0",
+    "bessel_y1", "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
+    "spherical_bessel_j0",
 )
 _SPECIAL2 = (
     "zeta", "polygamma", "igamma", "igammac", "chebyshev_polynomial_t", "chebyshev_polynomial_u",
@@ -55,7 +55,7 @@ OPS: dict[str, tuple[int, str | DType]] = {
     ), (1, "same")),
     **dict.fromkeys(("isnan", "isinf", "signbit", "logical_not"), (1, "bool")),
     **dict.fromkeys((
-        "add", "sub", "mul", "div", "floordiv", "mod", "fmod", "remainder", "pow", "min", "max", "fmin", "fmax",
+        "add", "sub", "mul", "div", "floordiv", "fmod", "remainder", "pow", "min", "max", "fmin", "fmax",
         "atan2", "hypot", "copysign", "nextafter", "bitwise_and", "bitwise_or", "bitwise_xor", "shl", "shr",
         "gcd", "lcm", *_SPECIAL2,
     ), (2, "same")),

@@ -195,6 +195,14 @@ class Index:
                     yield from a.a.atoms()
                     yield from a.b.atoms()
 
+    def divisions(self) -> Iterable[tuple[Sym, int]]:
+        """Variables of known size that it divides, and by what: x of x // k, x % k, and (x + c) // k."""
+        for a in self.atoms():
+            if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const:
+                v, k = (a.a - a.a.const).atom(), a.b.const
+                if isinstance(v, Sym) and v.extent is not None and v.extent.is_const and 1 < k < v.extent.const:
+                    yield v, k
+
     def bounds(self) -> Bounds:
         """Inclusive numeric range; None where it is unknown."""
         if self._bounds is None:
@@ -369,17 +377,14 @@ def _mono_bounds(mono: Monomial) -> Bounds:
     lo: int | None = 1
     hi: int | None = 1
     for a in mono:
-        if lo is None or hi is None or a.lo is None or a.hi is None or lo < 0 or a.lo < 0:
-            # Sizes and loop variables are never negative, so half-open products keep their lower end.
-            if lo is not None and lo >= 0 and a.lo is not None and a.lo >= 0:
-                lo, hi = lo * a.lo, None if hi is None or a.hi is None else hi * a.hi
-            elif None not in (lo, hi, a.lo, a.hi):
-                ends = [x * y for x in (lo, hi) for y in (a.lo, a.hi)]  # type: ignore[operator]
-                lo, hi = min(ends), max(ends)
-            else:
-                return None, None
+        # Sizes and loop variables are never negative, so half-open products keep their lower end.
+        if lo is not None and lo >= 0 and a.lo is not None and a.lo >= 0:
+            lo, hi = lo * a.lo, None if hi is None or a.hi is None else hi * a.hi
+        elif lo is None or hi is None or a.lo is None or a.hi is None:
+            return None, None
         else:
-            lo, hi = lo * a.lo, hi * a.hi
+            ends = [x * y for x in (lo, hi) for y in (a.lo, a.hi)]
+            lo, hi = min(ends), max(ends)
     return lo, hi
 
 

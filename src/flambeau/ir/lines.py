@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .expr import Expr, loads, walk
-from .index import Index, Sym, as_index, walks_as_one
+from .index import ONE, Index, Sym, as_index, walks_as_one
 
 LINE = 64  # elements next to each other that are as good as any more
 
@@ -27,6 +27,13 @@ def is_deep(factor: Expr, own: Sequence[Sym], depth: Sequence[Sym]) -> bool:
     own, (factor,) = joined(own, factor)
     depth, (factor,) = joined(depth, factor)
     return sum(line(e.attr[1][0], depth) - line(e.attr[1][0], own) for e in loads(factor)) > 0
+
+
+def is_line(address: Index, v: Sym, lanes: int) -> bool:
+    """Whether neighbours along v are neighbours in memory, and so many of them, from a multiple of their number on, are
+    one wide access, as far as strides go."""
+    rest = address - v
+    return address.coefficient(v) is ONE and all(n % lanes == 0 for n in (rest.const, *(n for _, n in rest.terms)))
 
 
 def line(address: Index, vars: Sequence[Sym]) -> float:

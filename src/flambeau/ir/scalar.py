@@ -43,6 +43,12 @@ sign = math1("sign")
 isnan = math1("isnan")
 isinf = math1("isinf")
 digamma = math1("digamma")
+not_ = math1("logical_not")
+eq = math2("eq")
+ne = math2("ne")
+minimum = math2("min")  # NaN if either is
+maximum = math2("max")
+pow_ = math2("pow")
 fmod = math2("fmod")
 atan2 = math2("atan2")
 hypot = math2("hypot")
@@ -54,27 +60,6 @@ def abs_(x: Expr) -> Expr:
     return x if is_bool(x.dtype) or x.dtype is torch.uint8 else unary("abs", x)
 
 
-def not_(x: Expr) -> Expr:
-    return unary("logical_not", x)
-
-
-def eq(a: Scalar, b: Scalar) -> Expr:
-    return binary("eq", a, b)
-
-
-def ne(a: Scalar, b: Scalar) -> Expr:
-    return binary("ne", a, b)
-
-
-def minimum(a: Scalar, b: Scalar) -> Expr:
-    """NaN if either is."""
-    return binary("min", a, b)
-
-
-def maximum(a: Scalar, b: Scalar) -> Expr:
-    return binary("max", a, b)
-
-
 def clamp(x: Expr, lo: Scalar | None, hi: Scalar | None) -> Expr:
     x = x if lo is None else maximum(x, lo)
     return x if hi is None else minimum(x, hi)
@@ -82,10 +67,6 @@ def clamp(x: Expr, lo: Scalar | None, hi: Scalar | None) -> Expr:
 
 def square(x: Expr) -> Expr:
     return x * x
-
-
-def pow_(a: Scalar, b: Scalar) -> Expr:
-    return binary("pow", a, b)
 
 
 def fma(a: Expr, b: Expr, c: Expr) -> Expr:

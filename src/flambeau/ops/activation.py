@@ -143,9 +143,7 @@ def elu_backward(grad: Value, alpha: float, scale: float, input_scale: float, is
     return pointwise(formula)(grad, x)
 
 
-@lower(aten.celu)
-def celu(x: Value, alpha: float = 1.0) -> Value:
-    return elu(x, alpha, 1, 1 / alpha)
+lower(aten.celu)(lambda x, alpha=1.0: elu(x, alpha, 1, 1 / alpha))
 
 
 @lower_pointwise(aten.softplus, operands=1)

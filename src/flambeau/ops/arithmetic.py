@@ -45,10 +45,6 @@ aten = torch.ops.aten
 # ---- sums and products ---------------------------------------------------------------------------------
 
 
-def times(a: Expr, b: Expr) -> Expr:
-    return a & b if is_bool(a.dtype) else a * b
-
-
 def plus_multiple(a: Expr, factor: Any, b: Expr) -> Expr:
     """a + factor * b; in floats with one rounding, as ATen's vector loop does."""
     if isinstance(factor, (int, float)) and factor == 1:
@@ -115,7 +111,7 @@ def unrounded(a: Any, b: Any) -> Any:
 
 @pointwise
 def product(a: Expr, b: Expr) -> Expr:
-    return times(a, b)
+    return a & b if is_bool(a.dtype) else a * b
 
 
 @lower(aten.mul)
@@ -176,7 +172,7 @@ def by_reciprocal(a: Expr, b: Expr) -> Expr:
     return a * (const(1 / b.attr, b.dtype) if b.op == "const" and b.attr else 1 / b)
 
 
-@lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.true_divide.Scalar)
+@lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide)
 def div(a: Any, b: Any) -> Value:
     return by_reciprocal(a, b) if is_number(b) and build.policy().reciprocals else quotient(a, b)
 
@@ -207,14 +203,8 @@ def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
     return {None: div, "trunc": trunc_divide, "floor": floor_divide}[rounding_mode](a, b)
 
 
-@lower_pointwise(aten.fmod)
-def fmod(a: Expr, b: Expr) -> Expr:
-    return divided("fmod", a, b)
-
-
-@lower_pointwise(aten.remainder)
-def remainder(a: Expr, b: Expr) -> Expr:
-    return divided("remainder", a, b)
+table("default", {
+    aten.fmod: lambda a, b: divided("fmod", a, b), aten.remainder: lambda a, b: divided("remainder", a, b)})
 
 
 # ---- powers --------------------------------------------------------------------------------------------

@@ -246,9 +246,10 @@ def embedding_bag_forward_only(weight: Value, indices: Value, offsets: Value, *a
     return output, owners, lengthened(sizes, offsets, always=True), best
 
 
+@lower(aten._embedding_bag_dense_backward)
 def dense_gradient(grad: Value, indices: Value, owners: Value, bag_size: Value, max_indices: Value,
                    num_weights: IndexLike, scale_grad_by_freq: bool, mode: int,
-                   per_sample_weights: Value | None, padding_idx: int) -> Value:
+                   per_sample_weights: Value | None, padding_idx: int = -1) -> Value:
     rows = as_index(num_weights)
     shape, places = (rows, grad.shape[1]), (indices.shape[0], grad.shape[1])
     wide = sum_dtype(grad.dtype, shape, grad.shape if mode == MAX else places)
@@ -292,14 +293,6 @@ def embedding_bag_backward(grad: Value, indices: Value, offsets: Value, offset2b
         return NotImplemented
     return dense_gradient(grad, indices, owners_of(indices, offsets, offset2bag), bag_size, max_indices,
                           num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
-
-
-@lower(aten._embedding_bag_dense_backward)
-def embedding_bag_dense_backward(grad: Value, indices: Value, offset2bag: Value, bag_size: Value,
-                                 max_indices: Value, num_weights: IndexLike, scale_grad_by_freq: bool,
-                                 mode: int, per_sample_weights: Value | None, padding_idx: int = -1) -> Value:
-    return dense_gradient(grad, indices, offset2bag, bag_size, max_indices, num_weights, scale_grad_by_freq,
-                          mode, per_sample_weights, padding_idx)
 
 
 @lower(aten._embedding_bag_per_sample_weights_backward)

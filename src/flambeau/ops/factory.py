@@ -1,4 +1,4 @@
-"""Tensors out of nothing: constants, ranges, grids, triangles of indices, windows."""
+"""Tensors out of nothing: constants, ranges, windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flambeau.ir.index import Index, IndexLike, as_index, ceildiv
 from flambeau.ir.index import maximum as index_max
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, cos, eq, fma, sqrt
-from flambeau.ops.registry import lower, operand, scalar_at
+from flambeau.ops.registry import lower, operand, overloads, scalar_at
 
 aten = torch.ops.aten
 
@@ -32,22 +32,6 @@ def constant(shape: Sequence[IndexLike], value: Any, dtype: DType | None) -> Val
 # ---- constants -----------------------------------------------------------------------------------------
 
 
-@lower(aten.full)
-def full(size: Sequence[IndexLike], fill_value: Any, *, dtype: DType | None = None, **place: Any) -> Value:
-    return constant(size, fill_value, dtype)
-
-
-@lower(aten.full_like)
-def full_like(x: Value, fill_value: Any, *, dtype: DType | None = None, **place: Any) -> Value:
-    return constant(x.shape, fill_value, dtype or x.dtype)
-
-
-@lower(aten.new_full)
-def new_full(x: Value, size: Sequence[IndexLike], fill_value: Any, *, dtype: DType | None = None,
-             **place: Any) -> Value:
-    return constant(size, fill_value, dtype or x.dtype)
-
-
 @lower(aten.scalar_tensor, torch.ops.prims.scalar_tensor)
 def scalar_tensor(s: Any, *, dtype: DType | None = None, **place: Any) -> Value:
     return constant((), s, dtype or torch.get_default_dtype())
@@ -58,28 +42,30 @@ def fill(x: Value, value: Any) -> Value:
     return build.pointwise(x.shape, lambda i: scalar_at(value, i, x.dtype, x.dtype))
 
 
-def _filled_with(value: int, of_size: Sequence[Any], of_other: Sequence[Any], like: Sequence[Any]) -> None:
-    """The three ways to ask for a tensor of zeros: by size, by size in another's dtype, like another."""
+def _filled(overload: torch._ops.OpOverload, number: int | None) -> Callable[..., Value]:
+    """A tensor of one number, the `fill_value` if there is none here. It has the size that the operator takes, or the
+    shape of the other tensor."""
+    names = [a.name for a in overload._schema.arguments]
 
-    @lower(*of_size)
-    def by_size(size: Sequence[IndexLike], *layout: Any, dtype: DType | None = None, **place: Any) -> Value:
-        return constant(size, value, dtype or torch.get_default_dtype())
+    def lowered(*args: Any, **options: Any) -> Value:
+        given = dict(zip(names, args, strict=False)) | options
+        value = given["fill_value"] if number is None else number
+        usual = None if number is None else torch.get_default_dtype()
+        shape, dtype = (x.shape, x.dtype) if (x := given.get("self")) is not None else ((), usual)
+        return constant(given.get("size", shape), value, given.get("dtype") or dtype)
 
-    @lower(*of_other)
-    def by_other(x: Value, size: Sequence[IndexLike], *layout: Any, dtype: DType | None = None,
-                 **place: Any) -> Value:
-        return constant(size, value, dtype or x.dtype)
-
-    @lower(*like)
-    def by_example(x: Value, *, dtype: DType | None = None, **place: Any) -> Value:
-        return constant(x.shape, value, dtype or x.dtype)
+    return lowered
 
 
-_filled_with(0, [aten.zeros, aten._efficientzerotensor], [aten.new_zeros], [aten.zeros_like, aten.zero])
-_filled_with(1, [aten.ones], [aten.new_ones], [aten.ones_like])
 # What an empty tensor holds is undefined; zeros fuse away like any constant.
-_filled_with(0, [aten.empty, aten.empty_strided, aten.empty_permuted], [aten.new_empty, aten.new_empty_strided],
-             [aten.empty_like])
+for _number, _ops in {
+    None: (aten.full, aten.full_like, aten.new_full),
+    0: (aten.zeros, aten.zeros_like, aten.new_zeros, aten.zero, aten._efficientzerotensor, aten.empty, aten.empty_like,
+        aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided),
+    1: (aten.ones, aten.ones_like, aten.new_ones),
+}.items():
+    for _op in (overload for packet in _ops for overload in overloads(packet)):
+        lower(_op)(_filled(_op, _number))
 
 
 # ---- ranges --------------------------------------------------------------------------------------------
@@ -101,7 +87,7 @@ def _range_length(start: Any, end: Any, step: Any) -> Index | None:
     return as_index(max(math.ceil((end - start) / step), 0))
 
 
-@lower(aten.arange.start_step)
+@lower(aten.arange.start, aten.arange.start_step)
 def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, **place: Any) -> Value:
     dtype = dtype or (torch.int64 if _whole(start, end, step) else torch.get_default_dtype())
     if dtype is torch.int64 and not _whole(start, end, step):
@@ -121,14 +107,7 @@ def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, *
     return build.pointwise((length,), body, dtype)
 
 
-@lower(aten.arange.default)
-def arange_end(end: Any, **options: Any) -> Value:
-    return arange(0, end, **options)
-
-
-@lower(aten.arange.start)
-def arange_start(start: Any, end: Any, **options: Any) -> Value:
-    return arange(start, end, **options)
+lower(aten.arange.default)(lambda end, **options: arange(0, end, **options))
 
 
 @lower(aten.range)

@@ -89,9 +89,7 @@ def index(x: Value, indices: Sequence[Value | None], locate: Callable[[Expr, Ind
     return build.pointwise(where_.shape, lambda i: x.load(where_.at(i, locate)))
 
 
-@lower(aten._unsafe_index.Tensor)
-def unsafe_index(x: Value, indices: Sequence[Value | None]) -> Any:
-    return index(x, indices, trusted)
+lower(aten._unsafe_index.Tensor)(lambda x, indices: index(x, indices, trusted))
 
 
 @lower(aten._unsafe_masked_index)

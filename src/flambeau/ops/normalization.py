@@ -282,14 +282,8 @@ def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mea
             to_dtype(level, kept) if output_mask[2] else None)
 
 
-@lower(aten.batch_norm_backward)
-def batch_norm_backward_reserved(grad: Value, x: Value, weight: Value, running_mean: Value | None,
-                                 running_var: Value | None, save_mean: Value | None, save_var: Value | None,
-                                 update: bool, eps: float, output_mask: Sequence[bool], reserve: Value
-                                 ) -> Gradients:
-    """`save_var` holds rstd, whatever it is called; nothing was put into the reserve."""
-    return batch_norm_backward(grad, x, weight, running_mean, running_var, save_mean, save_var, update, eps,
-                               output_mask)
+# Its `save_var` holds rstd, whatever it is called; nothing was put into the reserve, the last argument.
+lower(aten.batch_norm_backward)(lambda *args: batch_norm_backward(*args[:-1]))
 
 
 # ---- group norm: one mean per sample and group of channels -------------------------------------------

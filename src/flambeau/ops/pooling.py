@@ -220,10 +220,7 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
-@lower(aten.avg_pool1d)
-def avg_pool1d(x: Value, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
-               count_include_pad: bool = True) -> Value:
-    return avg_pool(1)[0](x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+lower(aten.avg_pool1d)(avg_pool(1)[0])
 
 
 # ---- adaptive: window o of m covers [o*n/m, (o+1)*n/m), ends rounded outwards -------------------------

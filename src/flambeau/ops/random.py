@@ -151,9 +151,7 @@ def rand(size: Sequence[IndexLike], *, dtype: DType | None = None, **place: Any)
     return draw(size, dtype, lambda r, i: r.uniform(dtype), dtype)
 
 
-@without_generator(aten.rand_like)
-def rand_like(x: Value, *, dtype: DType | None = None, **place: Any) -> Value:
-    return rand(x.shape, dtype=dtype or x.dtype)
+without_generator(aten.rand_like)(lambda x, dtype=None, **place: rand(x.shape, dtype=dtype or x.dtype))
 
 
 @without_generator(aten.uniform)
@@ -170,9 +168,7 @@ def randn(size: Sequence[IndexLike], *, dtype: DType | None = None, **place: Any
     return draw(size, dtype, lambda r, i: r.normal(dtype))
 
 
-@without_generator(aten.randn_like)
-def randn_like(x: Value, *, dtype: DType | None = None, **place: Any) -> Value:
-    return randn(x.shape, dtype=dtype or x.dtype)
+without_generator(aten.randn_like)(lambda x, dtype=None, **place: randn(x.shape, dtype=dtype or x.dtype))
 
 
 @without_generator(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
@@ -238,9 +234,8 @@ def randint(low: Any, high: Any, size: Sequence[IndexLike], *, dtype: DType | No
     return draw(size, dtype or torch.int64, lambda r, i: _integer_between(r, low, high))
 
 
-@without_generator(aten.randint.default, aten.randint.generator)
-def randint_below(high: Any, size: Sequence[IndexLike], **options: Any) -> Value:
-    return randint(0, high, size, **options)
+without_generator(aten.randint.default, aten.randint.generator)(
+    lambda high, size, **options: randint(0, high, size, **options))
 
 
 @without_generator(aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype)
@@ -248,9 +243,8 @@ def randint_like(x: Value, low: Any, high: Any, *, dtype: DType | None = None, *
     return randint(low, high, x.shape, dtype=dtype or x.dtype)
 
 
-@without_generator(aten.randint_like.default, aten.randint_like.generator)
-def randint_like_below(x: Value, high: Any, **options: Any) -> Value:
-    return randint_like(x, 0, high, **options)
+without_generator(aten.randint_like.default, aten.randint_like.generator)(
+    lambda x, high, **options: randint_like(x, 0, high, **options))
 
 
 @without_generator(aten.random)
@@ -279,9 +273,7 @@ def bernoulli_tensor(x: Value, p: Value) -> Value:
     return draw(x.shape, x.dtype, lambda r, i: r.uniform(compute) < cast(load_at(p, i), compute), compute)
 
 
-@without_generator(aten.bernoulli.default)
-def bernoulli(p: Value) -> Value:
-    return bernoulli_tensor(p, p)
+without_generator(aten.bernoulli.default)(lambda p: bernoulli_tensor(p, p))
 
 
 @without_generator(aten.bernoulli.p)
@@ -289,6 +281,7 @@ def bernoulli_p(x: Value, p: float) -> Value:
     return draw(x.shape, x.dtype, lambda r, i: r.uniform(torch.float32) < p, torch.float32)
 
 
+@lower(aten.native_dropout_backward)
 @pointwise
 def _masked_scale(x: Expr, mask: Expr, scale: Expr) -> Expr:
     return x * mask * scale
@@ -301,11 +294,6 @@ def native_dropout(x: Value, p: float, train: bool | None = True) -> tuple[Value
         return build.pointwise(x.shape, x.load), ones
     mask = draw(x.shape, torch.bool, lambda r, i: r.uniform(torch.float32) < 1 - p, torch.float32)
     return _masked_scale(x, mask, 0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-@lower(aten.native_dropout_backward)
-def native_dropout_backward(grad: Value, mask: Value, scale: float) -> Value:
-    return _masked_scale(grad, mask, scale)
 
 
 @without_generator(aten.rrelu_with_noise_functional)

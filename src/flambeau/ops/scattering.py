@@ -6,6 +6,7 @@ Where several writes meet, `set` keeps the last in order of the source, as ATen 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,9 +211,7 @@ def scatter(x: Value, dim: int, index: Value, src: Any, *, reduce: str | None = 
     return reshape(write(whole, shape, target, _source(src, x.dtype), mode), x.shape)
 
 
-@lower(aten.scatter_add)
-def scatter_add(x: Value, dim: int, index: Value, src: Value) -> Value:
-    return scatter(x, dim, index, src, reduce="add")
+lower(aten.scatter_add)(partial(scatter, reduce="add"))
 
 
 @lower(aten.scatter_reduce.two)

@@ -13,6 +13,8 @@ aten = torch.ops.aten
 table("float", {getattr(aten, name if hasattr(aten, name) else f"special_{name}"):
                 math1(name) if OPS[name][0] == 1 else math2(name) for name in sorted(SPECIAL - {"polygamma"})})
 
+table("float", {aten.special_modified_bessel_i0: math1("i0"), aten.special_modified_bessel_i1: math1("i1")})
+
 
 @lower_pointwise(aten.polygamma, kind="float", operands=2)
 def polygamma(n: Expr, x: Expr) -> Expr:

@@ -16,7 +16,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_float
 from flambeau.ir.expr import Expr, const, loads, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Op, Sym, as_index, volume, walks_as_one
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, volume, walks_as_one
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
 
@@ -158,7 +158,8 @@ def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of:
         t = d.stage_of[i.names[0]]
         late = {n for n in locals_in(i.exprs) if n in bodies and d.stage_of[n] < t and n not in d.stores}
         again = {n for n in late if n not in scratch and n not in extra
-                 and (cost_of(bodies[n].exprs) <= RECOMPUTE and not locals_late(bodies[n], bodies, d))}
+                 and cost_of(bodies[n].exprs) <= RECOMPUTE
+                 and not bodies.keys() & locals_in(bodies[n].exprs)}  # to repeat it would repeat those too
         for n in late - again:
             if n in scratch or n in extra:
                 continue
@@ -179,29 +180,15 @@ def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of:
     return scratch, extra
 
 
-def locals_late(i: Item, bodies: dict[str, Item], d: Draft) -> bool:
-    """Its body reads full-level values of the kernel: repeating it would repeat those too."""
-    return any(n in bodies for n in locals_in(i.exprs))
-
-
 # ---- the shape of the loops ------------------------------------------------------------------------------
 
 
 def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
     """x // k and x % k of a variable: two variables instead, where k divides its size."""
     for _ in range(16):
-        found: tuple[Sym, int] | None = None
-        for i in d.indices():
-            for a in i.atoms():
-                if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const:
-                    v = (a.a - a.a.const).atom()  # x // k, and (x + c) // k as in the gradient of a pooling
-                    if isinstance(v, Sym) and any(v in vs for vs in lists) and v.size.is_const \
-                            and 1 < a.b.const < v.size.const and v.size.const % a.b.const == 0:
-                        found = (v, a.b.const)
-                        break
-            if found:
-                break
-        if not found:
+        found = next(((v, k) for i in d.indices() for v, k in i.divisions()
+                      if any(v in vs for vs in lists) and v.size.const % k == 0), None)
+        if found is None:
             return
         v, k = found
         big, small = Sym(f"{v.name}o", v.size.const // k), Sym(f"{v.name}i", k)
@@ -279,18 +266,12 @@ def order(vars: list[Sym], d: Draft, vector: Sym | None) -> list[Sym]:
 
 def merge(vars: list[Sym], d: Draft) -> list[Sym]:
     """Neighbours that every access walks as one become one."""
-    k = len(vars) - 2
-    while k >= 0:
+    for k in range(len(vars) - 2, -1, -1):
         a, b = vars[k], vars[k + 1]
         if mergeable(a, b, d):
             joint = Sym(f"{a.name}{b.name}", a.size * b.size)
             d.substitute({a: as_index(joint) // b.size, b: as_index(joint) % b.size})
             vars[k:k + 2] = [joint]
-            k = min(k, len(vars) - 2)
-            if k == len(vars) - 1:
-                k -= 1
-            continue
-        k -= 1
     return vars
 
 
@@ -354,10 +335,6 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
             row = length
     scratch, extra = bring_forward(d, row, caps, dtype_of)
     if extra:
-        for name in extra:
-            b = buffers[name]
-            if b.strides is None:
-                raise AssertionError(f"{name} has no layout")
         return shape_group(g, buffers, stored | extra, caps)[0], extra
     stages: dict[int, list[Item]] = {}
     for i in d.items:

@@ -59,8 +59,6 @@ FL_INLINE double fl_horner_d(double x, const double* c, int count) {
 #define i1e fl_i1e_d
 #define igamma fl_igamma_d
 #define igammac fl_igammac_d
-#define modified_bessel_i0 fl_modified_bessel_i0_d
-#define modified_bessel_i1 fl_modified_bessel_i1_d
 #define modified_bessel_k0 fl_modified_bessel_k0_d
 #define modified_bessel_k1 fl_modified_bessel_k1_d
 #define ndtri fl_ndtri_d

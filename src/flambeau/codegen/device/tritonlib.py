@@ -24,7 +24,6 @@ rough_log2 = libdevice.fast_log2f
 round = libdevice.rint  # halves to even, as torch.round
 ndtri = libdevice.normcdfinv
 i0, i1 = libdevice.cyl_bessel_i0, libdevice.cyl_bessel_i1
-modified_bessel_i0, modified_bessel_i1 = i0, i1
 bessel_j0, bessel_j1, bessel_y0, bessel_y1 = libdevice.j0, libdevice.j1, libdevice.y0, libdevice.y1
 
 
