@@ -207,7 +207,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "shapes do not broadcast": (lambda a, b: a + b, (torch.randn(3), torch.randn(4))),
     "inner sizes differ": (lambda a, b: a @ b, (torch.randn(3, 3), torch.randn(4, 4))),
     "dtypes differ": (lambda a, b: a @ b, (torch.randn(3, 3), torch.randn(3, 3).double())),
-    "a float is no index": (lambda a: F.embedding(a, W), (torch.randn(3),)),
+    "a float is no index": (lambda a: F.embedding(a, W), (torch.rand(3),)),
     "bits of a float": (lambda a: a & 1, (torch.randn(3),)),
     "no such dimension": (lambda a: a.sum(3), (torch.randn(3),)),
     "the largest of nothing": (lambda a: a.max(1), (torch.randn(3, 0),)),

@@ -67,7 +67,8 @@ def test_gradient_of_a_product_with_zeros(dim: int) -> None:
     x[1, 2] = x[3, 1] = x[3, 5] = x[4, 0] = x[5, 6] = 0
     with whole_operators():
         agree(lambda x: x.cumprod(dim), x.requires_grad_())
-        agree(lambda x: x.cumprod(dim, dtype=torch.float64), x)
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # before, eager's gradient mixes up the dtypes
+            agree(lambda x: x.cumprod(dim, dtype=torch.float64), x)
         agree(lambda x: x.cumprod(0), torch.tensor(2.0, requires_grad=True))
 
 

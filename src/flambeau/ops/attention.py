@@ -25,9 +25,14 @@ aten = torch.ops.aten
 Where = tuple[Index, ...]
 
 
+# Before 2.13 torch's metadata calls the logarithms float32, which float64's are not.
+_ODD: set[DType] = {torch.float64} if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13) else set()
+
+
 def is_ours(q: Value, k: Value, v: Value, dropout: Any, scale: Any) -> bool:
-    return (build.graph().capabilities.contracts and dropout == 0 and isinstance(scale, (int, float, type(None)))
-            and q.rank == k.rank == v.rank == 4 and q.shape[1] is k.shape[1] is v.shape[1])
+    return (build.graph().capabilities.contracts and q.dtype not in _ODD and dropout == 0
+            and isinstance(scale, (int, float, type(None))) and q.rank == k.rank == v.rank == 4
+            and q.shape[1] is k.shape[1] is v.shape[1])
 
 
 def factor(q: Value, scale: float | None, dtype: DType) -> Expr:

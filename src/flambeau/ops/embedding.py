@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import DType, lowest, opmath
+from flambeau.ir.dtypes import DType, is_int, lowest, opmath
 from flambeau.ir.expr import Expr, cast, check, const, index_value, require, where
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index, product
@@ -37,7 +37,9 @@ def is_not(w: Expr, padding_idx: IndexLike) -> Expr | None:
 
 @lower(aten.embedding)
 def embedding(weight: Value, indices: Value, padding_idx: IndexLike = -1, scale_grad_by_freq: bool = False,
-              sparse: bool = False) -> Value:
+              sparse: bool = False) -> Any:
+    if not is_int(indices.dtype):  # an error, which torch's metadata does not raise before 2.13
+        return NotImplemented
     r = indices.rank
     return build.pointwise((*indices.shape, *weight.shape[1:]), lambda i: weight.load(
         (check(word(indices, i[:r]), weight.shape[0]), *i[r:])))
