@@ -46,11 +46,12 @@ def embedding(weight: Value, indices: Value, padding_idx: IndexLike = -1, scale_
 
 
 def sum_dtype(dtype: DType, target: Place, source: Place) -> DType:
-    """Of rows that items are added to one by one, many of them to the same. A CPU adds doubles as fast, unless the
-    memory for them takes longer than the sums."""
+    """Of rows that items are added to one by one, many of them to the same. One that adds them in order adds doubles as
+    fast, unless the memory for them takes longer than the sums."""
     wide, rows, items = opmath(dtype), product(target), product(source)
     few = rows.is_const and items.is_const and int(rows) <= SPARSE * int(items)
-    plain = build.graph().on_cpu and not build.policy().rounds
+    caps = build.graph().capabilities
+    plain = caps.ordered_scatter and torch.float64 in caps.dtypes and not build.policy().rounds
     return torch.float64 if few and plain and wide is torch.float32 else wide
 
 
