@@ -9,7 +9,7 @@
 Only `mlp` holds dropout; `without_dropout` turns it off so that results can be compared.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -211,22 +211,38 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.skip(x))
 
 
-class ResNet(nn.Module):
-    def __init__(self, image: int, width: int, blocks: int, classes: int):
+class ResidualNetwork(nn.Module):
+    """`stages`: for each, how many blocks, how many times `width` they have, and whether they are bottlenecks."""
+
+    def __init__(self, width: int, stages: Iterable[tuple[int, int, bool]], classes: int):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
                                   nn.MaxPool2d(3, 2, 1))
-        stages: list[nn.Module] = []
+        blocks: list[nn.Module] = []
         channels = width
-        for stage, (growth, bottleneck) in enumerate([(1, False), (2, False), (4, True), (8, True)]):
-            for block in range(blocks):
+        for stage, (count, growth, bottleneck) in enumerate(stages):
+            for block in range(count):
                 stride = 2 if stage and not block else 1
-                stages.append(Residual(channels, width * growth, stride, bottleneck))
+                blocks.append(Residual(channels, width * growth, stride, bottleneck))
                 channels = width * growth
-        self.stages, self.head = nn.Sequential(*stages), nn.Linear(channels, classes)
+        self.stages, self.head = nn.Sequential(*blocks), nn.Linear(channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(images)).mean((2, 3)))
+
+
+class ResNet(ResidualNetwork):
+    """Basic blocks, then bottlenecks."""
+
+    def __init__(self, image: int, width: int, blocks: int, classes: int):
+        super().__init__(width, [(blocks, 1, False), (blocks, 2, False), (blocks, 4, True), (blocks, 8, True)], classes)
+
+
+class ResNet50(ResidualNetwork):
+    """Its first `stages` stages."""
+
+    def __init__(self, image: int, width: int, stages: int, classes: int):
+        super().__init__(width, [(3, 4, True), (4, 8, True), (6, 16, True), (3, 32, True)][:stages], classes)
 
 
 def draw_images(config: dict[str, int], batch: int) -> Inputs:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from flambeau.bench.models import (
     DLRM,
     GPT,
     Block,
     Model,
-    Residual,
+    ResNet50,
     UNet3D,
     ViT,
     class_loss,
@@ -27,27 +27,6 @@ from flambeau.bench.models import (
     draw_volumes,
     token_loss,
 )
-
-STAGES = (3, 4, 6, 3)  # bottlenecks of a ResNet-50
-
-
-class ResNet50(nn.Module):
-    """Its first `stages` stages."""
-
-    def __init__(self, image: int, width: int, stages: int, classes: int):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-                                  nn.MaxPool2d(3, 2, 1))
-        blocks: list[nn.Module] = []
-        channels = width
-        for stage, count in enumerate(STAGES[:stages]):
-            for block in range(count):
-                blocks.append(Residual(channels, 4 * width << stage, 2 if stage and not block else 1, True))
-                channels = 4 * width << stage
-        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(channels, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
 
 
 def with_dropout(module: nn.Module, p: float = 0.1) -> nn.Module:
