@@ -34,9 +34,8 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("RMSprop", {"foreach": True}),
     ("Adagrad", {"lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.1}),
     ("Adagrad", {"lr": 0.1, "foreach": True, "maximize": True}),
-    ("Adadelta", {"foreach": True}),
-    ("Adamax", {}),
     ("RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    *((name, {"foreach": foreach}) for name in ("Adadelta", "Adamax", "RAdam") for foreach in (False, True)),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.frontends.capture import capture
@@ -31,7 +32,7 @@ def expressions(f: Any, *inputs: Tensor, policy: Policy = EAGER["cuda"]) -> list
     from flambeau.codegen.triton import CAPABILITIES
 
     caps = replace(CAPABILITIES, tables=False, gpu_eager=True)
-    captured = capture(make_fx(lambda *x: [f(*x)])(*inputs), caps, policy=policy)
+    captured = capture(make_fx(lambda *x: [f(*x)])(*inputs), caps, device=inputs[0].device, policy=policy)
     assert not captured.externs
     program = schedule(captured.graph, caps, True)
     roots = [e for k in program.kernels for items in k.stages for i in items for e in i.exprs]  # type: ignore[union-attr]
@@ -103,15 +104,45 @@ def test_edges_are_those_of_eager_on_cuda(f: Any, inputs: list[float], expected:
     assert differing(ours, torch.tensor(expected, dtype=torch.float16))[0] == 0
 
 
-def test_a_quotient_by_a_number_is_a_product_with_its_reciprocal() -> None:
-    def numbers(found: list[Expr]) -> list[float]:
-        return [e.attr for e in found if e.op == "const"]
+SCALE = 0.0316  # in float32, one divided by it is another number
 
-    exact = expressions(lambda a: a / 3, A)
-    assert count(exact)["div"] == 0 and numbers(exact) == [torch.tensor(1 / 3).item()]
-    assert count(expressions(lambda a: a / 3, A, policy=FAST))["div"] == 1
-    assert count(expressions(lambda a, b: a / b, A, B))["div"] == 1
-    assert count(expressions(lambda a: torch._foreach_div([a], 3.0)[0], A))["div"] == 1  # over lists, eager divides
+
+def numbers(found: list[Expr]) -> list[float]:
+    return [e.attr for e in found if e.op == "const"]
+
+
+@pytest.mark.parametrize("f", [lambda a: a / SCALE, lambda a: torch._foreach_div([a], SCALE)[0]])
+def test_a_quotient_by_a_number_is_a_product_with_its_reciprocal(f: Any) -> None:
+    exact = expressions(f, A)
+    assert count(exact)["div"] == 0 and numbers(exact) == [torch.tensor(1 / SCALE).item()]
+    assert torch.tensor(1 / SCALE) != 1 / torch.tensor(SCALE)
+    assert count(expressions(f, A, policy=FAST))["div"] == 1
+
+
+@pytest.mark.parametrize("f", [lambda a, b: a / b, lambda a, b: torch._foreach_div([a], [SCALE])[0],
+                               lambda a, b: a / b[0]])
+def test_other_quotients_are_divided(f: Any) -> None:
+    assert count(expressions(f, A, B))["div"] == 1
+
+
+def test_lists_have_no_easy_powers() -> None:
+    assert count(expressions(lambda a: a ** 2, A))["pow"] == 0
+    assert count(expressions(lambda a: torch._foreach_pow([a], 2)[0], A))["pow"] == 1
+
+
+@pytest.mark.parametrize(("f", "rounded"), [
+    (lambda x, s: x * s, False), (lambda x, s: s * x, False), (lambda x, s: x + s, False), (lambda x, s: s - x, False),
+    (lambda x, s: torch.add(s, x, alpha=0.7), False), (lambda x, s: x / s, False), (lambda x, s: s / x, True),
+    (lambda x, s: torch.maximum(x, s), True), (lambda x, s: torch._foreach_mul([x], s)[0], False)])
+def test_scalars_of_the_host_are_not_rounded_first(f: Any, rounded: bool) -> None:
+    """By those of eager's kernels that take them as arguments; a GPU's own are."""
+    with FakeTensorMode():
+        x, host = torch.empty(64, dtype=torch.bfloat16, device="cuda"), torch.empty((), dtype=torch.float32)
+        own = torch.empty((), dtype=torch.float32, device="cuda")
+        for scalar, kept in ((host, not rounded), (own, False)):
+            found = expressions(f, x, scalar)
+            loads = {e.args[0].op for e in found if e.op == "cast" and e.dtype is torch.bfloat16}
+            assert ("load" in loads) is not kept
 
 
 def test_fast_numerics_contract_nothing() -> None:

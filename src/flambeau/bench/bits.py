@@ -266,7 +266,8 @@ def scaled_steps(make: Any, dtype: torch.dtype, device: str, by: Callable[[Any],
 
 
 def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    """On the CPU: where counts of steps are, depends on who made them."""
+    return [t.cpu() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
 
 # ---- all of them ---------------------------------------------------------------------------------------------

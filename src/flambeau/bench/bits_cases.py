@@ -25,6 +25,15 @@ ACTIVATIONS = ("silu", "gelu", "mish", "softplus", "logsigmoid", "elu", "selu", 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "fmod", "remainder", "atan2", "hypot",
           "copysign", "logaddexp", "logaddexp2", "pow", "xlogy", "heaviside")
 SLOPES = ("sigmoid", "tanh", "silu", "mish", "gelu", "hardswish", "hardsigmoid", "logit")
+SCALE = 0.0316  # of which one divided by it in float32 is not what it is in float64
+SCALED: dict[str, Function] = {
+    "product": torch.mul, "quotient": torch.div, "sum": torch.add, "difference": torch.sub, "maximum": torch.maximum,
+    "multiple": lambda x, s: torch.add(s, x, alpha=0.7), "inverse": lambda x, s: s / x, "power": lambda x, s: x ** s,
+    "whole quotient": partial(torch.div, rounding_mode="trunc"), "bound": lambda x, s: torch.clamp(x, min=s),
+    "choice": lambda x, s: torch.where(x > s, x, s), "addcmul": lambda x, s: torch.addcmul(x, x, s)}
+LISTS: dict[str, Function] = {
+    "sum": torch._foreach_add, "product": torch._foreach_mul, "quotient": torch._foreach_div,
+    "power": torch._foreach_pow, "quotients": lambda x, s: torch._foreach_div(x, [s])}
 
 
 def of(count: int, f: Function) -> Function:
@@ -47,7 +56,10 @@ ALONE: dict[str, Function] = {
     **{f"{n} 0.3": of(1, partial(getattr(F, n), lambd=0.3)) for n in ("softshrink", "hardshrink")},
     "lerp": torch.lerp, "clamp by tensors": torch.clamp, "where": lambda a, b, c: torch.where(a > 0, b, c),
     "2 ** x": lambda a, b, c: torch.pow(2.0, a), "x * 0.3": lambda a, b, c: a * 0.3, "x + 0.3": lambda a, b, c: a + 0.3,
-    "x / 3": lambda a, b, c: a / 3, "x / 0.7": lambda a, b, c: a / 0.7, "0.7 / x": lambda a, b, c: 0.7 / a,
+    **{f"{n} of the host's": of(1, lambda a, f=f: f(a, torch.tensor(SCALE))) for n, f in SCALED.items()},
+    **{f"{n} of a list": of(1, lambda a, f=f: f([a], SCALE)[0]) for n, f in LISTS.items()},
+    "square of a list": lambda a, b, c: torch._foreach_pow([a], 2)[0],
+    "x / 3": lambda a, b, c: a / 3, "x / 0.0316": lambda a, b, c: a / SCALE, "0.7 / x": lambda a, b, c: 0.7 / a,
     "1 - x": lambda a, b, c: 1 - a, "div 0.7 trunc": lambda a, b, c: torch.div(a, 0.7, rounding_mode="trunc"),
     "gelu tanh": lambda a, b, c: F.gelu(a, approximate="tanh"), "softplus 2.3": lambda a, b, c: F.softplus(a, 2.3, 10),
     "celu 1.7": lambda a, b, c: F.celu(a, 1.7), "elu 1.3": lambda a, b, c: F.elu(a, 1.3),

@@ -133,7 +133,7 @@ class _Lowering:
             bits = index_value(word, torch.int64)
             whole = Expr("bitcast", torch.float64, (bits,)) if is_float(val.dtype) else bits
             made = build.pointwise((), lambda _: cast(whole, val.dtype), val.dtype)
-        return replace(made, number=val.number)
+        return replace(made, number=val.number, host=True)
 
     def add_tensor(self, val: torch.Tensor) -> Value:
         to = self.c.symbols.index

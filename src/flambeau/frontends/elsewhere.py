@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +44,11 @@ class Elsewhere:
         if not isinstance(x, Value) or x not in self:
             return x
         if x.buffer in self._numbers:
-            return build.pointwise(x.shape, lambda _: const(self._numbers[x.buffer], x.dtype))
+            return replace(build.pointwise(x.shape, lambda _: const(self._numbers[x.buffer], x.dtype)), host=True)
         if x.buffer not in self._brought:
             made, = build.extern(on_device, (x, self.device), {}, [((), x.dtype, ())])
             assert made is not None
-            self._brought[x.buffer] = made
+            self._brought[x.buffer] = replace(made, host=True)
         return self._brought[x.buffer]
 
     def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:

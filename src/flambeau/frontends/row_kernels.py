@@ -185,7 +185,9 @@ def trace(f: Form, c: RowKind, count: float) -> tuple[torch.fx.GraphModule, list
         before = {name: list(value) for name, value in lists.items()}
         with ExitStack() as stack:
             if f.counts:
-                stack.enter_context(patch.object(f.module, COUNT, lambda _: count_now))
+                number, counted = getattr(f.module, COUNT), lists["state_steps"]
+                stack.enter_context(patch.object(
+                    f.module, COUNT, lambda x: count_now if any(x is t for t in counted) else number(x)))
             f.original(**(f.given | lists | named))
         if any(a is not b for name in lists for a, b in zip(before[name], lists[name], strict=True)):
             raise Declined("states that this step makes")

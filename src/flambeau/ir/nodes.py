@@ -72,6 +72,7 @@ class Value:
     dtype: DType
     index: tuple[Index, ...]  # over dim_vars(shape)
     number: bool = False  # a Python number known only at the run: promotes as a number, not as a tensor
+    host: bool = False  # a scalar that is the host's beside tensors of a device
 
     @property
     def rank(self) -> int:

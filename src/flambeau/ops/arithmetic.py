@@ -15,6 +15,7 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import is_bool, is_float
 from flambeau.ir.expr import Expr, binary, cast, const, require, unary, where
 from flambeau.ir.faults import Fault
+from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import (
     abs_,
@@ -59,6 +60,31 @@ def is_number(x: Any) -> bool:
     return not isinstance(x, Value) or x.number
 
 
+def is_known_before(x: Any) -> bool:
+    """Whether the host knows it when it starts a kernel."""
+    return is_number(x) or x.host
+
+
+def from_host(a: Any, b: Any) -> tuple[Any, Any]:
+    """A scalar of the host beside small floats, as a number: eager's kernels for GPUs take it as it is."""
+    def read(x: Any, beside: Any) -> Any:
+        meets = isinstance(x, Value) and x.host and are_small(beside) and beside.rank
+        return replace(x, number=True) if meets and build.policy().kernels == "cuda" else x
+
+    return read(a, b), read(b, a)
+
+
+def without_host(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Whether scalars of the host are rounded first, depends on the kernel that eager takes: there it is called."""
+    def lowered(*operands: Any, **named: Any) -> Any:
+        if build.policy().kernels == "cuda" and any(
+                isinstance(x, Value) and x.host and not x.number for x in (*operands, *named.values())):
+            return NotImplemented
+        return lowering(*operands, **named)
+
+    return lowered
+
+
 def are_small(*operands: Any) -> bool:
     return any(isinstance(x, Value) and x.dtype in (torch.float16, torch.bfloat16) for x in operands)
 
@@ -78,7 +104,7 @@ def unless_in_vectors(formula: Callable[..., Expr]) -> Callable[..., Value]:
     def lowering(a: Any, b: Any, alpha: Any = 1) -> Value:
         if build.policy().kernels == "cpu" and in_vectors_alone(a, b, alpha):
             return NotImplemented
-        made: Value = lowered(a, b, alpha=alpha)
+        made: Value = lowered(*from_host(a, b), alpha=alpha)
         return made
 
     return lowering
@@ -116,7 +142,7 @@ def product(a: Expr, b: Expr) -> Expr:
 
 @lower(aten.mul)
 def mul(a: Any, b: Any) -> Value:
-    made: Value = product(a, unrounded(a, b))
+    made: Value = product(*from_host(a, unrounded(a, b)))
     return made
 
 
@@ -137,17 +163,23 @@ _plus_quotient = by_kernels(
     cuda=lambda x, a, b, value: x + a / b if is_one(value) else mad(value, a / b, x))
 
 
-@lower_pointwise(aten.addcmul, operands=4)
+@lower(aten.addcmul)
+@without_host
+@pointwise(operands=4)
 def addcmul(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
     return _plus_product(x, a, b, value)
 
 
-@lower_pointwise(aten.addcdiv, operands=4)
+@lower(aten.addcdiv)
+@without_host
+@pointwise(operands=4)
 def addcdiv(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
     return _plus_quotient(x, a, b, value)
 
 
-@lower_pointwise(aten.lerp)
+@lower(aten.lerp)
+@without_host
+@pointwise
 def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
     """Exact at both ends: from the start for small weights, from the end for large ones."""
     way = end - start
@@ -167,14 +199,26 @@ def quotient(a: Any, b: Any) -> Value:
     return made
 
 
-@pointwise(kind="float")
-def by_reciprocal(a: Expr, b: Expr) -> Expr:
-    return a * (const(1 / b.attr, b.dtype) if b.op == "const" and b.attr else 1 / b)
+def inverse(b: Any) -> Any:
+    """One divided by a number, as the host has it: in float64."""
+    if isinstance(b, (Value, Index)):
+        made = build.pointwise((), lambda _: 1 / scalar_at(b, (), torch.float64, torch.float64))
+        return replace(made, number=True)
+    return 1 / b if b else math.copysign(math.inf, b)
+
+
+@pointwise(kind="float", operands=2)
+def times(a: Expr, b: Expr, factor: Any) -> Expr:
+    """In the dtype of a quotient of the two."""
+    return a * scalar_at(factor, (), a.dtype, a.dtype)
 
 
 @lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide)
 def div(a: Any, b: Any) -> Value:
-    return by_reciprocal(a, b) if is_number(b) and build.policy().reciprocals else quotient(a, b)
+    if not (is_known_before(b) and build.policy().reciprocals):
+        return quotient(a, b)
+    made: Value = times(a, b, inverse(b))
+    return made
 
 
 def divided(op: str, a: Expr, b: Expr) -> Expr:
@@ -197,8 +241,8 @@ def floor_divide(a: Expr, b: Expr) -> Expr:
 
 @lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
-    if rounding_mode is not None and build.policy().exact and (are_small(a, b) or is_number(b)) and (
-            rounding_mode == "floor" or is_number(b) or build.policy().kernels == "cpu"):
+    if rounding_mode is not None and build.policy().exact and (are_small(a, b) or is_known_before(b)) and (
+            rounding_mode == "floor" or is_known_before(b) or build.policy().kernels == "cpu"):
         return NotImplemented  # eager's kernel rounds at each of its steps
     return {None: div, "trunc": trunc_divide, "floor": floor_divide}[rounding_mode](a, b)
 
@@ -224,6 +268,8 @@ def pow(base: Expr, exponent: Expr) -> Expr:
         return _POWERS[exponent.attr](base)
     return binary("pow", base, exponent)
 
+
+general_power = pointwise(lambda base, exponent: binary("pow", base, exponent))
 
 table("float", {
     aten.sqrt: sqrt, aten.rsqrt: rsqrt, aten.reciprocal: lambda x: 1 / x,

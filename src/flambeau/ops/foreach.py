@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from flambeau.ir import build
+from flambeau.ir.dtypes import is_float
 from flambeau.ir.nodes import Value
-from flambeau.ops.arithmetic import quotient
+from flambeau.ops.arithmetic import div, general_power, pow, quotient
 from flambeau.ops.registry import LOWERINGS, lower, overloads
 
 aten = torch.ops.aten
@@ -18,16 +20,26 @@ _UNARY = (
     "frac", "lgamma", "log", "log10", "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid",
     "sign", "sin", "sinh", "sqrt", "tan", "tanh", "trunc", "zero",
 )
+
+
+def power(base: Any, exponent: Any) -> Any:
+    """The kernel for GPUs knows of no exponents that are easier than others."""
+    floats = isinstance(base, Value) and is_float(base.dtype)
+    return (general_power if build.policy().kernels == "cuda" and floats else pow)(base, exponent)
+
+
 _OTHERS = {
     "add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "div": quotient,
-    "pow": aten.pow.Tensor_Tensor, "maximum": aten.maximum.default, "minimum": aten.minimum.default,
+    "pow": power, "maximum": aten.maximum.default, "minimum": aten.minimum.default,
     "clamp_min": aten.clamp_min.Tensor, "clamp_max": aten.clamp_max.Tensor, "lerp": aten.lerp.Tensor,
     "addcmul": aten.addcmul.default, "addcdiv": aten.addcdiv.default,
     "copy": aten.copy.default, "mm": aten.mm.default,
     "norm": aten.linalg_vector_norm.default, "max": aten.max.default,
 }
-# The operator on one tensor, for each operator on lists; or its lowering, where eager divides by numbers as they are.
+# The operator on one tensor, for each operator on lists; or its lowering, where eager's differ for lists. By one number
+# for all, eager divides a list as it divides a tensor.
 _ONE: dict[str, Any] = {**{name: getattr(aten, name).default for name in _UNARY}, **_OTHERS}
+_OF_OVERLOADS = dict.fromkeys((aten._foreach_div.Scalar, aten._foreach_div.Tensor), div)
 
 
 def along_lists(overload: torch._ops.OpOverload, one: Any) -> Callable[..., Any]:
@@ -63,4 +75,4 @@ def _element(value: Any, k: int, name: str) -> Any:
 for _name, _one in _ONE.items():
     if (_packet := getattr(aten, f"_foreach_{_name}", None)) is not None:  # not every release has every one
         for _overload in overloads(_packet):
-            lower(_overload)(along_lists(_overload, _one))
+            lower(_overload)(along_lists(_overload, _OF_OVERLOADS.get(_overload, _one)))
