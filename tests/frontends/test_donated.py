@@ -99,9 +99,26 @@ def test_a_chain_through_calls() -> None:
     net = nn.Sequential(*(m for _ in range(3) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.GELU())))
     x = drawn(2, 8, 160, 160)
     with torch.no_grad(), collect() as graphs:
-        got = torch.compile(net, backend="flambeau")(x)
-    assert len(taken(graphs)) == 2  # what is returned has memory of its own
+        compiled = torch.compile(net, backend="flambeau")
+        got = compiled(x)
+    assert len(taken(graphs)) == 3
     torch.testing.assert_close(got, net(x).detach(), rtol=1e-4, atol=1e-5)
+    before = got.clone()
+    with torch.no_grad():
+        compiled(-x)
+    assert torch.equal(got, before)  # the next call has other memory
+
+
+def test_what_is_returned_is_no_view_to_autograd() -> None:
+    conv = nn.Conv2d(8, 8, 3, padding=1)
+    x = drawn(2, 8, 160, 160).requires_grad_()
+    with collect() as graphs:
+        got, want = torch.compile(lambda x: conv(x) * 3 + 1, backend="flambeau")(x), conv(x) * 3 + 1
+    assert len(taken(graphs)) == 1
+    for y in (got, want):
+        assert y._base is None
+        y.mul_(2)  # torch refuses that of a view that was made within a function of autograd
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (got, want)), rtol=1e-4, atol=1e-4)
 
 
 def test_who_made_the_memory() -> None:

@@ -29,7 +29,7 @@ SCALE = 0.0316  # of which one divided by it in float32 is not what it is in flo
 SCALED: dict[str, Function] = {
     "product": torch.mul, "quotient": torch.div, "sum": torch.add, "difference": torch.sub, "maximum": torch.maximum,
     "multiple": lambda x, s: torch.add(s, x, alpha=0.7), "inverse": lambda x, s: s / x, "power": lambda x, s: x ** s,
-    "whole quotient": partial(torch.div, rounding_mode="trunc"), "bound": lambda x, s: torch.clamp(x, min=s),
+    "whole quotient": partial(torch.div, rounding_mode="trunc"), "rest": torch.fmod,
     "choice": lambda x, s: torch.where(x > s, x, s), "addcmul": lambda x, s: torch.addcmul(x, x, s)}
 LISTS: dict[str, Function] = {
     "sum": torch._foreach_add, "product": torch._foreach_mul, "quotient": torch._foreach_div,

@@ -189,7 +189,9 @@ class Writer:
         b = self.p.buffers[name]
         layout = f"{self.shape(b.shape)}, {self.shape(b.strides)}"
         if b.place == "over":
-            self.line(f"{name} = {b.over}.as_strided({layout})")
+            old = self.p.buffers[b.over]
+            same = (b.shape, b.strides) == (old.shape, old.strides)
+            self.line(f"{name} = {b.over}" + ("" if same else f".as_strided({layout})"))
         else:
             self.line(f"{name} = empty_strided({layout}, {self.const(b.dtype)})")
             if self.is_of(name, LARGE):

@@ -168,7 +168,7 @@ def write_over(p: Program, donated: Collection[str], most: int | None) -> None:
         kernel: Kernel = made
         names = dict(zip(step.args, (x.name for x in made.params), strict=True))
         new = [a for a, x in zip(step.args, made.params, strict=True) if x.written and lives[a][0] == k
-               and p.buffers[a].place in ("arena", "alloc") and (nbytes(p.buffers[a]) or 0) >= HEAVY]
+               and p.buffers[a].place in ("arena", "alloc", "output") and (nbytes(p.buffers[a]) or 0) >= HEAVY]
         for a in new:
             for old in step.args:
                 if is_free(old, k) and fills(p.buffers[a], p.buffers[old]) and (
@@ -183,7 +183,10 @@ def write_over(p: Program, donated: Collection[str], most: int | None) -> None:
 
 
 def fills(new: BufferPlan, old: BufferPlan) -> bool:
-    """Whether one has the other's elements, one for one: both without holes, or in the same order."""
+    """Whether one has the other's elements, one for one. A result that is returned is that other itself: a view of it
+    would be one to autograd as well."""
+    if new.place == "output" and (old.place == "input" or (new.shape, new.strides) != (old.shape, old.strides)):
+        return False
     count = nbytes(new)
     return new.dtype is old.dtype and count is not None and count == nbytes(old) and all(
         elements(b) * b.dtype.itemsize == count for b in (new, old))
