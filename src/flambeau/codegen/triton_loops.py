@@ -29,6 +29,7 @@ SQUARE = 64  # side of the tile of a transposition
 ROW = 16384  # elements of a row that is held whole
 PIECE = 2048  # elements of a row that goes by in pieces
 COLUMNS = 64  # columns side by side where they are what is contiguous
+MANY, FEW = 16, 16  # programs that are too few, and how many columns each has then
 GATHERED = 8  # items of a segment read at once
 BAGS = 256  # elements of the segments that one program reduces side by side
 STAGES = 4  # pieces of a row on their way at once
@@ -142,14 +143,19 @@ class LoopBlocks(BlockWriter):
         most = ROW if contiguous or k.scratch else 64
         if self.inner.is_const and self.inner.const <= most:
             return power(self.inner.const), True
-        piece = self.tuning.sized(PIECE if contiguous else PIECE // COLUMNS)
+        piece = self.tuning.sized(PIECE if contiguous else PIECE // self.columns())
         return (min(piece, power(self.inner.const)) if self.inner.is_const else piece), False
 
     def rows_abreast(self, length: int) -> int:
         if self.k.bounds is not None:
             return self.tuning.sized(BAGS)
         rows = self.tuning.sized(TILE) // length
-        return max(1 if self.k.vector in self.k.inner else COLUMNS, rows)
+        return max(1 if self.k.vector in self.k.inner else self.columns(), rows)
+
+    def columns(self) -> int:
+        """Side by side: fewer, where there are too few for many programs."""
+        total = volume(self.k.outer)
+        return FEW if total.is_const and total.const <= MANY * COLUMNS else COLUMNS
 
     def all_inside(self) -> str | None:
         """What holds where the whole tile is inside, if accesses are wider then: neighbours in memory, aligned rows."""

@@ -12,10 +12,10 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.build import arg_combine, make_combine, simple_combine
 from flambeau.ir.dtypes import DType, accumulator, int_to_float, is_float, opmath
-from flambeau.ir.expr import Expr, cast, const, index_value, where
+from flambeau.ir.expr import Expr, cast, index_value, masked, where
 from flambeau.ir.index import ZERO, Index, product
 from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
-from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, ne, pow_, rsqrt, sqrt, square
+from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
 from flambeau.ops.registry import lower, wrap_dims
 
 aten = torch.ops.aten
@@ -55,22 +55,30 @@ def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tupl
 
 
 def moments_at_once(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tuple[Value, Value]:
-    """The same in one pass, by Chan's update of both: more to compute, and half as much to read."""
-    mean, spread, _ = build.reduce(shape, axes, chan(dtype), lambda i: (body(i), const(0, dtype), const(1, dtype)))
+    """The same in one pass: sums of what is left after a typical element is taken away, and of its squares.
+
+    How exact the squares are, depends on how far that element is from the mean, in standard deviations: the middle one
+    of three is no outlier, unless two are.
+    """
+    n, there = count(shape, axes, dtype), index_value(product(shape[a] for a in axes)) > 0
+
+    def typical(kept: Sequence[Index]) -> Expr:
+        def sample(half: int) -> Expr:
+            rest = iter(kept)
+            place = [(size - 1) * half // 2 if k in axes else next(rest) for k, size in enumerate(shape)]
+            return masked(body(tuple(place)), there)
+
+        first, middle, last = map(sample, range(3))
+        return maximum(minimum(first, middle), minimum(maximum(first, middle), last))
+
+    def powers(i: tuple[Index, ...]) -> tuple[Expr, ...]:
+        rest = body(i) - typical(outside(i, axes))
+        return rest, square(rest)
+
+    first, second = build.reduce(shape, axes, sums(dtype, 2), powers)
+    mean = build.pointwise(first.shape, lambda i: typical(i) + first.load(i) / n)
+    spread = build.pointwise(first.shape, lambda i: maximum(second.load(i) - square(first.load(i)) / n, 0))
     return mean, spread
-
-
-@cache
-def chan(dtype: DType) -> Combine:
-    """Of (mean, sum of squared deviations, count); the count as a float of the same dtype."""
-
-    def join(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
-        (am, a2, an), (bm, b2, bn) = a, b
-        n, apart = an + bn, bm - am
-        share = bn * square(rsqrt(maximum(n, const(1, dtype))))  # a machine that waits for memory has this at once
-        return am + apart * share, a2 + b2 + apart * apart * (an * share), n
-
-    return make_combine("moments", (dtype,) * 3, (0, 0, 0), join)
 
 
 @cache

@@ -8,9 +8,10 @@ between them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flambeau.ir.expr import Expr, loads
+from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
 from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Segment
 
@@ -37,6 +38,7 @@ class Group:
     written: dict[str, tuple[tuple[Index, ...], str]] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
     segment: Segment | None = None
+    windows: bool = False
 
     @property
     def vars(self) -> tuple[Sym, ...]:
@@ -112,7 +114,7 @@ def symbols_of(n: Node) -> set[Sym]:
 
 def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[int], sizes: dict[str, Index]
           ) -> int | None:
-    best: tuple[int, int] | None = None
+    best: tuple[int, int, bool] | None = None
     chosen = None
     for position in where:
         g = groups[position]
@@ -124,9 +126,13 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
         joined = _join(g, n)
         if joined is None:
             continue
-        # The more it takes from what the group writes, then reads, the better; later groups on ties.
-        score = (sum(_weight(sizes[r]) for r in reads & g.written.keys()), sum(_weight(sizes[r]) for r in shared))
-        if score == (0, 0):
+        if joined.fine != g.fine:
+            shared &= _read_together(g, n, joined)
+        # The more it takes from what the group writes, then reads, the better; then maps with maps, reductions with
+        # reductions; later groups on ties.
+        score = (sum(_weight(sizes[r]) for r in reads & g.written.keys()), sum(_weight(sizes[r]) for r in shared),
+                 isinstance(n, Reduce) == (g.axes is not None))
+        if not any(score[:2]):
             continue
         if best is None or score >= best:
             best, chosen = score, (position, joined)
@@ -137,6 +143,25 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
     assert isinstance(g, Group)
     _commit(g, n, reads, joined)
     return position
+
+
+def _read_together(g: Group, n: Node, j: Joined) -> set[str]:
+    """What both take from the same place at each point. In a domain that was regrouped for both, points that have the
+    same number may be far from each other."""
+    def places(exprs: Iterable[Expr], mapping: Mapping) -> set[tuple[str, tuple[Index, ...]]]:
+        return {(e.attr[0], tuple(i.subs(mapping) for i in e.attr[1])) for e in loads(*exprs)}
+
+    regroup = _regrouping(g, j.fine)
+    theirs = set(g.written)
+    mine = places(n.exprs(), j.mapping)
+    for m in g.members:
+        theirs |= {name for name, _ in mine & places(member_exprs(m), regroup)}
+    return theirs
+
+
+def has_windows(n: Node) -> bool:
+    """Whether a map reads windows: neighbours share what they read in tiles of its own form, not along a row."""
+    return isinstance(n, Pointwise) and any(e.op == "fold" for e in walk(n.body))
 
 
 def _weight(size: Index) -> int:
@@ -219,6 +244,8 @@ def _join(g: Group, n: Node) -> Joined | None:
     """How n would join, or None. Nothing is changed yet."""
     assert isinstance(n, (Pointwise, Reduce))
     if (g.segment is not None or g.is_contract) and not isinstance(n, Pointwise):
+        return None
+    if isinstance(n, Reduce) and g.windows or g.axes is not None and has_windows(n):
         return None
     real = [v for v in n.vars if v.size is not ONE]
     sizes = tuple(v.size for v in real)
@@ -310,6 +337,7 @@ def _commit(g: Group, n: Node, reads: set[str], j: Joined) -> None:
     g.axes = j.axes
     g.members.append(Member(n, j.level, j.mapping))
     g.reads |= reads
+    g.windows |= has_windows(n)
     if isinstance(n, Segment):
         g.segment = n
     kept = n.kept if isinstance(n, Reduce) else n.vars  # type: ignore[attr-defined]

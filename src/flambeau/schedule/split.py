@@ -4,6 +4,8 @@ side, and then their results.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -19,6 +21,7 @@ from flambeau.ir.program import CHUNK
 FEWEST = 4  # launches that are worth a table
 PIECE = 4096  # points below which a piece is not worth its own result
 EVEN = 64  # lengths are multiples of it, so that every piece starts where wide reads can
+MORE = 4  # times as many pieces that are worth it to cut one more variable
 SIDE = 64  # results next to each other that one program computes where they are what is contiguous
 
 
@@ -71,7 +74,7 @@ def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
     for v in reversed(n.reduced):
         mapping[v], rest = rest % v.size, rest // v.size
     row = replace(n, vars=vars, axes=frozenset((len(n.kept),)), inputs=tuple(e.subs(mapping) for e in n.inputs))
-    return cut(graph, row, vars[-1], CHUNK, len(n.kept))
+    return cut(graph, row, {vars[-1]: CHUNK}, rows=True)
 
 
 def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
@@ -84,44 +87,51 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     least = PIECE if rows else PIECE // SIDE
     if programs * 2 > caps.programs or points < 4 * least:
         return [n]
-    longest = max(n.reduced, key=lambda v: v.size.const)
-    size = longest.size.const
-    pieces = min(caps.programs // programs, points // least, size)
-    if pieces < 2:
-        return [n]
-    length = -(-size // pieces)
-    length += -length % EVEN if length > EVEN else 0
-    # The pieces stand where results next to each other stay so.
-    return cut(graph, n, longest, length, len(n.kept) if rows else 0)
+    wanted = min(caps.programs // programs, points // least)
+    lengths: dict[Sym, int] = {}
+    for v in n.reduced:
+        pieces = min(wanted, v.size.const)
+        if pieces >= (MORE if lengths else 2):
+            length = -(-v.size.const // pieces)
+            lengths[v] = length + (-length % EVEN if length > EVEN else 0)
+            wanted //= pieces
+    return cut(graph, n, lengths, rows) if lengths else [n]
 
 
-def cut(graph: Graph, n: Reduce, longest: Sym, length: int, at: int) -> list[Node]:
-    """Reduce pieces of one variable's points, of this length, and then what they come to; they are dimension `at`."""
-    size = longest.size.const
-    pieces = -(-size // length)
-    kept = list(n.kept)
-    shape = [v.size for v in kept]
-    shape.insert(at, as_index(pieces))
-    inner = [as_index(length) if v is longest else v.size for v in n.reduced]
-    vars = dim_vars((*shape, *inner))
-    index = as_indices(vars)
-    others = [i for k, i in enumerate(index[: len(shape)]) if k != at]
-    place = index[at] * length + index[len(shape) + n.reduced.index(longest)]
-    mapping: dict[Sym, Index] = dict(zip(kept, others, strict=True))
-    mapping.update(zip(n.reduced, index[len(shape):], strict=True))
-    mapping[longest] = place
+def cut(graph: Graph, n: Reduce, lengths: dict[Sym, int], rows: bool) -> list[Node]:
+    """Reduce pieces of variables' points, of these lengths, and then what they come to. Where not `rows` are read, but
+    results next to each other stand so in memory, the pieces of the first variable come first."""
+    counts = {v: as_index(-(-v.size.const // length)) for v, length in lengths.items()}
+    front = [] if rows else [next(iter(counts))]
+    order = [(v, True) for v in front] + [(v, False) for v in n.kept]  # variables, and whether their pieces are counted
+    for v in n.reduced:
+        order += [(v, True)] * (v in counts and v not in front) + [(v, False)]
+    vars = dim_vars([counts[v] if piece else as_index(lengths.get(v, v.size)) for v, piece in order])
+    at = dict(zip(order, as_indices(vars), strict=True))
+    mapping = {v: at[v, False] for v in n.vars}
+    inside = []
+    for v, length in lengths.items():
+        mapping[v] = at[v, True] * length + at[v, False]
+        if counts[v].const * length != v.size.const:
+            inside.append(index_value(mapping[v]) < const(v.size.const, torch.int64))
     inputs = tuple(e.subs(mapping) for e in n.inputs)
-    if pieces * length != size:
-        there = index_value(place) < const(size, torch.int64)
+    if inside:
+        there = functools.reduce(operator.and_, inside)
         inputs = tuple(where(there, masked(e, there), start)
                        for e, start in zip(inputs, n.combine.identity, strict=True))
+    kept = [k for k, (v, piece) in enumerate(order) if piece or v in n.kept]
+    shape = [vars[k].size for k in kept]
     partial = Reduce(tuple(graph.add_buffer(shape, d).name for d in n.combine.dtypes), vars,
-                     frozenset(range(len(shape), len(vars))), n.combine, inputs, origin=n.origin, inlined=n.inlined)
+                     frozenset(range(len(vars))) - frozenset(kept), n.combine, inputs, origin=n.origin,
+                     inlined=n.inlined)
+    pieces = [k for k, t in enumerate(kept) if order[t][1]]
+    outer = sorted(range(len(shape)), key=lambda k: (k in pieces) is rows)
+    dense = dict(zip(outer, contiguous_strides([shape[k] for k in outer]), strict=True))
     for name in partial.names:
-        graph.buffers[name].strides = contiguous_strides(shape)
+        graph.buffers[name].strides = tuple(dense[k] for k in range(len(shape)))
     final_vars = dim_vars(shape)
     read = tuple(graph.whole(name).load(as_indices(final_vars)) for name in partial.names)
-    final = replace(n, vars=final_vars, axes=frozenset((at,)), inputs=read)
+    final = replace(n, vars=final_vars, axes=frozenset(pieces), inputs=read)
     return [partial, final]
 
 
