@@ -17,6 +17,12 @@ from flambeau.frontends.partition import maker_of
 ROWS, COLUMNS = 512, 1024  # two megabytes
 
 
+@pytest.fixture(autouse=True)
+def _known_sizes() -> None:
+    """What was compiled for other sizes before, would be compiled for any now."""
+    torch._dynamo.reset()
+
+
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 

@@ -20,6 +20,8 @@ from flambeau.ir.expr import OPS, Expr, index_children, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, as_index
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 
+from .one_hot import picked
+
 CHEAP = 4  # operations that are worth computing twice
 CHEAP_BESIDE_MEMORY = 16  # the same where memory alone counts: a root and a quotient
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
@@ -110,7 +112,8 @@ def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
     nodes: list[Node] = []
     for n in graph.nodes:
         if not isinstance(n, Extern):
-            n = _inline_into(n, caps, bodies, uses, hard, why)
+            n = picked(_inline_into(n, caps, bodies, uses, hard, why),
+                       lambda name: bodies[name].node if name in bodies else None)
         if isinstance(n, Pointwise):
             everything = list(walk(n.body))
             bodies[n.names[0]] = Body(n, n.body, cost_of([n.body]), sum(e.op == "load" for e in everything),

@@ -99,13 +99,11 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
 
 
 def cut(graph: Graph, n: Reduce, lengths: dict[Sym, int], rows: bool) -> list[Node]:
-    """Reduce pieces of variables' points, of these lengths, and then what they come to. Where not `rows` are read, but
-    results next to each other stand so in memory, the pieces of the first variable come first."""
+    """Reduce pieces of variables' points, of these lengths, and then what they come to. The order of points stays, so
+    that maps of the same may join; results next to each other in memory are those of one piece, unless by `rows`."""
     counts = {v: as_index(-(-v.size.const // length)) for v, length in lengths.items()}
-    front = [] if rows else [next(iter(counts))]
-    order = [(v, True) for v in front] + [(v, False) for v in n.kept]  # variables, and whether their pieces are counted
-    for v in n.reduced:
-        order += [(v, True)] * (v in counts and v not in front) + [(v, False)]
+    # Variables, and whether their pieces are counted.
+    order = [(v, piece) for v in n.vars for piece in ((True, False) if v in counts else (False,))]
     vars = dim_vars([counts[v] if piece else as_index(lengths.get(v, v.size)) for v, piece in order])
     at = dict(zip(order, as_indices(vars), strict=True))
     mapping = {v: at[v, False] for v in n.vars}

@@ -1,0 +1,74 @@
+"""Sums in which one element counts, the one whose index is a given number: that element, and no loop.
+
+A loss picks one class of each row, so the gradient that comes back is zero everywhere else, and softmax's gradient sums
+it over all classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import and_
+
+from flambeau.ir.dtypes import is_bool
+from flambeau.ir.expr import Expr, cast, index_value, where
+from flambeau.ir.index import Index, Sym
+from flambeau.ir.nodes import Contract, Node, Pointwise, Reduce, Segment, as_indices, dim_vars
+
+LEAST = 4096  # points of a loop that is worth a launch of its own for what it picks
+Maps = Callable[[str], Pointwise | None]  # what computes a buffer, if that is a map
+
+
+def picked(n: Node, maps: Maps) -> Node:
+    """The node without the loop over a variable of which one value alone adds something."""
+    if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)) or n.combine.name != "sum" \
+            or is_bool(n.combine.dtypes[0]):
+        return n
+    found = chosen(n.inputs[0], maps)
+    if found is None:
+        return n
+    conditions, value = found
+    for c in conditions:
+        for v, place in equations(c):
+            others = [x for x in conditions if x is not c]
+            small = v.size.is_const and v.size.const < LEAST
+            if v not in n.reduced or small or any(v in e.symbols() for e in (place, value, *others)):
+                continue
+            inside = (place >= 0) & (place < index_value(v.size, place.dtype))
+            left = [w for w in n.vars if w is not v]
+            vars = dim_vars([w.size for w in left])
+            mapping: dict[Sym, Index] = dict(zip(left, as_indices(vars), strict=True))
+            body = where(reduce(and_, others, inside), value, 0).subs(mapping)
+            axes = frozenset(k for k, w in enumerate(left) if w in n.reduced)
+            if axes:
+                return Reduce(n.names, vars, axes, n.combine, (body,), origin=n.origin, inlined=n.inlined)
+            return Pointwise(n.names, vars, body, origin=n.origin, inlined=n.inlined)
+    return n
+
+
+def chosen(e: Expr, maps: Maps) -> tuple[list[Expr], Expr] | None:
+    """The conditions under which an expression is something else than zero, and what it is then."""
+    if e.op == "cast":
+        found = chosen(e.args[0], maps)
+        return found and (found[0], cast(found[1], e.dtype))
+    if e.op == "load" and not e.args and (made := maps(e.attr[0])) is not None:
+        e = made.body.subs(dict(zip(made.vars, e.attr[1], strict=True)))
+    if e.op != "where" or e.args[2].op != "const" or e.args[2].attr != 0:
+        return None
+    return list(conjuncts(e.args[0])), e.args[1]
+
+
+def conjuncts(e: Expr) -> Iterator[Expr]:
+    if e.op == "bitwise_and":
+        for a in e.args:
+            yield from conjuncts(a)
+    else:
+        yield e
+
+
+def equations(e: Expr) -> Iterator[tuple[Sym, Expr]]:
+    """Variables that a condition says the value of, and that value."""
+    if e.op == "eq":
+        for a, b in (e.args, e.args[::-1]):
+            if a.op == "index" and isinstance(v := a.attr.atom(), Sym):
+                yield v, b
