@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from flambeau.bench.bits_cases import ALONE, large, values
 from flambeau.bench.chains import check_chains
-from flambeau.bench.harness import message, one_order, wanted
+from flambeau.bench.harness import UNSTEADY, message, one_order, wanted
 from flambeau.bench.parts import OutOfTime, Talk
 from flambeau.debug import collect
 from flambeau.frontends.differences import difference
@@ -32,7 +32,6 @@ from flambeau.frontends.pipeline import Options, compiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT: dict[str, Any] = {"backend": "flambeau", "options": {"numerics": "eager"}}
-UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
 # Values of a distribution, values of a chain, chains, samples of an entry.
 SIZES = {"large": (1 << 18, 1 << 16, 670, 2), "tiny": (1 << 8, 257, 10, 1)}
 LOST = "CUDA error"  # after which nothing that a process finds says anything

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flambeau.bench.bits import UNSTEADY, Finding, compiling, exactly, found, short, states
-from flambeau.bench.harness import alternate, clock_of, in_one_order
+from flambeau.bench.bits import Finding, compiling, exactly, found, short, states
+from flambeau.bench.harness import UNSTEADY, alternate, clock_of, in_one_order
 from flambeau.bench.models import Built
 from flambeau.bench.networks import DTYPES, NETWORKS, with_dropout
 from flambeau.bench.parts import Talk
@@ -37,7 +37,7 @@ class Size:
     seconds: float
 
 
-SIZES = {"large": Size("medium", 20, 8, (range(3), range(3, 9)),
+SIZES = {"large": Size("medium", 20, 8, (range(3), range(3, 21)),
                        {"errors": 30.0, "other dtype": 45.0, "more errors": 40.0}, 9.0),
          "tiny": Size("tiny", 3, 2, (range(1), range(1, 2)), {}, 0.0)}
 KINDS: dict[str, dict[str, Any] | None] = {

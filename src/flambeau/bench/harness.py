@@ -224,6 +224,9 @@ def clock_of(device: str) -> Callable[[], float]:
     return synchronised
 
 
+UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
+
+
 @contextmanager
 def one_order(warn_only: bool = True) -> Iterator[None]:
     """Kernels that add in the same order every time, where torch has them; else it warns, or raises."""

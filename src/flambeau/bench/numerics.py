@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from flambeau.bench.harness import geometric_mean, wanted
+from flambeau.bench.harness import UNSTEADY, geometric_mean, wanted
 from flambeau.bench.parts import Talk, run
 from flambeau.config import config
 
@@ -47,7 +47,7 @@ class NumericsRow:
             return
         self.cases, self.values, self.unequal = (
             self.cases + 1, self.values + finding["values"], self.unequal + finding["unequal"])
-        if finding["note"].startswith("eager does not"):
+        if finding["note"].startswith(UNSTEADY):
             self.unsteady += 1
         if finding["unequal"] and len(self.differ) < LISTED:
             self.differ.append(f"{finding['name']}: {finding['note']}")
