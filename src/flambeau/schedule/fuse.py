@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
@@ -161,7 +162,12 @@ def _read_together(g: Group, n: Node, j: Joined) -> set[str]:
 
 def has_windows(n: Node) -> bool:
     """Whether a map reads windows: neighbours share what they read in tiles of its own form, not along a row."""
-    return isinstance(n, Pointwise) and any(e.op == "fold" for e in walk(n.body))
+    return isinstance(n, Pointwise) and has_fold(n.body)
+
+
+@lru_cache(1024)
+def has_fold(body: Expr) -> bool:
+    return any(e.op == "fold" for e in walk(body))
 
 
 def _weight(size: Index) -> int:
