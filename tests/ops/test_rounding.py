@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flambeau.frontends.capture import capture
 from flambeau.frontends.pipeline import Options, compiled
 from flambeau.frontends.testing import differing
+from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import Expr, walk
 from flambeau.ir.numerics import EAGER, FAST, Policy
 from flambeau.ops import ops_loaded
@@ -27,11 +28,15 @@ aten = torch.ops.aten
 ops_loaded()
 
 
-def expressions(f: Any, *inputs: Tensor, policy: Policy = EAGER["cuda"]) -> list[Expr]:  # noqa: B008
-    """What the kernels of f compute, as if for a GPU."""
+def blocks() -> Capabilities:
     from flambeau.codegen.triton import CAPABILITIES
 
-    caps = replace(CAPABILITIES, tables=False, gpu_eager=True)
+    return replace(CAPABILITIES, tables=False, gpu_eager=True)
+
+
+def expressions(f: Any, *inputs: Tensor, policy: Policy = EAGER["cuda"]) -> list[Expr]:  # noqa: B008
+    """What the kernels of f compute, as if for a GPU."""
+    caps = blocks()
     captured = capture(make_fx(lambda *x: [f(*x)])(*inputs), caps, device=inputs[0].device, policy=policy)
     assert not captured.externs
     program = schedule(captured.graph, caps, True)
@@ -123,6 +128,14 @@ def test_a_quotient_by_a_number_is_a_product_with_its_reciprocal(f: Any) -> None
                                lambda a, b: a / b[0]])
 def test_other_quotients_are_divided(f: Any) -> None:
     assert count(expressions(f, A, B))["div"] == 1
+
+
+@pytest.mark.parametrize("f", [lambda a: torch._foreach_div([a], [SCALE])[0], lambda a: torch._foreach_pow([a], 2)[0]])
+@pytest.mark.parametrize("a", [torch.randn(64, 2)[:, 0], torch.arange(64), torch.randn(1).expand(64)],
+                         ids=("gaps", "integers", "repeated"))
+def test_lists_for_which_eager_has_no_kernel_are_left_to_it(f: Any, a: Tensor) -> None:
+    captured = capture(make_fx(lambda x: [f(x)])(a), blocks(), device=a.device, policy=EAGER["cuda"])
+    assert len(captured.externs) == 1
 
 
 def test_lists_have_no_easy_powers() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.nodes import Value
+from flambeau.ir.index import Index, as_index, product
+from flambeau.ir.nodes import Shape, Value
 from flambeau.ops.arithmetic import div, general_power, pow, quotient
 from flambeau.ops.registry import LOWERINGS, lower, overloads
 
@@ -39,6 +40,8 @@ _OTHERS = {
 # The operator on one tensor, for each operator on lists; or its lowering, where eager's differ for lists. By one number
 # for all, eager divides a list as it divides a tensor.
 _ONE: dict[str, Any] = {**{name: getattr(aten, name).default for name in _UNARY}, **_OTHERS}
+# On GPUs eager has a kernel for all tensors of a list, with other formulas than that for one; not for every list.
+_OF_ONE_KERNEL = (aten._foreach_div.ScalarList, aten._foreach_pow.Scalar, aten._foreach_pow.ScalarList)
 _OF_OVERLOADS = dict.fromkeys((aten._foreach_div.Scalar, aten._foreach_div.Tensor), div)
 
 
@@ -52,6 +55,8 @@ def along_lists(overload: torch._ops.OpOverload, one: Any) -> Callable[..., Any]
         if lowering is None:
             return NotImplemented
         given = dict(zip(names, args, strict=False)) | kwargs
+        if overload in _OF_ONE_KERNEL and build.policy().kernels == "cuda" and not in_one_kernel(args[0]):
+            return NotImplemented
 
         def call(k: int) -> Any:
             mine = {name: _element(value, k, name) for name, value in given.items()}
@@ -62,6 +67,19 @@ def along_lists(overload: torch._ops.OpOverload, one: Any) -> Callable[..., Any]
         return NotImplemented if any(m is NotImplemented for m in made) else made
 
     return lowered
+
+
+def in_one_kernel(tensors: Sequence[Value]) -> bool:
+    """Whether they are floats of one dtype, without gaps."""
+    buffers = [build.graph().buffers[t.buffer] for t in tensors]
+    return len({t.dtype for t in tensors}) == 1 and is_float(tensors[0].dtype) and all(
+        t.is_whole(b) and (b.strides is None or extent(b.shape, b.strides) is product(b.shape))
+        for t, b in zip(tensors, buffers, strict=True))
+
+
+def extent(shape: Shape, strides: Shape) -> Index:
+    """Elements from the first to the last."""
+    return sum(((n - 1) * s for n, s in zip(shape, strides, strict=True)), as_index(1))
 
 
 def _element(value: Any, k: int, name: str) -> Any:
