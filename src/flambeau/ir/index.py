@@ -335,6 +335,18 @@ def volume(vars: Iterable[Sym]) -> Index:
     return product(v.size for v in vars)
 
 
+def flat(vars: Iterable[Sym]) -> Index:
+    """The row-major position of a point among those of all its variables."""
+    at = ZERO
+    for v in vars:
+        at = at * v.size + v
+    return at
+
+
+def offset_of(index: Iterable[Index], strides: Iterable[IndexLike], start: Index = ZERO) -> Index:
+    return sum((i * s for i, s in zip(index, strides, strict=True)), start)
+
+
 def unflat(at: Index, sizes: Sequence[Index]) -> tuple[Index, ...]:
     """The place of a row-major position; in memory without holes the divisions join and fall away."""
     out: list[Index] = []

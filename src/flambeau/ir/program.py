@@ -16,7 +16,7 @@ import torch
 
 from .dtypes import DType
 from .expr import Expr, loads, rewrite
-from .index import ONE, ZERO, Dyn, Index, Sym, as_index
+from .index import ONE, ZERO, Dyn, Index, Sym, flat
 from .nodes import Combine, Value
 
 
@@ -115,10 +115,7 @@ class LoopKernel:
 
     def inner_position(self) -> Index:
         """Of an inner point among all of them."""
-        at = as_index(0)
-        for v in self.inner:
-            at = at * v.size + v
-        return at
+        return flat(self.inner)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.index import Index, as_index, product
-from flambeau.ir.nodes import Shape, Value
+from flambeau.ir.index import offset_of, product
+from flambeau.ir.nodes import Value
 from flambeau.ops.arithmetic import div, general_power, pow, quotient
 from flambeau.ops.registry import LOWERINGS, lower, overloads
 
@@ -73,13 +73,8 @@ def in_one_kernel(tensors: Sequence[Value]) -> bool:
     """Whether they are floats of one dtype, without gaps."""
     buffers = [build.graph().buffers[t.buffer] for t in tensors]
     return len({t.dtype for t in tensors}) == 1 and is_float(tensors[0].dtype) and all(
-        t.is_whole(b) and (b.strides is None or extent(b.shape, b.strides) is product(b.shape))
+        t.is_whole(b) and (b.strides is None or offset_of((n - 1 for n in b.shape), b.strides) + 1 is product(b.shape))
         for t, b in zip(tensors, buffers, strict=True))
-
-
-def extent(shape: Shape, strides: Shape) -> Index:
-    """Elements from the first to the last."""
-    return sum(((n - 1) * s for n, s in zip(shape, strides, strict=True)), as_index(1))
 
 
 def _element(value: Any, k: int, name: str) -> Any:

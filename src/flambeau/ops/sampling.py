@@ -18,7 +18,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, computed, const, index_value, where
-from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, product
+from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, offset_of, product
 from flambeau.ir.nodes import Value, dim_vars
 from flambeau.ir.scalar import abs_, floor, fma, fmod, isnan, minimum, ne, round, trunc
 from flambeau.ops.plane import Place, all_of, cubic_weights, pick
@@ -197,8 +197,7 @@ def has_channels_last(image: Value) -> bool:
     if strides is None:
         return False
     channel = dim_vars(image.shape)[1]
-    address = sum((i * s for i, s in zip(image.index, strides, strict=True)), as_index(0))
-    return address.coefficient(channel) is as_index(1)
+    return offset_of(image.index, strides).coefficient(channel) is as_index(1)
 
 
 def channels_last(image: Value) -> Value:

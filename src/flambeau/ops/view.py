@@ -10,7 +10,20 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, is_bool, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
-from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, ceildiv, fits, is_nonneg, maximum, minimum, product
+from flambeau.ir.index import (
+    ONE,
+    ZERO,
+    Index,
+    IndexLike,
+    as_index,
+    ceildiv,
+    fits,
+    is_nonneg,
+    maximum,
+    minimum,
+    offset_of,
+    product,
+)
 from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.scalar import eq, sum_over
 
@@ -368,12 +381,12 @@ def _from_storage(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLik
     if is_empty(shape):
         return tuple(out)
     if offset is None:
-        start = sum((i * s for i, s in zip(x.at([0] * x.rank), strides, strict=True)), ZERO)
+        start = offset_of(x.at([0] * x.rank), strides)
     elif x.buffer in g.inputs or any(x.buffer in n.names for n in g.nodes if isinstance(n, Extern)):
         return None  # an offset counts from the start of a storage, and where in theirs these begin, only a run knows
     else:
         start = as_index(offset)
-    left = sum((i * s for i, s in zip(as_indices(dim_vars(shape)), stride, strict=True)), start)
+    left = offset_of(as_indices(dim_vars(shape)), stride, start)
     real = [k for k, n in enumerate(buffer.shape) if n is not ONE and strides[k] is not ZERO]
     order: list[int] = []
     for k in real:

@@ -16,7 +16,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_float
 from flambeau.ir.expr import Expr, const, loads, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, volume, walks_as_one
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, offset_of, volume, walks_as_one
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
 
@@ -28,10 +28,7 @@ RECOMPUTE = 6  # operations that are cheaper again in a later stage than a row o
 
 def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
     assert buffer.strides is not None, f"buffer {buffer.name} has no layout yet"
-    at = ZERO
-    for i, s in zip(index, buffer.strides, strict=True):
-        at = at + i * s
-    return at
+    return offset_of(index, buffer.strides)
 
 
 def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) -> Expr:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import CHECKED, walk
-from flambeau.ir.index import ZERO, Index, Sym, as_index
+from flambeau.ir.index import Index, Sym, as_index, offset_of
 from flambeau.ir.nodes import Buffer, Extern, Graph, Node, Pointwise, Scan, Scatter, Value, contiguous_strides, dim_vars
 from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Kernel, Launch, Program
 from flambeau.ir.verify import verify
@@ -28,9 +28,7 @@ from .tables import join_launches
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
     """(strides, offset) of a value as a strided view of its buffer's memory, or None if it is not one."""
     assert buffer.strides is not None
-    at = ZERO
-    for i, s in zip(v.index, buffer.strides, strict=True):
-        at = at + i * s
+    at = offset_of(v.index, buffer.strides)
     strides = []
     rest = at
     for var in dim_vars(v.shape):

@@ -7,14 +7,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import const, index_value, loads, masked, walk, where
-from flambeau.ir.index import ONE, Index, Sym, as_index, volume
+from flambeau.ir.index import ONE, Index, Sym, as_index, flat, offset_of, unflat, volume
 from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import CHUNK
 
@@ -45,22 +45,14 @@ def whole_row(graph: Graph, n: Node) -> Hashable:
         return None
     if any(v.size is not ONE for v in n.kept) or int(volume(n.reduced)) > CHUNK**2:
         return None
-    place = linear(n.reduced)
+    place = flat(n.reduced)
     for e in loads(*n.inputs):
         name, index = e.attr
         strides = graph.buffers[name].strides
-        at = None if strides is None else sum((i * s for i, s in zip(index, strides, strict=True)), as_index(0))
+        at = None if strides is None else offset_of(index, strides)
         if at is None or not (at is place or at.is_const):
             return None
     return n.combine, tuple((e.op, e.dtype) for e in walk(*n.inputs))
-
-
-def linear(vars: Sequence[Sym]) -> Index:
-    """The place of a point among all of them."""
-    at = as_index(0)
-    for v in vars:
-        at = at * v.size + v
-    return at
 
 
 def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
@@ -70,9 +62,7 @@ def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
         return [n]
     vars = dim_vars((*(v.size for v in n.kept), as_index(points)))
     mapping: dict[Sym, Index] = dict(zip(n.kept, as_indices(vars), strict=False))
-    rest = as_index(vars[-1])
-    for v in reversed(n.reduced):
-        mapping[v], rest = rest % v.size, rest // v.size
+    mapping.update(zip(n.reduced, unflat(as_index(vars[-1]), [v.size for v in n.reduced]), strict=True))
     row = replace(n, vars=vars, axes=frozenset((len(n.kept),)), inputs=tuple(e.subs(mapping) for e in n.inputs))
     return cut(graph, row, {vars[-1]: CHUNK}, rows=True)
 
@@ -140,7 +130,7 @@ def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
         name, index = e.attr
         strides = graph.buffers[name].strides
         if strides is not None:
-            places.append(sum((i * s for i, s in zip(index, strides, strict=True)), as_index(0)))
+            places.append(offset_of(index, strides))
     own = frozenset(v for v in n.vars if v.size is not ONE)
     depths = [len(own & place.symbols()) for place in places]
     score = 0
