@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from flambeau.ir.expr import Expr, cast, const, loads, rewrite
+from flambeau.ir.expr import Expr, chosen, conjuncts, const, loads, rewrite
 from flambeau.ir.index import Index, Sym, as_index
 
 
@@ -23,16 +22,14 @@ class Guard:
 
 def guard_of(e: Expr, v: Sym) -> Guard | None:
     """The guard of an expression that is chosen by a mask, if each part of it is a bound of v or free of v."""
-    if e.op == "cast":
-        found = guard_of(e.args[0], v)
-        return None if found is None else Guard(found.holds, found.lows, found.highs, cast(found.inside, e.dtype))
-    if e.op != "where" or e.args[2].op != "const" or e.args[2].attr != 0:
+    found = chosen(e)
+    if found is None:
         return None
-    mask, inside, _ = e.args
+    mask, inside = found
     if any(v not in x.attr[1][0].symbols() for x in loads(inside)):
         return None  # it would be read before the loop, where nobody has asked yet
     holds, lows, highs = const(True, torch.bool), [], []
-    for part in parts_of(mask):
+    for part in conjuncts(mask):
         if v not in part.symbols():
             holds = holds & part
             continue
@@ -47,15 +44,6 @@ def guard_of(e: Expr, v: Sym) -> Guard | None:
             highs.append((rest + (-n - 1)) // -n)
     true = const(True, torch.bool)
     return Guard(holds, tuple(lows), tuple(highs), rewrite(inside, lambda x: true if x is mask else x))
-
-
-def parts_of(mask: Expr) -> Iterator[Expr]:
-    """What must all hold."""
-    if mask.op == "bitwise_and":
-        for a in mask.args:
-            yield from parts_of(a)
-    else:
-        yield mask
 
 
 def positive_of(e: Expr) -> Index | None:

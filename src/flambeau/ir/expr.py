@@ -519,6 +519,25 @@ def loads(*roots: Expr) -> list[Expr]:
     return list(found)
 
 
+def conjuncts(e: Expr) -> Iterator[Expr]:
+    """What must all hold for a condition to hold."""
+    if e.op == "bitwise_and":
+        for a in e.args:
+            yield from conjuncts(a)
+    else:
+        yield e
+
+
+def chosen(e: Expr) -> tuple[Expr, Expr] | None:
+    """The condition without which an expression is zero, and what it is with it; None if it has no such form."""
+    if e.op == "cast":
+        found = chosen(e.args[0])
+        return None if found is None else (found[0], cast(found[1], e.dtype))
+    if e.op != "where" or e.args[2].op != "const" or e.args[2].attr != 0:
+        return None
+    return e.args[0], e.args[1]
+
+
 def masked(body: Expr, mask: Expr) -> Expr:
     """The body with every read and every check made only where the mask holds."""
 

@@ -65,11 +65,16 @@ def is_known_before(x: Any) -> bool:
     return is_number(x) or x.host
 
 
+def as_it_is(x: Any, beside: Any) -> Any:
+    """A scalar that meets small floats, not rounded to their dtype first."""
+    meets = isinstance(x, Value) and not x.rank and are_small(beside) and beside.rank
+    return replace(x, number=True) if meets else x
+
+
 def from_host(a: Any, b: Any) -> tuple[Any, Any]:
-    """A scalar of the host beside small floats, as a number: eager's kernels for GPUs take it as it is."""
+    """Operands of kernels that on GPUs take scalars of the host as they are."""
     def read(x: Any, beside: Any) -> Any:
-        meets = isinstance(x, Value) and x.host and are_small(beside) and beside.rank
-        return replace(x, number=True) if meets and build.policy().kernels == "cuda" else x
+        return as_it_is(x, beside) if isinstance(x, Value) and x.host and build.policy().kernels == "cuda" else x
 
     return read(a, b), read(b, a)
 
@@ -130,9 +135,7 @@ def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
 
 def unrounded(a: Any, b: Any) -> Any:
     """A scalar that small floats are multiplied or divided by: eager takes it as it is, but for a GPU's own."""
-    if isinstance(b, Value) and not b.rank and are_small(a) and a.rank and build.policy().kernels != "cuda":
-        return replace(b, number=True)
-    return b
+    return b if build.policy().kernels == "cuda" else as_it_is(b, a)
 
 
 @pointwise

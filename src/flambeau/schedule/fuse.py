@@ -39,7 +39,6 @@ class Group:
     written: dict[str, tuple[tuple[Index, ...], str]] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
     segment: Segment | None = None
-    windows: bool = False
 
     @property
     def vars(self) -> tuple[Sym, ...]:
@@ -251,7 +250,7 @@ def _join(g: Group, n: Node) -> Joined | None:
     assert isinstance(n, (Pointwise, Reduce))
     if (g.segment is not None or g.is_contract) and not isinstance(n, Pointwise):
         return None
-    if isinstance(n, Reduce) and g.windows or g.axes is not None and has_windows(n):
+    if any(map(has_windows, g.nodes)) if isinstance(n, Reduce) else g.axes is not None and has_windows(n):
         return None
     real = [v for v in n.vars if v.size is not ONE]
     sizes = tuple(v.size for v in real)
@@ -343,7 +342,6 @@ def _commit(g: Group, n: Node, reads: set[str], j: Joined) -> None:
     g.axes = j.axes
     g.members.append(Member(n, j.level, j.mapping))
     g.reads |= reads
-    g.windows |= has_windows(n)
     if isinstance(n, Segment):
         g.segment = n
     kept = n.kept if isinstance(n, Reduce) else n.vars  # type: ignore[attr-defined]

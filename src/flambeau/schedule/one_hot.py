@@ -11,7 +11,7 @@ from functools import reduce
 from operator import and_
 
 from flambeau.ir.dtypes import is_bool
-from flambeau.ir.expr import Expr, cast, index_value, where
+from flambeau.ir.expr import Expr, cast, chosen, conjuncts, index_value, where
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.nodes import Contract, Node, Pointwise, Reduce, Segment, as_indices, dim_vars
 
@@ -24,10 +24,10 @@ def picked(n: Node, maps: Maps) -> Node:
     if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)) or n.combine.name != "sum" \
             or is_bool(n.combine.dtypes[0]):
         return n
-    found = chosen(n.inputs[0], maps)
+    found = chosen(computed(n.inputs[0], maps))
     if found is None:
         return n
-    conditions, value = found
+    conditions, value = list(conjuncts(found[0])), found[1]
     for c in conditions:
         for v, place in equations(c):
             others = [x for x in conditions if x is not c]
@@ -46,24 +46,13 @@ def picked(n: Node, maps: Maps) -> Node:
     return n
 
 
-def chosen(e: Expr, maps: Maps) -> tuple[list[Expr], Expr] | None:
-    """The conditions under which an expression is something else than zero, and what it is then."""
+def computed(e: Expr, maps: Maps) -> Expr:
+    """What a map computes, in place of a read of it."""
     if e.op == "cast":
-        found = chosen(e.args[0], maps)
-        return found and (found[0], cast(found[1], e.dtype))
+        return cast(computed(e.args[0], maps), e.dtype)
     if e.op == "load" and not e.args and (made := maps(e.attr[0])) is not None:
-        e = made.body.subs(dict(zip(made.vars, e.attr[1], strict=True)))
-    if e.op != "where" or e.args[2].op != "const" or e.args[2].attr != 0:
-        return None
-    return list(conjuncts(e.args[0])), e.args[1]
-
-
-def conjuncts(e: Expr) -> Iterator[Expr]:
-    if e.op == "bitwise_and":
-        for a in e.args:
-            yield from conjuncts(a)
-    else:
-        yield e
+        return made.body.subs(dict(zip(made.vars, e.attr[1], strict=True)))
+    return e
 
 
 def equations(e: Expr) -> Iterator[tuple[Sym, Expr]]:
