@@ -21,7 +21,7 @@ from flambeau.config import config
 from flambeau.errors import Error
 from flambeau.targets.base import device_target
 
-from . import device_exchange, device_module
+from . import device_exchange, device_module, hugging_face
 from .autoload import announce, started, taken
 from .device_composed import register_composed
 from .device_copy import Copies
@@ -74,11 +74,13 @@ def enable_device() -> None:
             SEEDS[NAME] = Seeds(copies, core.generator)
             open_gates()
         device_module._finish()
+        hugging_face.recommend()
+        hugging_face.follow()
 
 
 class Found(NamedTuple):
     devices: int
-    accelerates: bool  # whether one of them is something else than the CPU, which PyTorch has anyway
+    recommended: bool  # one is something else than the CPU, which PyTorch has anyway, or somebody asked for them
 
 
 @cache
@@ -88,4 +90,5 @@ def found() -> Found:
         driver = device_target().driver() if shutil.which(config.compiler) else None
     except Error:
         driver = None
-    return Found(0, False) if driver is None else Found(driver.devices, driver.accelerates)
+    return Found(0, False) if driver is None else Found(
+        driver.devices, driver.accelerates or config.is_given("device"))

@@ -73,13 +73,13 @@ def _index(device: Which) -> int:
 def is_available() -> bool:
     """Whether there is a device that is used, or one to recommend to programs that take what there is.
 
-    A device that is just this machine's CPU is not: it is there for those who name it. Optimisers and loaders ask for
-    this all the time, so nothing is started for the answer.
+    A device that is just this machine's CPU is not, unless FLAMBEAU_DEVICE says so: it is there for those who name it.
+    Optimisers and loaders ask for this all the time, so nothing is started for the answer.
     """
     if is_initialized():
         return True
     with _not_compiled():
-        return bool(importlib.import_module("flambeau.frontends.device").found().accelerates)
+        return bool(importlib.import_module("flambeau.frontends.device").found().recommended)
 
 
 @contextmanager
