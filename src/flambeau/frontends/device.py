@@ -25,6 +25,7 @@ from . import device_exchange, device_module, hugging_face
 from .autoload import announce, started, taken
 from .device_composed import register_composed
 from .device_copy import Copies
+from .device_detection import register_detection
 from .device_kernels import private
 from .device_module import NAME
 from .device_native import load_core
@@ -69,7 +70,7 @@ def enable_device() -> None:
         fallback.register(everything, aten)
         register_composed(aten, fallback.call)
         register_sparse(everything, aten, fallback)
-        _LIBRARIES.extend((aten, everything))
+        _LIBRARIES.extend((aten, everything, register_detection(fallback.call)))
         if own:
             SEEDS[NAME] = Seeds(copies, core.generator)
             open_gates()

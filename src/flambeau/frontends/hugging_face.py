@@ -75,10 +75,14 @@ def complete(module: ModuleType) -> None:
 def with_device(own: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
     @functools.wraps(own)
     def get_max_memory(max_memory: Any = None) -> dict[Any, Any]:
-        found = own(max_memory)
-        if max_memory is not None or any(key != "cpu" for key in found) or not device_module.is_available():
-            return found
+        if torch.cuda.is_available() or not device_module.is_available():
+            return own(max_memory)
         device_module.init()
-        return {k: torch.accelerator.get_memory_info(k)[0] for k in range(device_module.device_count())} | found
+        if max_memory is None:
+            memory = {k: torch.accelerator.get_memory_info(k)[0] for k in range(device_module.device_count())}
+            return memory | own()
+        # Of numbers it says that there are no such devices; what is left is the sizes' units.
+        numbered = {k: own({"cpu": v})["cpu"] for k, v in max_memory.items() if isinstance(k, int)}
+        return dict(sorted(numbered.items())) | own({k: v for k, v in max_memory.items() if not isinstance(k, int)})
 
     return get_max_memory
