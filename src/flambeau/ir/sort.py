@@ -78,8 +78,8 @@ def key_of(x: Expr, descending: bool = False) -> Expr:
 
 
 def sort(x: Value, axis: int, descending: bool = False, first: IndexLike | None = None) -> tuple[Value, Value]:
-    """The values of x sorted along an axis, or the first so many of them, and where they were, as int64; equal ones stay
-    in order."""
+    """The values of x sorted along an axis, or the first so many of them, and where they were, as int64; equal ones
+    stay in order."""
     if not build.graph().capabilities.sorts:
         strides = contiguous_strides(x.shape)
         found = build.extern(torch.ops.aten.sort.stable, (x,), {"stable": True, "dim": axis, "descending": descending},
