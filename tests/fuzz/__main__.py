@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--time", type=float, help="seconds after which no program is started")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which one program hangs (120)")
     parser.add_argument("--shrink", type=int, default=4, help="how many findings of a kind are shrunk (4)")
+    parser.add_argument("--skip", nargs="*", default=(), metavar="KIND", help="kinds of findings that do not count")
     parser.add_argument("--json", type=Path, help="where the report goes")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this program here, and show it")
     given = parser.parse_args()
@@ -27,7 +28,7 @@ def main() -> int:
         return replay(given.replay, given.target)
     first = random.SystemRandom().randrange(1 << 31) if given.seed is None else given.seed
     report = fuzz(given.target, first, given.count, given.jobs, given.time, given.limit, given.shrink,
-                  lambda text: print(text, flush=True))
+                  lambda text: print(text, flush=True), given.skip)
     print(report.text())
     if given.json:
         write([report], given.json)

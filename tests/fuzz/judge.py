@@ -47,6 +47,12 @@ class Call:
     same: list[int] = field(default_factory=list)  # for each result the first tensor that is the same object
 
 
+# Kinds of findings, the worst first.
+KINDS = ("value", "gradient", "mutation", "bits", "gradient bits", "sharing", "shape", "raises", "no error", "warning",
+         "gradients", "error type", "input layout", "input memory", "requires_grad", "identity", "strides", "offset",
+         "gradient strides")
+
+
 @dataclass(frozen=True)
 class Finding:
     kind: str
@@ -396,4 +402,4 @@ def findings(program: Program, target: str) -> tuple[list[Finding], list[Finding
         known = {same_way(f) for f in judge(program, "cpu", other)}
         theirs += [f for f in ours if same_way(f) in known]
         ours = [f for f in ours if same_way(f) not in known]
-    return ours, theirs
+    return sorted(ours, key=lambda f: KINDS.index(f.kind)), theirs

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Report:
     first: int
     programs: int = 0
     seconds: float = 0.0
+    spent: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds of processors: programs', compilers'
     torchs: Counter[str] = field(default_factory=Counter)  # kinds that torch's own tracing has too
     groups: dict[str, list[Outcome]] = field(default_factory=dict)
 
@@ -50,7 +51,8 @@ class Report:
         count = sum(map(len, self.groups.values()))
         lines += ["", f"{self.target}: {self.programs} programs from seed {self.first} in {self.seconds:.0f} s; "
                   f"{count} with findings in {len(self.groups)} groups, {len(self.open)} of them unknown; "
-                  f"torch's own: {dict(self.torchs)}"]
+                  f"torch's own: {dict(self.torchs)}; {self.spent[0]:.0f} s of processors and "
+                  f"{self.spent[1]:.0f} s of compilers"]
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
@@ -72,7 +74,8 @@ def environment(target: str, folder: str) -> dict[str, str]:
 
 
 def fuzz(target: str, first: int, count: int, jobs: int = 1, seconds: float | None = None, limit: float = 120.0,
-         shrinks: int = 4, told: Callable[[str], None] = lambda text: None, grads: bool = True) -> Report:
+         shrinks: int = 4, told: Callable[[str], None] = lambda text: None,
+         skip: Collection[str] = ()) -> Report:
     """`count` programs from seed `first` on, or as many as fit in `seconds`."""
     report = Report(target, first)
     start = time.monotonic()
@@ -88,6 +91,8 @@ def fuzz(target: str, first: int, count: int, jobs: int = 1, seconds: float | No
     def take(worker: Worker, outcome: Outcome) -> None:
         with lock:
             report.programs += 1
+            report.spent = [a + b for a, b in zip(report.spent, outcome.seconds, strict=True)]
+            outcome.ours = [row for row in outcome.ours if row[0] not in skip]
             for kind, _ in outcome.torchs[:1]:
                 report.torchs[kind] += 1
             if report.programs % 100 == 0:
@@ -117,7 +122,7 @@ def fuzz(target: str, first: int, count: int, jobs: int = 1, seconds: float | No
     before = dict(os.environ)
     os.environ.update(environment(target, folder))
     try:
-        run_all(seeds(), target, jobs, limit, {"longest": LENGTH[target], "grads": grads}, take)
+        run_all(seeds(), target, jobs, limit, {"longest": LENGTH[target]}, take)
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import sys
 import threading
 import time
@@ -24,9 +25,12 @@ class Outcome:
     program: Program | None = None
     ours: list[tuple[str, str]] = field(default_factory=list)  # kind, detail
     torchs: list[tuple[str, str]] = field(default_factory=list)
-    refused: bool = False  # eager raises
-    seconds: float = 0.0
+    seconds: tuple[float, ...] = (0.0, 0.0)  # of processors: the program's, its compilers'
     shrunk: Program | None = None
+
+
+def spent() -> tuple[float, ...]:
+    return time.process_time(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def serve(pipe: Connection, target: str, options: dict[str, Any]) -> None:
@@ -52,7 +56,7 @@ def serve(pipe: Connection, target: str, options: dict[str, Any]) -> None:
         task = pipe.recv()
         if task is None:
             return
-        start = time.monotonic()
+        start = spent()
         try:
             program = draw(task, **options) if isinstance(task, int) else task
             pipe.send(program)
@@ -60,7 +64,7 @@ def serve(pipe: Connection, target: str, options: dict[str, Any]) -> None:
             found = [(f.kind, f.detail) for f in ours], [(f.kind, f.detail) for f in torchs]
         except Exception:
             found = [("the fuzzer", traceback.format_exc()[-1500:])], []
-        pipe.send((*found, time.monotonic() - start))
+        pipe.send((*found, tuple(b - a for a, b in zip(start, spent(), strict=True))))
 
 
 class Worker:
