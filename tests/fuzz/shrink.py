@@ -72,7 +72,7 @@ def _resized(program: Program, size: int, less: int) -> Program:
     return replace(program, inputs=inputs)
 
 
-def shrink(program: Program, still: Callable[[Program], bool], seconds: float = 120.0, tries: int = 80) -> Program:
+def shrink(program: Program, still: Callable[[Program], bool], seconds: float = 120.0, tries: int = 60) -> Program:
     """The smallest program that is found by taking away one thing at a time, for which `still` holds."""
     end = time.monotonic() + seconds
     seen = {program}
