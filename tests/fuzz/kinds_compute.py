@@ -148,7 +148,8 @@ def ordered(d: Draw, x: str, t: Tensor) -> str | None:
     n = t.shape[k]
     return d.r.choice((f"{x}.sort({k}).values", f"{x}.sort({k}, descending=True)[0]", f"{x}.msort()",
                        f"{x}.topk({d.r.randint(0, n)}, {k}).values", f"{x}.kthvalue({d.r.randint(1, max(1, n))}, {k})[0]",
-                       f"{x}.median({k}).values"))
+                       # Of memory that overlaps, torch 2.13 reads beyond the end.
+                       f"{x}.median({k}).values" if t.is_contiguous() else f"{x}.msort()"))
 
 
 @kind(2)

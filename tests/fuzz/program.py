@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -198,3 +198,27 @@ def without(program: Program, k: int, instead: str | None) -> Program | None:
                      for s in steps[k:]]
         results = [instead if r == name else r for r in results]
     return replace(program, steps=tuple(steps), results=tuple(results))
+
+
+def written(inputs: Sequence[str | tuple[str, str]], *lines: str, results: str, exact: bool = False, **options: Any
+            ) -> Program:
+    """A program written by hand: what makes the inputs a0, a1, ... (with a layout of its own, if any), and its lines.
+
+    `exact`: no line rounds, so that results have eager's bits.
+    """
+    made: list[Input] = []
+    sizes = options.get("sizes", (Sizes(),))
+    for k, given in enumerate(inputs):
+        numbers, layout = given if isinstance(given, tuple) else (given, "")
+        value = eval(numbers, {**NAMES, **sizes[0]})
+        made.append(Input(f"a{k}", tuple(value.shape), value.dtype, numbers, (), layout, grad=True))
+    steps = []
+    for line in lines:
+        left = re.match(r"([\w, ]+) = ", line)
+        makes = tuple(n.strip() for n in left[1].split(",")) if left else ()
+        target = None if left and not re.search(r"\w_\(", line) else line.split("=")[-1 if left else 0]
+        names = _WORD.findall(target) if target else []
+        name = "casts" if re.search(r"\.(to|float|double|type)\(", line) else "line"
+        steps.append(Step(line, name, makes, names[0] if names else None, "move" if exact else "round"))
+    return Program(tuple(made), options.pop("numbers", ()), tuple(steps), tuple(n.strip() for n in results.split(",")),
+                   **options)

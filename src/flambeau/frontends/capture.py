@@ -25,6 +25,7 @@ from flambeau.ops.registry import READ_MEMORY, load_at
 
 from . import replay
 from .devices import CPU, flat, movable
+from .eager_dtypes import eager_has_kernel
 from .elsewhere import Elsewhere
 from .in_place import in_place_form
 from .package import DONATED, Held, as_number
@@ -270,7 +271,7 @@ class Lowering:
         if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
-            supported(t) and t.device == self.device for t in made)
+            supported(t) and t.device == self.device for t in made) and eager_has_kernel(n, self.device)
 
     def settle(self, n: fx.Node, out: Any) -> Any:
         """Check a lowering's results against torch's own metadata and take over the memory order."""
