@@ -119,6 +119,8 @@ def fuzz(target: str, first: int, count: int, jobs: int = 1, seconds: float | No
             name = signature(kind, program) if program is not None and wanted else f"{kind}: not shrunk"
             report.groups.setdefault(name, []).append(outcome)
             told(f"seed {outcome.seed}: {name}: {outcome.ours[0][1][:160]}")
+            if outcome.shrunk is not None:
+                told(outcome.shrunk.text(target))
 
     folder = tempfile.mkdtemp(prefix="flambeau-fuzz-")
     before = dict(os.environ)

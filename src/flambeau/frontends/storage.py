@@ -160,9 +160,10 @@ def inside(x: Any, above: Value) -> bool:
 
 
 def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:
-    """Whether a value has these strides in its buffer; in dimensions of size one they are a matter of names."""
+    """Whether a value has these strides in its buffer; in dimensions of one element they are a matter of names."""
     have = strided(v, b)
-    return have is not None and all(h is w or n is ONE for h, w, n in zip(have[0], want, v.shape, strict=True))
+    return have is not None and all(
+        h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True))
 
 
 def as_laid(v: Value, b: Buffer, want: Sequence[Index]) -> tuple[Index, ...] | None:
