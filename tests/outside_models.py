@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,26 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "MobileNetV2": {"depth_multiplier": 0.25, "min_depth": 4},
     "CodeGen": {"rotary_dim": 4}, "DebertaV2": {"max_position_embeddings": 64, "type_vocab_size": 0},
 }
+
+
+@dataclass
+class Row:
+    """Distances are those of the losses of all steps, relative, from the CPU's in float64."""
+
+    name: str
+    ok: bool = False
+    loss: float = 0.0
+    off: float = 0.0
+    cpu_off: float = 0.0
+    autocast_off: float = 0.0
+    autocast_cpu_off: float = 0.0
+    checkpoint_off: float = 0.0
+    tied: bool = False  # what is one parameter on the CPU is one on the device
+    moved: bool = False  # the losses change: the optimizer has the parameters of the model
+    tokens: bool | None = None  # those of the CPU; None: it does not generate
+    fallbacks: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    error: str = ""
 
 
 def configured(family: str) -> Any:
@@ -142,53 +163,52 @@ def distance(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / max(abs(y), 1e-3) for x, y in zip(a, b, strict=True))
 
 
-def checked(name: str) -> dict[str, Any]:
+def checked(name: str) -> Row:
     import flambeau
 
-    started = time.perf_counter()
+    started, row = time.perf_counter(), Row(name)
     flambeau.enable_device()
-    row: dict[str, Any] = {"name": name}
     cpu, on_cpu, _ = trained(name, "cpu")
     ours, model, _ = trained(name, "flambeau")
     wide = trained(name, "cpu", torch.float64)[0]
-    row["loss"], row["off"], row["cpu_off"] = cpu[-1], distance(ours, wide), distance(cpu, wide)
-    row["moved"] = ours[-1] != ours[0]
+    row.loss, row.off, row.cpu_off, row.moved = cpu[-1], distance(ours, wide), distance(cpu, wide), ours[-1] != ours[0]
     half, half_cpu = (trained(name, d, autocast=True)[0] for d in ("flambeau", "cpu"))
-    row["autocast_off"], row["autocast_cpu_off"] = distance(half, wide), distance(half_cpu, wide)
-    tied = [[k for k, p in m.state_dict(keep_vars=True).items() if p is q] for m in (on_cpu, model)
-            for q in m.parameters()]
-    row["tied"] = tied[:len(tied) // 2] == tied[len(tied) // 2:]
+    row.autocast_off, row.autocast_cpu_off = distance(half, wide), distance(half_cpu, wide)
+    tied = [[[k for k, p in m.state_dict(keep_vars=True).items() if p is q] for q in m.parameters()]
+            for m in (on_cpu, model)]
+    row.tied = tied[0] == tied[1]
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    back = built(name)
+    back, given = built(name), inputs_of(name, 0)
     back.load_state_dict(torch.load(file, map_location="cpu"))
-    given = inputs_of(name, 0)
     with torch.no_grad():
         there = model(**{k: v.to("flambeau") for k, v in given.items()}).loss.item()
-        row["checkpoint_off"] = distance([there], [back(**given).loss.item()])
+        row.checkpoint_off = distance([there], [back(**given).loss.item()])
         if name in CAUSAL or name in SEQUENCES:
-            words = {"input_ids": given["input_ids"], "max_new_tokens": 8, "do_sample": False}
-            back.eval(), model.eval()
-            moved = {k: v.to("flambeau") if isinstance(v, torch.Tensor) else v for k, v in words.items()}
-            row["tokens"] = torch.equal(model.generate(**moved).cpu(), back.generate(**words))
-    row["fallbacks"] = sorted(map(str, flambeau.fallbacks()))
+            row.tokens = torch.equal(*(written(m, given["input_ids"]) for m in (model, back)))
+    row.fallbacks = sorted(map(str, flambeau.fallbacks()))
     # A device may round otherwise than the CPU: what counts is that it is as near to float64 as the CPU is.
-    row["ok"] = bool(row["off"] <= max(4 * row["cpu_off"], 1e-5) and row["tied"] and row["checkpoint_off"] < 1e-4
-                     and row["autocast_off"] <= max(3 * row["autocast_cpu_off"], 2e-2) and row["moved"]
-                     and row.get("tokens", True))
-    row["seconds"] = time.perf_counter() - started
+    row.ok = (row.off <= max(4 * row.cpu_off, 1e-5) and row.autocast_off <= max(3 * row.autocast_cpu_off, 2e-2)
+              and row.checkpoint_off < 1e-4 and row.tied and row.moved and row.tokens is not False)
+    row.seconds = time.perf_counter() - started
     return row
 
 
-def apart(name: str, limit: float) -> dict[str, Any]:
+def written(model: Any, words: torch.Tensor) -> torch.Tensor:
+    """What the model writes after these words, the likeliest word each time."""
+    model.eval()
+    return model.generate(words.to(model.device), max_new_tokens=8, do_sample=False).cpu()
+
+
+def apart(name: str, limit: float) -> Row:
     """In a process of its own: whatever becomes of it, the others go on."""
     try:
         ran = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"name": name, "ok": False, "error": f"not done in {limit:.0f} s"}
+        return Row(name, error=f"not done in {limit:.0f} s")
     line = next((x for x in reversed(ran.stdout.splitlines()) if x.startswith("{")), None)
-    return json.loads(line) if line else {"name": name, "ok": False, "error": ran.stderr[-2000:]}
+    return Row(**json.loads(line)) if line else Row(name, error=ran.stderr[-2000:])
 
 
 def main() -> int:
@@ -203,22 +223,22 @@ def main() -> int:
         try:
             row = checked(args.one)
         except Exception:
-            row = {"name": args.one, "ok": False, "error": traceback.format_exc()[-2000:]}
-        print(json.dumps(row))
+            row = Row(args.one, error=traceback.format_exc()[-2000:])
+        print(json.dumps(asdict(row)))
         return 0
     names = [n for n in (*CAUSAL, *MASKED, *SEQUENCES, *IMAGES) if not args.only or args.only in n]
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda n: apart(n, args.limit), names):
             rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+            print(json.dumps(asdict(row)), file=sys.stderr, flush=True)
             if args.json:
                 from flambeau.bench.harness import write_json
 
                 device = os.environ.get("FLAMBEAU_DEVICE", "opencl")
                 write_json(args.json, "outside-models", rows, {"steps": STEPS}, device)
-    print(f"{sum(r['ok'] for r in rows)} of {len(rows)} train as on the CPU")
-    return 0 if all(r["ok"] for r in rows) else 1
+    print(f"{sum(r.ok for r in rows)} of {len(rows)} train as on the CPU")
+    return 0 if all(r.ok for r in rows) else 1
 
 
 if __name__ == "__main__":
