@@ -15,13 +15,14 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all test-outside bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
 	@echo "make demo      set up, then take the tour"
 	@echo "make test      set up, then linters, the fast tests and a sample of the slow ones"
 	@echo "make test-all  the same with every sample of every operator (long)"
+	@echo "make test-outside  models of the transformers library train on the device as on the CPU (long)"
 	@echo "make bench     Flambeau beside eager and Inductor"
 	@echo "make docs      rewrite the generated pages under docs/"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
@@ -76,6 +77,11 @@ test: lint
 test-all: lint
 	@echo "==> tests: everything"
 	@FLAMBEAU_SAMPLE=1 $(BIN)/python -m pytest -q -n $(JOBS)
+
+test-outside: setup
+	@echo "==> models of the transformers library on the device"
+	@$(PIP) transformers
+	@$(BIN)/python tests/outside_models.py --jobs $(JOBS) --json results/outside-models.json
 
 bench: setup
 	@echo "==> flambeau bench"
