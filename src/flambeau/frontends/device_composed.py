@@ -5,6 +5,7 @@ Where the others cannot serve a call either (a dtype that only the CPU has), it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,9 @@ def as_places(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None] | 
         if i is None:
             out.append(None)
         elif i.dtype in _MASKS:
+            if i.dtype is torch.uint8:
+                warnings.warn("indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool instead.",
+                              stacklevel=2)
             at = len(out)
             for k, (size, expected) in enumerate(zip(i.shape, x.shape[at:])):
                 if size != expected:

@@ -35,6 +35,8 @@ ALIGNMENT = 16  # bytes: the largest element
 # Operators that take tensors of the CPU beside those of a device, on every device.
 _MIXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
           "_pack_padded_sequence", "_ctc_loss", "_ctc_loss_backward", "set_", "copy_", "_copy_from"}
+# Operators that PyTorch puts together for the devices that it knows, and for no others.
+_OF_THE_CPU = ("mode.values",)
 # Arguments that are written although the schema does not say so.
 _WRITTEN = {"aten::native_batch_norm": ("running_mean", "running_var")}
 
@@ -112,21 +114,21 @@ class _Mirror:
         self.others: list[Tensor] = []
         self.moved = 0
 
-    def note(self, value: Any, contents: bool) -> None:
+    def note(self, value: Any, contents: bool, written: bool) -> None:
         if isinstance(value, Tensor):
             if value.device.type == self._copies.kind:
                 self.devices.add(value.device)
                 if is_sparse(value):
                     if id(value) not in self._sparse:
                         self._sparse[id(value)] = value, parts(value)
-                    return self.note(self._sparse[id(value)][1], True)
+                    return self.note(self._sparse[id(value)][1], True, written)
                 before = self._given.get(id(value), (value, False))[1]
                 self._given[id(value)] = (value, before or contents or not dense(value))
-            elif value.dim() > 0:
+            elif value.dim() > 0 or written:  # scalars of the CPU are read everywhere
                 self.others.append(value)
         elif isinstance(value, (list, tuple)):
             for item in value:
-                self.note(item, contents)
+                self.note(item, contents, written)
 
     def fill(self) -> None:
         """Read what the call will read."""
@@ -244,6 +246,14 @@ class Fallback:
         everything.fallback(private(self.call), "PrivateUse1")
         for name, compute in INSTEAD.items():
             aten.impl(name, self.instead(name, compute), "PrivateUse1")
+        # Operators that every backend has a kernel of its own for. Elsewhere PyTorch puts a form of them together out of
+        # another one, for which it takes for granted that all tensors are where the first one is.
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        whole = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()
+                 if has(name, "CompositeExplicitAutogradNonFunctional") and has(name, "CPU")
+                 and not has(name, "PrivateUse1")]
+        for name in (*whole, *_OF_THE_CPU):
+            aten.impl(name, private(partial(self.call, aten_named(name))), "PrivateUse1")
 
     def instead(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         return private(partial(self._run, aten_named(name), compute))
@@ -256,7 +266,7 @@ class Fallback:
         given = dict(zip((a.name for a in schema.arguments), args)) | kwargs
         mirror = _Mirror(self._copies)
         for argument in schema.arguments:
-            mirror.note(given.get(argument.name), not argument.only_written)
+            mirror.note(given.get(argument.name), not argument.only_written, argument.written)
         device = self._device(name, mirror, given)
         self._announce(name, given.values())
         mirror.fill()
@@ -288,8 +298,8 @@ class Fallback:
             return None
         mixed = {*mirror.devices, *(t.device for t in mirror.others)}
         if len(mixed) > 1 and (len(mirror.devices) > 1 or name.split("::")[-1].split(".")[0] not in _MIXED):
-            raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found "
-                               f"{' and '.join(sorted(map(str, mixed)))}")
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, "
+                               f"{' and '.join(sorted(map(str, mixed)))}! (in {name})")
         return next(iter(mirror.devices))
 
     def _announce(self, name: str, values: Iterable[Any]) -> None:
