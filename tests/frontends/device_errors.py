@@ -36,8 +36,10 @@ def test_a_device_index_that_does_not_exist() -> None:
 @pytest.mark.parametrize("call", [
     lambda x, y: x + y, lambda x, y: x @ y, lambda x, y: torch.cat([x, y]), lambda x, y: torch.where(x > 0, x, y),
     lambda x, y: nn.functional.linear(x, y), lambda x, y: torch.add(x, x, out=y), lambda x, y: y.mul_(x),
-    lambda x, y: nn.functional.layer_norm(x, (3,), y[0]),
-], ids=["add", "matmul", "cat", "where", "linear", "out", "in place", "layer_norm"])
+    lambda x, y: nn.functional.layer_norm(x, (3,), y[0]), lambda x, y: x.index_put((torch.tensor([0]),), y[:1]),
+    lambda x, y: y[x.long()], lambda x, y: torch.linalg.lstsq(x, y), lambda x, y: torch.masked_select(x, y > 0),
+], ids=["add", "matmul", "cat", "where", "linear", "out", "in place", "layer_norm", "index_put", "index", "lstsq",
+        "masked_select"])
 def test_a_tensor_of_the_cpu_among_those_of_the_device(call: Any) -> None:
     with pytest.raises(RuntimeError, match="(?i)expected all tensors to be on the same device") as error:
         call(torch.ones(3, 3, device=DEV), torch.ones(3, 3))

@@ -118,7 +118,7 @@ def register_composed(aten_library: torch.library.Library, otherwise: Callable[.
 
 def _composed(op: Any, compute: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def call(x: Tensor, *args: Any) -> Any:
-        mixed = any(isinstance(a, Tensor) and a.device != x.device for a in args)
+        mixed = x.is_cpu or any(isinstance(a, Tensor) and a.device != x.device for a in args)
         out = NotImplemented if x.dtype not in SUPPORTED or mixed else compute(x, *args)
         return otherwise(op, x, *args) if out is NotImplemented else out
 
