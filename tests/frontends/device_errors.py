@@ -76,7 +76,8 @@ def test_masks_of_bytes(use: Any) -> None:
     for device in ("cpu", DEV):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            found.append((use(x.to(device), mask.to(device)).tolist(), {str(w.message).partition(" (")[0] for w in said}))
+            values = use(x.to(device), mask.to(device)).tolist()
+        found.append((values, {str(w.message).partition(" (")[0] for w in said}))
     assert found[0] == found[1] and any("uint8 is now deprecated" in text for text in found[1][1])
 
 

@@ -1,4 +1,4 @@
-"""What torch.compile asks of a device: Dynamo for an interface, Inductor for a code generator, which there is none of."""
+"""What torch.compile asks of a device: an interface for Dynamo, and for Inductor a code generator, which it lacks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ GENERATORS = ("Scheduling", "PythonWrapperCodegen", "CppWrapperCodegen", "Wrappe
 class Interface(DeviceInterface):
     """`torch.flambeau`, by the names that Dynamo has for it."""
 
-    device = device_module.device  # type: ignore[assignment]
-    Event = torch.Event  # type: ignore[assignment]
-    Stream = torch.Stream  # type: ignore[assignment]
+    device = device_module.device
+    Event = torch.Event
+    Stream = torch.Stream
     current_device = staticmethod(device_module.current_device)
     set_device = staticmethod(device_module.set_device)
     device_count = staticmethod(device_module.device_count)
     is_available = staticmethod(device_module.is_available)
     stream = staticmethod(device_module.stream)
-    current_stream = staticmethod(device_module.current_stream)  # type: ignore[assignment]
+    current_stream = staticmethod(device_module.current_stream)
     set_stream = staticmethod(device_module.set_stream)
     synchronize = staticmethod(device_module.synchronize)
-    get_device_properties = staticmethod(device_module.get_device_properties)  # type: ignore[assignment]
+    get_device_properties = staticmethod(device_module.get_device_properties)
     get_compute_capability = staticmethod(device_module.get_device_capability)
     memory_allocated = staticmethod(device_module.memory_allocated)
 

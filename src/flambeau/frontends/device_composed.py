@@ -55,8 +55,8 @@ def as_places(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None] | 
             out.append(None)
         elif i.dtype in _MASKS:
             if i.dtype is torch.uint8:
-                warnings.warn("indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool instead.",
-                              stacklevel=2)
+                warnings.warn("indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool "
+                              "instead.", stacklevel=2)
             at = len(out)
             for k, (size, expected) in enumerate(zip(i.shape, x.shape[at:])):
                 if size != expected:

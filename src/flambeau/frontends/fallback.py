@@ -253,8 +253,8 @@ class Fallback:
         everything.fallback(private(self.call), "PrivateUse1")
         for name, compute in INSTEAD.items():
             aten.impl(name, self.instead(name, compute), "PrivateUse1")
-        # Operators that every backend has a kernel of its own for. Elsewhere PyTorch puts a form of them together out of
-        # another one, for which it takes for granted that all tensors are where the first one is.
+        # Operators that every backend has a kernel of its own for. Elsewhere PyTorch puts one form together out of
+        # another, and takes for granted that all tensors are where the first one is.
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         whole = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()
                  if has(name, "CompositeExplicitAutogradNonFunctional") and has(name, "CPU")
