@@ -5,6 +5,7 @@ Where the others cannot serve a call either (a dtype that only the CPU has), it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,9 @@ def as_places(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None] | 
         if i is None:
             out.append(None)
         elif i.dtype in _MASKS:
+            if i.dtype is torch.uint8:
+                warnings.warn("indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool "
+                              "instead.", stacklevel=2)
             at = len(out)
             for k, (size, expected) in enumerate(zip(i.shape, x.shape[at:])):
                 if size != expected:
@@ -114,7 +118,7 @@ def register_composed(aten_library: torch.library.Library, otherwise: Callable[.
 
 def _composed(op: Any, compute: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def call(x: Tensor, *args: Any) -> Any:
-        mixed = any(isinstance(a, Tensor) and a.device != x.device for a in args)
+        mixed = x.is_cpu or any(isinstance(a, Tensor) and a.device != x.device for a in args)
         out = NotImplemented if x.dtype not in SUPPORTED or mixed else compute(x, *args)
         return otherwise(op, x, *args) if out is NotImplemented else out
 

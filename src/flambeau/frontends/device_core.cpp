@@ -534,6 +534,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.index() >= 0) current.device = device.index();
   }
 
+#if __has_include(<c10/core/DeviceCapability.h>)
+  c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }  // all dtypes, if not by kernels
+#endif
+
   static Stream stream(DeviceIndex device, StreamId id) {
     check_index(device);
     return Stream(Stream::UNSAFE, Device(kType, device), id);

@@ -208,18 +208,18 @@ class ArenaPool:
         self.free: dict[Hashable, list[Arena]] = {}
         self.lock = threading.Lock()
 
-    def take(self, target: Target, nbytes: int) -> Arena:
+    def take(self, target: Target, device: torch.device, nbytes: int) -> Arena:
         queue = target.queue()
         if queue is None:
-            return Arena(target.empty(nbytes), None)
-        place = (target.name, queue)
+            return Arena(target.empty(nbytes, device), None)
+        place = (target.name, device, queue)
         with self.lock:
             free = self.free.setdefault(place, [])
             if free:
                 a = free.pop()
                 if a.memory.numel() >= nbytes:
                     return a
-        return Arena(target.empty(nbytes), place)
+        return Arena(target.empty(nbytes, device), place)
 
     def give(self, a: Arena) -> None:
         if a.place is None:

@@ -63,6 +63,9 @@ class OpenClTarget(Target):
     def identity(self) -> str:
         return f"{self.name} {self.device.identity}"
 
+    def machine(self) -> str:
+        return f"{NAME}, {self.device.name}"
+
     def render(self, kernel: AnyKernel, name: str) -> RangeSource:
         from flambeau.codegen.opencl import dtypes_of, render
         from flambeau.ir.program import TableKernel
@@ -93,8 +96,8 @@ class OpenClTarget(Target):
 
         return ClPlan(steps)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        memory = super().empty(nbytes, device)
         self.fresh(memory)
         return memory
 
