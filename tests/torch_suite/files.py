@@ -13,7 +13,7 @@ DEVICE = "flambeau"
 class Kind(NamedTuple):
     """What a file's tests are run as, beside us ("sides")."""
     beside: tuple[str, ...]  # all of them: what passes there counts
-    judges: tuple[str, ...]  # those that fail with us, to see whether they fail with anything but what they were made for
+    judges: tuple[str, ...]  # those that fail with us: whether they fail with whatever they were not made for
 
 
 KINDS = {
@@ -33,8 +33,8 @@ class File(NamedTuple):
 
 
 _SKELETON = "cpp_extensions/open_registration_extension/torch_openreg/tests"
-_AREAS = ("autocast", "autograd", "compile", "device", "distributed", "event", "memory", "misc", "ops", "profiler", "rng",
-          "storage", "streams", "utils")
+_AREAS = ("autocast", "autograd", "compile", "device", "distributed", "event", "memory", "misc", "ops", "profiler",
+          "rng", "storage", "streams", "utils")
 FILES = (
     *(File(f"{name}.py", "device") for name in (
         "test_indexing", "test_view_ops", "test_shape_ops", "test_reductions", "test_scatter_gather_ops",
@@ -45,7 +45,8 @@ FILES = (
          "TestAutocastCPU|TestTorchAutocast"),
     *(File(f"{_SKELETON}/test_{area}.py", "skeleton", (("openreg", DEVICE),)) for area in _AREAS),
     File("inductor/test_torchinductor.py", "compile", classes="CpuTests|SweepInputsCpuTest|TestFull"),
-    File("inductor/test_torchinductor_dynamic_shapes.py", "compile", classes="DynamicShapesCpuTests|TestInductorDynamic"),
+    File("inductor/test_torchinductor_dynamic_shapes.py", "compile",
+         classes="DynamicShapesCpuTests|TestInductorDynamic"),
     File("dynamo/test_repros.py", "compile"),
 )
 

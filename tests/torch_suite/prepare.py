@@ -18,18 +18,24 @@ _RESULTS_ONLY = ("eager", "eager_noexcept", "aot_eager", "aot_eager_decomp_parti
 def before_torch(file: File, side: str) -> None:
     """The environment, before torch is imported."""
     os.environ["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "privateuse1" if side == DEVICE else "cpu"
+    os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"  # a line in every message
     # The name of the device is known on its own sides only.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1" if side == DEVICE and file.kind != "compile" else "0"
     if file.kind == "compile":
         os.environ["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "cpu"
 
 
-def prepare(file: File, side: str) -> None:
+def prepare(file: File, side: str) -> Callable[[], None]:
+    """Returns what waits for all that a test has started."""
     if file.kind == "compile":
         if side != "stock":
-            use_backend(DEVICE if side == DEVICE else side)
+            use_backend(side)
     elif side == DEVICE:
         use_device()
+        import torch
+
+        return torch.accelerator.synchronize
+    return lambda: None
 
 
 def use_device() -> None:

@@ -79,14 +79,15 @@ def share(row: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     names = ("passed", "failed", "not applicable", "skipped", "no reference")
-    lines = [f"torch {found['torch']}, {found['date']}; tests of {', '.join(found['dtypes'])}, and those that name no dtype.",
-             "", f"| file | {' | '.join(names)} | passed of those that apply |", "|---|" + "---|" * 6]
+    lines = [f"torch {found['torch']}, {found['date']}; tests of {', '.join(found['dtypes'])} or of no dtype.", "",
+             f"| file | {' | '.join(names)} | passed of those that apply |", "|---|" + "---|" * 6]
     for row in found["files"]:
         lines.append(f"| {_short(row['file'])} | {' | '.join(str(row[name]) for name in names)} | {share(row)} |")
     reasons = Counter((failure["reason"], failure["counts"]) for row in found["files"] for failure in row["failures"])
     if reasons:
         lines += ["", "| why a test fails | counts | tests |", "|---|---|---|"]
-        lines += [f"| {why} | {'yes' if counts else 'no'} | {number} |" for (why, counts), number in reasons.most_common()]
+        lines += [f"| {why} | {'yes' if counts else 'no'} | {number} |"
+                  for (why, counts), number in reasons.most_common()]
     return "\n".join(lines)
 
 

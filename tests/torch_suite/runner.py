@@ -15,7 +15,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +26,7 @@ from .files import DEVICE, KINDS, File, chosen, common_name
 
 BATCH = 150  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
 BAD = ("failed", "crashed", "hung")
+LOADING = "file.load"  # stands for all tests of a file that cannot be loaded
 
 
 @dataclass
@@ -61,10 +64,8 @@ class State:
 class Worker:
     """A process, and its reports as they come."""
 
-    def __init__(self, settings: Settings, file: File, side: str, tests: Iterable[str], log: IO[bytes]):
+    def __init__(self, settings: Settings, file: File, side: str, log: IO[bytes]):
         ours, theirs = os.pipe()
-        order = {"root": str(settings.root), "file": file._asdict(), "side": side, "tests": list(tests),
-                 "limit": settings.limit}
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         plain = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         self.process = subprocess.Popen(
@@ -72,11 +73,15 @@ class Worker:
             pass_fds=(theirs,), env=plain | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             start_new_session=True)  # so that it ends with what it has started
         os.close(theirs)
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order).encode())
-        self.process.stdin.close()
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, args=(ours,), daemon=True).start()
+        self.tell({"root": str(settings.root), "file": file._asdict(), "side": side, "limit": settings.limit})
+
+    def tell(self, order: Any) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, as will be seen
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
 
     def _read(self, descriptor: int) -> None:
         with os.fdopen(descriptor) as reports:
@@ -104,103 +109,107 @@ class Worker:
         os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def list_tests(settings: Settings, file: File, side: str) -> list[str]:
-    """RuntimeError if the file cannot be loaded."""
-    with tempfile.TemporaryFile() as log:
-        worker = Worker(settings, file, side, (), log)
-        found = []
-        try:
-            while (report := worker.next(settings.start_limit)) is not None:
-                found.append(report["test"])
-        except TimeoutError:
-            worker.kill()
-        if worker.end():
-            raise RuntimeError(f"{file.path} does not load: {_tail(log)}")
-    return found
-
-
-def run_tests(settings: Settings, file: File, side: str, tests: list[str], state: State,
-              show: Any = lambda report: None) -> None:
+def run_tests(settings: Settings, file: File, side: str, choose: Callable[[list[str]], list[str]], state: State,
+              show: Callable[[dict[str, Any], int], None] = lambda report, total: None) -> int:
+    """Those of the file's tests that `choose` returns, and how many they are. RuntimeError if it cannot be loaded."""
     stop = time.monotonic() + settings.file_limit
-    waiting = list(tests)
-    while waiting and time.monotonic() < stop:
-        batch, waiting = waiting[:BATCH], waiting[BATCH:]
+    waiting: list[str] | None = None
+    total = 0
+
+    def ended(report: dict[str, Any]) -> None:
+        state.add(report)
+        show(report, total)
+
+    while waiting is None or (waiting and time.monotonic() < stop):
         with tempfile.TemporaryFile() as log:
-            worker = Worker(settings, file, side, batch, log)
-            open_tests, current, ended = dict.fromkeys(batch), "", ""
-            limit = settings.start_limit
+            worker = Worker(settings, file, side, log)
             try:
-                while (report := worker.next(limit)) is not None:
-                    limit = settings.limit
-                    if "status" not in report:
-                        current = report["test"]
-                        continue
-                    open_tests.pop(report["test"], None)
-                    current = ""
-                    state.add(report)
-                    show(report)
-                    if time.monotonic() > stop:
-                        worker.kill()
-                        waiting = []
-                        break
-                else:
-                    status = worker.end()
-                    ended = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+                loaded = worker.next(settings.start_limit)
             except TimeoutError:
+                loaded = None
+            if loaded is None:
                 worker.kill()
-            worker.end()
+                worker.end()
+                raise RuntimeError(f"{file.path} does not load: {_tail(log)}")
+            if waiting is None:
+                waiting = choose(loaded["tests"])
+                total = len(waiting)
+            batch, waiting = waiting[:BATCH], waiting[BATCH:]
+            worker.tell(batch)
+            left, crime = _follow(settings, worker, batch, ended, stop)
             if time.monotonic() > stop:
-                return
-            if not open_tests:
-                continue
-            # The worker ended early: what ran then is why; if none did, it is the first of the batch.
-            culprit = current or next(iter(open_tests))
-            del open_tests[culprit]
-            report = {"test": culprit, "status": "crashed" if ended else "hung", "seconds": round(limit if not ended else 0, 1),
-                      "error": ended or f"no end within {limit:g} seconds", "trace": _tail(log)}
-            state.add(report)
-            show(report)
-            waiting = [*open_tests, *waiting]
+                break
+            if crime:
+                ended(crime | {"trace": _tail(log)})
+            waiting = left + waiting
+    return total
 
 
-def run_file(settings: Settings, file: File, show: Any = print) -> None:
+def _follow(settings: Settings, worker: Worker, batch: list[str], ended: Callable[[dict[str, Any]], None],
+            stop: float) -> tuple[list[str], dict[str, Any]]:
+    """What is left of a batch when its worker has ended, and the report on the test that ended it."""
+    left, current, why = dict.fromkeys(batch), "", "hung"
+    try:
+        while time.monotonic() < stop:
+            report = worker.next(settings.limit)
+            if report is None:
+                why = "crashed"
+                break
+            current = report["test"] if "status" not in report else ""
+            if "status" in report:
+                left.pop(report["test"], None)
+                ended(report)
+    except TimeoutError:
+        pass
+    if why == "hung":
+        worker.kill()
+    status = worker.end()
+    if not left:
+        return [], {}
+    culprit = current or next(iter(left))  # if none was under way, it is the next one
+    del left[culprit]
+    word = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    return [*left], {"test": culprit, "status": why, "seconds": settings.limit if why == "hung" else 0,
+                     "error": word if why == "crashed" else f"no end within {settings.limit:g} seconds"}
+
+
+def run_file(settings: Settings, file: File, show: Callable[[str], None] = print) -> None:
     """A file on all of its sides."""
     kind = KINDS[file.kind]
     known: dict[str, State] = {}
     for side in (*kind.beside, DEVICE, *kind.judges):
         state = known[side] = State(settings, file, side)
-        try:
-            tests = chosen(list_tests(settings, file, side), settings.dtypes, settings.shard)
-        except RuntimeError as error:
-            state.add({"test": "file.load", "status": "failed", "seconds": 0, "error": str(error)[:4000], "trace": ""})
-            show(f"{file.path} [{side}]: {error}")
-            continue
-        state.tests.pop("file.load", None)
-        if settings.only:
-            tests = [test for test in tests if settings.only in test]
-        if side in kind.judges:
-            ours = known[DEVICE].tests
-            tests = [test for test in tests if ours.get(common_name(test), {}).get("status") in BAD]
         redo = settings.redo if side == DEVICE else ()
-        todo = [test for test in tests if common_name(test) not in state.tests
-                or state.tests[common_name(test)]["status"] in redo]
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         began = time.monotonic()
 
-        def one(report: dict[str, Any], side: str = side, counts: dict[str, int] = counts, total: int = len(todo)) -> None:
-            counts[report["status"]] = counts.get(report["status"], 0) + 1
-            done = sum(counts.values())
+        def choose(names: list[str], side: str = side, state: State = state, redo: tuple[str, ...] = redo) -> list[str]:
+            tests = [test for test in chosen(names, settings.dtypes, settings.shard) if settings.only in test]
+            if side in kind.judges:
+                ours = known[DEVICE].tests
+                tests = [test for test in tests if ours.get(common_name(test), {}).get("status") in BAD]
+            return [test for test in tests if common_name(test) not in state.tests
+                    or state.tests[common_name(test)]["status"] in redo]
+
+        def one(report: dict[str, Any], total: int, side: str = side, counts: Counter[str] = counts) -> None:
+            counts[report["status"]] += 1
             if report["status"] in BAD:
                 show(f"  {side} {report['status']}: {report['test']}: {report['error'][:160]!r}")
-            if done % 50 == 0 or done == total:
-                show(f"{file.path} [{side}] {done}/{total}: {_words(counts)}")
+            if counts.total() % 50 == 0:
+                show(f"{file.path} [{side}] {counts.total()} of {total}: {_words(counts)}")
 
-        run_tests(settings, file, side, todo, state, one)
-        show(f"{file.path} [{side}]: {len(tests)} tests, {len(todo)} to run: {_words(counts)}; "
-             f"{time.monotonic() - began:.0f} s")
+        try:
+            total = run_tests(settings, file, side, choose, state, one)
+        except RuntimeError as error:
+            state.add({"test": LOADING, "status": "failed", "seconds": 0, "error": str(error)[-1000:], "trace": ""})
+            show(f"  {side}: {error}")
+            continue
+        if state.tests.get(LOADING, {}).get("status") == "failed":
+            state.add({"test": LOADING, "status": "passed", "seconds": 0})
+        show(f"{file.path} [{side}]: {total} to run: {_words(counts)}; {time.monotonic() - began:.0f} s")
 
 
-def _words(counts: dict[str, int]) -> str:
+def _words(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing ran"
 
 

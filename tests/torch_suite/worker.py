@@ -1,9 +1,11 @@
-"""A process that loads one test file and lists its tests, or runs those that it is told.
+"""A process that loads one test file, names its tests, and runs those that it is then told.
 
-    python -m torch_suite.worker REPORTS    on standard input: {"root", "file", "side", "tests", "limit"}; no tests: list them
+    python -m torch_suite.worker REPORTS
 
-Reports are lines of JSON on the file descriptor REPORTS: {"test"}, when one begins, and {"test", "status", "seconds",
-"error", "trace"}, when it has ended. Statuses: passed, failed, skipped, expected (a failure that the file expects).
+Two lines of JSON on standard input: {"root", "file", "side", "limit"}, and, after the names came, a list of those to
+run. Reports are lines of JSON on the file descriptor REPORTS: {"tests"}, the names; {"test"}, when one begins; and
+{"test", "status", "seconds", "error", "trace"}, when it has ended. Statuses: passed, failed, skipped, expected (a
+failure that the file expects).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 import traceback
 import types
 import unittest
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,9 @@ _LENGTH = 1200  # characters kept of an error and of a trace
 
 
 class Reports(unittest.TestResult):
-    def __init__(self, descriptor: int, limit: float):
+    def __init__(self, descriptor: int, limit: float, settle: Callable[[], None]):
         super().__init__()
-        self.limit = limit
+        self.limit, self.settle = limit, settle
         self.out = os.fdopen(descriptor, "w", buffering=1)
         self.reported: set[str] = set()
         self.whole_class: dict[str, dict[str, Any]] = {}  # what happened to a class before its first test
@@ -46,6 +49,10 @@ class Reports(unittest.TestResult):
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
+        try:
+            self.settle()  # an error that comes late is this test's, and not that of the next
+        except Exception:
+            self.addError(test, sys.exc_info())
         faulthandler.cancel_dump_traceback_later()
         self.reported.add(name_of(test))
         self.write(test=name_of(test), seconds=round(time.monotonic() - self.began, 3), **self.outcome)
@@ -101,16 +108,16 @@ def load(root: Path, file: File, side: str) -> types.ModuleType:
 
 
 def tests_of(module: types.ModuleType, file: File) -> dict[str, unittest.TestCase]:
-    """By name. Of a file of tests for devices only those that are given one."""
-    from torch.testing._internal.common_device_type import DeviceTypeTestBase
-
+    """By name. Of a file of tests for devices only those that are given one, if it does not name its classes."""
     found = {}
     for value in vars(module).values():
-        if not (isinstance(value, type) and issubclass(value, unittest.TestCase)) or value.__module__ != module.__name__:
+        if not (isinstance(value, type) and issubclass(value, unittest.TestCase)):
+            continue
+        if value.__module__ != module.__name__:  # imported
             continue
         if file.classes and not re.fullmatch(file.classes, value.__name__):
             continue
-        if file.kind == "device" and not file.classes and not issubclass(value, DeviceTypeTestBase):
+        if file.kind == "device" and not file.classes and not hasattr(value, "get_primary_device"):
             continue
         for method in unittest.TestLoader().getTestCaseNames(value):
             test = value(method)
@@ -119,21 +126,19 @@ def tests_of(module: types.ModuleType, file: File) -> dict[str, unittest.TestCas
 
 
 def main() -> None:
-    order, descriptor = json.load(sys.stdin), int(sys.argv[1])
+    order, descriptor = json.loads(sys.stdin.readline()), int(sys.argv[1])
     sys.argv[1:] = []  # torch's test tools read them
-    file, side, wanted = File(**order["file"]), order["side"], order["tests"]
+    file, side = File(**order["file"]), order["side"]
     faulthandler.enable()
     before_torch(file, side)
-    prepare(file, side)
+    settle = prepare(file, side)
     try:
         tests = tests_of(load(Path(order["root"]), file, side), file)
     except unittest.SkipTest:
         tests = {}  # the file says itself that it is not for us
-    reports = Reports(descriptor, order["limit"])
-    if not wanted:
-        for test in tests:
-            reports.write(test=test)
-        return
+    reports = Reports(descriptor, order["limit"], settle)
+    reports.write(tests=list(tests))
+    wanted = json.loads(sys.stdin.readline() or "[]")
     unittest.TestSuite(tests[test] for test in sorted(wanted) if test in tests).run(reports)
     for test in wanted:
         if test not in reports.reported:
