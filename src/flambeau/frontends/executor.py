@@ -105,6 +105,8 @@ class Writer:
         strides, offset = got
         same = v.shape == b.shape and all(
             s is t or n is ONE for s, t, n in zip(strides, b.strides, b.shape, strict=True))
+        if v.strides is not None:
+            strides, same = v.strides, same and v.strides == b.strides
         if same and offset.is_const and offset.const == 0:
             return None
         return strides, offset, b.place in ("input", "arena", "extern", "over")

@@ -17,10 +17,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition, m
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .package import DONATED
+from .storage import SECRET
 
 EQUAL = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
 LEAKY = torch.ops.aten.leaky_relu.default
-SECRET = (torch.ops.aten._unsafe_view.default,)  # a view, which its schema does not say
 # Two such calls are not one, though they look alike: they draw numbers, or name a size that only data decides.
 APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 

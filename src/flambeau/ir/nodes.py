@@ -73,6 +73,7 @@ class Value:
     index: tuple[Index, ...]  # over dim_vars(shape)
     number: bool = False  # a Python number known only at the run: promotes as a number, not as a tensor
     host: bool = False  # a scalar that is the host's beside tensors of a device
+    strides: tuple[Index, ...] | None = None  # of a result: an index says nothing of dimensions of size one
 
     @property
     def rank(self) -> int:
