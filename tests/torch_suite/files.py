@@ -43,7 +43,8 @@ FILES = (
         "test_torch")),
     File("test_autocast.py", "device", (('"cpu"', f'"{DEVICE}"'), ("torch.cpu.amp", f"torch.{DEVICE}.amp")),
          "TestAutocastCPU|TestTorchAutocast"),
-    *(File(f"{_SKELETON}/test_{area}.py", "skeleton", (("openreg", DEVICE),)) for area in _AREAS),
+    *(File(f"{_SKELETON}/test_{area}.py", "skeleton", (("openreg", DEVICE), ("OPENREG", DEVICE.upper())))
+      for area in _AREAS),
     File("inductor/test_torchinductor.py", "compile", classes="CpuTests|SweepInputsCpuTest|TestFull"),
     File("inductor/test_torchinductor_dynamic_shapes.py", "compile",
          classes="DynamicShapesCpuTests|TestInductorDynamic"),

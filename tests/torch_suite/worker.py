@@ -51,8 +51,11 @@ class Reports(unittest.TestResult):
         super().stopTest(test)
         try:
             self.settle()  # an error that comes late is this test's, and not that of the next
-        except Exception:
-            self.addError(test, sys.exc_info())
+        except Exception as error:
+            if self.outcome["status"] == "failed":
+                self.outcome["late"] = f"{type(error).__name__}: {error}"
+            else:
+                self.addError(test, sys.exc_info())
         faulthandler.cancel_dump_traceback_later()
         self.reported.add(name_of(test))
         self.write(test=name_of(test), seconds=round(time.monotonic() - self.began, 3), **self.outcome)
