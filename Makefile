@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-torch bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all test-torch test-outside bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test      set up, then linters, the fast tests and a sample of the slow ones"
 	@echo "make test-all  the same with every sample of every operator (long)"
 	@echo "make test-torch PYTORCH_TESTS=path   PyTorch's own tests on the device and the backend (hours)"
+	@echo "make test-outside  models of the transformers library train on the device as on the CPU (long)"
 	@echo "make bench     Flambeau beside eager and Inductor"
 	@echo "make docs      rewrite the generated pages under docs/"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
@@ -88,6 +89,11 @@ test-torch: setup
 	@mkdir -p results
 	@PYTHONPATH=tests nice -n 15 $(BIN)/python -m torch_suite "$(PYTORCH_TESTS)" $(FILES) --jobs $(JOBS) \
 	  --json results/torch-tests.json
+
+test-outside: setup
+	@echo "==> models of the transformers library on the device"
+	@$(PIP) transformers
+	@$(BIN)/python tests/outside_models.py --jobs $(JOBS) --json results/outside-models.json
 
 bench: setup
 	@echo "==> flambeau bench"

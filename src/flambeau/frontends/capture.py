@@ -221,7 +221,11 @@ class Lowering:
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
-        return self.extern(n, self.in_memory(n, args) if is_view(target) else args, kwargs)
+        if self.g.policy.exact:  # eager's kernels choose their order of sums by strides too
+            args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
+        elif is_view(target):
+            args = self.in_memory(n, args)
+        return self.extern(n, args, kwargs)
 
     def arguments(self, n: fx.Node) -> tuple[Any, Any]:
         return fx.node.map_aggregate(n.args, self.lookup), fx.node.map_aggregate(n.kwargs, self.lookup)

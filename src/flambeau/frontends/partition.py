@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .package import DONATED
 from .storage import SECRET
+from .strides import settle_strides, share_memory
 
 EQUAL = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
 LEAKY = torch.ops.aten.leaky_relu.default
@@ -25,12 +26,16 @@ LEAKY = torch.ops.aten.leaky_relu.default
 APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs: Any
+              ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """`settle`: strides are eager's where torch's metadata has others."""
     merge_equal(joint.graph)
     forget_unread(joint.graph)
     keep_compared(joint.graph)
     ask_results(joint.graph)
     copy_again(joint.graph)
+    if settle and not share_memory(joint.graph):
+        settle_strides(joint.graph)
     with torch._functorch.config.patch(cse=False):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)

@@ -40,6 +40,7 @@ class Options:
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     search: bool = False  # time other block shapes at the first call
     graphs: bool = False  # record runs, and replay them
+    part: bool = False  # of something whose other parts were traced with the strides of torch's metadata
 
 
 @dataclass

@@ -123,6 +123,14 @@ class Storage:
             return self.of(x)
         return self.lowering.lookup(x)
 
+    def passed(self, x: Any) -> Any:
+        """An argument of a call that shall see what eager's kernel sees: strides of dimensions of size one as well."""
+        v = self.argument(x)
+        if not isinstance(v, Value) or v in self.lowering.elsewhere:
+            return v
+        want = self.strides(x)
+        return replace(v, strides=want) if lies_as(v, self.g.buffers[v.buffer], want) else v
+
     def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
         """In a buffer of its own. Holes and overlaps too: whoever was captured with these strides reads by them."""
         with build.building(self.g, "copy"):
