@@ -32,10 +32,11 @@ def eager_has_kernel(n: fx.Node, device: torch.device) -> bool:
 
 
 def _can_be_asked(op: Any) -> bool:
-    """A draw would move eager's generator on. Operators for people check their arguments; private ones and gradients
-    trust who calls them, and may read beyond what they are given."""
+    """A draw would move eager's generator on. Operators for people check their arguments; private ones of several
+    tensors and gradients trust who calls them, and may read beyond what they are given."""
     name = op._schema.name.partition("::")[2]
-    trusting = (name.startswith("_") and torch.Tag.core not in op.tags) or "backward" in name
+    tensors = sum("Tensor" in str(a.type) for a in op._schema.arguments)
+    trusting = (name.startswith("_") and tensors > 1) or "backward" in name
     return not (op.is_view or trusting or torch.Tag.nondeterministic_seeded in op.tags)
 
 
