@@ -290,4 +290,4 @@ mem_get_info = _asked(torch.accelerator.get_memory_info)  # bytes that are free,
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float16]
+    return [torch.float16, torch.bfloat16]

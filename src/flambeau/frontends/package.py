@@ -1,4 +1,4 @@
-"""A program in its last form: plain data that pickles, from which its run function is made in any process.
+"""A program in its last form: plain data, from which its run function is made in any process.
 
     package = executor.write(program, ...)     # when a graph is compiled
     run = package.load()                       # there, in a later process, or out of a file
@@ -71,7 +71,7 @@ class Package:
     kernels: tuple[Source, ...] = ()
     plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
-    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out": they do not pickle themselves
+    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out"
     views: tuple[View, ...] = ()
     tables: dict[str, Table] = field(default_factory=dict)
     calls: dict[str, Prepared] = field(default_factory=dict)

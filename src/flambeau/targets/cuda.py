@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, cached_property
@@ -24,6 +24,7 @@ from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets import libdevice
+from flambeau.targets.background import Pool
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import extension
@@ -239,9 +240,7 @@ class CudaTarget(BlockTarget):
             if self._extension is None:
                 # Settings are read here: an override holds in the caller's thread only.
                 disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-                builder = ThreadPoolExecutor(1, thread_name_prefix="flambeau-launcher")
-                self._extension = builder.submit(_extension, config.compiler, disk)
-                builder.shutdown(wait=False)
+                self._extension = Pool(1, "launcher").submit(_extension, config.compiler, disk)
 
 
 def _extension(compiler: str, disk: DiskCache) -> ModuleType:
