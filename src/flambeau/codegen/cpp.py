@@ -14,7 +14,7 @@ from .cfamily import CLike
 from .loops import LoopWriter
 from .scan import ScanWriter
 from .scatter import ScatterWriter
-from .source import KernelSource
+from .source import KernelSource, site_table
 from .tables import TableWriter
 
 # Eager has these from a vector library of its own, or has formulas of its own for them.
@@ -81,4 +81,5 @@ def render(kernel: AnyKernel, name: str) -> KernelSource:
     lines += ["  " + x for x in body]
     lines += ["  return bad;", "}"]
     headers = ("prelude.h", "special.h") if writer.functions & SPECIAL else ("prelude.h",)
-    return KernelSource(name, "\n".join(lines) + "\n", headers)
+    sites = () if isinstance(kernel, TableKernel) else site_table(kernel)
+    return KernelSource(name, "\n".join(lines) + "\n", headers, sites)

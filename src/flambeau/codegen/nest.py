@@ -11,7 +11,7 @@ from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, rewrite
 from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Kernel
+from flambeau.ir.program import Kernel, sites_of
 
 from .cfamily import Dialect, Scope, Writer
 from .prefetch import coming
@@ -25,6 +25,7 @@ class NestWriter(Writer):
         self.short = {p.name: f"p{k}" for k, p in enumerate(kernel.params)}
         self.dtypes = {p.name: p.dtype for p in kernel.params}
         self.sizes = kernel.sizes
+        self.sites = sites_of(kernel)
         self.ranges: dict[Sym, tuple[str, str, Sym]] = {}  # parts of a variable's range: first, end, its name there
 
     @contextmanager

@@ -17,11 +17,12 @@ import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_int
 from flambeau.ir.expr import SPECIAL, Expr, loads, walk
+from flambeau.ir.faults import WHICH
 from flambeau.ir.index import Index
 from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, reductions_of
 
 from .cfamily import CLike, Writer
-from .source import Range, RangeSource, host_text
+from .source import Range, RangeSource, host_text, site_table
 
 # Functions without a text in OpenCL C; the other special functions are computed in double.
 MISSING = frozenset(("bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"))
@@ -156,14 +157,22 @@ def render(kernel: Kernel, name: str, shape: Shape) -> RangeSource:
         checks |= reports
         lines += [*draft.before, *head_of(kernel, f"KERNEL_NAME_{k}", draft),
                   *(f"  const long {draft.writer.sym(s)} = {n};" for s, n in names.items()),
-                  *(["  int bad = 0;"] if reports else []),
+                  *(["  long bad = 0;"] if reports else []),
                   *("  " + x for x in draft.writer.scopes[0].lines),
-                  *(["  if (bad) atomic_or(faults + at, bad);"] if reports else []), "}"]
+                  *([f"  if (bad) fl_report(faults, at, bad, {exceeded(draft.writer)});"] if reports else []), "}"]
         items = draft.items if isinstance(draft.items, str) else host_text(draft.items, names)
         ranges.append(Range(f"KERNEL_NAME_{k}", items, draft.group))
     return RangeSource(name, "\n".join(lines) + "\n", tuple(p.dtype.itemsize for p in kernel.params),
                        tuple(p.written for p in kernel.params), tuple(reaches(kernel)), len(kernel.sizes),
-                       tuple(ranges), checks, tuple(headers))
+                       tuple(ranges), checks, tuple(headers), site_table(kernel), kernel.origins)
+
+
+def exceeded(w: Writer) -> str:
+    """The size that belongs to the fault in `bad`."""
+    text = "0"
+    for b, code in w.sites.items():
+        text = f"(bad >> {WHICH}) == {code >> WHICH} ? {w.index(b.size)} : {text}"
+    return text
 
 
 def head_of(kernel: Kernel, name: str, draft: Draft) -> Iterator[str]:

@@ -230,9 +230,9 @@ class Writer:
             if pending:
                 plan = self.named(self.plans, "plan", tuple(step for step, _ in pending))
                 table = "(" + "".join(s + ", " for s in sizes) + ")"
-                where = self.const([origins for _, origins in pending], "w")
+                where = self.const(tuple(origins for _, origins in pending), "w")
                 self.line(f"bad = {plan}(P, {table})")
-                self.line(f"if bad is not None: check(bad, {where})")
+                self.line(f"if bad is not None: check(bad, {where}, PLANS['{plan}'], {table}, SITES)")
                 pending.clear()
                 sizes.clear()
             if dead:

@@ -14,14 +14,14 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from flambeau.errors import CompileError
-from flambeau.ir.faults import error_of
+from flambeau.ir.faults import Sites, error_of, size_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
 from .calls import EXTENSION, Prepared
@@ -108,6 +108,7 @@ class Package:
             "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
             "fresh": target.fresh,
             "PROTO": [0] * self.slots, "KEY": next(_keys),
+            "PLANS": self.plans, "SITES": [k.sites for k in self.kernels],
             "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
         }
         operators = {name: operator_named(c.operator) for name, c in self.calls.items()}
@@ -237,11 +238,19 @@ def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
-    """Raise what eager raises for the faults of a kernel. (position in the plan, faults)"""
-    at, faults = bad
-    error = error_of(faults)
-    culprit = "a kernel that was launched before" if at < 0 else f"the kernel of {', '.join(origins[at]) or 'a graph'}"
+Origins = tuple[tuple[str, ...], ...]
+
+
+def check_status(bad: tuple[int, int], origins: Origins, steps: tuple[Step, ...], sizes: tuple[int, ...],
+                 sites: Sequence[Sites]) -> None:
+    """Raise what eager raises for the fault of a kernel. (position in the plan, fault)"""
+    at, code = bad
+    if at < 0:
+        error, culprit = error_of(code), "a kernel that was launched before"
+    else:
+        step = steps[at]
+        error = error_of(code, size_of(code, sites[step.kernel], [sizes[slot] for slot in step.sizes]))
+        culprit = f"the kernel of {', '.join(origins[at]) or 'a graph'}"
     error.add_note(f"reported by {culprit}")
     raise error
 

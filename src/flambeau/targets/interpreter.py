@@ -96,7 +96,7 @@ class InterpreterLaunch:
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
 
         work, *grids = self._shape(*sizes)
-        memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int32(0)
+        memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
         space = [ctypes.addressof(memory)] if self._source.workspace else []
         values = [*pointers, *sizes, *space, ctypes.addressof(bad)]
         with np.errstate(all="ignore"):  # infinities and NaN are numbers
