@@ -95,7 +95,7 @@ class Storage:
             if out is not NotImplemented and inside(out, above):
                 return out
             del self.g.nodes[before:]  # it would compute what is to be a view
-            return self.lowering.extern(n, args, named, counted=n.target not in LOWERINGS)
+            return self.lowering.extern(n, (self.laid(above, up), *rest[1:]), named, counted=n.target not in LOWERINGS)
 
     def made(self, n: fx.Node) -> Value:
         """What makes memory, in a buffer that is laid out as this memory is in eager."""
@@ -126,9 +126,11 @@ class Storage:
     def passed(self, x: Any) -> Any:
         """An argument of a call that shall see what eager's kernel sees: strides of dimensions of size one as well."""
         v = self.argument(x)
-        if not isinstance(v, Value) or v in self.lowering.elsewhere:
-            return v
-        want = self.strides(x)
+        return self.laid(v, x) if isinstance(v, Value) and v not in self.lowering.elsewhere else v
+
+    def laid(self, v: Value, n: fx.Node) -> Value:
+        """The value of n with the strides of eager's tensor, in dimensions of size one as well."""
+        want = self.strides(n)
         return replace(v, strides=want) if lies_as(v, self.g.buffers[v.buffer], want) else v
 
     def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
