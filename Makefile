@@ -3,11 +3,15 @@
 #   PYTHON       the interpreter that the environment in .venv is made with
 #   CONSTRAINTS  the versions that are installed; pip's own PIP_* variables are honoured as well
 #   JOBS         how many tests run at once
+#   TARGET, COUNT, FUZZ  what `make fuzz` runs: cpu, interpreter, opencl or device; how many programs; other options
 
 PYTHON      ?= python3
 CONSTRAINTS ?= constraints.txt
 CXX_FOUND    = $(or $(FLAMBEAU_CXX),g++)
 JOBS        ?= 2
+TARGET      ?= cpu
+COUNT       ?= 2000
+FUZZ        ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -23,6 +27,7 @@ help:
 	@echo "make test      set up, then linters, the fast tests and a sample of the slow ones"
 	@echo "make test-all  the same with every sample of every operator (long)"
 	@echo "make test-outside  models of the transformers library train on the device as on the CPU (long)"
+	@echo "make fuzz      COUNT=2000 random programs on TARGET=cpu against eager, seeds drawn anew"
 	@echo "make bench     Flambeau beside eager and Inductor"
 	@echo "make docs      rewrite the generated pages under docs/"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
@@ -82,6 +87,10 @@ test-outside: setup
 	@echo "==> models of the transformers library on the device"
 	@$(PIP) transformers
 	@$(BIN)/python tests/outside_models.py --jobs $(JOBS) --json results/outside-models.json
+
+fuzz: setup
+	@echo "==> $(COUNT) random programs on $(TARGET)"
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --target $(TARGET) --count $(COUNT) --jobs $(JOBS) $(FUZZ)
 
 bench: setup
 	@echo "==> flambeau bench"

@@ -245,10 +245,8 @@ class Draw:
                 return False
             t.run(step)
             for name in (*step.makes, *((step.writes,) if step.writes else ())):
-                if not reasonable(t.env[name]):
+                if not reasonable(t.env[name]) or (self.only_exact and not t.is_exact(name)):
                     return False
-            if self.only_exact and not all(t.is_exact(n) for n in (*step.makes, *([step.writes] if step.writes else []))):
-                return False
         return True
 
     def line(self, kinds: list[Kind]) -> bool:

@@ -1,4 +1,4 @@
-"""A random program: inputs with their layouts, lines of Python, results. All of it is text, so that it can be printed."""
+"""A random program: inputs with their layouts, lines of Python, results. All of it is text, and can be printed."""
 
 from __future__ import annotations
 

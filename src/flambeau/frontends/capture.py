@@ -222,8 +222,8 @@ class Lowering:
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
-        # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median). Products
-        # in fast numerics read it as it is.
+        # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
+        # Products in fast numerics take what there is.
         if self.g.policy.exact or target not in CONTRACTIONS:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
         return self.extern(n, args, kwargs)

@@ -17,7 +17,6 @@ from .device_native import Core, Driver
 from .device_sparse import is_sparse, joined, parts
 from .geometry import dense, reach
 
-
 _INDICES = (torch.int64, torch.int32)
 _FEW = 1024  # whose extremes are found while the copy is on its way
 
