@@ -12,6 +12,7 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,10 +87,7 @@ class Network(nn.Module):
     def __init__(self, steps: list[Step]) -> None:
         super().__init__()
         self.steps = nn.ModuleList(steps)
-
-    @property
-    def title(self) -> str:
-        return ", ".join(s.name + (" and back" if s.back else "") for s in self.steps)
+        self.title = ", ".join(s.name + (" and back" if s.back else "") for s in steps)
 
     def forward(self, x: Tensor) -> Tensor:
         for step in self.steps:
@@ -125,7 +123,7 @@ class Drawing:
         out = out if groups == 1 else groups * r.choice((1, 2))
         kind = (TRANSPOSED if transposed else CONVOLUTIONS)[self.sides]
         name = f"{kind.__name__} {out} {kernel} {stride} {padding} {dilation} {groups}"
-        more = {"output_padding": 1} if transposed and stride > 1 and r.random() < 0.3 else {}
+        more: dict[str, Any] = {"output_padding": 1} if transposed and stride > 1 and r.random() < 0.3 else {}
         return Step(name, kind(shape[1], out, kernel, stride, padding, dilation=dilation, groups=groups, bias=bias,
                                **more))
 

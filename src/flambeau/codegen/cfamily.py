@@ -15,7 +15,7 @@ import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
 from flambeau.ir.expr import Expr, Fold, rewrite
-from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index
+from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index, is_positive
 
 UNROLL = 36  # constant windows up to this many steps (3x3x3 and a bit) are written out
 
@@ -30,6 +30,7 @@ class Dialect:
     }
     prefix = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
     quotient = "/"  # of integers that are not negative
+    divisor = "({0} == 0 ? 1 : {0})"  # one that may be zero where nobody asks for the quotient: it must not trap
     function = "fl::{}"  # how a named operation is called
     fused = ""  # the function for a * b + c, with one rounding where the machine can
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
@@ -133,6 +134,10 @@ class Scope:
     locals: dict[str, str] = field(default_factory=dict)  # buffer computed in this kernel -> text
     checks: bool = False
     vector: bool = False  # in a loop whose steps are lanes
+
+    def may_be_skipped(self) -> bool:
+        """Whether it is a loop that may have no points."""
+        return any(v.extent is not None and not is_positive(v.extent) for v in self.vars)
 
 
 class Writer:
@@ -258,6 +263,8 @@ class Writer:
         if (found := self.innermost("indices", key)) is not None:
             return found
         x, y = self.index(a.a), self.index(a.b)
+        if a.kind in ("div", "mod") and not is_positive(a.b):
+            y = self.d.divisor.format(y)  # it may stand before the loop over a dimension without points
         lo = a.a.bounds()[0]
         if a.kind in ("div", "mod") and lo is not None and lo >= 0:
             text = f"{x} {self.d.quotient if a.kind == 'div' else '%'} {y}"
@@ -311,6 +318,9 @@ class Writer:
             args.append(t)
         for i in (e.args[0] if self._is_narrow(e) else e).own_indices():
             depth = max(depth, self.index_depth(i))
+        if e.op == "load":  # of a loop without points nothing may be there to read
+            depth = max(depth, next((k for k in range(len(self.scopes) - 1, depth, -1)
+                                     if self.scopes[k].may_be_skipped()), 0))
         if e.op in ("check", "require"):
             return depth, self._reported(e, args, self.scopes[depth])
         text = self._text(e, args)

@@ -41,6 +41,7 @@ class Triton(Dialect):
     infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
     prefix = {"logical_not": "~", "bitwise_not": "~"}  # Triton's minus is 0 - x, which loses the sign of zero
     quotient = "//"
+    divisor = "{0}"
     end = ""
     function = "fl.{}"
 

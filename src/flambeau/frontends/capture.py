@@ -21,7 +21,7 @@ from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
-from flambeau.ops.registry import READ_MEMORY, load_at
+from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
 
 from . import replay
 from .devices import CPU, flat, movable
@@ -269,6 +269,8 @@ class Lowering:
 
     def lowerable(self, n: fx.Node, target: torch._ops.OpOverload) -> bool:
         if target not in LOWERINGS:
+            return False
+        if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))

@@ -534,6 +534,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.index() >= 0) current.device = device.index();
   }
 
+#if __has_include(<c10/core/DeviceCapability.h>)
+  c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }  // all dtypes, if not by kernels
+#endif
+
   static Stream stream(DeviceIndex device, StreamId id) {
     check_index(device);
     return Stream(Stream::UNSAFE, Device(kType, device), id);
@@ -834,7 +838,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // ----------------------------------------------------------------------------------------------- mixed precision
 
-// The policies that CUDA has, by the lists that PyTorch keeps for it.
+// The policies that CUDA has, by the lists that PyTorch keeps for it. What CUDA refuses is in no list.
 namespace mixed {
 
 using namespace at;  // the lists expect it
@@ -844,6 +848,12 @@ using namespace at;  // the lists expect it
 #define FULL_BY_OPTION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
 
+Tensor refused(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) {
+  TORCH_CHECK(false, "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+              "Use torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, which are safe, "
+              "on what goes into the sigmoid.");
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
@@ -852,6 +862,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_FP32_SET_OPT_DTYPE(FULL_BY_OPTION)
   AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
   AT_FORALL_PROMOTE(WIDEST)
+  m.impl("binary_cross_entropy", TORCH_FN(refused));
 }
 
 }  // namespace mixed

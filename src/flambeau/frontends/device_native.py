@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import logging
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from flambeau.targets.background import at_exit
 
 from .native import load_native
 
@@ -114,7 +115,7 @@ class Core:
         self._table = _Table(driver.devices, *(f(g) for f, g in zip(_TYPES.values(), functions, strict=True)))
         self._driver = driver
         self._start(ctypes.byref(self._table))
-        atexit.register(self._stop)
+        at_exit(self._stop, in_children=True)
 
     def generator(self, device: int) -> torch.Generator:
         """The default one of a device."""

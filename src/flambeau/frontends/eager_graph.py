@@ -25,6 +25,7 @@ from flambeau.ir.index import ZERO
 from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.targets.base import get_target
 
 from .capture import Captured, RunNumber
 from .decompositions import table
@@ -116,6 +117,10 @@ def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) ->
     made = compiled(graph_of(form, args, lift, into_any), Options(config.numerics))
     if made.captured.externs or any(
             isinstance(s, Call) and isinstance(s.target, torch._ops.OpOverload) for s in made.program.steps):
+        graph = made.captured.graph
+        if lacking := {b.dtype for b in graph.buffers.values()} - graph.capabilities.dtypes:
+            raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
+                                   target=get_target(made.package.target).machine())
         raise UnsupportedError("this call has no lowering")
     if form.op is aten.copy_.default and any(isinstance(s, Copy) for s in made.program.steps):
         raise UnsupportedError("the copy cannot be made in one step")  # another is this operator again

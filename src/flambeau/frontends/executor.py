@@ -159,7 +159,7 @@ class Writer:
         self.line("P = PROTO.copy()")
         arena = p.arena_bytes > 0
         if arena:
-            self.line(f"arena = POOL.take(TARGET, {p.arena_bytes})")
+            self.line(f"arena = POOL.take(TARGET, DEVICE, {p.arena_bytes})")
             self.line("try:")
             self.line("P[0] = arena.pointer")
             self.line("views = arena.tensors.get(KEY)")

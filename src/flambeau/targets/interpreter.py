@@ -48,9 +48,6 @@ class InterpreterTarget(BlockTarget):
     def plan(self, steps: Sequence[Step]) -> Plan:
         return OpenPlan(self, steps) if is_open(steps) else PythonPlan(steps)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
     # ---- the search for block shapes, for its tests ------------------------------------------------------
 
     def chip(self) -> str:

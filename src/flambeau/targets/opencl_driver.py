@@ -53,7 +53,7 @@ class ClDriver:
         self._begin = 0
         self._used = [0] * self.devices
         self._streams: dict[tuple[int, int], ClStream] = {}
-        self._events: dict[int, tuple[ClDevice, pyopencl.Event]] = {}
+        self._events: dict[int, tuple[int, int, pyopencl.Event]] = {}  # device, stream
         self._faults: dict[int, pyopencl.Buffer] = {}  # a word for each device
 
     @cached_property
@@ -150,21 +150,27 @@ class ClDriver:
         self.launcher.add_queue(device, stream, there.queue.int_ptr, self._faults[device].int_ptr)
         return there
 
-    def _settle(self, device: int, stream: int) -> None:
-        """The queue was waited for: raise what its kernels, or those of another queue, have found by now."""
-        if self.launcher.take_checked(device, stream):
-            word, queue = zeros(1, "int32"), self._streams[device, stream].queue
+    def _settle(self, device: int, stream: int, done: bool = True) -> None:
+        """The host has waited for a queue, to its end if `done`: raise, once, what kernels of the device have found.
+        Other queues count as well: what was waited for may have waited for them."""
+        if not self.launcher.take_checked(device, stream if done else ALL):
+            return
+        # A queue that is at its end is the quickest; else one on which nothing has to be waited for.
+        queue = self._streams[device, stream].queue if done else self.found[device].queue
+        word = zeros(1, "int32")
+        with self._lock:
             pyopencl.enqueue_copy(queue, word, self._faults[device])
             if code := int(word[0]):
                 pyopencl.enqueue_copy(queue, self._faults[device], zeros(1, "int32"))
-                error = error_of(code)
-                error.add_note("reported by a kernel that was launched before")
-                raise error
+        if code:
+            error = error_of(code)
+            error.add_note("reported by a kernel that was launched before")
+            raise error
 
     def synchronise(self, device: int, stream: int) -> None:
+        self.found[device].check_process()
         for (on, number), there in list(self._streams.items()):
             if on == device and stream in (number, ALL):
-                there.device.check_process()
                 there.queue.finish()
                 there.last = None
                 self.launcher.take_used(on, number)
@@ -183,21 +189,22 @@ class ClDriver:
         there = self.stream(device, stream)
         there.last = pyopencl.enqueue_marker(there.queue)
         there.queue.flush()  # nobody else may wait for what is not on its way
-        self._events[event] = (there.device, there.last)
+        self._events[event] = device, stream, there.last
 
     def query(self, event: int) -> bool:
-        return self.is_complete(self._events[event][1])
+        return self.is_complete(self._events[event][2])
 
     def wait(self, event: int, device: int, stream: int) -> None:
-        origin, marker = self._events[event]
-        if stream == ALL or origin is not self.found[device]:  # contexts do not know each other's events
+        origin, queue, marker = self._events[event]
+        if stream == ALL or origin != device:  # contexts do not know each other's events
             marker.wait()
+            self._settle(origin, queue, done=False)
             return
         there = self.stream(device, stream)
         there.last = pyopencl.enqueue_barrier(there.queue, wait_for=[marker])
 
     def elapsed(self, start: int, end: int) -> float:
-        first, last = self._events[start][1], self._events[end][1]
+        first, last = self._events[start][2], self._events[end][2]
         if not (self.is_complete(first) and self.is_complete(last)):
             raise Error("both events must have happened before time is measured", target=NAME,
                         hint="synchronize the second one first")
