@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-torch test-outside bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all fuzz test-torch test-outside bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"

@@ -28,4 +28,9 @@ FOUND: dict[str, Program] = {
     "bytes of what is empty": written(
         ["torch.ones(1, dtype=torch.int32)"], "v0 = a0.tensor_split(3, -1)[-1]", "v1 = v0.view(torch.uint8)",
         results="v1", exact=True),
+    "one part of a symbolic size": written(
+        ["torch.randn(n0)"], "v0 = a0.split(8, 0)[-1]", results="v0", exact=True, dynamic=True,
+        sizes=(Sizes(n0=9), Sizes(n0=11))),
+    "an empty part is sorted": written(
+        ["torch.ones(2, 1, 0)"], "v0 = a0.tensor_split(3, 0)[-1]", "v1 = v0.msort()", results="v1", exact=True),
 }
