@@ -171,7 +171,7 @@ class Draw:
         number = len(self.inputs) + len(self._new_inputs)
         numbers = self.numbers_of(torch.int64, number, f"0, {bound}")
         if distinct:
-            numbers = f"torch.randperm({bound}, generator=torch.Generator().manual_seed({number}))[:{shape[0]}]"
+            numbers = f"torch.randperm({bound}, generator=torch.Generator().manual_seed({number}))[:{shape[0]}].clone()"
         dtype = torch.int32 if self.r.random() < 0.1 and not distinct else torch.int64
         made = Input(f"i{number}", tuple(shape), dtype, numbers, tuple(shape))
         self._new_inputs.append(made)
