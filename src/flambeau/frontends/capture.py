@@ -222,10 +222,10 @@ class Lowering:
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
-        if self.g.policy.exact:  # eager's kernels choose their order of sums by strides too
+        # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
+        # Products in fast numerics take what there is.
+        if self.g.policy.exact or target not in CONTRACTIONS:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
-        elif is_view(target):
-            args = self.in_memory(n, args)
         return self.extern(n, args, kwargs)
 
     def arguments(self, n: fx.Node) -> tuple[Any, Any]:

@@ -183,7 +183,7 @@ class Storage:
 def inside(x: Any, above: Value) -> bool:
     """Whether a lowering's result is a view of that."""
     values = x if isinstance(x, (list, tuple)) else [x]
-    return all(v.buffer == above.buffer and v.dtype is above.dtype for v in values)
+    return all(v is None or (v.buffer == above.buffer and v.dtype is above.dtype) for v in values)  # None: nobody's
 
 
 def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:
