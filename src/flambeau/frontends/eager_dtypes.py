@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,8 @@ from .devices import CPU
 
 # What eager says about dtypes. Such tensors may not fit together in other ways, which says nothing.
 _ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b")
+
+SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the CPU lacks, and so has our device
 
 
 def trusting(op: torch._ops.OpOverload) -> bool:
@@ -51,7 +53,19 @@ def eager_has_kernel(n: fx.Node, device: torch.device) -> bool:
     except TypeError:  # an argument that is not hashable
         return True
     # GPUs have kernels for more dtypes than CPUs: where those do, there is no need to ask them.
-    return _has_kernel(op, key, CPU) or (device.type == "cuda" and _has_kernel(op, key, device))
+    if _has_kernel(op, key, CPU):
+        return True
+    if device.type == "cuda":
+        return _has_kernel(op, key, device)
+    return device.type != "cpu" and any(t in SMALL for a in n.all_input_nodes for t in _dtypes(a.meta.get("val")))
+
+
+def _dtypes(x: Any) -> Iterator[torch.dtype]:
+    if isinstance(x, torch.Tensor):
+        yield x.dtype
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _dtypes(y)
 
 
 def _described(x: Any) -> Any:

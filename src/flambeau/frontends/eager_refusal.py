@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from .devices import CPU
-from .eager_dtypes import attempt, trusting
+from .eager_dtypes import SMALL, attempt, trusting
 from .eager_graph import Number, TensorLike
 from .geometry import reach
 
 # Elements of all tensors together, up to which a call is tried: it takes less time than its graph does. What is larger
 # has mostly been tried small.
 _ELEMENTS = 1 << 14
-_SMALL = (torch.float16, torch.bfloat16)
 
 
 def refusal(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Exception | None:
@@ -35,8 +34,8 @@ def refusal(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Exception | Non
         try:
             attempt(op, positional, kwargs, lambda x, value=value: _filled(x, value))  # type: ignore[misc]
         except NotImplementedError as lacks:
-            # Of an operator, or of small floats, which GPUs have kernels for, the CPU may have none, and we do.
-            of_the_dtype = "not implemented for '" in str(lacks) and not any(t.dtype in _SMALL for t in tensors)
+            # The CPU may lack an operator, or small floats, that we have.
+            of_the_dtype = "not implemented for '" in str(lacks) and not any(t.dtype in SMALL for t in tensors)
             return lacks if of_the_dtype else None
         except Exception as refused:
             error = refused
