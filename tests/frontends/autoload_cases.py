@@ -31,11 +31,14 @@ def the_first_use_starts_the_device() -> None:
     torch.manual_seed(11)
     x = torch.ones(3, requires_grad=True)
     torch.optim.SGD([x]).step()  # asks whether an accelerator is available
-    assert torch.accelerator.device_count() >= 1
+    assert torch.flambeau.device_count() >= 1 and torch.flambeau.is_available()
     assert not torch.accelerator.is_available()  # just the CPU: nothing to recommend
+    assert torch.accelerator.current_accelerator() is None and torch.accelerator.device_count() == 0
     assert not torch.flambeau.is_initialized()
     assert torch.ones(2, device="flambeau").add(1).cpu().tolist() == [2, 2]
     assert torch.flambeau.is_initialized() and torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == torch.flambeau.device_count()
+    assert "supported_dtypes" in torch.flambeau.get_device_capability()
     assert torch.flambeau.initial_seed() == 11  # the seed came before the device
 
 
@@ -118,7 +121,7 @@ def load() -> object:
 
 
 def a_fork_after_a_look_at_the_devices() -> None:
-    assert torch.accelerator.device_count() >= 1
+    assert torch.flambeau.device_count() >= 1
     if not (child := os.fork()):
         try:
             torch.ones(2, device="flambeau")
@@ -133,6 +136,7 @@ def there_is_no_pyopencl() -> None:
     import flambeau
 
     assert not torch.accelerator.is_available() and torch.flambeau.device_count() == 0
+    assert not torch.flambeau.is_available()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert len(list(torch.utils.data.DataLoader(torch.arange(4.0), pin_memory=True))) == 4

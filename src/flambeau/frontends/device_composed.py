@@ -6,6 +6,7 @@ Where the others cannot serve a call either (a dtype that only the CPU has), it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,9 @@ def as_places(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None] | 
         if i is None:
             out.append(None)
         elif i.dtype in _MASKS:
+            if i.dtype is torch.uint8:
+                warnings.warn("indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool "
+                              "instead.", stacklevel=2)
             at = len(out)
             for k, (size, expected) in enumerate(zip(i.shape, x.shape[at:])):
                 if size != expected:
@@ -230,7 +234,7 @@ def register_composed(aten_library: torch.library.Library, otherwise: Callable[.
 def _composed(op: Any, compute: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        suits = tensors[0].dtype in SUPPORTED and len({t.device for t in tensors}) == 1
+        suits = tensors[0].dtype in SUPPORTED and not tensors[0].is_cpu and len({t.device for t in tensors}) == 1
         out = compute(*args, **kwargs) if suits else NotImplemented
         return otherwise(op, *args, **kwargs) if out is NotImplemented else out
 

@@ -16,7 +16,7 @@ import torch
 from .capabilities import Capabilities
 from .dtypes import DType
 from .expr import Expr, load, loads, restart_names, walk
-from .index import ONE, ZERO, Dyn, Index, IndexLike, Sym, as_index, product
+from .index import ONE, ZERO, Dyn, Index, IndexLike, Sym, as_index, is_positive, product
 from .numerics import FAST, Policy
 
 Shape = tuple[Index, ...]
@@ -29,9 +29,9 @@ def dim_vars(shape: Sequence[IndexLike], prefix: str = "d") -> tuple[Sym, ...]:
 def as_indices(vars: Iterable[Sym]) -> tuple[Index, ...]:
     """The variables as indices; one that can only be zero is zero.
 
-    One of an empty range stays: what is read with it must stay in the loop that never runs.
+    One whose range may be empty stays: what is read with it must stay in the loop that may never run.
     """
-    return tuple(ZERO if v.hi == 0 and v.extent is not ZERO else as_index(v) for v in vars)
+    return tuple(ZERO if v.hi == 0 and is_positive(v.size) else as_index(v) for v in vars)
 
 
 def narrow(size: Index) -> DType:
@@ -73,6 +73,7 @@ class Value:
     index: tuple[Index, ...]  # over dim_vars(shape)
     number: bool = False  # a Python number known only at the run: promotes as a number, not as a tensor
     host: bool = False  # a scalar that is the host's beside tensors of a device
+    strides: tuple[Index, ...] | None = None  # of a result: an index says nothing of dimensions of size one
 
     @property
     def rank(self) -> int:
