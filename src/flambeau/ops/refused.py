@@ -1,4 +1,4 @@
-"""Dtypes that eager's kernels on CPUs do not take, of operators whose lowerings would: eager raises there, and so do we.
+"""Dtypes that eager's kernels on CPUs do not take, of operators whose lowerings would: eager raises, and so do we.
 
 Such a call is left to ATen, whose error names the kernel and the dtype. Only integers and bools: what a kernel computes
 in half precision is no less right for eager's lack of it.
