@@ -22,10 +22,11 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
 from flambeau.ops.refused import is_refused
-from flambeau.ops.registry import READ_MEMORY, load_at
+from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
 
 from . import replay
 from .devices import CPU, flat, movable
+from .eager_dtypes import eager_has_kernel
 from .elsewhere import Elsewhere
 from .in_place import in_place_form
 from .package import DONATED, Held, as_number
@@ -209,7 +210,7 @@ class Lowering:
         if n in self.done:
             return args[0]
         if target is aten.copy_.default:
-            return self.mutate(args[0], args[1])
+            return self.mutate(args[0], args[1], negated=n.args[0].meta["val"].is_neg())  # type: ignore[union-attr]
         if target in (replay.RUN_AND_SAVE, replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
         if target in SAME and self.elsewhere.is_constant(args[0]):
@@ -222,7 +223,11 @@ class Lowering:
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
-        return self.extern(n, self.in_memory(n, args) if is_view(target) else args, kwargs)
+        # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
+        # Products in fast numerics take what there is.
+        if self.g.policy.exact or target not in CONTRACTIONS:
+            args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
+        return self.extern(n, args, kwargs)
 
     def arguments(self, n: fx.Node) -> tuple[Any, Any]:
         return fx.node.map_aggregate(n.args, self.lookup), fx.node.map_aggregate(n.kwargs, self.lookup)
@@ -270,6 +275,8 @@ class Lowering:
     def lowerable(self, n: fx.Node, target: torch._ops.OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
+        if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
+            return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
         if self.device.type != "cuda" and is_refused(target, [t.dtype for t in given]):
@@ -277,7 +284,7 @@ class Lowering:
         if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
-            supported(t) and t.device == self.device for t in made)
+            supported(t) and t.device == self.device for t in made) and eager_has_kernel(n, self.device)
 
     def settle(self, n: fx.Node, out: Any) -> Any:
         """Check a lowering's results against torch's own metadata and take over the memory order."""
@@ -300,22 +307,23 @@ class Lowering:
                 b.strides = strides
         return out
 
-    def mutate(self, dst: Value, src: Value) -> Value:
+    def mutate(self, dst: Value, src: Value, negated: bool) -> Value:
+        """`negated`: the input's memory holds the opposites of its values."""
         if dst.buffer not in self.g.inputs:
             raise UnsupportedError("copy_ into something that is not an input of the graph")
         b = self.g.buffers[dst.buffer]
         if not dst.is_whole(b):
             raise UnsupportedError("copy_ into a part of an input")
-        if dst in self.elsewhere or src in self.elsewhere:
+        if dst in self.elsewhere or src in self.elsewhere or dst.dtype not in SUPPORTED:  # torch copies it
             if dst.shape != src.shape or dst.dtype is not src.dtype:
-                raise UnsupportedError("copy_ between devices that is a cast or a broadcast as well")
+                raise UnsupportedError("a copy_ that is not a kernel, and a cast or a broadcast as well")
             self.g.mutations.append((dst.buffer, src))
             return src
-        if self.can_write_to(b, src):
+        if not negated and self.can_write_to(b, src):
             self.g.mutations.append((dst.buffer, src))
             return src
         with build.building(self.g, "copy_"):
-            new = build.pointwise(dst.shape, lambda i: load_at(src, i), dst.dtype)
+            new = build.pointwise(dst.shape, lambda i: -load_at(src, i) if negated else load_at(src, i), dst.dtype)
         # In the order of what it goes to, gaps included: then it can be written there at once.
         self.g.buffers[new.buffer].strides = b.strides
         self.g.mutations.append((dst.buffer, new))
@@ -408,4 +416,5 @@ def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
 
 
 def supported(t: torch.Tensor) -> bool:
-    return t.dtype in SUPPORTED and t.layout is torch.strided and not t.is_quantized
+    """Whether its memory holds its values: a negated view (of a conjugate's imaginary part) holds their opposites."""
+    return t.dtype in SUPPORTED and t.layout is torch.strided and not t.is_quantized and not t.is_neg()

@@ -18,6 +18,7 @@ from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import Launch, Program
 from flambeau.schedule.plan import schedule
+from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build
 
 from .capture import Captured, capture
@@ -26,9 +27,10 @@ from .executor import write
 from .graphs import function_now
 from .package import Package, Run
 from .progress import progress
+from .promises import promises_of
 from .recordable import recordable
 
-LOCK = threading.RLock()  # expressions are interned process-wide: one compile at a time
+LOCK = fork_safe(threading.RLock())  # expressions are interned process-wide: one compile at a time
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,22 @@ class Compiled:
             kernels = {}
             if self.build is not None:
                 with progress("building kernels", count=self.build.count):
-                    kernels = self.build.wait()
+                    kernels = self.waited(self.build)
             self.seconds["wait for compiler"] = time.perf_counter() - start
             bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
             if bad:
                 return self.retry(bad)
             self.run = self.package.bind(kernels, self.function)
             return self.run
+
+    def waited(self, build: Build) -> dict[str, Any]:
+        try:
+            return build.wait()
+        except Closing:
+            check()
+            again = self.package.build()  # by this thread: somebody runs this while the process ends
+            assert again is not None
+            return again.wait()
 
     def retry(self, bad: dict[int, CompileError]) -> Run:
         """Kernels that do not build are left to ATen: their operators are called as they are."""
@@ -134,15 +145,19 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
         t0 = time.perf_counter()
         captured = capture(gm, caps, exclude, device, policy_of(options.numerics, device.type))
         t1 = time.perf_counter()
-        program = schedule(captured.graph, caps, config.verify)
+        check()
+        program = schedule(captured.graph, caps, bool(config.verify))
         t2 = time.perf_counter()
-        texts = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+        check()
+        written = target.bounded if config.verify is True else target.render
+        texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
         if options.search and not options.deterministic:  # what the clock chooses, may round in another way
             texts = [target.variants(k, text) for k, text in zip(program.kernels, texts, strict=True)]
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
     count = sum(n.op == "placeholder" for n in gm.graph.nodes)
-    package = write(program, target.name, texts, captured.sources, captured.tensors, count, device)
+    promises = promises_of(gm, captured.symbols) if config.verify is True else None
+    package = write(program, target.name, texts, captured.sources, captured.tensors, count, device, promises)
     if options.graphs:
         package = replace(package, graphs=recordable(program, gm, captured.tensors, device))
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}

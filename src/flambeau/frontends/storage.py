@@ -135,6 +135,11 @@ class Storage:
             return self.from_start(x)
         return self.lowering.lookup(x)
 
+    def passed(self, x: Any) -> Any:
+        """An argument of a call that shall see what eager's kernel sees."""
+        v = self.lowering.lookup(x)
+        return self.strided(x) if isinstance(v, Value) and v not in self.lowering.elsewhere else v
+
     def from_start(self, n: fx.Node) -> Value:
         """`strided`, for who counts from the start of a storage: a copy of an input's is as long as that."""
         root = view_root(n)
@@ -178,13 +183,14 @@ class Storage:
 def inside(x: Any, above: Value) -> bool:
     """Whether a lowering's result is a view of that."""
     values = x if isinstance(x, (list, tuple)) else [x]
-    return all(v.buffer == above.buffer and v.dtype is above.dtype for v in values)
+    return all(v is None or (v.buffer == above.buffer and v.dtype is above.dtype) for v in values)  # None: nobody's
 
 
 def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:
-    """Whether a value has these strides in its buffer; in dimensions of size one they are a matter of names."""
+    """Whether a value has these strides in its buffer; in dimensions of one element they are a matter of names."""
     have = strided(v, b)
-    return have is not None and all(h is w or n is ONE for h, w, n in zip(have[0], want, v.shape, strict=True))
+    return have is not None and all(
+        h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True))
 
 
 def as_laid(v: Value, b: Buffer, want: Sequence[Index]) -> tuple[Index, ...] | None:
