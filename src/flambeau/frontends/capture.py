@@ -234,7 +234,11 @@ class Lowering:
     def in_memory(self, n: fx.Node, args: Any) -> Any:
         """The arguments of an operator that looks at the memory of the first."""
         x = n.args[0]
-        return (self.storage.of(x), *args[1:]) if isinstance(x, fx.Node) else args
+        if not isinstance(x, fx.Node):
+            return args
+        schema = n.target._schema.arguments  # type: ignore[union-attr]
+        from_start = any(a.name == "storage_offset" and y is not None for a, y in zip(schema, args, strict=False))
+        return (self.storage.from_start(x) if from_start else self.storage.strided(x), *args[1:])
 
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""
