@@ -27,6 +27,8 @@ FOUND: dict[str, Program] = {
         ["torch.ones(3, 3, 0)"], "a0[..., -2:, -6:].fill_(-1.5)", results="a0", exact=True),
     "a whole view is another object": written(
         ["torch.ones(3)"], "v0 = a0 + 1", "v1 = v0.view(3)", "v2 = v0.movedim(0, -1)", results="v0, v1, v2, v0"),
+    "what is contiguous is the same object": written(
+        ["torch.ones(3)"], "v0 = a0 + 1", "v1 = v0.contiguous()", results="v0, v1"),
     "bytes of what is empty": written(
         ["torch.ones(1, dtype=torch.int32)"], "v0 = a0.tensor_split(3, -1)[-1]", "v1 = v0.view(torch.uint8)",
         results="v1", exact=True),
