@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from flambeau.errors import CompileError, UnsupportedError
 
 from .device_kernels import private
 from .devices import flat
-from .eager_graph import TensorLike, build, described
+from .eager_graph import build, described
 from .eager_ops import Form
 from .fallback import REASONS
 from .package import Run
@@ -243,7 +242,7 @@ def fused(op: Any, function: Callable[..., Any], *args: Any) -> Any:
     tensors = [x for x in flat(args) if isinstance(x, Tensor)]
     key = function if not isinstance(function, partial) else (function.func, tuple(function.keywords.items()))
     try:
-        run = program(op, key, tuple(replace(x, place=0) if isinstance(x, TensorLike) else x for x in described(args)))
+        run = program(op, key, described(args))
     except (UnsupportedError, CompileError) as error:
         REASONS[op.name()] = str(error)
         log.debug("%s has no program: %s", op, error)
@@ -255,7 +254,8 @@ def fused(op: Any, function: Callable[..., Any], *args: Any) -> Any:
 def program(op: Any, key: Any, args: tuple[Any, ...]) -> Run:
     function = partial(key[0], **dict(key[1])) if isinstance(key, tuple) else key
     with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
-        return build(Form(op, function, "", ()), args)
+        run, _ = build(Form(op, function, "", ()), args)
+    return run
 
 
 def only(out: Any) -> Any:

@@ -60,7 +60,7 @@ class _Finder(MetaPathFinder):
 
 
 def complete(module: ModuleType) -> None:
-    if device_module.is_available():
+    if device_module._is_recommended():
         recommend()
     own = getattr(module, "get_max_memory", None)
     if own is None or hasattr(own, "__wrapped__"):
@@ -75,7 +75,7 @@ def complete(module: ModuleType) -> None:
 def with_device(own: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
     @functools.wraps(own)
     def get_max_memory(max_memory: Any = None) -> dict[Any, Any]:
-        if torch.cuda.is_available() or not device_module.is_available():
+        if torch.cuda.is_available() or not device_module._is_recommended():
             return own(max_memory)
         device_module.init()
         if max_memory is None:

@@ -83,7 +83,8 @@ def is_exact(op: torch._ops.OpOverload, device: str, dtypes: Collection[DType] =
     if name.startswith(FOREACH):
         name = name.removeprefix(FOREACH)
     elif FAMILIES[op] in MOVES:
-        return name not in SUMS and TIED.isdisjoint((name, f"{name}.{op._overloadname}")) and "reduce" not in op._overloadname
+        tied = not TIED.isdisjoint((name, f"{name}.{op._overloadname}"))
+        return name not in SUMS and not tied and "reduce" not in op._overloadname
     called = any(name in CALLS[device].get(d, ()) for d in dtypes)
     if called or f"{name}.{op._overloadname or 'default'}" in TIES[device]:
         return False
