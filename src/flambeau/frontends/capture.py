@@ -183,11 +183,17 @@ class Lowering:
         results = n.args[0]
         assert isinstance(results, (list, tuple))
         outs: list[Any] = []
+        made: dict[fx.Node, Value] = {}
         for r in results:
             if isinstance(r, fx.Node) and r.target is aten.copy_.default:
                 r = r.args[0]  # what copy_ returns is the input it wrote to
             v = self.env[r] if isinstance(r, fx.Node) else r
-            outs.append(self.storage.result(r) if isinstance(v, Value) and isinstance(r, fx.Node) else v)
+            if isinstance(v, Value) and isinstance(r, fx.Node):
+                if r not in made:
+                    v = self.storage.result(r)
+                    made[r] = replace(v, twin=v in made.values())
+                v = made[r]
+            outs.append(v)
         self.g.outputs = outs
 
     # ---- calls -----------------------------------------------------------------------------------------
