@@ -38,6 +38,7 @@ class Dialect:
     narrow = ""  # a variable of a 32-bit index
     end = ";"  # of a statement
     long = "int64_t"
+    bounded = False  # every access is checked: `nest.py` says against what
     simd = "#pragma omp simd"
     reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
     apart = ""  # before a loop that writes far apart: not in vectors

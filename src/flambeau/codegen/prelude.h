@@ -132,6 +132,13 @@ FL_INLINE int64_t checked(int64_t at, int64_t size, int64_t& bad, int64_t site) 
   return at;
 }
 
+// Whether an access stays in its buffer, of a kernel that looks at all of them.
+FL_INLINE bool within(int64_t at, int64_t first, int64_t end, int64_t& bad, int64_t site) {
+  const bool inside = at >= first && at < end;
+  bad = worse(bad, inside ? 0 : fault(site, at));
+  return inside;
+}
+
 // Ask for a row of so many bytes that will be read soon. The address need not exist.
 template <int bytes, class T> FL_INLINE void prefetch(const T* row) {
   for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)row + at);

@@ -26,6 +26,7 @@ class KernelSource:
     text: str
     headers: tuple[str, ...] = ("prelude.h",)
     sites: Sites = ()  # what indices are checked against
+    bounded: bool = False  # checks its accesses: behind the sizes, the first element and the end of every pointer
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class BlockSource:
     alternatives: tuple[BlockSource, ...] = ()
     results: tuple[tuple[int, str], ...] = ()
     sites: Sites = ()
+    bounded: bool = False  # what is launched checks its accesses
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class RangeSource:
     checks: bool = False  # whether it can report anything
     headers: tuple[str, ...] = ("opencl.h",)
     sites: Sites = ()
+    bounded: bool = False
     origins: tuple[str, ...] = ()  # the operators that it computes
 
 

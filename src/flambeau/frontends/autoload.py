@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import device_module
+from . import device_module, hugging_face
 from .device_module import NAME
 
 GROUP = "torch.backends"
@@ -31,6 +31,7 @@ def autoload() -> None:
         announce()
         for (owner, name), function in _UNTIL_STARTED.items():
             setattr(owner, name, function)
+        hugging_face.follow()
 
 
 def announce() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from enum import IntEnum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
+from flambeau.errors import BoundsError
+
 if TYPE_CHECKING:
     from .index import Index
 
@@ -36,6 +38,7 @@ class Fault(IntEnum):
     LAST_OFFSET = auto()
     FIRST_OFFSET = auto()
     ZERO_DIVISION = auto()
+    MEMORY = auto()  # an access outside of its buffer, in kernels that look at all of them
 
 
 class Bound(NamedTuple):
@@ -83,6 +86,11 @@ def head(fault: Fault, dim: int = 0, which: int = 0) -> int:
     return int(fault) << KIND | min(dim, 15) << DIM | min(which, 15) << WHICH
 
 
+def access(position: int) -> int:
+    """The number of accesses to a kernel's pointer, without the offset."""
+    return head(Fault.MEMORY, position >> 4 & 15, position & 15)
+
+
 def heads(bounds: Iterable[Bound]) -> dict[Bound, int]:
     """The numbers of what a kernel checks."""
     count: dict[tuple[Fault, int], int] = {}
@@ -99,11 +107,17 @@ def size_of(code: int, sites: Sites, sizes: Iterable[int]) -> int | None:
     return None if text is None else eval(text, {f"n{k}": n for k, n in enumerate(sizes)} | {"min": min, "max": max})
 
 
+def index_of(code: int) -> int:
+    """The offending index, or offset."""
+    return (code & LOW) - ((code >> WIDTH - 1 & 1) << WIDTH)
+
+
 def error_of(code: int, size: int | None = None) -> Exception:
     """The error for a number that a kernel returned. Whose size is not known any more is named without it."""
-    fault, dim, index = Fault(code >> KIND), code >> DIM & 15, code & LOW
+    fault, dim, index = Fault(code >> KIND), code >> DIM & 15, index_of(code)
+    if fault is Fault.MEMORY:
+        return BoundsError(f"a kernel accessed element {index} of its pointer {code >> WHICH & 255}, which has {size}")
     kind, message = MESSAGES[fault]
-    index -= (index >> WIDTH - 1) << WIDTH
     if fault is Fault.INDEX and size == 0:
         return kind(EMPTY)
     if index < 0 and fault in WRAPPED and size is not None:

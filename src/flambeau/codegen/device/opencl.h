@@ -101,6 +101,14 @@ FL_INLINE long fl_checked_or_zero(long at, long size, long* bad, long site) {
   return inside ? at : 0;
 }
 
+// Whether an access stays in its buffer, of a kernel that looks at all of them.
+#define fl_within(at, first, end, bad, site) fl_is_within(at, first, end, &(bad), site)
+FL_INLINE bool fl_is_within(long at, long first, long end, long* bad, long site) {
+  const bool inside = at >= first && at < end;
+  *bad = fl_worse(*bad, inside ? 0 : fl_fault(site, at));
+  return inside;
+}
+
 #define fl_thread() ((long)get_global_id(0))
 #define fl_threads() ((long)get_global_size(0))
 
