@@ -391,3 +391,91 @@ FAMILIES = ("add", "nn_functional_gelu", "sum", "cumsum", "nn_functional_max_poo
 def test_families_do_not_fall_back(name: str) -> None:
     report = check_on_device(name, torch.int64 if name.startswith("bitwise") else torch.float32, limit=1)
     assert report.samples and report.ok and report.native, (report.failures, report.externs)
+
+
+# ---- sorts -----------------------------------------------------------------------------------------------
+
+
+def every_result(got: Any, wanted: Any) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert a.stride() == b.stride()
+        close(a, b)
+
+
+def test_sorts_and_what_is_chosen_by_order() -> None:
+    x = torch.randint(0, 9, (3, 12)).float()
+    d = x.to(DEV)
+    every_result(d.sort(stable=True, descending=True), x.sort(stable=True, descending=True))
+    every_result(d.mode(1), x.mode(1))
+    every_result((d.argsort(stable=True), torch.msort(d)), (x.argsort(stable=True), torch.msort(x)))
+    every_result((d.topk(5)[0], d.median(), d.median(1)[0]), (x.topk(5)[0], x.median(), x.median(1)[0]))
+    values, places = torch.empty(0, device=DEV), torch.empty(0, dtype=torch.int64, device=DEV)
+    torch.sort(d, stable=True, out=(values, places))
+    every_result((values, places), x.sort(stable=True))
+    with pytest.raises(RuntimeError, match="out of range"):
+        d.topk(99)
+
+
+def test_unique() -> None:
+    x, y = torch.randint(0, 9, (3, 12)), torch.randint(0, 2, (30, 3))
+    for fn in (lambda t, u: t.unique(return_inverse=True, return_counts=True),
+               lambda t, u: u.unique(dim=0, return_inverse=True, return_counts=True),
+               lambda t, u: u.unique_consecutive(return_inverse=True, return_counts=True)):
+        every_result(fn(x.to(DEV), y.to(DEV)), fn(x, y))
+
+
+def test_draws_that_sort() -> None:
+    n, p = 20_000, torch.tensor([0.0, 1, 2, 3, 0], device=DEV)
+    torch.manual_seed(3)
+    several, first = p.multinomial(n, replacement=True), p.expand(n, 5).multinomial(2)
+    for drawn in (several, first[:, 0], p.expand(n, 5).multinomial(1)[:, 0]):
+        counts = torch.bincount(drawn.cpu(), minlength=5)
+        torch.testing.assert_close(counts / n, p.cpu() / 6, rtol=0, atol=0.02)
+        assert counts[0] == counts[4] == 0
+    assert not (first[:, 0] == first[:, 1]).any()
+    g = torch.Generator(DEV)
+    a, b = (torch.randperm(300, generator=g.manual_seed(5), device=DEV, dtype=torch.int32) for _ in range(2))
+    assert torch.equal(a, b) and torch.equal(a.sort()[0].cpu(), torch.arange(300, dtype=torch.int32))
+    for probabilities, replacement, said in (([-1.0, 2], False, "element < 0"), ([0.0, 0], False, "sum of prob"),
+                                             ([1.0, float("nan")], True, "infinity or NaN")):
+        with pytest.raises(RuntimeError, match=said):
+            torch.tensor(probabilities, device=DEV).multinomial(1 if not replacement else 5, replacement)
+
+
+def _filled(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[str], torch.Tensor]:
+    return lambda device: torch.full(shape, value, dtype=dtype, device=device)
+
+
+FLOATS, MANY, INTS, BOOLS = (_filled(1, 3), _filled(1, 3, 3), _filled(1, 3, dtype=torch.int64),
+                             _filled(1, 3, dtype=torch.bool))
+ROW = _filled(0, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("call", [
+    lambda d: torch.add(INTS(d), INTS(d), alpha=1.5), lambda d: torch.add(INTS(d), 1, alpha=True),
+    lambda d: FLOATS(d) - BOOLS(d), lambda d: BOOLS(d) - 1, lambda d: torch.rsub(BOOLS(d), 1),
+    lambda d: torch.linspace(0, 1, 3, device=d, dtype=torch.bool), lambda d: INTS(d) ** -1,
+    lambda d: INTS(d).var(), lambda d: torch.heaviside(FLOATS(d), INTS(d)), lambda d: BOOLS(d).relu(),
+    lambda d: BOOLS(d).ceil(), lambda d: BOOLS(d).argmax(), lambda d: INTS(d).round(decimals=2),
+    lambda d: F.avg_pool2d(_filled(1, 1, 3, 3, dtype=torch.int32)(d), 2),
+    lambda d: F.max_pool2d(_filled(1, 1, 3, 3, dtype=torch.bool)(d), 2),
+    lambda d: FLOATS(d).uniform_(2, 1), lambda d: BOOLS(d).random_(0, 5),
+    lambda d: MANY(d).index_add(0, ROW(d), _filled(1, 2, 2)(d)),
+    lambda d: MANY(d).index_copy(0, ROW(d), _filled(1, 2, 3, dtype=torch.float64)(d)),
+    lambda d: FLOATS(d).put_(INTS(d), _filled(1, 2)(d)), lambda d: INTS(d).div_(2), lambda d: BOOLS(d).add_(1),
+], ids=str)
+def test_what_the_cpu_refuses(falls_back: None, call: Callable[[str], torch.Tensor]) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(Exception) as theirs:  # noqa: B017
+        call("cpu")
+    with pytest.raises(type(theirs.value)) as ours:
+        call(DEV)
+    assert str(ours.value) == str(theirs.value)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_small_floats_that_the_cpu_lacks() -> None:
+    x = torch.full((1, 1, 2, 2, 2), 2.0, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="not implemented for 'Half'"):
+        F.avg_pool3d(x, 2)
+    assert F.avg_pool3d(x.to(DEV), 2).item() == 2

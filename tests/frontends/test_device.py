@@ -22,8 +22,16 @@ def test_device() -> None:
     run_apart(HERE / "device_cases.py")
 
 
+def test_identity() -> None:
+    run_apart(HERE / "device_identity.py")
+
+
 def test_operators() -> None:
     run_apart(HERE / "device_op_cases.py")
+
+
+def test_detection() -> None:
+    run_apart(HERE / "device_detection.py")
 
 
 @pytest.mark.sweep

@@ -490,7 +490,7 @@ def test_a_launch_takes_less_than_ten_microseconds(machine: Machine) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 1000, 1 << 20])
 def test_memory_is_aligned(nbytes: int) -> None:
-    memory = CpuTarget().empty(nbytes)
+    memory = CpuTarget().empty(nbytes, torch.device("cpu"))
     assert memory.dtype == torch.uint8 and memory.numel() == nbytes
     assert memory.data_ptr() % 64 == 0
 

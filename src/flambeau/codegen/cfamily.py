@@ -7,7 +7,7 @@ known, so whatever does not change in a loop stands outside it. Expressions are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
 from flambeau.ir.expr import Expr, Fold, rewrite
-from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index
+from flambeau.ir.faults import Bound, head
+from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index, is_positive
 
 UNROLL = 36  # constant windows up to this many steps (3x3x3 and a bit) are written out
 
@@ -30,16 +31,18 @@ class Dialect:
     }
     prefix = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
     quotient = "/"  # of integers that are not negative
+    divisor = "({0} == 0 ? 1 : {0})"  # one that may be zero where nobody asks for the quotient: it must not trap
     function = "fl::{}"  # how a named operation is called
     fused = ""  # the function for a * b + c, with one rounding where the machine can
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
     narrow = ""  # a variable of a 32-bit index
     end = ";"  # of a statement
     long = "int64_t"
+    bounded = False  # every access is checked: `nest.py` says against what
     simd = "#pragma omp simd"
     reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
     apart = ""  # before a loop that writes far apart: not in vectors
-    faults = " reduction(|:bad)"  # the clause of a loop that reports
+    faults = " reduction(max:bad)"  # the clause of a loop that reports
 
     def named(self, op: str, dtype: DType) -> str:
         """The function for an operation on values of this dtype."""
@@ -134,6 +137,10 @@ class Scope:
     checks: bool = False
     vector: bool = False  # in a loop whose steps are lanes
 
+    def may_be_skipped(self) -> bool:
+        """Whether it is a loop that may have no points."""
+        return any(v.extent is not None and not is_positive(v.extent) for v in self.vars)
+
 
 class Writer:
     """Renders expressions and loops of one kernel."""
@@ -146,6 +153,7 @@ class Writer:
         self.count = 0
         self.unroll = UNROLL
         self.functions: set[str] = set()
+        self.sites: Mapping[Bound, int] = {}  # what indices are checked against, and the numbers that report it
 
     # ---- scopes --------------------------------------------------------------------------------------
 
@@ -258,6 +266,8 @@ class Writer:
         if (found := self.innermost("indices", key)) is not None:
             return found
         x, y = self.index(a.a), self.index(a.b)
+        if a.kind in ("div", "mod") and not is_positive(a.b):
+            y = self.d.divisor.format(y)  # it may stand before the loop over a dimension without points
         lo = a.a.bounds()[0]
         if a.kind in ("div", "mod") and lo is not None and lo >= 0:
             text = f"{x} {self.d.quotient if a.kind == 'div' else '%'} {y}"
@@ -311,6 +321,9 @@ class Writer:
             args.append(t)
         for i in (e.args[0] if self._is_narrow(e) else e).own_indices():
             depth = max(depth, self.index_depth(i))
+        if e.op == "load":  # of a loop without points nothing may be there to read
+            depth = max(depth, next((k for k in range(len(self.scopes) - 1, depth, -1)
+                                     if self.scopes[k].may_be_skipped()), 0))
         if e.op in ("check", "require"):
             return depth, self._reported(e, args, self.scopes[depth])
         text = self._text(e, args)
@@ -322,18 +335,18 @@ class Writer:
     def _reported(self, e: Expr, args: list[str], s: Scope) -> str:
         s.checks = True
         if e.op == "require":
-            s.lines.append(f"bad |= {args[1]} ? 0 : {int(e.attr)};")
+            s.lines.append(f"bad = {self.fl}worse(bad, {args[1]} ? 0 : {self.d.constant(head(e.attr), torch.int64)});")
             s.known[e] = args[0]
             return args[0]
         ok, name = self.fresh("ok"), self.fresh()
         s.known[e] = name
+        site, size = self.d.constant(self.sites[e.attr], torch.int64), self.index(e.attr.size)
         if not s.vector and len(args) == 1:
-            checked = self.d.function.format("checked")
-            self.define(s, self.d.long, name, f"{checked}({args[0]}, {self.index(e.attr)}, bad)")
+            self.define(s, self.d.long, name, f"{self.fl}checked({args[0]}, {size}, bad, {site})")
             return name
-        inside = f"{args[0]} >= 0 && {args[0]} < {self.index(e.attr)}"
+        inside = f"{args[0]} >= 0 && {args[0]} < {size}"
         s.lines.append(f"const bool {ok} = ({inside}){f' || !{args[1]}' if len(args) > 1 else ''};")
-        s.lines.append(f"bad |= !{ok};")  # Fault.INDEX
+        s.lines.append(f"bad = {self.fl}worse(bad, {ok} ? 0 : {self.fl}fault({site}, {args[0]}));")
         s.lines.append(f"const {self.d.long} {name} = {inside} ? {args[0]} : 0;")
         return name
 

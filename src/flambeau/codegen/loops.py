@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, loads, rewrite, walk
-from flambeau.ir.index import Index, Sym, as_index, ceildiv, volume
+from flambeau.ir.index import Index, Sym, as_index, ceildiv, is_positive, volume
 from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
 
 from .cascade import FEW, JOINS, ROWS, CascadeWriter, Levels
@@ -188,7 +188,8 @@ class LoopWriter(CascadeWriter):
         if not others or (amount is not None and amount < MANY and long):
             self.chunked(others, v, items)
             return
-        items = self.settled(items, v)
+        if is_positive(volume(others)):  # where there are no rows, eager does not look at the index either
+            items = self.settled(items, v)
         exprs = exprs_of(items)
         for w in others:
             parts = pieces(exprs, w)
@@ -496,7 +497,10 @@ class LoopWriter(CascadeWriter):
         even = f"({self.index(total)} + {CHUNKS - 1}) / {CHUNKS}"
         self.line(f"const {self.d.long} {size_name} = {self.fl}imax({least}, {even});")
         count = self.fresh("m")
-        self.line(f"const {self.d.long} {count} = ({self.index(total)} + {size_name} - 1) / {size_name};")
+        # At least one, in which states have their identity.
+        needed = f"({self.index(total)} + {size_name} - 1) / {size_name}"
+        needed = needed if is_positive(total) else f"{self.fl}imax(1, {needed})"
+        self.line(f"const {self.d.long} {count} = {needed};")
         return count, size_name, None
 
     def shared(self, count: str) -> str:

@@ -21,7 +21,7 @@ from .native import load_native
 
 log = logging.getLogger(__name__)
 
-_FINE, _FAILED, _FULL = 0, 1, 2
+_FINE, _FAILED, _FULL, _INDEX = range(4)
 
 _int, _long, _word = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _answer = ctypes.POINTER(ctypes.c_int)
@@ -101,6 +101,8 @@ class Core:
         self.stream: Callable[[int], int] = library.flambeau_stream  # the current one of a device
         library.flambeau_stream.argtypes, library.flambeau_stream.restype = (_int,), _long
         self.stream_function = ctypes.cast(library.flambeau_stream, ctypes.c_void_p).value or 0  # for native callers
+        self.know: Callable[[int, int, int], None] = library.flambeau_know  # (_cdata of a tensor, least, most)
+        library.flambeau_know.argtypes, library.flambeau_know.restype = (ctypes.c_void_p, _long, _long), None
         locked = ctypes.PyDLL(None, handle=library._handle)
         self._generator = locked.flambeau_generator
         self._generator.argtypes, self._generator.restype = (_int,), ctypes.py_object
@@ -135,8 +137,9 @@ class Core:
                 return _FULL
             except Exception as error:
                 log.debug("the driver failed", exc_info=True)
-                self._complaint = str(error) or type(error).__name__
-                return _FAILED
+                said = str(error) or type(error).__name__
+                self._complaint = "\n".join((said, *getattr(error, "__notes__", ())))
+                return _INDEX if isinstance(error, IndexError) else _FAILED
 
         return call
 

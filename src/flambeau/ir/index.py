@@ -217,6 +217,11 @@ class Index:
             self._bounds = (lo, hi)
         return self._bounds
 
+    def at_most_one(self) -> bool:
+        """Whether a size is known to be 0 or 1: no index along it moves, and its stride is a matter of names."""
+        most = self.bounds()[1]
+        return most is not None and most <= 1
+
     def coefficient(self, sym: Sym) -> Index | None:
         """d(self)/d(sym) if this index is affine in `sym`, else None."""
         if sym not in self.symbols():
@@ -516,7 +521,8 @@ def _divide_exactly(e: Index, d: Index) -> tuple[Index, Index]:
     return _normal(quotient, quotient.pop((), 0)), _normal(rest, e.const)
 
 
-def _is_positive(d: Index) -> bool:
+def is_positive(d: Index) -> bool:
+    """Provably at least 1: a loop over so many points runs."""
     lo = d.bounds()[0]
     return lo is not None and lo > 0
 
@@ -553,7 +559,7 @@ def floordiv(e: Index, d: Index) -> Index:
                 return q + mod(floordiv(a.a, d), as_index(a.b.const // k))
     # A division inside is taken out: (x + y // g) // k is (g*x + y) // (g*k).
     for m, c in r.terms:
-        if c == 1 and len(m) == 1 and isinstance(m[0], Op) and m[0].kind == "div" and _is_positive(m[0].b):
+        if c == 1 and len(m) == 1 and isinstance(m[0], Op) and m[0].kind == "div" and is_positive(m[0].b):
             return q + floordiv((r - from_atom(m[0])) * m[0].b + m[0].a, m[0].b * d)
     lo, hi = r.bounds()
     dlo, dhi = d.bounds()

@@ -13,7 +13,7 @@ from flambeau.ir import build
 from flambeau.ir.build import arg_combine, make_combine, simple_combine
 from flambeau.ir.dtypes import DType, accumulator, int_to_float, is_float, opmath
 from flambeau.ir.expr import Expr, cast, index_value, masked, where
-from flambeau.ir.index import ZERO, Index, product
+from flambeau.ir.index import ZERO, Index, is_positive, product
 from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
 from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
 from flambeau.ops.registry import lower, wrap_dims
@@ -145,12 +145,12 @@ lower(aten.std.correction)(lambda *args, **options: _var_mean(True, *args, **opt
 
 
 def of_something(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The extremum of nothing is an error, and ATen's to raise."""
+    """The extremum of nothing is an error, and ATen's to raise: of a size that may be zero it is left to it."""
 
     @wraps(fn)
     def lowered(x: Value, *args: Any, **kwargs: Any) -> Any:
         dims = wrap_dims(kwargs.get("dim", args[0] if args else None), x.rank)
-        return NotImplemented if any(x.shape[d] is ZERO for d in dims) else fn(x, *args, **kwargs)
+        return fn(x, *args, **kwargs) if all(is_positive(x.shape[d]) for d in dims) else NotImplemented
 
     return lowered
 

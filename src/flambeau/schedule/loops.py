@@ -15,8 +15,8 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_float
-from flambeau.ir.expr import Expr, const, loads, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, offset_of, volume, walks_as_one
+from flambeau.ir.expr import Expr, const, index_value, loads, rewrite, walk
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, is_positive, offset_of, volume, walks_as_one
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
 
@@ -40,8 +40,8 @@ def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) ->
         name, index = x.attr
         if local(name):
             return Expr("local", x.dtype, (), name)
-        # What is empty can be read at an index that fails its check, and nowhere else: the check stays, the read goes.
-        mask = (const(False, torch.bool),) if is_empty(buffers[name]) else x.args
+        there = has_elements(buffers[name], index)
+        mask = x.args if there is None else (there & x.args[0] if x.args else there,)
         return Expr("load", x.dtype, mask, (name, (address_of(buffers[name], index),)))
 
     return rewrite(e, fn)
@@ -49,6 +49,15 @@ def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) ->
 
 def is_empty(b: Buffer) -> bool:
     return any(n is ZERO for n in b.shape)
+
+
+def has_elements(b: Buffer, index: Sequence[Index]) -> Expr | None:
+    """Where the buffer has any elements, if that matters: one that has none can be accessed at an index that fails its
+    check (and is zero then), and nowhere else. The check stays, the access goes."""
+    checked = any(e.op == "check" for i in index for a in i.atoms() if isinstance(a, Dyn) for e in walk(a.expr))
+    if is_empty(b):
+        return const(False, torch.bool)
+    return index_value(b.numel) > 0 if checked and not is_positive(b.numel) else None
 
 
 @dataclass
@@ -417,11 +426,13 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     for t in n.target:
         probe = fix(Expr("index", _INT64, (), t)) if not t.is_const else None
         target.append(t if probe is None else probe.attr if probe.op == "index" else as_index(probe.attr))
+    if not is_empty(buffers[out]) and (there := has_elements(buffers[out], target)) is not None:
+        mask = there if mask is None else mask & there
     vars = [v for v in n.vars if v.size is not ONE]
     out_vars = [v for v in n.out_vars if v.size is not ONE]
     where = [as_index(v) if v in out_vars else ZERO for v in n.out_vars]
     # A variable that is an index of the target by itself: no two of its values can meet there.
-    free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars}
+    free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars} if not n.unique else set(vars)
     owner = owners = None
     for k, t in enumerate(target):
         a = t.atom()
@@ -455,6 +466,6 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     mask = None if mask is None else rest[0]
     address, init_address, *owned = d.stores.values()
     params = params_of([a for a in d.accesses() if a[0] in buffers], buffers)
-    return ScatterKernel(tuple(d.inner), init, init_address, tuple(d.outer), frozenset(free & set(d.outer)), address,
-                         owned[0] if owned else None, owners, value, mode, mask, out, params, sizes_of(d), n.origins,
-                         n.unique)
+    return ScatterKernel(tuple(d.inner), None if n.covers else init, init_address, tuple(d.outer),
+                         frozenset(free & set(d.outer)), address, owned[0] if owned else None, owners, value, mode,
+                         mask, out, params, sizes_of(d), n.origins, n.unique)

@@ -90,6 +90,11 @@ class CpuTarget(Target):
 
         return render(kernel, name)
 
+    def bounded(self, kernel: AnyKernel, name: str) -> KernelSource:
+        from flambeau.codegen.cpp import render
+
+        return render(kernel, name, bounded=True)
+
     def build(self, sources: Sequence[Source]) -> CpuBuild:
         if self._pid != os.getpid():
             self._start()
@@ -122,11 +127,11 @@ class CpuTarget(Target):
         """What makes launches and plans; waits for its compiler at the first use after an install."""
         return CTYPES if self._launcher is None else self._launcher.result()
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        memory = super().empty(nbytes, device)
         if memory.data_ptr() % _ALIGNMENT:
             # torch's own allocator aligns; one that replaced it may not.
-            memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+            memory = super().empty(nbytes + _ALIGNMENT, device)
             off = -memory.data_ptr() % _ALIGNMENT
             memory = memory[off : off + nbytes]
         self.fresh(memory)

@@ -149,9 +149,6 @@ class CudaTarget(BlockTarget):
 
     # ---- memory and devices ----------------------------------------------------------------------------
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-
     def allocator(self, device: torch.device) -> Allocator:
         # On the current device, in half the time of torch.empty_strided, which parses keywords.
         allocate: Allocator = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
@@ -197,7 +194,7 @@ class CudaTarget(BlockTarget):
         pieces = self._workspaces.setdefault((device, stream), [])
         if not pieces or pieces[-1].numel() < nbytes:
             grown = 2 * pieces[-1].numel() if pieces else _GRANULE
-            pieces.append(self.empty(max(nbytes, grown)))
+            pieces.append(self.empty(max(nbytes, grown), torch.device("cuda")))
         return pieces[-1].data_ptr()
 
     # ---- the search for block shapes -------------------------------------------------------------------
@@ -212,7 +209,7 @@ class CudaTarget(BlockTarget):
     def seconds(self, run: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Keeps the device busy while the host launches: else the events are around the host's work.
-        self.empty(_BUSY).zero_()
+        self.empty(_BUSY, torch.device("cuda")).zero_()
         start.record()
         for _ in range(_TIMED):
             run()

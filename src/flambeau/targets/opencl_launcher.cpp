@@ -1,7 +1,7 @@
 // Starts OpenCL kernels on device memory from Python: `Launch` one, `Plan` several in a row, on the current stream.
 //
 // OpenCL's functions come from the library that PyOpenCL has loaded; PyOpenCL itself takes ten times as long for a
-// launch. Nothing waits for a kernel: what one finds wrong with its data it leaves in a word of its device, which is
+// launch. Nothing waits for a kernel: what one finds wrong with its data it leaves in a record of its device, which is
 // read whenever somebody waits.
 
 #include "launcher.h"
@@ -120,14 +120,28 @@ PyObject* add_queue(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// (device, stream) -> whether a flag of its queue was set since the last time
-template <bool Queue::*flag>
-PyObject* taken(PyObject*, PyObject* args) {
+// (device, stream) -> whether its queue was given kernels since the last time
+PyObject* take_used(PyObject*, PyObject* args) {
   long long device, stream;
   if (!PyArg_ParseTuple(args, "LL", &device, &stream)) return nullptr;
   std::lock_guard<std::mutex> hold(lock);
   auto found = queues.find({device, stream});
-  return PyBool_FromLong(found != queues.end() && std::exchange(found->second.*flag, false));
+  return PyBool_FromLong(found != queues.end() && std::exchange(found->second.used, false));
+}
+
+// (device, stream) -> whether kernels that report anything may have done so by now, on any queue of the device; those of
+// that stream, if it has one, are done.
+PyObject* take_checked(PyObject*, PyObject* args) {
+  long long device, stream;
+  if (!PyArg_ParseTuple(args, "LL", &device, &stream)) return nullptr;
+  std::lock_guard<std::mutex> hold(lock);
+  bool any = false;
+  for (auto& [where, queue] : queues) {
+    if (where.first != device) continue;
+    any = any || queue.checked;
+    if (where.second == stream) queue.checked = false;
+  }
+  return PyBool_FromLong(any);
 }
 
 // ---------------------------------------------------------------------------------------------------- Launch
@@ -145,7 +159,7 @@ struct Shape {
 
 struct Kernel {
   int64_t device;
-  bool checks;
+  int64_t number;  // under which it reports what it finds wrong with its data; -1: it does not look
   std::vector<int64_t> itemsizes;
   std::vector<Part> parts;
   Shapes<Shape> shapes;
@@ -204,14 +218,14 @@ bool start(const Work& work, Queue& queue, Trouble& trouble) {
       set(sizeof offset, &offset);
     }
     for (size_t i = 0; i < work.size_count; ++i) set(sizeof(int64_t), work.n + i);
-    int64_t place = 0;
+    int64_t place = kernel.number < 0 ? 0 : kernel.number << 32;  // of the record of its device, with its number
     set(sizeof(Handle), &faults[kernel.device]);
     set(sizeof place, &place);
     if (trouble.code == 0)
       trouble.code = driver.enqueue(queue.handle, part.kernel, 1, nullptr, &items, &part.group, 0, nullptr, nullptr);
     if (trouble.code != 0) return false;
     queue.used = true;
-    queue.checked |= kernel.checks;
+    queue.checked |= kernel.number >= 0;
   }
   return true;
 }
@@ -268,15 +282,15 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   return works.of_launch(self, args, nargsf, names) && execute(works.all) ? PyLong_FromLong(0) : nullptr;
 }
 
-// Launch(name, device, ((kernel, group), ...), itemsizes, items, checks, owner)
+// Launch(name, device, ((kernel, group), ...), itemsizes, items, number, owner)
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *name, *parts, *itemsizes, *items, *owner;
-  int device, checks;
-  if (!PyArg_ParseTuple(args, "UiO!OOpO", &name, &device, &PyTuple_Type, &parts, &itemsizes, &items, &checks, &owner))
+  int device, number;
+  if (!PyArg_ParseTuple(args, "UiO!OOiO", &name, &device, &PyTuple_Type, &parts, &itemsizes, &items, &number, &owner))
     return nullptr;
   auto kernel = std::make_unique<Kernel>();
   kernel->device = device;
-  kernel->checks = checks != 0;
+  kernel->number = number;
   Words bytes;
   if (!bytes.read(itemsizes)) return nullptr;
   kernel->itemsizes.assign(bytes.data, bytes.data + bytes.count);
@@ -317,8 +331,8 @@ PyMethodDef methods[] = {
     {"open", open_driver, METH_VARARGS, nullptr},   {"follow", follow, METH_O, nullptr},
     {"add_block", add_block, METH_VARARGS, nullptr}, {"remove_block", remove_block, METH_O, nullptr},
     {"start_of", start_of, METH_O, nullptr},        {"add_queue", add_queue, METH_VARARGS, nullptr},
-    {"take_used", taken<&Queue::used>, METH_VARARGS, nullptr},
-    {"take_checked", taken<&Queue::checked>, METH_VARARGS, nullptr},
+    {"take_used", take_used, METH_VARARGS, nullptr},
+    {"take_checked", take_checked, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,0 +1,217 @@
+"""Runs a program in eager and compiled, and says how they differ.
+
+Values that are only moved, chosen or whole have eager's bits. Others may be as far from the float64 result as eager's
+are; where eager was luckier than a rounding allows, noise of one rounding per operator, added to the float64 run,
+says how far a result may move.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .program import Program, tracked
+from .reference import Reference
+from .seen import Call, Seen, call
+
+DEVICE = "flambeau"
+# Kinds of findings, the worst first.
+KINDS = ("value", "gradient", "mutation", "bits", "gradient bits", "sharing", "shape", "raises", "no error", "warning",
+         "gradients", "error type", "input layout", "input memory", "requires_grad", "identity", "strides", "offset",
+         "gradient strides")
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str
+    detail: str
+    call: int = 0
+
+
+def bits_differ(a: Tensor, b: Tensor) -> bool:
+    if a.is_floating_point():
+        # Zeros of different sign differ, NaNs do not.
+        whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+        differ = (a.view(whole) != b.view(whole)) & ~(a.isnan() & b.isnan())
+        return bool(differ.any())
+    return not torch.equal(a, b)
+
+
+def too_far(ours: Tensor, eager: Tensor, reference: Reference, group: str, k: int) -> str | None:
+    """None where ours is as good as eager's."""
+    if not ours.is_floating_point():
+        return None if torch.equal(ours, eager) else "whole numbers differ"
+    if torch.equal(ours, eager):
+        return None
+    want = reference.value(group, k)
+    if want is None or want.shape != ours.shape:
+        return None
+    a, b, want = ours.double(), eager.double(), want.double()
+    if bool((a.isnan() != b.isnan()).any()):
+        return "NaN in one of them"
+    eps = torch.finfo(ours.dtype).eps
+    off, theirs = (a - want).abs().nan_to_num(0.0), (b - want).abs().nan_to_num(0.0)
+    allowed = 2 * theirs.max() + 2 * eps * want.abs()
+    if bool((off <= allowed).all()):
+        return None
+    noise = reference.noise(group, k)
+    if noise is None:
+        return None
+    tiny = torch.finfo(ours.dtype).tiny
+    bad = off > 4 * torch.maximum(noise, theirs) + 2 * eps * want.abs() + tiny
+    if not bool(bad.any()):
+        return None
+    at = int((off * bad).argmax())
+    return (f"{int(bad.sum())} of {bad.numel()} values, e.g. {a.flatten()[at]:.9g} for {b.flatten()[at]:.9g} "
+            f"(float64: {want.flatten()[at]:.9g}, noise {noise.flatten()[at]:.2g})")
+
+
+def differences(program: Program, number: int, eager: Call, ours: Call, exact: Mapping[str, bool],
+                reference: Reference) -> list[Finding]:
+    """How a call of ours differs from eager's."""
+    out: list[Finding] = []
+
+    def add(kind: str, detail: str) -> None:
+        out.append(Finding(kind, detail, number))
+
+    if eager.error is not None or ours.error is not None:
+        a, b = eager.error, ours.error
+        if a is None:
+            add("raises", f"{type(b).__name__}: {str(b)[:300]}")
+        elif b is None:
+            add("no error", f"eager: {type(a).__name__}: {str(a)[:200]}")
+        elif not isinstance(b, type(a)):
+            add("error type", f"{type(b).__name__} for {type(a).__name__}: {str(b)[:120]!r} for {str(a)[:120]!r}")
+        return out
+    bits = program.numerics == "eager"
+    names = [i.name for i in program.inputs]
+    made_by = {n: s for s in program.steps for n in s.makes}
+    rows: list[tuple[str, int, str, Seen, Seen, bool]] = [
+        ("result", k, n, ours.results[k], eager.results[k], exact.get(n, False)) for k, n in enumerate(program.results)]
+    if len(eager.gradients) != len(ours.gradients):
+        add("gradients", f"{len(ours.gradients)} for {len(eager.gradients)}")
+    else:
+        for k, (g, h) in enumerate(zip(ours.gradients, eager.gradients, strict=True)):
+            if (g is None) != (h is None):
+                add("gradients", f"gradient {k} is {'missing' if g is None else 'extra'}")
+            elif g is not None and h is not None:
+                rows.append(("gradient", k, f"gradient {k}", g, h, False))
+    for group, k, name, a, b, known in rows:
+        if a.dtype != b.dtype or a.shape != b.shape:
+            add("shape", f"{name}: {a.dtype}{list(a.shape)} for {b.dtype}{list(b.shape)}")
+            continue
+        if a.stride != b.stride and a.value.numel():
+            add("strides" if group == "result" else "gradient strides",
+                f"{name} {list(a.shape)}: {a.stride} for {b.stride}")
+        # Eager's scatters into a part copy all of the memory, of which nobody sees the rest.
+        lone = name in made_by and "_scatter(" in made_by[name].text
+        if a.offset != b.offset and a.value.numel() and not lone:
+            add("offset", f"{name}: {a.offset} for {b.offset}")
+        if a.grad != b.grad:
+            add("requires_grad", f"{name}: {a.grad} for {b.grad}")
+        if bits and bits_differ(a.value, b.value):
+            add("bits" if group == "result" else "gradient bits", f"{name}: {example(a.value, b.value)}")
+        elif known and not bits and bits_differ(a.value + 0, b.value + 0):
+            add("value", f"{name} (moved): {example(a.value, b.value)}")
+        elif not known and not bits and (text := too_far(a.value, b.value, reference, group, k)):
+            add("value" if group == "result" else "gradient", f"{name}: {text}")
+    for k, (a, b, m, n) in enumerate(zip(ours.inputs, eager.inputs, ours.memory, eager.memory, strict=True)):
+        if (a.shape, a.stride, a.offset) != (b.shape, b.stride, b.offset):
+            add("input layout", f"{names[k]}: {a.shape}{a.stride}+{a.offset} for {b.shape}{b.stride}+{b.offset}")
+        elif m.shape != n.shape:
+            add("input memory", f"{names[k]}: {list(m.shape)} for {list(n.shape)}")
+        elif (bits and bits_differ(m, n)) or (not bits and exact.get(names[k], False) and bits_differ(m + 0, n + 0)):
+            add("mutation", f"{names[k]}: {example(m, n)}")
+        elif not bits and (text := too_far(m, n, reference, "memory", k)):
+            add("mutation", f"{names[k]}: {text}")
+    if ours.shared != eager.shared:
+        every = names + list(program.results)
+        pairs = [p for p in sorted({*ours.shared, *eager.shared}) if ours.shared.get(p) != eager.shared.get(p)]
+        add("sharing", "; ".join(f"{every[j]}/{every[k]}#{k - len(names)}: {ours.shared.get((j, k), 'apart')} for "
+                                 f"{eager.shared.get((j, k), 'apart')}" for j, k in pairs))
+    elif ours.same != eager.same:
+        add("identity", f"{ours.same} for {eager.same}")
+    return out
+
+
+def example(a: Tensor, b: Tensor) -> str:
+    differ = ((a != b) & ~((a != a) & (b != b))).flatten()
+    if not bool(differ.any()):
+        return "signs of zeros"
+    at = int(differ.to(torch.uint8).argmax())
+    return f"{int(differ.sum())} of {differ.numel()}, e.g. {a.flatten()[at].item()!r} for {b.flatten()[at].item()!r}"
+
+
+# ---- programs --------------------------------------------------------------------------------------------
+
+
+def exactness(program: Program, sizes: Mapping[str, int]) -> dict[str, bool]:
+    try:
+        t = tracked(program, sizes)
+    except Exception:
+        return {}
+    return {n: t.is_exact(n) for n in t.env}
+
+
+def compiled(program: Program, target: str, backend: str = "flambeau") -> Callable[..., Any]:
+    if target == "device" and backend == "eager":
+        return program.function()
+    options: dict[str, Any] = {}
+    if backend == "flambeau":
+        options = {"options": {"numerics": program.numerics, **({"target": target} if target not in (
+            "cpu", "device") else {})}}
+    return torch.compile(program.function(), backend=backend, dynamic=True if program.dynamic else None, **options)
+
+
+def judge(program: Program, target: str, backend: str = "flambeau") -> list[Finding]:
+    """The differences from eager, over all calls. A kernel that does not build is one, too."""
+    torch._dynamo.reset()
+    function = compiled(program, target, backend)
+    device = DEVICE if target == "device" else "cpu"
+    plain = program.function()
+    out: list[Finding] = []
+    for number, sizes in enumerate(program.sizes):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            eager = call(program, plain, sizes)
+            exact = exactness(program, sizes) if eager.error is None else {}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            ours = call(program, function, sizes, device)
+        reference = Reference(program, sizes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out += differences(program, number, eager, ours, exact, reference)
+        texts = [str(w.message) for w in told]
+        out += [Finding("warning", t[:500], number) for t in texts if t.startswith("flambeau:")]
+        if out:
+            break
+    return out
+
+
+# What torch itself changes shows with these backends as well.
+TORCH = ("aot_eager", "aot_eager_decomp_partition")
+
+
+def same_way(f: Finding) -> tuple[str, str]:
+    """The kind, and the value or the error that it is about."""
+    return f.kind, f.detail.split(" ")[0].rstrip(":")
+
+
+def findings(program: Program, target: str) -> tuple[list[Finding], list[Finding]]:
+    """(those of this project, those that torch's own tracing has too)."""
+    backend = "eager" if target == "device" and program.seed % 3 else "flambeau"
+    ours = judge(program, target, backend)
+    theirs: list[Finding] = []
+    for other in TORCH if backend == "flambeau" else ():
+        if not ours:
+            break
+        known = {same_way(f) for f in judge(program, "cpu", other)}
+        theirs += [f for f in ours if same_way(f) in known]
+        ours = [f for f in ours if same_way(f) not in known]
+    return sorted(ours, key=lambda f: KINDS.index(f.kind)), theirs
