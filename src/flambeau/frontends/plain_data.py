@@ -308,6 +308,7 @@ def hints_of(kind: type, fields: Sequence[str]) -> list[Any]:
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         for name, hint in vars(base).get("__annotations__", {}).items():
+            hint = getattr(hint, "__forward_arg__", hint)  # as a named tuple has it
             found[name] = hint_in(base.__module__, hint) if isinstance(hint, str) else hint
     return [found.get(name, Any) for name in fields]
 
