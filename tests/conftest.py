@@ -11,7 +11,7 @@ import pytest
 
 # At import and in the environment: settings are read at their first use, and the workers of pytest-xdist
 # inherit both from the process that starts them.
-os.environ.setdefault("FLAMBEAU_VERIFY", "1")
+os.environ.setdefault("FLAMBEAU_VERIFY", "passes")
 # Triton interprets kernels for GPUs here; it decides so when it is imported, which torch.compile does early.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # What is tested without the device is tested without its name; test_autoload.py has processes of its own.

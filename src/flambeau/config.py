@@ -99,6 +99,10 @@ def _boolean(value: object) -> bool:
     return word in _TRUE
 
 
+def _verify(value: object) -> bool | str:
+    return "passes" if value == "passes" else _boolean(value)
+
+
 def _optional_text(value: object) -> str | None:
     return None if value is None else _text(value)
 
@@ -138,7 +142,7 @@ class Config:
     compiler       = Setting("FLAMBEAU_CXX", _text, "g++", "C++ compiler, on the PATH or with its folder")
     compile_jobs   = Setting("FLAMBEAU_JOBS", _positive, _cpu_count, "how many compilers run at once")
     compile_timeout = Setting("FLAMBEAU_COMPILE_TIMEOUT", _positive, 600, "seconds until a compiler is ended")
-    verify         = Setting("FLAMBEAU_VERIFY", _boolean, False, "check the loop language after every pass")
+    verify         = Setting("FLAMBEAU_VERIFY", _verify, False, "1: check graphs, accesses, results; passes: graphs")
     numerics       = Setting("FLAMBEAU_NUMERICS", _numerics, "fast", "fast, or eager: bits as eager PyTorch")
     target         = Setting("FLAMBEAU_TARGET", _optional_text, None, "runs all graphs, in place of their device's own")
     device         = Setting("FLAMBEAU_DEVICE", _text, "opencl", 'target whose machines are torch.device("flambeau")')
@@ -166,6 +170,10 @@ class Config:
         if setting.name not in self._values:
             self._values[setting.name] = setting.from_environ(self._environ)
         return self._values[setting.name]
+
+    def is_given(self, name: str) -> bool:
+        """Whether somebody chose the value of a setting."""
+        return name in self._overrides.get() or bool(self._environ.get(_BY_NAME[name].env))
 
     @contextmanager
     def override(self, **values: object) -> Iterator[None]:

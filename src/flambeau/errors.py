@@ -58,6 +58,14 @@ class UnsupportedError(Error):
     """An operator, dtype or layout that this target cannot run."""
 
 
+class BoundsError(Error):
+    """A kernel accessed memory outside of its buffer. Found by the setting `verify`."""
+
+
+class PromiseError(Error):
+    """A result has other strides, or shares other memory, than torch was told. Found by the setting `verify`."""
+
+
 class GuessedShapeError(UnsupportedError):
     """The data decides a shape, and torch does not know that it does."""
 

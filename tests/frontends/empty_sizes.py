@@ -52,8 +52,9 @@ FAMILIES: dict[str, Family] = {
                            x.scatter(1, torch.zeros((x.shape[0], 1), dtype=torch.long), 7.0)),
     "joins": lambda x: (torch.cat([x, x * 2]), torch.cat([x, x.cos()], 1), torch.stack([x, x + 1]),
                         torch.cat([torch.ones(2, 5), x, x + 1, torch.zeros(1, 5)]).sum(0), x.repeat(2, 3)),
-    "shapes": lambda x: (x.roll(1, 0), x.roll(2, 1), x.roll(3), x.flip(0), x.flip(0, 1), x.rot90(), x.tril(), x[::2] * 2,
-                         x.t() * 2, x.reshape(-1) * 2, x.diagonal() + 1, x[:1] + 1, x[-1:] * 2, x[-2:].sum(0)),
+    "shapes": lambda x: (x.roll(1, 0), x.roll(2, 1), x.roll(3), x.flip(0), x.flip(0, 1), x.rot90(), x.tril(),
+                         x[::2] * 2, x.t() * 2, x.reshape(-1) * 2, x.diagonal() + 1, x[:1] + 1, x[-1:] * 2,
+                         x[-2:].sum(0)),
     "pads": lambda x: (F.pad(x, (0, 0, 2, 1)), F.pad(x, (1, 1)), F.pad(x.unsqueeze(1), (2, 2), mode="reflect"),
                        F.pad(x.unsqueeze(1), (2, 2), mode="replicate"), F.pad(x.unsqueeze(1), (2, 2), mode="circular")),
     "losses": lambda x: (F.cross_entropy(x, places(x, 5), reduction="none"), F.mse_loss(x, x + 1),
@@ -84,7 +85,8 @@ def outcome(f: Callable[..., Any], *args: Any) -> Any:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
-def hold(what: str, f: Callable[..., Any], compiled: Callable[..., Any], args: Callable[[int], tuple[Any, ...]], sizes: Any) -> None:
+def hold(what: str, f: Callable[..., Any], compiled: Callable[..., Any], args: Callable[[int], tuple[Any, ...]],
+         sizes: Sequence[int]) -> None:
     for n in sizes:
         print(f"{what} of {n}", file=sys.stderr, flush=True)
         got, want = outcome(compiled, *args(n)), outcome(f, *args(n))
@@ -116,7 +118,7 @@ def check(target: str, families: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    which = ("sums", "max") if sys.argv[1] == "quick" else (*FAMILIES, *REFUSED)
+    which = ("max",) if sys.argv[1] == "quick" else (*FAMILIES, *REFUSED)
     for target in sys.argv[2:]:
         with config.override(target=target):
             check(target, which)

@@ -120,12 +120,13 @@ INTEGERS = (torch.int64, torch.int32, torch.uint8)  # each divides in its own wa
 
 
 def same_error(fn: Callable[..., Any], c: Callable[..., Any], *args: Tensor) -> None:
-    """Of the same type; ours says what eager says, up to the values that eager adds."""
+    """Of the same type; ours says what eager says, up to the values that either adds."""
     with pytest.raises((IndexError, RuntimeError)) as eager:
         fn(*args)
     with pytest.raises(eager.type) as ours:
         c(*args)
-    assert str(eager.value).startswith(str(ours.value)), f"{ours.value}, where eager has {eager.value}"
+    texts = sorted((str(eager.value), str(ours.value)), key=len)
+    assert texts[1].startswith(texts[0]), f"{ours.value}, where eager has {eager.value}"
 
 
 @pytest.mark.parametrize("name", QUOTIENTS)

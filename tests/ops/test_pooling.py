@@ -115,7 +115,7 @@ def test_unpooling() -> None:
 
 def test_unpooling_to_no_place_is_an_error() -> None:
     run = through(lambda x, i: aten.max_unpool2d(x, i, [4, 4]))
-    with pytest.raises(IndexError):
+    with pytest.raises(RuntimeError, match="Found an invalid max index: 16"):
         run(torch.randn(1, 2, 2), torch.tensor([[[0, 3], [8, 16]]]))
 
 

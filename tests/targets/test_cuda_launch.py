@@ -18,6 +18,7 @@ import torch
 from flambeau.codegen.source import BlockSource, Part
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.ir.faults import Fault
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.cuda import CudaTarget, shape_function
 from flambeau.targets.cuda_graphs import CudaRecorder
@@ -80,7 +81,7 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
   say(" threads %lld shared %lld on %lld:", threads, shared, (long long)stream);
   for (int i = 0; i < count; ++i) say(" %lld", *(int64_t*)arguments[i]);
   said += "\n";
-  if (fault) *(int32_t*)*(int64_t*)arguments[fault_at] |= fault;
+  if (fault) *(int64_t*)*(int64_t*)arguments[fault_at] |= int64_t(fault) << 50;
   return failure;
 }
 }
@@ -249,13 +250,13 @@ def test_a_fault_is_raised_by_a_later_call(machine: Machine) -> None:
     assert both([16], []) is None
     machine.library.driver_faults(0, 0)
     machine.said()
-    assert sorted([both([16], []), both([16], [])]) == [(0, 4), (1, 4)]
+    assert sorted([both([16], []), both([16], [])]) == [(0, 4 << 50), (1, 4 << 50)]
     assert machine.said() == []  # nothing is started after a fault
     assert both([16], []) is None
     machine.library.driver_faults(1, 2)
     other([16], [])
     machine.library.driver_faults(0, 0)
-    assert both([16], []) == (-1, 1) and both([16], []) is None
+    assert both([16], []) == (-1, 1 << 50) and both([16], []) is None
 
 
 def test_replays_raise_faults_that_no_launch_would_see(machine: Machine) -> None:
@@ -263,7 +264,7 @@ def test_replays_raise_faults_that_no_launch_would_see(machine: Machine) -> None
     recorder = CudaRecorder(machine)
     recorder.check()
     machine.library.driver_expects(2)
-    machine.library.driver_faults(1, 1)
+    machine.library.driver_faults(Fault.SELECTED << 8, 1)
     k([16], [])
     machine.library.driver_faults(0, 0)
     with pytest.raises(IndexError, match="out of range") as raised:

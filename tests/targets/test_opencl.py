@@ -50,7 +50,7 @@ void KERNEL_NAME_0({head}const long n0, __global int* faults, const long at) {{
 """
     size = torch.tensor([], dtype=torch.float32 if kind == "float" else torch.int32).itemsize
     return RangeSource(name, text, (size,) * pointers, (False,) * (pointers - 1) + (True,), (0,) * pointers, 1,
-                       (Range("KERNEL_NAME_0", "n0", group),), "faults +" in body)
+                       (Range("KERNEL_NAME_0", "n0", group),), "faults" in body)
 
 
 def kernel(body: str, **options: Any) -> Any:
@@ -157,7 +157,7 @@ def test_every_point_and_no_other(n: int) -> None:
 
 
 def test_faults_name_the_step() -> None:
-    fine, bad = kernel("const float y = x + 1;"), kernel("const float y = x; if (x < 0) atomic_or(faults + at, 2);")
+    fine, bad = kernel("const float y = x + 1;"), kernel("const float y = x; if (x < 0) fl_report(faults, at, 2, 0);")
     plan = get_target(THREADS).plan([(fine, [(0, 0), (1, 0)], [0]), (bad, [(0, 0), (1, 64)], [0])])
     x, y = torch.ones(10), torch.empty(26)
     assert plan([x.data_ptr(), y.data_ptr()], [10]) is None

@@ -7,7 +7,7 @@ known, so whatever does not change in a loop stands outside it. Expressions are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
 from flambeau.ir.expr import Expr, Fold, rewrite
+from flambeau.ir.faults import Bound, head
 from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index, is_positive
 
 UNROLL = 36  # constant windows up to this many steps (3x3x3 and a bit) are written out
@@ -37,10 +38,11 @@ class Dialect:
     narrow = ""  # a variable of a 32-bit index
     end = ";"  # of a statement
     long = "int64_t"
+    bounded = False  # every access is checked: `nest.py` says against what
     simd = "#pragma omp simd"
     reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
     apart = ""  # before a loop that writes far apart: not in vectors
-    faults = " reduction(|:bad)"  # the clause of a loop that reports
+    faults = " reduction(max:bad)"  # the clause of a loop that reports
 
     def named(self, op: str, dtype: DType) -> str:
         """The function for an operation on values of this dtype."""
@@ -151,6 +153,7 @@ class Writer:
         self.count = 0
         self.unroll = UNROLL
         self.functions: set[str] = set()
+        self.sites: Mapping[Bound, int] = {}  # what indices are checked against, and the numbers that report it
 
     # ---- scopes --------------------------------------------------------------------------------------
 
@@ -332,18 +335,18 @@ class Writer:
     def _reported(self, e: Expr, args: list[str], s: Scope) -> str:
         s.checks = True
         if e.op == "require":
-            s.lines.append(f"bad |= {args[1]} ? 0 : {int(e.attr)};")
+            s.lines.append(f"bad = {self.fl}worse(bad, {args[1]} ? 0 : {self.d.constant(head(e.attr), torch.int64)});")
             s.known[e] = args[0]
             return args[0]
         ok, name = self.fresh("ok"), self.fresh()
         s.known[e] = name
+        site, size = self.d.constant(self.sites[e.attr], torch.int64), self.index(e.attr.size)
         if not s.vector and len(args) == 1:
-            checked = self.d.function.format("checked")
-            self.define(s, self.d.long, name, f"{checked}({args[0]}, {self.index(e.attr)}, bad)")
+            self.define(s, self.d.long, name, f"{self.fl}checked({args[0]}, {size}, bad, {site})")
             return name
-        inside = f"{args[0]} >= 0 && {args[0]} < {self.index(e.attr)}"
+        inside = f"{args[0]} >= 0 && {args[0]} < {size}"
         s.lines.append(f"const bool {ok} = ({inside}){f' || !{args[1]}' if len(args) > 1 else ''};")
-        s.lines.append(f"bad |= !{ok};")  # Fault.INDEX
+        s.lines.append(f"bad = {self.fl}worse(bad, {ok} ? 0 : {self.fl}fault({site}, {args[0]}));")
         s.lines.append(f"const {self.d.long} {name} = {inside} ? {args[0]} : 0;")
         return name
 

@@ -12,9 +12,10 @@ from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel
 
 from .cfamily import CLike
 from .loops import LoopWriter
+from .nest import extent_names
 from .scan import ScanWriter
 from .scatter import ScatterWriter
-from .source import KernelSource
+from .source import KernelSource, site_table
 from .tables import TableWriter
 
 # Eager has these from a vector library of its own, or has formulas of its own for them.
@@ -60,14 +61,20 @@ class Cpp(CLike):
         return f"fl::to_int<{self.types[dst]}>({text})"
 
 
+class BoundedCpp(Cpp):
+    bounded = True
+
+
 CPP = Cpp()
+BOUNDED = BoundedCpp()
 WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter | ScanWriter | ScatterWriter]] = {
     LoopKernel: LoopWriter, ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter}
 
 
-def render(kernel: AnyKernel, name: str) -> KernelSource:
-    """The text of one kernel."""
-    writer = WRITERS[type(kernel)](CPP, kernel)
+def render(kernel: AnyKernel, name: str, bounded: bool = False) -> KernelSource:
+    """The text of one kernel; `bounded`: one that checks its accesses."""
+    bounded = bounded and not isinstance(kernel, TableKernel)
+    writer = WRITERS[type(kernel)](BOUNDED if bounded else CPP, kernel)
     body = writer.render()
     lines = ['extern "C" int64_t KERNEL_NAME(void** p, const int64_t* n) {', "  int64_t bad = 0;"]
     # Names of buffers differ between graphs; equal kernels must have equal text.
@@ -78,7 +85,11 @@ def render(kernel: AnyKernel, name: str) -> KernelSource:
         lines.append(f"  {'' if p.written else 'const '}{kind}*{keyword} {short[p.name]} = "
                      f"({'' if p.written else 'const '}{kind}*)p[{k}];")
     lines += [f"  const int64_t {writer.sym(s)} = n[{k}];" for k, s in enumerate(kernel.sizes)]
+    if bounded:
+        names = [n for p in short.values() for n in extent_names(p)]
+        lines += [f"  const int64_t {n} = n[{k}];" for k, n in enumerate(names, len(kernel.sizes))]
     lines += ["  " + x for x in body]
     lines += ["  return bad;", "}"]
     headers = ("prelude.h", "special.h") if writer.functions & SPECIAL else ("prelude.h",)
-    return KernelSource(name, "\n".join(lines) + "\n", headers)
+    sites = () if isinstance(kernel, TableKernel) else site_table(kernel)
+    return KernelSource(name, "\n".join(lines) + "\n", headers, sites, bounded)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, rewrite
+from flambeau.ir.faults import access
 from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Kernel
+from flambeau.ir.program import Kernel, sites_of
 
 from .cfamily import Dialect, Scope, Writer
 from .prefetch import coming
 
 SERIAL = 24576  # element operations below which threads cost more than they bring
+
+
+def extent_names(pointer: str) -> tuple[str, str]:
+    """Of the first element that may be accessed, and of the end."""
+    return f"{pointer}_first", f"{pointer}_end"
 
 
 class NestWriter(Writer):
@@ -25,6 +31,7 @@ class NestWriter(Writer):
         self.short = {p.name: f"p{k}" for k, p in enumerate(kernel.params)}
         self.dtypes = {p.name: p.dtype for p in kernel.params}
         self.sizes = kernel.sizes
+        self.sites = sites_of(kernel)
         self.ranges: dict[Sym, tuple[str, str, Sym]] = {}  # parts of a variable's range: first, end, its name there
 
     @contextmanager
@@ -35,10 +42,30 @@ class NestWriter(Writer):
             yield s
 
     def read(self, buffer: str, address: str, dtype: DType) -> str:
-        return f"{self.short[buffer]}[{address}]"
+        return self.if_within(buffer, address, f"{self.short[buffer]}[{address}]", dtype)
 
     def store(self, name: str, address: Index, text: str) -> None:
-        self.line(f"{self.short[name]}[{self.index(address)}] = {text};")
+        at = self.index(address)
+        with self.accessed(name, at):
+            self.line(f"{self.short[name]}[{at}] = {text};")
+
+    # ---- accesses that are checked -----------------------------------------------------------------------
+
+    def within(self, name: str, address: str) -> str:
+        """Whether an address lies in the buffer; reported if it does not."""
+        self.scopes[-1].checks = True
+        site = self.d.constant(access(list(self.short).index(name)), torch.int64)
+        first, end = extent_names(self.short[name])
+        return f"{self.fl}within({address}, {first}, {end}, bad, {site})"
+
+    def if_within(self, name: str, address: str, read: str, dtype: DType) -> str:
+        return f"({self.within(name, address)} ? {read} : {self.zero(dtype)})" if self.d.bounded else read
+
+    @contextmanager
+    def accessed(self, name: str, address: str) -> Iterator[None]:
+        """Around a statement that writes there."""
+        with self.scope(f"if ({self.within(name, address)}) {{") if self.d.bounded else nullcontext():
+            yield
 
     def prefetch(self, exprs: Sequence[Expr], step: Sym, along: Sym) -> None:
         """Ask for the rows (along a variable) that these will read some steps from now."""

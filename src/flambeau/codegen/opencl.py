@@ -10,18 +10,20 @@ those are vectors, and the builtins mostly are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_int
 from flambeau.ir.expr import SPECIAL, Expr, loads, walk
+from flambeau.ir.faults import WHICH, access
 from flambeau.ir.index import Index
 from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, reductions_of
 
 from .cfamily import CLike, Writer
-from .source import Range, RangeSource, host_text
+from .nest import extent_names
+from .source import Range, RangeSource, host_text, site_table
 
 # Functions without a text in OpenCL C; the other special functions are computed in double.
 MISSING = frozenset(("bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"))
@@ -49,8 +51,9 @@ class OpenCL(CLike):
     small = {torch.bfloat16: "bf16", torch.float16: "half"}
     unsigned, wide = "UL", "L"
 
-    def __init__(self, long: str = "long") -> None:
+    def __init__(self, long: str = "long", bounded: bool = False) -> None:
         self.long = long  # of indices
+        self.bounded = bounded
 
     def at_once(self, points: int, size: int) -> str:
         """Said in so many words: PoCL leaves such a loop one vector long, and its states in memory."""
@@ -96,7 +99,7 @@ class ClWriter(Writer):
     short: dict[str, str]
 
     def read(self, buffer: str, address: str, dtype: DType) -> str:
-        text = f"{self.short[buffer]}[{address}]"
+        text = super().read(buffer, address, dtype)
         return f"({text} != 0)" if is_bool(dtype) else text
 
     def _text(self, e: Expr, args: list[str]) -> str:
@@ -126,6 +129,7 @@ class Shape:
     units: int = 1  # cores
     largest: int = 256  # work-items of a group, where a row needs many
     local: int = 1 << 14  # bytes of local memory that a group may use
+    bounded: bool = False  # kernels check their accesses
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,7 @@ def render(kernel: Kernel, name: str, shape: Shape) -> RangeSource:
 
     drafts = write_threads(kernel, shape) if shape.threads else write_points(kernel, shape)
     names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
+    extents = [n for k in range(len(kernel.params)) for n in extent_names(f"p{k}")] if shape.bounded else []
     lines: list[str] = []
     ranges = []
     checks = False
@@ -154,24 +159,36 @@ def render(kernel: Kernel, name: str, shape: Shape) -> RangeSource:
     for k, draft in enumerate(drafts):
         reports = draft.writer.scopes[0].checks
         checks |= reports
-        lines += [*draft.before, *head_of(kernel, f"KERNEL_NAME_{k}", draft),
+        told = f"  if (bad) fl_report(faults, at, bad, {exceeded(draft.writer, len(extents) // 2)});" if reports else ""
+        lines += [*draft.before, *head_of(kernel, f"KERNEL_NAME_{k}", draft, extents),
                   *(f"  const long {draft.writer.sym(s)} = {n};" for s, n in names.items()),
-                  *(["  int bad = 0;"] if reports else []),
+                  *(["  long bad = 0;"] if reports else []),
                   *("  " + x for x in draft.writer.scopes[0].lines),
-                  *(["  if (bad) atomic_or(faults + at, bad);"] if reports else []), "}"]
+                  *([told] if reports else []), "}"]
         items = draft.items if isinstance(draft.items, str) else host_text(draft.items, names)
         ranges.append(Range(f"KERNEL_NAME_{k}", items, draft.group))
     return RangeSource(name, "\n".join(lines) + "\n", tuple(p.dtype.itemsize for p in kernel.params),
-                       tuple(p.written for p in kernel.params), tuple(reaches(kernel)), len(kernel.sizes),
-                       tuple(ranges), checks, tuple(headers))
+                       tuple(p.written for p in kernel.params), tuple(reaches(kernel)),
+                       len(kernel.sizes) + len(extents), tuple(ranges), checks, tuple(headers), site_table(kernel),
+                       shape.bounded, kernel.origins)
 
 
-def head_of(kernel: Kernel, name: str, draft: Draft) -> Iterator[str]:
+def exceeded(w: Writer, pointers: int) -> str:
+    """The size that belongs to the fault in `bad`."""
+    text = "0"
+    for b, code in w.sites.items():
+        text = f"(bad >> {WHICH}) == {code >> WHICH} ? {w.index(b.size)} : {text}"
+    for k in range(pointers if w.d.bounded else 0):
+        text = f"(bad >> {WHICH}) == {access(k) >> WHICH} ? {extent_names(f'p{k}')[1]} : {text}"
+    return text
+
+
+def head_of(kernel: Kernel, name: str, draft: Draft, extents: Sequence[str] = ()) -> Iterator[str]:
     arguments = []
     for k, p in enumerate(kernel.params):
         kind = f"{'' if p.written else 'const '}{OpenCL.stored[p.dtype]}"
         arguments += [f"__global {kind}*{'' if p.aliased else ' restrict'} p{k}", f"const long o{k}"]
-    arguments += [f"const long n{k}" for k in range(len(kernel.sizes))]
+    arguments += [f"const long n{k}" for k in range(len(kernel.sizes))] + [f"const long {n}" for n in extents]
     arguments += ["__global int* faults", "const long at"]
     yield f"__kernel __attribute__((reqd_work_group_size({draft.group}, 1, 1)))"
     yield f"void {name}({', '.join(arguments)}) {{"

@@ -214,6 +214,11 @@ class PointScatter(Points, ScatterWriter):
         dtype = k.value.dtype
         bits, swap = {4: ("int", "atomic_cmpxchg"), 8: ("long", "atom_cmpxchg")}[dtype.itemsize]
         place, seen, old = self.fresh("at"), self.fresh("seen"), self.fresh("old")
+        with self.accessed(k.name, address):
+            self.swap(bits, swap, place, seen, old, address, text)
+
+    def swap(self, bits: str, swap: str, place: str, seen: str, old: str, address: str, text: str) -> None:
+        k, dtype = self.k, self.k.value.dtype
         self.line(f"volatile __global {bits}* {place} = (volatile __global {bits}*)&{self.short[k.name]}[{address}];")
         self.line(f"{bits} {old} = *{place}, {seen};")
         with self.scope("do {", footer=f"}} while ({old} != {seen});"):
@@ -232,10 +237,12 @@ def write_points(kernel: Kernel, shape: Shape) -> list[Draft]:
 
     forms: dict[type[PointLoops], Callable[[LoopKernel], bool]] = {
         RowLoops: is_row, Turned: is_turned_map, SeveralPoints: is_streamed}
-    dialect = OpenCL(index_type(kernel))
+    dialect = OpenCL(index_type(kernel), shape.bounded)
     if isinstance(kernel, ContractKernel):
         return [Tiles(dialect, kernel, shape).write()]
     if isinstance(kernel, LoopKernel):
+        # Those forms read several elements at once, which nothing checks.
+        forms = {} if shape.bounded else forms
         kind = next((kind for kind, suits in forms.items() if suits(kernel)), PointLoops)
         loops = kind(dialect, kernel, shape)
         loops.write()

@@ -105,7 +105,7 @@ class ThreadStart(Threads, ScatterWriter):
 def write_threads(kernel: Kernel, shape: Shape) -> list[Draft]:
     from .opencl_blocks import Blocks
 
-    dialect = OpenCL()
+    dialect = OpenCL(bounded=shape.bounded)
     if isinstance(kernel, ContractKernel):
         return [Blocks(dialect, kernel, shape).write()]
     if isinstance(kernel, LoopKernel | ScanKernel):

@@ -118,14 +118,25 @@ FL_INLINE int64_t imin(int64_t a, int64_t b) { return a < b ? a : b; }
 FL_INLINE int64_t imax(int64_t a, int64_t b) { return a > b ? a : b; }
 FL_INLINE int64_t past(int64_t i, int64_t a, int64_t b) { return i >= a && i < b ? b : i; }  // i, or the end of [a, b)
 
+// What is reported (ir/faults.py): the worse of two faults; and one of an index, which has the low 50 bits.
+FL_INLINE int64_t worse(int64_t a, int64_t b) { return a > b ? a : b; }
+FL_INLINE int64_t fault(int64_t site, int64_t at) { return site | (at & ((INT64_C(1) << 50) - 1)); }
+
 // An index that is reported where it is not below the size, and zero then. The processor foresees that it is, and reads
 // on: with a choice in place of the branch, every read would wait for the comparison.
-FL_INLINE int64_t checked(int64_t at, int64_t size, int64_t& bad) {
+FL_INLINE int64_t checked(int64_t at, int64_t size, int64_t& bad, int64_t site) {
   if (__builtin_expect(uint64_t(at) >= uint64_t(size), 0)) {
-    bad |= 1;  // Fault.INDEX
+    bad = worse(bad, fault(site, at));
     at = 0;
   }
   return at;
+}
+
+// Whether an access stays in its buffer, of a kernel that looks at all of them.
+FL_INLINE bool within(int64_t at, int64_t first, int64_t end, int64_t& bad, int64_t site) {
+  const bool inside = at >= first && at < end;
+  bad = worse(bad, inside ? 0 : fault(site, at));
+  return inside;
 }
 
 // Ask for a row of so many bytes that will be read soon. The address need not exist.

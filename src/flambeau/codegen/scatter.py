@@ -219,8 +219,9 @@ class ScatterWriter(NestWriter):
             text = self.value(k.value)
             self.join(self.index(k.address), text, mask)
             return
-        place = f"{self.short[k.name]}[{self.index(k.address)}]"
-        with nullcontext() if mask is None else self.scope(f"if ({mask}) {{"):
+        at = self.index(k.address)
+        place = f"{self.short[k.name]}[{at}]"
+        with nullcontext() if mask is None else self.scope(f"if ({mask}) {{"), self.accessed(k.name, at):
             self.line(f"{place} = {self.plus(place, factors)};")
 
     def join(self, address: str, text: str, mask: str | None) -> None:
@@ -234,5 +235,8 @@ class ScatterWriter(NestWriter):
             dtype = k.value.dtype
             wide = opmath(dtype)  # small floats join in float32 and round at each write, as ATen's do
             old, new = (cast(self.raw(t, dtype), wide) for t in (place, text))
-            text = self.value(cast(Expr(JOIN[k.mode], wide, (old, new)), dtype))
-        self.line(f"{place} = {text};")
+            with self.accessed(k.name, address):
+                self.line(f"{place} = {self.value(cast(Expr(JOIN[k.mode], wide, (old, new)), dtype))};")
+            return
+        with self.accessed(k.name, address):
+            self.line(f"{place} = {text};")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flambeau.ir.index import Index, Op, Sym
+from flambeau.ir.faults import Sites
+from flambeau.ir.index import Dyn, Index, Op, Sym
+from flambeau.ir.program import Kernel, sites_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class KernelSource:
     name: str
     text: str
     headers: tuple[str, ...] = ("prelude.h",)
+    sites: Sites = ()  # what indices are checked against
+    bounded: bool = False  # checks its accesses: behind the sizes, the first element and the end of every pointer
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class BlockSource:
         def part0(p0, p1, ..., n0, n1, ..., work, bad): ...
 
     all with the same arguments: pointers; run-time sizes; `work`, a pointer to memory that is zero at the start of
-    the first part (only where `workspace` is given); `bad`, a pointer to one int32, into which faults are stored.
+    the first part (only where `workspace` is given); `bad`, a pointer to one int64, into which a fault is stored.
     """
 
     name: str
@@ -55,6 +59,8 @@ class BlockSource:
     # and how many elements from there on, a Python expression over the sizes.
     alternatives: tuple[BlockSource, ...] = ()
     results: tuple[tuple[int, str], ...] = ()
+    sites: Sites = ()
+    bounded: bool = False  # what is launched checks its accesses
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class RangeSource:
         __kernel void KERNEL_NAME_0(__global float* p0, long o0, ..., long n0, ..., __global int* faults, long at)
 
     all with the same arguments: for each pointer a buffer and an offset in elements; run-time sizes; a table of faults
-    and the place in it into which those of this kernel are joined. The token KERNEL_NAME stands for a name that the
+    and which record of it is this launch's (`fl_report`). The token KERNEL_NAME stands for a name that the
     target makes from the content.
     """
 
@@ -86,6 +92,16 @@ class RangeSource:
     ranges: tuple[Range, ...]
     checks: bool = False  # whether it can report anything
     headers: tuple[str, ...] = ("opencl.h",)
+    sites: Sites = ()
+    bounded: bool = False
+    origins: tuple[str, ...] = ()  # the operators that it computes
+
+
+def site_table(kernel: Kernel) -> Sites:
+    """What a kernel reports, with the sizes as the host can find them."""
+    names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
+    return tuple((code, host_text(b.size, names)) for b, code in sites_of(kernel).items()
+                 if b.size.symbols() <= set(kernel.sizes) and not any(isinstance(a, Dyn) for a in b.size.atoms()))
 
 
 def host_text(i: Index, names: Mapping[Sym, str] | None = None) -> str:

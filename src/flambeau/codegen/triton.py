@@ -17,13 +17,14 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_float, opmath
 from flambeau.ir.expr import SPECIAL, Expr, Fold, cast, index_value, masked, walk, where
+from flambeau.ir.faults import LOW, head
 from flambeau.ir.index import Dyn, Index, Sym, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
 
 from .cfamily import Dialect, Scope, Writer
-from .source import BlockSource, Part, host_text
+from .source import BlockSource, Part, host_text, site_table
 from .tuning import HEURISTIC, Tuning
 
 NARROW = 1 << 31  # indices below it are 32 bits wide
@@ -254,17 +255,17 @@ class BlockWriter(Writer):
         s.checks = True
         axes = self.axes_of(e)
         if e.op == "require":
-            self._report(s, axes, int(e.attr), f"~{args[1]}")
+            self._report(s, axes, str(head(e.attr)), f"~{args[1]}")
             s.known[e] = args[0]
             return args[0]
         ok, name = self.fresh("ok"), self.fresh()
-        s.lines.append(f"{ok} = ({args[0]} >= 0) & ({args[0]} < {self.index(e.attr)})")
-        self._report(s, axes, 1, f"~{ok}", *args[1:])
+        s.lines.append(f"{ok} = ({args[0]} >= 0) & ({args[0]} < {self.index(e.attr.size)})")
+        self._report(s, axes, f"{self.sites[e.attr]} | ({args[0]} & {LOW})", f"~{ok}", *args[1:])
         s.lines.append(f"{name} = tl.where({ok}, {args[0]}, 0)")
         s.known[e] = name
         return name
 
-    def _report(self, s: Scope, axes: frozenset[int], fault: int, *when: str) -> None:
+    def _report(self, s: Scope, axes: frozenset[int], fault: str, *when: str) -> None:
         wrong = self.inside(axes, *when)
         place = self.spread("bad", axes)
         s.lines.append(f"tl.store({place}, {fault}, {wrong})")
@@ -458,7 +459,8 @@ def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSou
         parts.append(Part(f"part{k}", renamed(d.grid, names), tuning.warped(d.warps)))
         workspace = workspace or renamed(d.workspace, names)
     return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
-                       tuple("i64" for _ in kernel.sizes), tuple(parts), workspace)
+                       tuple("i64" for _ in kernel.sizes), tuple(parts), workspace,
+                       sites=() if isinstance(kernel, TableKernel) else site_table(kernel))
 
 
 def renamed(text: str, names: dict[str, str]) -> str:

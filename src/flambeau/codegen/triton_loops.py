@@ -14,7 +14,7 @@ from dataclasses import replace
 from flambeau.ir.expr import Expr, cast, walk
 from flambeau.ir.index import Index, Op, Sym, as_index, volume
 from flambeau.ir.lines import is_line
-from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of
+from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of, sites_of
 
 from .triton import WIDE, WIDEST, BlockWriter, Draft, is_wide, padded_read, power
 from .triton_phases import Phases, compact, halved, overlapping, spelled, written_out
@@ -66,6 +66,7 @@ class LoopBlocks(BlockWriter):
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
         super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], points))
         self.k = k
+        self.sites = sites_of(k)
         self.addresses = dict(k.stores)
         self.apart = self.phases is not None  # one point for each thread
         self.gathered = k.vector if self.rows else None

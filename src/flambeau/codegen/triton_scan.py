@@ -17,7 +17,7 @@ from flambeau.ir.expr import Expr, cast, loads, rewrite
 from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine, Level
-from flambeau.ir.program import ScanKernel
+from flambeau.ir.program import ScanKernel, sites_of
 
 from .source import host_text
 from .triton import WIDE, WIDEST, BlockWriter, Draft, count_text, is_wide, power
@@ -43,6 +43,7 @@ class ScanBlocks(BlockWriter):
         self.tuning = tuning
         super().__init__(k.params, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
         self.k = k
+        self.sites = sites_of(k)
         self.addresses = dict(k.stores)
         self.inside_text: str | None = None  # what holds where the piece at hand is whole
         self.length: Index = k.axis.size

@@ -10,7 +10,7 @@ from itertools import product as points_of
 
 from flambeau.ir.expr import Expr, loads
 from flambeau.ir.index import ONE, Index, Sym, as_index, volume
-from flambeau.ir.program import Item, LoopKernel, ScatterKernel
+from flambeau.ir.program import Item, LoopKernel, ScatterKernel, sites_of
 
 from .triton import BlockWriter, Draft, is_wide
 from .triton_loops import TILE, LoopBlocks, spans, warps_for
@@ -50,6 +50,7 @@ class ScatterBlocks(BlockWriter):
         super().__init__(k.params, is_wide(exprs, [k.address, k.init_address], k.vars)
                          or is_wide((), (), k.out_vars), part)
         self.k = k
+        self.sites = sites_of(k)
 
     def render(self) -> Draft:
         k = self.k

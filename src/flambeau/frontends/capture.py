@@ -222,10 +222,10 @@ class Lowering:
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
-        if self.g.policy.exact:  # eager's kernels choose their order of sums by strides too
+        # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
+        # Products in fast numerics take what there is.
+        if self.g.policy.exact or target not in CONTRACTIONS:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
-        elif is_view(target):
-            args = self.in_memory(n, args)
         return self.extern(n, args, kwargs)
 
     def arguments(self, n: fx.Node) -> tuple[Any, Any]:
@@ -234,7 +234,11 @@ class Lowering:
     def in_memory(self, n: fx.Node, args: Any) -> Any:
         """The arguments of an operator that looks at the memory of the first."""
         x = n.args[0]
-        return (self.storage.of(x), *args[1:]) if isinstance(x, fx.Node) else args
+        if not isinstance(x, fx.Node):
+            return args
+        schema = n.target._schema.arguments  # type: ignore[union-attr]
+        from_start = any(a.name == "storage_offset" and y is not None for a, y in zip(schema, args, strict=False))
+        return (self.storage.from_start(x) if from_start else self.storage.strided(x), *args[1:])
 
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""

@@ -26,10 +26,11 @@ SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the C
 
 
 def trusting(op: torch._ops.OpOverload) -> bool:
-    """Operators for people check their arguments; private ones and gradients trust who calls them, and may read beyond
-    what they are given."""
+    """Operators for people check their arguments; private ones of several tensors and gradients trust who calls them,
+    and may read beyond what they are given."""
     name = op._schema.name.partition("::")[2]
-    return (name.startswith("_") and torch.Tag.core not in op.tags) or "backward" in name
+    tensors = sum("Tensor" in str(a.type) for a in op._schema.arguments)
+    return (name.startswith("_") and tensors > 1) or "backward" in name
 
 
 def attempt(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> None:

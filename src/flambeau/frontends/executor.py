@@ -14,13 +14,14 @@ import torch
 
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.nodes import Buffer, Value
-from flambeau.ir.program import Call, Copy, Launch, Program
+from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
 from flambeau.schedule.memory import lifetimes, nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
 
 from .calls import TENSOR, Prepared, Strided, by_schema, is_constant
 from .package import Package, Step, Table, View, is_operator, operator_path
+from .promises import Promises
 from .symbols import Host, python_text
 from .tables import blocks_of, sizes_of
 
@@ -29,13 +30,14 @@ HEAVY = 1 << 20  # bytes that are worth a launch of their own, if others can hav
 
 
 def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym, tuple[Any, ...]],
-          positions: list[int], count: int, device: torch.device | None = None) -> Package:
+          positions: list[int], count: int, device: torch.device | None = None, promises: Promises | None = None
+          ) -> Package:
     """The package of a program.
 
     `kernels` are its kernels' texts, `sources` says where its sizes come from, `positions` where its tensors
-    stand among the `count` arguments. It runs on `device`, else on the CPU.
+    stand among the `count` arguments. It runs on `device`, else on the CPU. Its results are compared with `promises`.
     """
-    w = Writer(p, sources, positions, count)
+    w = Writer(p, sources, positions, count, [k.bounded for k in kernels], promises)
     over = {b.over for b in p.buffers.values()}
     return Package(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
                    w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"),
@@ -46,8 +48,10 @@ class Writer:
     """Writes the source of a program's run function, and the tables of what it names."""
 
     def __init__(self, p: Program, sources: dict[Sym, tuple[Any, ...]], positions: list[int],
-                 count: int) -> None:
+                 count: int, bounded: Sequence[bool] = (), promises: Promises | None = None) -> None:
         self.p = p
+        self.promises = promises
+        self.bounded = bounded  # which kernels take the extents of their buffers, behind the sizes
         self.symbols, self.positions, self.count = sources, positions, count
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
@@ -156,6 +160,8 @@ class Writer:
                 self.line(f"{s.name} = {names[source[1]]}")
                 self.bound.add(s)
         self.bind_sizes(set(p.inputs))
+        if self.promises is not None:
+            self.line(f"held = ({''.join(name + ', ' for name in p.inputs)})")
         self.line("P = PROTO.copy()")
         arena = p.arena_bytes > 0
         if arena:
@@ -170,13 +176,20 @@ class Writer:
             if b.place == "input" and name in launched:
                 self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
         self.steps(launched)
-        outs = "".join(o + ", " for o in self.results())
-        self.line(f"return [{outs}]")
+        outs = f"[{''.join(o + ', ' for o in self.results())}]"
+        self.line(f"return {outs if self.promises is None else self.compared(self.promises, outs)}")
         if arena:
             head = self.lines.index("    try:") + 1
             self.lines[head:] = ["    " + x for x in self.lines[head:]]
             self.lines += ["    finally:", "        POOL.give(arena)"]
         return "def run(args):\n" + "\n".join(self.lines)
+
+    def compared(self, m: Promises, outs: str) -> str:
+        """The results, once they are known to be what torch was told."""
+        over = {b.over for b in self.p.buffers.values()}
+        donated = self.const(tuple(k for k, name in enumerate(self.p.inputs) if name in over))
+        strides = "".join(("None" if s is None else self.shape(s)) + ", " for s in m.strides)
+        return f"kept({outs}, held, ({strides}), {self.const(m.results)}, {self.const(m.inputs)}, {donated})"
 
     def seeds(self, names: Sequence[str]) -> None:
         """All drawn at once by torch's generator of the device, 16 bytes apart: kernels may count on that."""
@@ -217,7 +230,7 @@ class Writer:
     def steps(self, launched: set[str]) -> None:
         """Memory comes when the first step needs it, and goes after the last."""
         p = self.p
-        pending: list[tuple[Step, tuple[str, ...]]] = []  # with the operators that the kernel computes
+        pending: list[tuple[Step, tuple[str, ...], tuple[str, ...]]] = []  # with its operators, and its buffers
         sizes: dict[str, int] = {}  # texts
         dead: list[str] = []
         lives = lifetimes(p)
@@ -228,11 +241,11 @@ class Writer:
 
         def flush() -> None:
             if pending:
-                plan = self.named(self.plans, "plan", tuple(step for step, _ in pending))
+                plan = self.named(self.plans, "plan", tuple(step for step, _, _ in pending))
                 table = "(" + "".join(s + ", " for s in sizes) + ")"
-                where = self.const([origins for _, origins in pending], "w")
+                where = self.const(tuple((origins, args) for _, origins, args in pending), "w")
                 self.line(f"bad = {plan}(P, {table})")
-                self.line(f"if bad is not None: check(bad, {where})")
+                self.line(f"if bad is not None: check(bad, {where}, PLANS['{plan}'], {table}, SITES)")
                 pending.clear()
                 sizes.clear()
             if dead:
@@ -256,8 +269,11 @@ class Writer:
                 names = [s.name for s in p.kernels[step.kernel].sizes]
                 if step.lengths:
                     pointers, names = self.table(pointers, step.lengths)
+                elif self.bounded and self.bounded[step.kernel]:
+                    names += [text for b in places for text in self.extent(b)]
                 slots = tuple(sizes.setdefault(s, len(sizes)) for s in names)
-                pending.append((Step(step.kernel, pointers, slots), step.origins))
+                known = step.args if self.bounded and self.bounded[step.kernel] else ()
+                pending.append((Step(step.kernel, pointers, slots), step.origins, known))
             else:
                 flush()
                 self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
@@ -266,6 +282,14 @@ class Writer:
                 flush()
         begin(len(p.steps))
         flush()
+
+    def extent(self, b: BufferPlan) -> tuple[str, str]:
+        """The first element of a buffer's memory, counted from its pointer, and the end."""
+        if b.place in ("arena", "seed"):
+            size = nbytes(b) if b.place == "arena" else 16
+            assert size is not None
+            return "0", str(size // b.dtype.itemsize)
+        return f"-{b.name}.storage_offset()", f"elements_from({b.name})"
 
     def table(self, pointers: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
               ) -> tuple[tuple[tuple[int, int], ...], list[str]]:

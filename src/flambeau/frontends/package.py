@@ -14,18 +14,19 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from flambeau.errors import CompileError
-from flambeau.ir.faults import error_of
+from flambeau.errors import BoundsError, CompileError
+from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 
 from .calls import EXTENSION, Prepared
 from .graphs import function_now, recorded
+from .promises import kept
 from .recordable import Recordable
 from .tables import PointerTable
 
@@ -108,6 +109,7 @@ class Package:
             "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
             "fresh": target.fresh,
             "PROTO": [0] * self.slots, "KEY": next(_keys),
+            "PLANS": self.plans, "SITES": [k.sites for k in self.kernels],
             "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
         }
         operators = {name: operator_named(c.operator) for name, c in self.calls.items()}
@@ -237,11 +239,31 @@ def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def check_status(bad: tuple[int, int], origins: list[tuple[str, ...]]) -> None:
-    """Raise what eager raises for the faults of a kernel. (position in the plan, faults)"""
-    at, faults = bad
-    error = error_of(faults)
-    culprit = "a kernel that was launched before" if at < 0 else f"the kernel of {', '.join(origins[at]) or 'a graph'}"
+# Of each step, its operators, and its buffers where their accesses are checked.
+Origins = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+
+
+def elements_from(t: torch.Tensor) -> int:
+    """How many there are in memory from a tensor's first on."""
+    return int(t.untyped_storage().nbytes() // t.dtype.itemsize - t.storage_offset())
+
+
+def check_status(bad: tuple[int, int], origins: Origins, steps: tuple[Step, ...], sizes: tuple[int, ...],
+                 sites: Sequence[Sites]) -> None:
+    """Raise what eager raises for the fault of a kernel. (position in the plan, fault)"""
+    at, code = bad
+    if at < 0:
+        error, culprit = error_of(code), "a kernel that was launched before"
+    else:
+        step, (operators, buffers) = steps[at], origins[at]
+        given = [sizes[slot] for slot in step.sizes]
+        culprit = f"the kernel of {', '.join(operators) or 'a graph'}"
+        if code >> KIND == Fault.MEMORY:
+            k = code >> WHICH & 255
+            first, end = given[len(given) - 2 * (len(buffers) - k):][:2]
+            raise BoundsError(f"{culprit} (k{step.kernel}) accessed element {index_of(code)} of buffer {buffers[k]}, "
+                              f"which has those from {first} to {end}", operator=", ".join(operators) or None)
+        error = error_of(code, size_of(code, sites[step.kernel], given))
     error.add_note(f"reported by {culprit}")
     raise error
 
@@ -251,4 +273,4 @@ SEEDS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {}  # for device
 _keys = itertools.count()
 # Names that every source may use.
 SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit,
-                         "draw_seeds": draw_seeds}
+                         "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept}

@@ -27,6 +27,7 @@ from .executor import write
 from .graphs import function_now
 from .package import Package, Run
 from .progress import progress
+from .promises import promises_of
 from .recordable import recordable
 
 LOCK = fork_safe(threading.RLock())  # expressions are interned process-wide: one compile at a time
@@ -145,16 +146,18 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
         captured = capture(gm, caps, exclude, device, policy_of(options.numerics, device.type))
         t1 = time.perf_counter()
         check()
-        program = schedule(captured.graph, caps, config.verify)
+        program = schedule(captured.graph, caps, bool(config.verify))
         t2 = time.perf_counter()
         check()
-        texts = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+        written = target.bounded if config.verify is True else target.render
+        texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
         if options.search and not options.deterministic:  # what the clock chooses, may round in another way
             texts = [target.variants(k, text) for k, text in zip(program.kernels, texts, strict=True)]
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
     count = sum(n.op == "placeholder" for n in gm.graph.nodes)
-    package = write(program, target.name, texts, captured.sources, captured.tensors, count, device)
+    promises = promises_of(gm, captured.symbols) if config.verify is True else None
+    package = write(program, target.name, texts, captured.sources, captured.tensors, count, device, promises)
     if options.graphs:
         package = replace(package, graphs=recordable(program, gm, captured.tensors, device))
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}

@@ -113,7 +113,7 @@ def compile_row(f: Form, c: RowKind, count: float) -> Variant:
     with target.on(c.device):
         captured = capture(gm, target.capabilities(), device=c.device, policy=policy_of(f.numerics, c.device.type))
         keep_scalars(captured.graph)
-        program = schedule(captured.graph, target.capabilities(), config.verify)
+        program = schedule(captured.graph, target.capabilities(), bool(config.verify))
         inputs = dict(zip(program.inputs, names, strict=True))
         numbers, launches = steps_of(program)
         sources = []

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .dtypes import DType, is_bool, is_float
-from .faults import Fault
+from .faults import Bound, Fault
 from .index import BUILD, Dyn, Index, Op, Sym, as_index, fits, from_atom, upper
 
 Number = bool | int | float
@@ -112,8 +112,10 @@ class Expr:
 
     def own_indices(self) -> tuple[Index, ...]:
         """The index expressions in this very node."""
-        if self.op == "index" or self.op == "check":
+        if self.op == "index":
             return (self.attr,)
+        if self.op == "check":
+            return (self.attr.size,)
         if self.op == "load":
             return self.attr[1]  # type: ignore[no-any-return]
         if self.op == "fold":
@@ -380,15 +382,17 @@ def where(cond: Expr, a: Scalar, b: Scalar) -> Expr:
     return Expr("where", a.dtype, (cond, a, b))
 
 
-def check(value: Expr, size: Index | int, mask: Expr | None = None) -> Index:
-    """An index from a computed value that must lie in [0, size); the kernel reports it when it does not."""
+def check(value: Expr, size: Index | int, mask: Expr | None = None, fault: Fault = Fault.SELECTED, dim: int = 0
+          ) -> Index:
+    """An index from a computed value that must lie in [0, size); the kernel reports the fault when it does not."""
     size = as_index(size)
     plain = _as_plain_index(cast(value, torch.int64))
     hi = size.bounds()[1]
     if plain is not None:
         if fits(plain, size):
             return plain
-    e = Expr("check", torch.int64, (cast(value, torch.int64), *(() if mask is None else (mask,))), size)
+    e = Expr("check", torch.int64, (cast(value, torch.int64), *(() if mask is None else (mask,))),
+             Bound(size, fault, dim))
     return from_atom(Dyn(e, 0, None if hi is None else max(hi - 1, 0)))
 
 
@@ -452,7 +456,7 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
         elif e.op == "load":
             out = load(e.attr[0], tuple(on_index(i) for i in e.attr[1]), e.dtype, *args)
         elif e.op == "check":
-            out = Expr("check", e.dtype, args, on_index(e.attr))
+            out = Expr("check", e.dtype, args, e.attr._replace(size=on_index(e.attr.size)))
         elif e.op == "fold":
             f: Fold = e.attr
             loops = tuple((v, on_index(lo), on_index(hi)) for v, lo, hi in f.loops)

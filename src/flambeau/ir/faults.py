@@ -1,37 +1,128 @@
 """What a kernel can find wrong with its data, and the error that eager raises for it.
 
-A kernel returns the faults it met as bits of one number: threads and lanes join theirs by `or`.
+A kernel returns the worst fault it met as one number of 63 bits, so that threads and lanes join theirs by a maximum:
+the kind, the dimension, which of several sizes of that kind and dimension was exceeded, and the offending index.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
+from collections.abc import Iterable
+from enum import IntEnum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+from flambeau.errors import BoundsError
+
+if TYPE_CHECKING:
+    from .index import Index
 
 
 class Fault(IntEnum):
-    INDEX = 1
-    ZERO_DIVISION = 2
-    FIRST_OFFSET = 4
-    LAST_OFFSET = 8
-    DECREASING_OFFSETS = 16
-    REPEATED_SIZE = 32
-    NEGATIVE_REPEATS = 64
+    """In the order in which ATen looks, the last first: of several faults in one kernel, the greatest is named."""
+
+    # Of decreasing offsets ATen says nothing: by dtype and mode it returns memory nobody wrote, zeros, others' items.
+    DECREASING_OFFSETS = auto()
+    INDEX = auto()  # of advanced indexing, which counts from the end where it is negative
+    FILLED = auto()
+    ELEMENT = auto()  # of gather and scatter
+    SELECTED = auto()  # of embedding, and of what selects from a single dimension
+    ROW = auto()  # of index_select, but for the first dimension
+    COPIED = auto()
+    TAKEN = auto()
+    BAG = auto()
+    TARGET = auto()
+    POOLED = auto()
+    SOURCE = auto()
+    VALUES = auto()
+    NEGATIVE_REPEATS = auto()
+    REPEATED_SIZE = auto()
+    LAST_OFFSET = auto()
+    FIRST_OFFSET = auto()
+    ZERO_DIVISION = auto()
+    MEMORY = auto()  # an access outside of its buffer, in kernels that look at all of them
 
 
-# In the order in which ATen looks: of several faults in one kernel, the first is the one that eager names. Only of
-# decreasing offsets ATen says nothing: by dtype and mode it returns memory nobody wrote, zeros, or other bags' items.
-ERRORS: dict[Fault, tuple[type[Exception], str]] = {
+class Bound(NamedTuple):
+    """What an index is checked against."""
+
+    size: Index
+    fault: Fault = Fault.SELECTED
+    dim: int = 0
+
+
+BOUNDS = "index {index} is out of bounds for dimension {dim} with size {size}"
+MESSAGES: dict[Fault, tuple[type[Exception], str]] = {
     Fault.ZERO_DIVISION: (RuntimeError, "ZeroDivisionError"),
     Fault.FIRST_OFFSET: (RuntimeError, "offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to "
                                        "start from position 0"),
     Fault.LAST_OFFSET: (RuntimeError, "offsets[-1] can not be greater than input's length"),
     Fault.REPEATED_SIZE: (RuntimeError, "allocated size does not match required size"),
     Fault.NEGATIVE_REPEATS: (RuntimeError, "repeats can not be negative"),
-    Fault.INDEX: (IndexError, "index out of range in self"),
+    Fault.SOURCE: (RuntimeError, "Number of elements of source < number of ones in mask"),
+    Fault.VALUES: (RuntimeError, "shape mismatch: value tensor of shape [{size}] cannot be broadcast to indexing "
+                                 "result"),
+    Fault.POOLED: (RuntimeError, "Found an invalid max index: {index} (output volumes are of size {size})"),
+    Fault.TARGET: (IndexError, "Target {index} is out of bounds."),
+    Fault.BAG: (RuntimeError, "embedding_bag: index of input takes value {index} which is not in the valid range "
+                              "[0, {size})"),
+    Fault.TAKEN: (IndexError, "out of range: tried to access index {index} on a tensor of {size} elements."),
+    Fault.COPIED: (IndexError, f"index_copy_(): {BOUNDS}"),
+    Fault.ROW: (RuntimeError, "INDICES element is out of DATA bounds, id={index} axis_dim={size}"),
+    Fault.SELECTED: (IndexError, f"index out of range in self: {BOUNDS}"),  # eager ends at the colon
+    Fault.ELEMENT: (RuntimeError, BOUNDS),
+    Fault.FILLED: (IndexError, BOUNDS),
+    Fault.INDEX: (IndexError, BOUNDS),
     Fault.DECREASING_OFFSETS: (RuntimeError, "offsets must not decrease"),
 }
+WRAPPED = (Fault.INDEX, Fault.FILLED, Fault.TAKEN)  # what is negative was brought up by the size before it was checked
+EMPTY = "index is out of bounds for dimension with size 0"  # of advanced indexing
+
+KIND, DIM, WHICH, WIDTH = 58, 54, 50, 50  # where the parts of the number begin; how many bits the index has
+LOW = (1 << WIDTH) - 1
+Sites = tuple[tuple[int, str], ...]  # numbers without their index, and the size: an expression over n0, n1, ...
 
 
-def error_of(faults: int) -> Exception:
-    kind, message = next(error for fault, error in ERRORS.items() if faults & fault)
-    return kind(message)
+def head(fault: Fault, dim: int = 0, which: int = 0) -> int:
+    """The number of a fault, without the index."""
+    return int(fault) << KIND | min(dim, 15) << DIM | min(which, 15) << WHICH
+
+
+def access(position: int) -> int:
+    """The number of accesses to a kernel's pointer, without the offset."""
+    return head(Fault.MEMORY, position >> 4 & 15, position & 15)
+
+
+def heads(bounds: Iterable[Bound]) -> dict[Bound, int]:
+    """The numbers of what a kernel checks."""
+    count: dict[tuple[Fault, int], int] = {}
+    out: dict[Bound, int] = {}
+    for b in dict.fromkeys(bounds):
+        out[b] = head(b.fault, b.dim, count.setdefault((b.fault, b.dim), 0))
+        count[b.fault, b.dim] += 1
+    return out
+
+
+def size_of(code: int, sites: Sites, sizes: Iterable[int]) -> int | None:
+    """The size that was exceeded, by the sizes of the launch."""
+    text = dict(sites).get(code & ~LOW)
+    return None if text is None else eval(text, {f"n{k}": n for k, n in enumerate(sizes)} | {"min": min, "max": max})
+
+
+def index_of(code: int) -> int:
+    """The offending index, or offset."""
+    return (code & LOW) - ((code >> WIDTH - 1 & 1) << WIDTH)
+
+
+def error_of(code: int, size: int | None = None) -> Exception:
+    """The error for a number that a kernel returned. Whose size is not known any more is named without it."""
+    fault, dim, index = Fault(code >> KIND), code >> DIM & 15, index_of(code)
+    if fault is Fault.MEMORY:
+        return BoundsError(f"a kernel accessed element {index} of its pointer {code >> WHICH & 255}, which has {size}")
+    kind, message = MESSAGES[fault]
+    if fault is Fault.INDEX and size == 0:
+        return kind(EMPTY)
+    if index < 0 and fault in WRAPPED and size is not None:
+        index -= size
+    shown: dict[str, object] = {"index": index, "dim": dim, "size": "unknown" if size is None else size}
+    return kind(message.format(**shown))
+
+

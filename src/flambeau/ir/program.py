@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from .dtypes import DType
-from .expr import Expr, loads, rewrite
+from .expr import Expr, loads, rewrite, walk
+from .faults import Bound, heads
 from .index import ONE, ZERO, Dyn, Index, Sym, flat
 from .nodes import Combine, Value
 
@@ -227,6 +228,11 @@ class TableKernel:
 
 Kernel = LoopKernel | ScanKernel | ScatterKernel | ContractKernel
 AnyKernel = Kernel | TableKernel
+
+
+def sites_of(kernel: Kernel) -> dict[Bound, int]:
+    """All that its indices are checked against, and the numbers under which it reports them."""
+    return heads(e.attr for e in walk(*kernel.everything()) if e.op == "check")
 
 
 @dataclass

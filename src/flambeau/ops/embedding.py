@@ -196,7 +196,8 @@ def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_f
     domain = (bags.count, bags.items, weight.shape[1])
 
     def item(i: Place) -> Expr:
-        w = cast(weight.load((check(word(indices, i[1:2]), weight.shape[0]), i[2])), wide)
+        row = check(word(indices, i[1:2]), weight.shape[0], fault=Fault.BAG)
+        w = cast(weight.load((row, i[2])), wide)
         return w if per_sample_weights is None else w * cast(per_sample_weights.load(i[1:2]), wide)
 
     if mode == MAX:

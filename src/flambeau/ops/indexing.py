@@ -10,6 +10,7 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, where
+from flambeau.ir.faults import WRAPPED, Fault
 from flambeau.ir.index import ONE, ZERO, Index
 from flambeau.ir.nodes import Shape, Value
 
@@ -18,13 +19,14 @@ from .view import at_least_1d, flat, is_empty, reshape
 
 aten = torch.ops.aten
 
+Locate = Callable[[Expr, Index, int], Index]
 MASKS = (torch.bool, torch.uint8)  # dtypes whose tensors are masks when they index
 
 
-def position(at: Expr, size: Index, wrap: bool = False, mask: Expr | None = None) -> Index:
-    """A computed index, checked against the size; with `wrap`, negative ones count from the end."""
+def position(at: Expr, size: Index, fault: Fault, dim: int = 0, mask: Expr | None = None) -> Index:
+    """A computed index, checked against the size; for some kinds, negative ones count from the end."""
     at = cast(at, torch.int64)
-    return check(where(at < 0, at + index_value(size), at) if wrap else at, size, mask)
+    return check(where(at < 0, at + index_value(size), at) if fault in WRAPPED else at, size, mask, fault, dim)
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,20 @@ class Advanced:
         kept = tuple(n for n, v in zip(self.whole, self.indices) if v is None)
         return (*kept[:self.front], *self.common, *kept[self.front:])
 
-    def at(self, i: Sequence[Index], locate: Callable[[Expr, Index], Index]) -> list[Index]:
+    def at(self, i: Sequence[Index], locate: Locate) -> list[Index]:
         """The element of x that element i of the result comes from."""
         end = self.front + len(self.common)
         shared, kept = i[self.front:end], iter((*i[:self.front], *i[end:]))
-        return [next(kept) if v is None else locate(load_at(v, shared), n)
-                for n, v in zip(self.whole, self.indices)]
+        # Errors count the dimensions that are indexed, as ATen's do.
+        return [next(kept) if v is None else locate(load_at(v, shared), n, self.used.index(d))
+                for d, (n, v) in enumerate(zip(self.whole, self.indices))]
 
 
-def checked(at: Expr, size: Index) -> Index:
-    return position(at, size, wrap=True)
+def checked(at: Expr, size: Index, dim: int) -> Index:
+    return position(at, size, Fault.INDEX, dim)
 
 
-def trusted(at: Expr, size: Index) -> Index:
+def trusted(at: Expr, size: Index, dim: int) -> Index:
     """Negative ones count from the end, but who wrote the index vouches for its range."""
     at = cast(at, torch.int64)
     hi = size.bounds()[1]
@@ -82,7 +85,7 @@ def trusted(at: Expr, size: Index) -> Index:
 
 
 @lower(aten.index.Tensor)
-def index(x: Value, indices: Sequence[Value | None], locate: Callable[[Expr, Index], Index] = checked) -> Any:
+def index(x: Value, indices: Sequence[Value | None], locate: Locate = checked) -> Any:
     where_ = Advanced.of(x, indices)
     if where_ is None:
         return NotImplemented
@@ -110,11 +113,13 @@ def unsafe_masked_index(x: Value, mask: Value, indices: Sequence[Value | None], 
 def index_select(x: Value, dim: int, index: Value) -> Value:
     places = flat(index)
     if x.rank == 0:
-        return build.pointwise((), lambda i: reshape(x, (1,)).load([position(places.load([ZERO]), ONE)]))
+        only = reshape(x, (1,))
+        return build.pointwise((), lambda i: only.load([position(places.load([ZERO]), ONE, Fault.SELECTED)]))
     d = wrap_dim(dim, x.rank)
+    fault = Fault.ROW if d > 0 else Fault.SELECTED
 
     def body(i: tuple[Index, ...]) -> Expr:
-        return x.load((*i[:d], position(places.load([i[d]]), x.shape[d]), *i[d + 1:]))
+        return x.load((*i[:d], position(places.load([i[d]]), x.shape[d], fault, d), *i[d + 1:]))
 
     return build.pointwise((*x.shape[:d], places.shape[0], *x.shape[d + 1:]), body)
 
@@ -129,7 +134,7 @@ def gather(x: Value, dim: int, index: Value, sparse_grad: bool = False) -> Value
 
     def body(i: tuple[Index, ...]) -> Expr:
         i = i or (ZERO,)
-        return source.load((*i[:d], position(places.load(i), source.shape[d]), *i[d + 1:]))
+        return source.load((*i[:d], position(places.load(i), source.shape[d], Fault.ELEMENT, d), *i[d + 1:]))
 
     return build.pointwise(index.shape, body)
 
@@ -139,4 +144,4 @@ def take(x: Value, index: Value) -> Value:
     """Elements of x by their row-major number."""
     source = flat(x)
     return build.pointwise(
-        index.shape, lambda i: source.load([position(index.load(i), source.shape[0], wrap=True)]))
+        index.shape, lambda i: source.load([position(index.load(i), source.shape[0], Fault.TAKEN)]))

@@ -7,6 +7,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, opmath
 from flambeau.ir.expr import Expr, cast, check, const, index_value, where
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, ne
@@ -26,7 +27,7 @@ def _class_weight(weight: Value | None, target: Expr, classes: Index, counted: E
     """The weight of a target that counts; zero for one that is ignored."""
     if weight is None:
         return cast(counted, wide)
-    return where(counted, cast(weight.load((check(target, classes, counted),), counted), wide), 0)
+    return where(counted, cast(weight.load((check(target, classes, counted, Fault.TARGET),), counted), wide), 0)
 
 
 @lower(aten.nll_loss_forward, aten.nll_loss2d_forward)
@@ -41,7 +42,7 @@ def nll_loss(x: Value, target: Value, weight: Value | None, reduction: int, igno
         t = cast(target.load(i), torch.int64)
         counted = ne(t, index_value(ignore_index))
         w = _class_weight(weight, t, classes, counted, wide)
-        picked = x.load((*i[:axis], check(t, classes, counted), *i[axis:]), counted)
+        picked = x.load((*i[:axis], check(t, classes, counted, Fault.TARGET), *i[axis:]), counted)
         return where(counted, -cast(picked, wide) * w, 0), w
 
     axes = range(target.rank)

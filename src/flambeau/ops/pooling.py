@@ -11,6 +11,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, where
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product, unflat
 from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
@@ -357,7 +358,7 @@ def put_back(x: Value, indices: Value, lead: tuple[Index, ...], sizes: Sequence[
     rank = len(sizes)
 
     def target(j: Place) -> Place:
-        return (*j[:-rank], *unflat(check(indices.load(j), product(sizes)), sizes))
+        return (*j[:-rank], *unflat(check(indices.load(j), product(sizes), fault=Fault.POOLED), sizes))
 
     return build.scatter((*lead, *sizes), lambda _: const(0, x.dtype), x.shape, target, lambda j: x.load(j), mode)
 
@@ -399,7 +400,7 @@ def put_into_cells(x: Value, indices: Value, sizes: Sequence[Index], cells: Sequ
         return where(mine, x.load((*lead, *o), there), 0)
 
     def target(j: Place) -> Place:
-        return unflat(check(indices.load(j), product(sizes)), sizes)
+        return unflat(check(indices.load(j), product(sizes), fault=Fault.POOLED), sizes)
 
     def stray(j: Place) -> Expr:
         own = all_of([eq(index_value(a.candidate(k, as_index(0))), index_value(o))

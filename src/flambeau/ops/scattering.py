@@ -19,7 +19,7 @@ from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import eq, maximum
 
-from .indexing import Advanced, checked, position, trusted
+from .indexing import Advanced, Locate, checked, position, trusted
 from .registry import broadcast_shapes, load_at, lower, scalar_at, to_dtype, wrap_dim
 from .view import at_least_1d, expand, flat, is_empty, reshape
 
@@ -50,7 +50,7 @@ def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode
 
 @lower(aten.index_put, aten._unsafe_index_put)
 def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
-              locate: Callable[[Expr, Index], Index] = checked) -> Any:
+              locate: Locate = checked) -> Any:
     where_ = Advanced.of(x, indices)
     if where_ is None:
         return _masked_put(x, indices, values, accumulate)
@@ -88,7 +88,7 @@ def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumu
     def body(i: tuple[Index, ...]) -> Expr:
         at = i[first:last]
         chosen = mask.load(at)
-        which = ZERO if before is None else position(before.load(at), selected, mask=chosen)
+        which = ZERO if before is None else position(before.load(at), selected, Fault.VALUES, mask=chosen)
         old, new = x.load(i), cast(load_at(values, (*i[:first], which, *i[last:]), chosen), x.dtype)
         return where(chosen, _sum(old, new) if accumulate else new, old)
 
@@ -121,7 +121,7 @@ def masked_scatter(x: Value, mask: Value, source: Value) -> Value:
 
     def body(i: tuple[Index, ...]) -> Expr:
         chosen = mask.load(i)
-        which = position(before.load(i), line.shape[0], mask=chosen)
+        which = position(before.load(i), line.shape[0], Fault.SOURCE, mask=chosen)
         return where(chosen, cast(line.load([which], chosen), x.dtype), load_at(x, i))
 
     return build.pointwise(shape, body)
@@ -134,7 +134,7 @@ def masked_scatter_backward(grad: Value, mask: Value, sizes: Sequence[IndexLike]
     mask = expand(mask, grad.shape)
     before = chosen_before(mask)
     zeros = build.pointwise((count,), lambda i: const(0, grad.dtype))
-    packed = write(zeros, grad.shape, lambda j: [position(before.load(j), count, mask=mask.load(j))],
+    packed = write(zeros, grad.shape, lambda j: [position(before.load(j), count, Fault.SOURCE, mask=mask.load(j))],
                    lambda j: grad.load(j), mask=lambda j: mask.load(j))
     return reshape(packed, sizes)
 
@@ -142,18 +142,18 @@ def masked_scatter_backward(grad: Value, mask: Value, sizes: Sequence[IndexLike]
 # ---- whole slices: index_add, index_copy, index_fill, index_reduce -----------------------------------
 
 
-def _slices(x: Value, dim: int, index: Value, wrap: bool = False) -> tuple[Value, Shape, Target]:
+def _slices(x: Value, dim: int, index: Value, fault: Fault) -> tuple[Value, Shape, Target]:
     """x (not a scalar), the shape of what is written to x[:, index], and where each element of it goes."""
     whole, places = at_least_1d(x), flat(index)
     d = wrap_dim(dim, whole.rank)
     shape = (*whole.shape[:d], places.shape[0], *whole.shape[d + 1:])
     return whole, shape, lambda j: (
-        *j[:d], position(places.load([j[d]]), whole.shape[d], wrap), *j[d + 1:])
+        *j[:d], position(places.load([j[d]]), whole.shape[d], fault, d), *j[d + 1:])
 
 
 @lower(aten.index_add)
 def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1) -> Value:
-    whole, shape, target = _slices(x, dim, index)
+    whole, shape, target = _slices(x, dim, index, Fault.ELEMENT if x.rank > 1 else Fault.SELECTED)
     part, math = at_least_1d(source), opmath(x.dtype)
 
     def value(j: tuple[Index, ...]) -> Expr:
@@ -165,21 +165,21 @@ def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1
 
 @lower(aten.index_copy)
 def index_copy(x: Value, dim: int, index: Value, source: Value) -> Value:
-    whole, shape, target = _slices(x, dim, index)
+    whole, shape, target = _slices(x, dim, index, Fault.COPIED)
     part = at_least_1d(source)
     return reshape(write(whole, shape, target, lambda j: part.load(j)), x.shape)
 
 
 @lower(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(x: Value, dim: int, index: Value, value: Any) -> Value:
-    whole, shape, target = _slices(x, dim, index, wrap=True)
+    whole, shape, target = _slices(x, dim, index, Fault.FILLED)
     return reshape(write(whole, shape, target, lambda j: scalar_at(value, (), x.dtype, x.dtype)), x.shape)
 
 
 @lower(aten.index_reduce)
 def index_reduce(x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
                  ) -> Value:
-    whole, shape, target = _slices(x, dim, index)
+    whole, shape, target = _slices(x, dim, index, Fault.SELECTED)
     part = at_least_1d(source)
     return reshape(write_reduced(whole, shape, target, lambda j: part.load(j), reduce, include_self), x.shape)
 
@@ -195,7 +195,7 @@ def _elements(x: Value, dim: int, index: Value) -> tuple[Value, Shape, Target]:
     whole, places = at_least_1d(x), at_least_1d(index)
     d = wrap_dim(dim, whole.rank)
     return whole, places.shape, lambda j: (
-        *j[:d], position(places.load(j), whole.shape[d]), *j[d + 1:])
+        *j[:d], position(places.load(j), whole.shape[d], Fault.ELEMENT, d), *j[d + 1:])
 
 
 def _source(src: Any, dtype: DType) -> Source:
@@ -225,7 +225,7 @@ def scatter_reduce(x: Value, dim: int, index: Value, src: Value, reduce: str, *,
 def put(x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
     """Elements of x by their row-major number."""
     line, places, values = flat(x), flat(index), flat(source)
-    out = write(line, places.shape, lambda j: [position(places.load(j), line.shape[0], wrap=True)],
+    out = write(line, places.shape, lambda j: [position(places.load(j), line.shape[0], Fault.TAKEN)],
                 lambda j: values.load(j), "add" if accumulate else "set")
     return reshape(out, x.shape)
 
@@ -277,7 +277,7 @@ def repeat_interleave(repeats: Value, output_size: IndexLike | None = None) -> A
     # Each number steps up by one where its run starts; runs of length zero step together.
     size = as_index(output_size)
     steps = build.scatter((size,), lambda i: const(0, torch.int64), repeats.shape,
-                          lambda j: [position(start(j), size, mask=start(j) < index_value(size))],
+                          lambda j: [position(start(j), size, Fault.SELECTED, mask=start(j) < index_value(size))],
                           step, "add", lambda j: start(j) < index_value(size))
     number, = build.scan((size,), 0, add, lambda i: steps.load(i))
     return build.pointwise((size,), lambda i: number.load(i) - 1, repeats.dtype)

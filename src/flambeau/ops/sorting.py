@@ -15,6 +15,7 @@ from flambeau.ir import build
 from flambeau.ir.build import arg_combine, simple_combine
 from flambeau.ir.dtypes import is_bool, is_float, promote
 from flambeau.ir.expr import Expr, binary, cast, computed, const, index_value, where
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import ONE, Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import fold_over, isnan, maximum, ne
@@ -191,7 +192,7 @@ def searchsorted(row: Value, x: Any, *, out_int32: bool = False, right: bool = F
             mid = start + binary("shr", end - start, 1)
             at = computed(mid, 0, None if high is None else max(high - 1, 0))
             if sorter is not None:
-                at = position(sorter.load((*outer, at), more), n, mask=more)
+                at = position(sorter.load((*outer, at), more), n, Fault.SELECTED, mask=more)
             found = cast(row.load((*outer, at), more), dtype)
             passed = more & ~(found > value if after else found >= value)
             return where(passed, mid + 1, start), where(more & ~passed, mid, end)

@@ -137,6 +137,10 @@ class Target(ABC):
     def render(self, kernel: AnyKernel, name: str) -> Source:
         """The text of a kernel, in the language that `build` takes."""
 
+    def bounded(self, kernel: AnyKernel, name: str) -> Source:
+        """The text of one that checks its accesses (`Source.bounded`), where there is such a text."""
+        return self.render(kernel, name)
+
     def variants(self, kernel: AnyKernel, source: Source) -> Source:
         """The text of a kernel with others beside it that compute the same, for the fastest to be found at a call."""
         return source

@@ -90,6 +90,11 @@ class CpuTarget(Target):
 
         return render(kernel, name)
 
+    def bounded(self, kernel: AnyKernel, name: str) -> KernelSource:
+        from flambeau.codegen.cpp import render
+
+        return render(kernel, name, bounded=True)
+
     def build(self, sources: Sequence[Source]) -> CpuBuild:
         if self._pid != os.getpid():
             self._start()

@@ -41,7 +41,7 @@ PyObject* workspace = nullptr;       // (index, stream, bytes) -> address
 // Kernels report faults in memory of the host that the GPU can write: a place for each kernel that checks anything, as
 // long as there are places; the first is for all the others. They are read before the next launch, without waiting.
 constexpr size_t kPlaces = 1024;
-int32_t* faults = nullptr;
+int64_t* faults = nullptr;
 unsigned long long faults_on_device = 0;
 size_t places_given = 0;
 
@@ -97,12 +97,12 @@ PyObject* open_driver(PyObject*, PyObject* args) {
   if (!index) return nullptr;
   void* host = nullptr;
   if (!check(driver.init(0), "cuInit") || !enter(int(PyLong_AsLong(index.get()))) ||
-      !check(driver.host_alloc(&host, kPlaces * sizeof(int32_t), kPortableMapped), "cuMemHostAlloc") ||
+      !check(driver.host_alloc(&host, kPlaces * sizeof(int64_t), kPortableMapped), "cuMemHostAlloc") ||
       !check(driver.device_pointer(&faults_on_device, host, 0), "cuMemHostGetDevicePointer")) {
     return nullptr;
   }
-  std::memset(host, 0, kPlaces * sizeof(int32_t));
-  faults = static_cast<int32_t*>(host);
+  std::memset(host, 0, kPlaces * sizeof(int64_t));
+  faults = static_cast<int64_t*>(host);
   Py_RETURN_NONE;
 }
 
@@ -250,7 +250,7 @@ size_t scratch_of(const Work& work) {
 Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>& arguments) {
   // Triton passes its functions: the arguments as they stand in the text, then two pieces of memory that the compiler
   // may have asked for (the second for profiling, which nobody turned on). An int32 is the first half of an int64.
-  int64_t space = memory, fault = int64_t(faults_on_device + work.launch->kernel->place * sizeof(int32_t));
+  int64_t space = memory, fault = int64_t(faults_on_device + work.launch->kernel->place * sizeof(int64_t));
   int64_t scratch = work.scratch ? memory + int64_t(work.shape->work) : 0, profile = 0;
   arguments.clear();
   for (size_t i = 0; i < work.pointer_count; ++i) arguments.push_back(work.p + i);
@@ -272,9 +272,9 @@ Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>
 }
 
 // What earlier launches left: the fault, and which of these works it was, or -1 for another's.
-bool reported(const std::vector<Work>& works, Py_ssize_t& at, int& fault) {
+bool reported(const std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
   size_t used = std::min(places_given + 1, kPlaces);
-  int32_t any = 0;
+  int64_t any = 0;
   asm volatile("" ::: "memory");  // the GPU writes there, unseen by the compiler
   for (size_t place = 0; place < used; ++place) any |= faults[place];
   for (size_t place = 0; any != 0 && place < used; ++place) {
@@ -291,7 +291,7 @@ bool reported(const std::vector<Work>& works, Py_ssize_t& at, int& fault) {
 }
 
 // Launch all; false with a Python error. A fault that was reported before stops it: at and fault then say which.
-bool execute(std::vector<Work>& works, Py_ssize_t& at, int& fault) {
+bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
   if (faults == nullptr) return PyErr_SetString(PyExc_RuntimeError, "the driver is not open"), false;
   if (reported(works, at, fault)) return true;
   Owned index(PyObject_CallNoArgs(current_device));
@@ -341,9 +341,9 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int& fault) {
 PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   Works<Launch, Work> works;
   Py_ssize_t at = 0;
-  int fault = 0;
+  int64_t fault = 0;
   if (!works.of_launch(self, args, nargsf, names) || !execute(works.all, at, fault)) return nullptr;
-  return PyLong_FromLong(fault);
+  return PyLong_FromLongLong(fault);
 }
 
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -376,10 +376,10 @@ void launch_free(PyObject* object) {
 PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   Works<Launch, Work> works;
   Py_ssize_t at = 0;
-  int fault = 0;
+  int64_t fault = 0;
   if (!works.of_plan(self, args, nargsf, names) || !execute(works.all, at, fault)) return nullptr;
   if (fault == 0) Py_RETURN_NONE;
-  return Py_BuildValue("(ni)", at, fault);
+  return Py_BuildValue("(nL)", at, static_cast<long long>(fault));
 }
 
 PyMethodDef functions[] = {

@@ -10,7 +10,8 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -21,7 +22,8 @@ import numpy as np
 import torch
 
 from flambeau.codegen.source import BlockSource
-from flambeau.errors import CompileError, UnsupportedError
+from flambeau.errors import BoundsError, CompileError, UnsupportedError
+from flambeau.ir.program import TableKernel
 from flambeau.targets.base import Build, Launch, Plan, Source, Step
 from flambeau.targets.cuda import BlockTarget, shape_function
 from flambeau.targets.launch import PythonPlan
@@ -31,6 +33,7 @@ from flambeau.targets.triton_worker import module_of
 
 if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
+    from flambeau.ir.program import AnyKernel
 
 
 class InterpreterTarget(BlockTarget):
@@ -40,6 +43,10 @@ class InterpreterTarget(BlockTarget):
         from flambeau.codegen.triton import CAPABILITIES
 
         return replace(CAPABILITIES, name=self.name)
+
+    def bounded(self, kernel: AnyKernel, name: str) -> BlockSource:
+        source = self.render(kernel, name)
+        return source if isinstance(kernel, TableKernel) else replace(source, bounded=True)
 
     def build(self, sources: Sequence[Source]) -> InterpreterBuild:
         interpreted_triton()
@@ -94,12 +101,21 @@ class InterpreterLaunch:
         self._kinds = list(signature(source).values())
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
-
+        count = len(self._source.sizes)
+        sizes, extents = sizes[:count], sizes[count:]
         work, *grids = self._shape(*sizes)
-        memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int32(0)
+        memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
         space = [ctypes.addressof(memory)] if self._source.workspace else []
         values = [*pointers, *sizes, *space, ctypes.addressof(bad)]
-        with np.errstate(all="ignore"):  # infinities and NaN are numbers
+        given = [(self.name, "the workspace", ctypes.addressof(memory), ctypes.sizeof(memory)),
+                 (self.name, "the fault", ctypes.addressof(bad), 8)]
+        for k, (p, kind) in enumerate(zip(pointers, self._source.pointers, strict=True)):
+            if extents:
+                width = width_of(kind)
+                given.append((self.name, f"its pointer {k}", p + extents[2 * k] * width,
+                              (extents[2 * k + 1] - extents[2 * k]) * width))
+        # Infinities and NaN are numbers.
+        with np.errstate(all="ignore"), memory_is(given if self._source.bounded else None):
             for k, function in enumerate(self._functions):
                 arguments = [argument(v, kind) for v, kind in zip(values, self._kinds, strict=True)]
                 function[tuple(grids[3 * k : 3 * k + 3])](*arguments)
@@ -107,6 +123,46 @@ class InterpreterLaunch:
 
     def __repr__(self) -> str:
         return f"<Launch {self.name}>"
+
+
+# ---- accesses that are checked ---------------------------------------------------------------------------
+
+# What a launch may access: the kernel, what it is to it, the first byte and how many.
+Region = tuple[str, str, int, int]
+WIDE = 16  # bytes of the last access to a row, which may end behind it
+_regions: list[Region] | None = None
+
+
+@contextmanager
+def memory_is(regions: list[Region] | None) -> Iterator[None]:
+    """Inside, an access of other memory is an error. None: whatever is accessed."""
+    global _regions
+    before, _regions = _regions, regions
+    try:
+        yield
+    finally:
+        _regions = before
+
+
+def width_of(kind: str) -> int:
+    """Bytes of an element behind a pointer of this type."""
+    from flambeau.codegen.triton import POINTER
+
+    return next(dtype.itemsize for dtype, pointer in POINTER.items() if pointer == kind)
+
+
+def check_accesses(addresses: Any, mask: Any) -> None:
+    if _regions is None:
+        return
+    at = np.unique(np.broadcast_to(addresses.data, mask.data.shape)[mask.data.astype(bool)].astype(np.int64))
+    inside = np.zeros(at.shape, bool)
+    for _, _, first, count in _regions:
+        inside |= (at >= first) & (at < (-(-(first + count) // WIDE) * WIDE if count else first))
+    if not inside.all():
+        wrong = int(at[~inside][0])
+        kernel, what, first, count = min(_regions, key=lambda r: abs(wrong - r[2]))
+        raise BoundsError(f"the kernel {kernel} accessed byte {wrong - first} of {what}, which has {count}",
+                          target=InterpreterTarget.name)
 
 
 def argument(value: int, kind: str) -> Any:
@@ -145,4 +201,21 @@ def interpreted_triton() -> None:
         # As the interpreter's own, but a comparison of floats, whose handle says float, stays a bool.
         return interpreter.TensorHandle(np.full(kind.shape, scalar.data.reshape(-1)[0]), scalar.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_splat = create_splat
+    builder = interpreter.InterpreterBuilder
+    builder.create_splat = create_splat
+    load, store, change = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+
+    def checked_load(self: Any, addresses: Any, mask: Any, *args: Any) -> Any:
+        check_accesses(addresses, mask)
+        return load(self, addresses, mask, *args)
+
+    def checked_store(self: Any, addresses: Any, value: Any, mask: Any, *args: Any) -> Any:
+        check_accesses(addresses, mask)
+        return store(self, addresses, value, mask, *args)
+
+    def checked_change(self: Any, op: Any, addresses: Any, value: Any, mask: Any, *args: Any) -> Any:
+        check_accesses(addresses, mask)
+        return change(self, op, addresses, value, mask, *args)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    builder.create_atomic_rmw = checked_change

@@ -7,6 +7,7 @@ its kernels, and reports what they found wrong with their data at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -66,14 +67,17 @@ class OpenClTarget(Target):
     def machine(self) -> str:
         return f"{NAME}, {self.device.name}"
 
-    def render(self, kernel: AnyKernel, name: str) -> RangeSource:
+    def bounded(self, kernel: AnyKernel, name: str) -> RangeSource:
+        return self.render(kernel, name, True)
+
+    def render(self, kernel: AnyKernel, name: str, bounded: bool = False) -> RangeSource:
         from flambeau.codegen.opencl import dtypes_of, render
         from flambeau.ir.program import TableKernel
 
         assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
 
         self.device.check_dtypes(dtypes_of(kernel))
-        return render(kernel, name, self.device.shape)
+        return render(kernel, name, replace(self.device.shape, bounded=bounded))
 
     def build(self, sources: Sequence[Source]) -> ClBuild:
         device = self.device

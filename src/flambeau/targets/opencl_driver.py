@@ -16,12 +16,14 @@ from typing import Any
 import pyopencl
 from numpy import zeros
 
+from flambeau.codegen.source import RangeSource
 from flambeau.config import config
 from flambeau.errors import CompileError, Error
 from flambeau.ir.faults import error_of
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.launch import extension
 from flambeau.targets.opencl_device import NAME, ClDevice, devices
+from flambeau.targets.opencl_host import RECORD, WRITTEN, found
 from flambeau.targets.opencl_memory import memory_at
 from flambeau.targets.toolchain import find_toolchain
 
@@ -54,7 +56,8 @@ class ClDriver:
         self._used = [0] * self.devices
         self._streams: dict[tuple[int, int], ClStream] = {}
         self._events: dict[int, tuple[int, int, pyopencl.Event]] = {}  # device, stream
-        self._faults: dict[int, pyopencl.Buffer] = {}  # a word for each device
+        self._faults: dict[int, pyopencl.Buffer] = {}  # a record for each device
+        self._reporting: list[RangeSource] = []  # the kernels that check their data, by the numbers they report
 
     @cached_property
     def launcher(self) -> ModuleType:
@@ -145,7 +148,7 @@ class ClDriver:
         on = self.found[device]
         if device not in self._faults:
             flags = pyopencl.mem_flags.READ_WRITE | pyopencl.mem_flags.COPY_HOST_PTR
-            self._faults[device] = pyopencl.Buffer(on.context, flags, hostbuf=zeros(1, "int32"))
+            self._faults[device] = pyopencl.Buffer(on.context, flags, hostbuf=zeros(RECORD, "int32"))
         there = self._streams[device, stream] = ClStream(on)
         self.launcher.add_queue(device, stream, there.queue.int_ptr, self._faults[device].int_ptr)
         return there
@@ -157,15 +160,23 @@ class ClDriver:
             return
         # A queue that is at its end is the quickest; else one on which nothing has to be waited for.
         queue = self._streams[device, stream].queue if done else self.found[device].queue
-        word = zeros(1, "int32")
+        record = zeros(RECORD, "int32")
         with self._lock:
-            pyopencl.enqueue_copy(queue, word, self._faults[device])
-            if code := int(word[0]):
-                pyopencl.enqueue_copy(queue, self._faults[device], zeros(1, "int32"))
-        if code:
-            error = error_of(code)
-            error.add_note("reported by a kernel that was launched before")
-            raise error
+            pyopencl.enqueue_copy(queue, record, self._faults[device])
+            if record[0] != WRITTEN:  # nothing, or another queue's, which is not at its end
+                return
+            pyopencl.enqueue_copy(queue, self._faults[device], zeros(RECORD, "int32"))
+        number, code, size = found(record)
+        error = error_of(code, size)
+        error.add_note(f"reported by the kernel of {', '.join(self._reporting[number].origins) or 'a graph'}, "
+                       "which was launched before")
+        raise error
+
+    def number_of(self, source: RangeSource) -> int:
+        """Under which it reports what it finds wrong with its data."""
+        with self._lock:
+            self._reporting.append(source)
+            return len(self._reporting) - 1
 
     def synchronise(self, device: int, stream: int) -> None:
         self.found[device].check_process()

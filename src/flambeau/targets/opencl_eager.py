@@ -58,8 +58,9 @@ class ClDeviceTarget(OpenClTarget):
             source, items = kernel.source, items_function(kernel.source)
             functions = [pyopencl.Kernel(program, name) for name in kernel.functions()]
             parts = tuple((f.int_ptr, part.group) for f, part in zip(functions, source.ranges, strict=True))
+            number = self._driver.number_of(source) if source.checks else -1
             launch: Launch = launcher.Launch(source.name, device.index, parts, source.itemsizes,
-                                             lambda *sizes: items(device.units, *sizes), source.checks, functions)
+                                             lambda *sizes: items(device.units, *sizes), number, functions)
             return launch
 
         return make

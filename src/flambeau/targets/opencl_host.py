@@ -16,6 +16,8 @@ from flambeau.targets.opencl_compile import Kernel
 from flambeau.targets.opencl_device import NAME, ClDevice
 from flambeau.targets.opencl_memory import HostMemory, Span, addresses
 
+RECORD, WRITTEN = 6, 2  # words of a report, and what the first of them is when the others are there
+
 
 class ClLaunch:
     """A kernel of one device: its functions, in the order of their launches."""
@@ -68,10 +70,10 @@ class ClPlan:
 
     @cached_property
     def _faults(self) -> pyopencl.Buffer:
-        """A word for each of the steps."""
+        """A record for each of the steps."""
         flags = pyopencl.mem_flags
         return pyopencl.Buffer(self._device.context, flags.READ_WRITE | flags.COPY_HOST_PTR,
-                               hostbuf=numpy.zeros(len(self._steps), numpy.int32))
+                               hostbuf=numpy.zeros((len(self._steps), RECORD), numpy.int32))
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None:
         self._device.check_process()
@@ -91,14 +93,18 @@ class ClPlan:
 
     def _reported(self, at: int) -> int:
         """What a step found wrong; waits for it."""
-        word = numpy.zeros(1, numpy.int32)
-        place = at * word.itemsize
-        pyopencl.enqueue_copy(self._device.queue, word, self._faults, src_offset=place)
-        code = int(word[0])
-        if code:
-            word[0] = 0
-            pyopencl.enqueue_copy(self._device.queue, self._faults, word, dst_offset=place)
-        return code
+        record = numpy.zeros(RECORD, numpy.int32)
+        place = at * record.nbytes
+        pyopencl.enqueue_copy(self._device.queue, record, self._faults, src_offset=place)
+        if not record[0]:
+            return 0
+        pyopencl.enqueue_copy(self._device.queue, self._faults, numpy.zeros_like(record), dst_offset=place)
+        return found(record)[1]
+
+
+def found(record: numpy.ndarray[Any, Any]) -> tuple[int, int, int]:
+    """What `fl_report` wrote: the number of the kernel, the fault, the size that was exceeded."""
+    return int(record[1]), *(int(x) for x in record[2:RECORD].view(numpy.int64))  # type: ignore[return-value]
 
 
 def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:

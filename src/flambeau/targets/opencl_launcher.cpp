@@ -1,7 +1,7 @@
 // Starts OpenCL kernels on device memory from Python: `Launch` one, `Plan` several in a row, on the current stream.
 //
 // OpenCL's functions come from the library that PyOpenCL has loaded; PyOpenCL itself takes ten times as long for a
-// launch. Nothing waits for a kernel: what one finds wrong with its data it leaves in a word of its device, which is
+// launch. Nothing waits for a kernel: what one finds wrong with its data it leaves in a record of its device, which is
 // read whenever somebody waits.
 
 #include "launcher.h"
@@ -159,7 +159,7 @@ struct Shape {
 
 struct Kernel {
   int64_t device;
-  bool checks;
+  int64_t number;  // under which it reports what it finds wrong with its data; -1: it does not look
   std::vector<int64_t> itemsizes;
   std::vector<Part> parts;
   Shapes<Shape> shapes;
@@ -218,14 +218,14 @@ bool start(const Work& work, Queue& queue, Trouble& trouble) {
       set(sizeof offset, &offset);
     }
     for (size_t i = 0; i < work.size_count; ++i) set(sizeof(int64_t), work.n + i);
-    int64_t place = 0;
+    int64_t place = kernel.number < 0 ? 0 : kernel.number << 32;  // of the record of its device, with its number
     set(sizeof(Handle), &faults[kernel.device]);
     set(sizeof place, &place);
     if (trouble.code == 0)
       trouble.code = driver.enqueue(queue.handle, part.kernel, 1, nullptr, &items, &part.group, 0, nullptr, nullptr);
     if (trouble.code != 0) return false;
     queue.used = true;
-    queue.checked |= kernel.checks;
+    queue.checked |= kernel.number >= 0;
   }
   return true;
 }
@@ -282,15 +282,15 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   return works.of_launch(self, args, nargsf, names) && execute(works.all) ? PyLong_FromLong(0) : nullptr;
 }
 
-// Launch(name, device, ((kernel, group), ...), itemsizes, items, checks, owner)
+// Launch(name, device, ((kernel, group), ...), itemsizes, items, number, owner)
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *name, *parts, *itemsizes, *items, *owner;
-  int device, checks;
-  if (!PyArg_ParseTuple(args, "UiO!OOpO", &name, &device, &PyTuple_Type, &parts, &itemsizes, &items, &checks, &owner))
+  int device, number;
+  if (!PyArg_ParseTuple(args, "UiO!OOiO", &name, &device, &PyTuple_Type, &parts, &itemsizes, &items, &number, &owner))
     return nullptr;
   auto kernel = std::make_unique<Kernel>();
   kernel->device = device;
-  kernel->checks = checks != 0;
+  kernel->number = number;
   Words bytes;
   if (!bytes.read(itemsizes)) return nullptr;
   kernel->itemsizes.assign(bytes.data, bytes.data + bytes.count);

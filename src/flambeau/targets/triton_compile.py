@@ -80,7 +80,7 @@ def signature(source: BlockSource) -> dict[str, str]:
     """The arguments of each of a source's functions, with their types."""
     out = {f"p{k}": kind for k, kind in enumerate(source.pointers)}
     out |= {f"n{k}": kind for k, kind in enumerate(source.sizes)}
-    return out | ({"work": "*i8"} if source.workspace else {}) | {"bad": "*i32"}
+    return out | ({"work": "*i8"} if source.workspace else {}) | {"bad": "*i64"}
 
 
 class TritonCompiler:

@@ -74,12 +74,39 @@ FL_INLINE long fl_imin(long a, long b) { return a < b ? a : b; }
 FL_INLINE long fl_imax(long a, long b) { return a > b ? a : b; }
 FL_INLINE long fl_past(long i, long a, long b) { return i >= a && i < b ? b : i; }  // i, or the end of [a, b)
 
+// What is reported (ir/faults.py): the worse of two faults; and one of an index, which has the low 50 bits.
+FL_INLINE long fl_worse(long a, long b) { return a > b ? a : b; }
+FL_INLINE long fl_fault(long site, long at) { return site | (at & ((1L << 50) - 1)); }
+
+// The record of a launch: whether there is one (1: it is being written, 2: it is there), the launcher's number of the
+// kernel, the fault, the size exceeded. The first work-item that finds something writes it. `at`: the record's place in
+// the low half, that number in the high one.
+FL_INLINE void fl_report(__global int* faults, long at, long bad, long size) {
+  __global int* record = faults + 6 * (at & 0xffffffffL);
+  if (atomic_cmpxchg(record, 0, 1) != 0) return;
+  record[1] = (int)(at >> 32);
+  record[2] = (int)bad;
+  record[3] = (int)(bad >> 32);
+  record[4] = (int)size;
+  record[5] = (int)(size >> 32);
+  mem_fence(CLK_GLOBAL_MEM_FENCE);
+  atomic_xchg(record, 2);
+}
+
 // An index that is reported where it is not below the size, and zero then.
-#define fl_checked(at, size, bad) fl_checked_or_zero(at, size, &(bad))
-FL_INLINE long fl_checked_or_zero(long at, long size, int* bad) {
+#define fl_checked(at, size, bad, site) fl_checked_or_zero(at, size, &(bad), site)
+FL_INLINE long fl_checked_or_zero(long at, long size, long* bad, long site) {
   const bool inside = (ulong)at < (ulong)size;
-  *bad |= !inside;  // Fault.INDEX
+  *bad = fl_worse(*bad, inside ? 0 : fl_fault(site, at));
   return inside ? at : 0;
+}
+
+// Whether an access stays in its buffer, of a kernel that looks at all of them.
+#define fl_within(at, first, end, bad, site) fl_is_within(at, first, end, &(bad), site)
+FL_INLINE bool fl_is_within(long at, long first, long end, long* bad, long site) {
+  const bool inside = at >= first && at < end;
+  *bad = fl_worse(*bad, inside ? 0 : fl_fault(site, at));
+  return inside;
 }
 
 #define fl_thread() ((long)get_global_id(0))
