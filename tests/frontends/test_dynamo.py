@@ -61,6 +61,15 @@ def test_an_operator_with_an_effect_runs_though_nobody_reads_its_result() -> Non
     assert torch.equal(compiled(fn)(x), x + x) and calls == [3]
 
 
+def test_operators_with_an_argument_called_self() -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        lists = {"self": [x.clone()], "tensors1": [x * 2], "weights": [x * 3]}
+        torch._foreach_lerp_(**lists)
+        return lists["self"]
+
+    same(fn, torch.ones(3))
+
+
 def test_inputs_whose_memory_holds_opposites() -> None:
     def fn(x: Tensor) -> Tensor:
         x.add_(1)
