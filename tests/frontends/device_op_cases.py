@@ -462,6 +462,8 @@ ROW = _filled(0, 2, dtype=torch.int64)
     lambda d: FLOATS(d).uniform_(2, 1), lambda d: BOOLS(d).random_(0, 5),
     lambda d: MANY(d).index_add(0, ROW(d), _filled(1, 2, 2)(d)),
     lambda d: MANY(d).index_copy(0, ROW(d), _filled(1, 2, 3, dtype=torch.float64)(d)),
+    lambda d: MANY(d).__setitem__(([0, 1], [0, 1, 2]), 0),
+    lambda d: MANY(d).__setitem__(ROW(d), MANY(d)[:2].double()),
     lambda d: FLOATS(d).put_(INTS(d), _filled(1, 2)(d)), lambda d: INTS(d).div_(2), lambda d: BOOLS(d).add_(1),
 ], ids=str)
 def test_what_the_cpu_refuses(falls_back: None, call: Callable[[str], torch.Tensor]) -> None:

@@ -371,7 +371,7 @@ class Lowering:
         out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
             and val.device == self.device else None
-        made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out)
+        made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out, n.is_impure())
         self.bind_results(made, val[:len(made)] if several else [val])
         if is_view(target):
             self.storage.borrowed.update(v.buffer for v in made if v is not None)
