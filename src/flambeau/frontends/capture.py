@@ -21,7 +21,6 @@ from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
-from flambeau.ops.refused import is_refused
 from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
 
 from . import replay
@@ -285,8 +284,6 @@ class Lowering:
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
-        if self.device.type != "cuda" and is_refused(target, [t.dtype for t in given]):
-            return False
         if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(

@@ -15,7 +15,6 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.ops.refused import ALIKE, REFUSED, is_refused
 
 aten = torch.ops.aten
 
@@ -44,14 +43,19 @@ OWN: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (aten.hardshrink_backward.default, aten.softshrink_backward.default), shrink_backward)
 
 
-def unless_refused(op: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+# Losses whose kernels take floats of one dtype; taken apart, they would compute with anything.
+STRICT = (aten.binary_cross_entropy.default, aten.huber_loss.default, aten.multi_margin_loss.default,
+          aten.smooth_l1_loss.default)
+
+
+def of_floats(decomposition: Callable[..., Any]) -> Callable[..., Any]:
     """What eager does not take stays whole: then ATen raises its error."""
 
-    def taken_apart(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        if all(t.device.type != "cuda" for t in tensors) and is_refused(op, [t.dtype for t in tensors]):
+    def taken_apart(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        other = args[0] if args else x
+        if not x.is_floating_point() or (other.is_floating_point() and other.dtype is not x.dtype):
             return NotImplemented
-        return decomposition(*args, **kwargs)
+        return decomposition(x, *args, **kwargs)
 
     return taken_apart
 
@@ -69,6 +73,4 @@ def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
     for op in (*LOWERINGS, *CONTRACTIONS):
         out.pop(op, None)
     out.update(OWN)
-    refusing = REFUSED.keys() | ALIKE
-    return {op: unless_refused(op, fn) if isinstance(op, torch._ops.OpOverload)
-            and op._schema.name.removeprefix("aten::") in refusing else fn for op, fn in out.items()}
+    return {op: of_floats(fn) if op in STRICT else fn for op, fn in out.items()}
