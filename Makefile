@@ -3,6 +3,7 @@
 #   PYTHON       the interpreter that the environment in .venv is made with
 #   CONSTRAINTS  the versions that are installed; pip's own PIP_* variables are honoured as well
 #   JOBS         how many tests run at once
+#   FILES        parts of names of PyTorch's test files, for test-torch
 
 PYTHON      ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -15,13 +16,15 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all test-torch test-outside bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
 	@echo "make demo      set up, then take the tour"
 	@echo "make test      set up, then linters, the fast tests and a sample of the slow ones"
 	@echo "make test-all  the same with every sample of every operator (long)"
+	@echo "make test-torch PYTORCH_TESTS=path   PyTorch's own tests on the device and the backend (hours)"
+	@echo "make test-outside  models of the transformers library train on the device as on the CPU (long)"
 	@echo "make bench     Flambeau beside eager and Inductor"
 	@echo "make docs      rewrite the generated pages under docs/"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
@@ -77,6 +80,21 @@ test-all: lint
 	@echo "==> tests: everything"
 	@FLAMBEAU_SAMPLE=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
+# What is known is kept in build/torch-tests, so that a run that was stopped goes on where it was.
+test-torch: setup
+	@test -f "$(PYTORCH_TESTS)/test_torch.py" || { \
+	  echo "PYTORCH_TESTS is to be the folder test of PyTorch's sources, of the version of torch in $(VENV)."; \
+	  exit 1; } >&2
+	@echo "==> PyTorch's tests"
+	@mkdir -p results
+	@PYTHONPATH=tests nice -n 15 $(BIN)/python -m torch_suite "$(PYTORCH_TESTS)" $(FILES) --jobs $(JOBS) \
+	  --json results/torch-tests.json
+
+test-outside: setup
+	@echo "==> models of the transformers library on the device"
+	@$(PIP) transformers
+	@$(BIN)/python tests/outside_models.py --jobs $(JOBS) --json results/outside-models.json
+
 bench: setup
 	@echo "==> flambeau bench"
 	@mkdir -p results
@@ -91,6 +109,8 @@ docs: setup
 	@$(BIN)/python -m flambeau.report.numerics > docs/exact-operators.md
 	@echo "==> docs/performance.md"
 	@$(BIN)/python -m flambeau.report.performance results docs
+	@echo "==> docs/device.md"
+	@PYTHONPATH=tests $(BIN)/python -m torch_suite.report results/torch-tests.json docs/device.md
 
 clean:
 	@echo "==> removing build products and caches"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from flambeau.report import numerics
+from torch_suite import report
 
 README = Path(__file__).parent.parent / "README.md"
 CONSTRAINTS = (README.parent / "constraints.txt").read_text()
@@ -34,6 +36,11 @@ def test_tests_that_the_page_of_the_device_names() -> None:
     assert len(named) > 25
     for test, where in named:
         assert any(f"def {test}" in files[file] for file in re.findall(r"`(\w+\.py)`", where)), test
+
+
+def test_the_table_of_torchs_tests_is_as_it_is_written() -> None:
+    page = (README.parent / "docs" / "device.md").read_text()
+    assert page == report.page(page, json.loads((README.parent / "results" / "torch-tests.json").read_text()))
 
 
 @pytest.mark.skipif(f"torch=={torch.__version__.split('+')[0]}" not in CONSTRAINTS,

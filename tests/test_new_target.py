@@ -69,7 +69,8 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
 x, y = torch.randn(32, 4), torch.randint(2, (32,))
 losses = []
-for device, m in (("flambeau", copy.deepcopy(model).to("flambeau")), ("cpu", model)):
+ours = copy.deepcopy(model).to("flambeau")
+for device, m in (("flambeau", ours), ("cpu", model)):
     optimiser = torch.optim.SGD(m.parameters(), lr=0.5)
     for _ in range(5):
         optimiser.zero_grad()
@@ -80,6 +81,16 @@ for device, m in (("flambeau", copy.deepcopy(model).to("flambeau")), ("cpu", mod
 assert abs(losses[0] - losses[1]) < 1e-4
 on_the_cpu = {row.operator for row in flambeau.fallbacks()}
 assert on_the_cpu and all("mm" in name for name in on_the_cpu), on_the_cpu  # products are a library's; the rest is ours
+ours.load_state_dict(model.state_dict())
+compiled = torch.compile(ours, backend="flambeau")  # what lies between its kernels lies on the device too
+torch.testing.assert_close(compiled(x.to("flambeau")).cpu(), model(x))
+ours.zero_grad()
+compiled(x.to("flambeau")).square().sum().backward()
+model.zero_grad()
+model(x).square().sum().backward()
+torch.testing.assert_close(ours[0].weight.grad.cpu(), model[0].weight.grad)
+host = torch.compile(model, backend="flambeau", options={"target": "echo"})  # and for the CPU on the CPU
+torch.testing.assert_close(host(x), model(x))
 view = torch.arange(12.0, device="flambeau").reshape(3, 4).t()[1:]
 assert view.cpu().tolist() == torch.arange(12.0).reshape(3, 4).t()[1:].tolist()
 try:

@@ -48,11 +48,6 @@ class EchoTarget(Target):
     def plan(self, steps):
         return PythonPlan(steps)
 
-    def empty(self, nbytes):
-        import torch
-
-        return torch.empty(nbytes, dtype=torch.uint8)
-
     def driver(self):
         return self._driver
 

@@ -141,6 +141,7 @@ class Config:
     graph_cache    = Setting("FLAMBEAU_GRAPH_CACHE", _boolean, True, "keep whole compiled graphs in that folder")
     compiler       = Setting("FLAMBEAU_CXX", _text, "g++", "C++ compiler, on the PATH or with its folder")
     compile_jobs   = Setting("FLAMBEAU_JOBS", _positive, _cpu_count, "how many compilers run at once")
+    compile_timeout = Setting("FLAMBEAU_COMPILE_TIMEOUT", _positive, 600, "seconds until a compiler is ended")
     verify         = Setting("FLAMBEAU_VERIFY", _verify, False, "1: check graphs, accesses, results; passes: graphs")
     numerics       = Setting("FLAMBEAU_NUMERICS", _numerics, "fast", "fast, or eager: bits as eager PyTorch")
     target         = Setting("FLAMBEAU_TARGET", _optional_text, None, "runs all graphs, in place of their device's own")

@@ -39,7 +39,7 @@ def test_every_lowering_and_contraction_has_a_row(rows: dict[str, coverage.Opera
     ("aten.bitwise_and", "bitwise", "float32", "none"),
     ("aten.mm", "contraction", "float32", "library"),
     ("aten.view", "view", "float32", "partly"),
-    ("aten.sort", coverage.UNLOWERED, "float32", "extern"),
+    ("aten.sort", "sorting", "float32", "extern"),
 ])
 def test_cells(rows: dict[str, coverage.Operator], name: str, family: str, dtype: str, cell: str) -> None:
     assert (rows[name].family, rows[name].cells[dtype]) == (family, cell)
@@ -104,6 +104,12 @@ def test_contractions_of_a_machine_that_has_kernels_for_them() -> None:
     cells = {row.name: row.cells for row in coverage.coverage([torch.float32], machine, device=True)}
     assert cells["aten.mm"]["float32"] == cells["aten.convolution"]["float32"] == "partly"
     assert cells["aten.mkldnn_rnn_layer"]["float32"] == "fallback"
+
+
+def test_sorts_of_a_machine_that_has_kernels_for_them() -> None:
+    machine = Capabilities("sorts", sorts=True)
+    cells = {row.name: row.cells for row in coverage.coverage([torch.float32], machine, device=True)}
+    assert cells["aten.sort"]["float32"] == "native" and cells["aten.kthvalue"]["float32"] == "partly"
 
 
 def test_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

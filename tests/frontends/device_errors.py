@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -35,12 +36,121 @@ def test_a_device_index_that_does_not_exist() -> None:
 @pytest.mark.parametrize("call", [
     lambda x, y: x + y, lambda x, y: x @ y, lambda x, y: torch.cat([x, y]), lambda x, y: torch.where(x > 0, x, y),
     lambda x, y: nn.functional.linear(x, y), lambda x, y: torch.add(x, x, out=y), lambda x, y: y.mul_(x),
-    lambda x, y: nn.functional.layer_norm(x, (3,), y[0]),
-], ids=["add", "matmul", "cat", "where", "linear", "out", "in place", "layer_norm"])
+    lambda x, y: nn.functional.layer_norm(x, (3,), y[0]), lambda x, y: x.index_put((torch.tensor([0]),), y[:1]),
+    lambda x, y: y[x.long()], lambda x, y: torch.linalg.lstsq(x, y), lambda x, y: torch.masked_select(x, y > 0),
+], ids=["add", "matmul", "cat", "where", "linear", "out", "in place", "layer_norm", "index_put", "index", "lstsq",
+        "masked_select"])
 def test_a_tensor_of_the_cpu_among_those_of_the_device(call: Any) -> None:
     with pytest.raises(RuntimeError, match="(?i)expected all tensors to be on the same device") as error:
         call(torch.ones(3, 3, device=DEV), torch.ones(3, 3))
     assert "flambeau:0" in str(error.value) and "cpu" in str(error.value)
+
+
+def test_scalars_of_the_cpu_are_read_and_not_written() -> None:
+    x, host = torch.ones((), device=DEV), torch.tensor(3.0)
+    assert (x + host).item() == 4
+    for call in (lambda: torch.add(x, 1, out=host), lambda: torch.sum(x, 0, out=host), lambda: host.add_(x),
+                 lambda: torch.cumsum(x, 0, out=host)):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            call()
+    assert host.copy_(x).item() == 1
+
+
+def test_forms_that_pytorch_puts_together() -> None:
+    x = torch.tensor([[1, 2, 2], [3, 1, 3]])
+    out = torch.empty(0, dtype=torch.int64, device=DEV), torch.empty(0, dtype=torch.int64, device=DEV)
+    torch.mode(x.to(DEV), out=out)
+    assert [t.tolist() for t in out] == [t.tolist() for t in torch.mode(x)]
+    a, b = torch.eye(3), torch.ones(3)
+    for left, right in ((a.to(DEV), b), (a, b.to(DEV))):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            torch.linalg.solve(left, right)
+    assert torch.linalg.solve(a.to(DEV), b.to(DEV)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("use", [lambda x, m: x[m], lambda x, m: x.index_put((m,), x[0]), lambda x, m: x[:, m[:3]]],
+                         ids=["read", "write", "second"])
+def test_masks_of_bytes(use: Any) -> None:
+    x, mask = torch.arange(12.0).reshape(4, 3), torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
+    found = []
+    for device in ("cpu", DEV):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            values = use(x.to(device), mask.to(device)).tolist()
+        found.append((values, {str(w.message).partition(" (")[0] for w in said}))
+    assert found[0] == found[1] and any("uint8 is now deprecated" in text for text in found[1][1])
+
+
+# ---- indices ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [
+    lambda x, d: x[[5]], lambda x, d: x[:, [0, -4]], lambda x, d: x[torch.tensor([-6])],
+    lambda x, d: x[torch.tensor([7]).to(d)], lambda x, d: x[[0, 5], [0, 1]], lambda x, d: x.index_put_(
+        (torch.tensor([5]),), x[0]), lambda x, d: x.__setitem__([9], 1.0),
+    lambda x, d: x.index_select(1, torch.tensor([3]).to(d)), lambda x, d: x.gather(0, torch.tensor([[5]]).to(d)),
+    lambda x, d: x.scatter_add(0, torch.tensor([[5]]).to(d), x), lambda x, d: x.take(torch.tensor([15]).to(d)),
+    lambda x, d: nn.functional.embedding(torch.tensor([5]).to(d), x),
+    lambda x, d: x[:0][[0]], lambda x, d: x[:, :0][:, [0, 1]], lambda x, d: x[:, :0].index_select(1, torch.zeros(
+        1, dtype=torch.int64, device=d)), lambda x, d: x[:0].gather(0, torch.zeros(1, 3, dtype=torch.int64, device=d)),
+])
+def test_an_index_that_the_host_knows(use: Any) -> None:
+    """It is eager's error, at the call, and nothing that comes later has heard of it."""
+    x = torch.arange(15.0).reshape(5, 3)
+    with pytest.raises((IndexError, RuntimeError)) as expected:
+        use(x, "cpu")
+    with pytest.raises(expected.type) as error:
+        use(x.to(DEV), DEV)
+    assert str(error.value) == str(expected.value)
+    assert torch.ones(3, device=DEV).sum().item() == 3
+
+
+def test_indices_that_the_host_knew() -> None:
+    x, at = torch.arange(5.0, device=DEV), torch.tensor([7]).to(DEV)
+    at.sub_(5)  # it knows no longer
+    assert x[at].item() == 2
+    at = torch.tensor([7]).to(DEV)
+    at.data.sub_(5)  # and this it does not notice
+    assert x[at].item() == 2
+    assert x[torch.tensor([], dtype=torch.int64)].shape == (0,) and x[:0][[]].shape == (0,)
+
+
+WAITS: dict[str, Any] = {
+    "item": lambda bad, event: bad.sum().item(), "copy": lambda bad, event: bad.cpu(),
+    "device": lambda bad, event: torch.flambeau.synchronize(), "event": lambda bad, event: event.synchronize(),
+    "stream": lambda bad, event: torch.flambeau.current_stream().synchronize(),
+    "accelerator": lambda bad, event: torch.accelerator.synchronize(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_an_index_that_only_the_device_knows(wait: Any) -> None:
+    """It is raised by the next that waits, once."""
+    x, at = torch.arange(5.0, device=DEV), torch.arange(4, 8, device=DEV)
+    bad = x[at]
+    event = torch.flambeau.current_stream().record_event()
+    with pytest.raises(IndexError, match="out of"):
+        wait(bad, event)
+    for again in WAITS.values():
+        again(bad, event)
+    assert x[at[:1]].item() == 4
+
+
+def test_an_index_on_another_stream() -> None:
+    """What waited for it is the first to say so."""
+    x, at = torch.arange(5.0, device=DEV), torch.arange(4, 8, device=DEV)
+    torch.flambeau.synchronize()
+    there = torch.Stream(device=DEV)
+    with there:
+        bad = x[at]
+    torch.flambeau.current_stream().wait_stream(there)
+    with pytest.raises(IndexError, match="out of"):
+        (bad + 1).cpu()
+    assert (x + 1).sum().item() == 15
+    there.synchronize()
+
+
+# ---- what a device does not have ------------------------------------------------------------------------
 
 
 def test_a_dtype_that_the_device_lacks() -> None:
@@ -83,16 +193,24 @@ def test_memory_that_is_exhausted() -> None:
 
 def test_a_fork_after_the_start() -> None:
     torch.ones(2, device=DEV)
-    read, write = os.pipe()
-    if not (child := os.fork()):
-        try:
-            torch.ones(2, device=DEV)
-            said = "no error"
-        except RuntimeError as error:
-            said = str(error)
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    said = os.read(read, 4096).decode()
-    assert "forked after OpenCL was used" in said and "spawn" in said
+    for use in (lambda: torch.ones(2, device=DEV), torch.flambeau.init, lambda: torch.Stream(device=DEV).synchronize()):
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            try:
+                use()
+                said = "no error"
+            except RuntimeError as error:
+                said = str(error)
+            os.write(write, said.encode())
+            os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        said = os.read(read, 4096).decode()
+        os.close(read)
+        assert "was forked after" in said and "spawn" in said
+
+
+def test_inductor_names_the_backend() -> None:
+    with pytest.raises(Exception, match=r"makes no code for the device 'flambeau'[\s\S]*backend=\"flambeau\""):
+        torch.compile(lambda x: x + 1)(torch.ones(3, device=DEV))
+    assert torch.compile(lambda x: x + 1, backend="flambeau")(torch.ones(3, device=DEV)).tolist() == [2, 2, 2]

@@ -391,3 +391,52 @@ FAMILIES = ("add", "nn_functional_gelu", "sum", "cumsum", "nn_functional_max_poo
 def test_families_do_not_fall_back(name: str) -> None:
     report = check_on_device(name, torch.int64 if name.startswith("bitwise") else torch.float32, limit=1)
     assert report.samples and report.ok and report.native, (report.failures, report.externs)
+
+
+# ---- sorts -----------------------------------------------------------------------------------------------
+
+
+def every_result(got: Any, wanted: Any) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert a.stride() == b.stride()
+        close(a, b)
+
+
+def test_sorts_and_what_is_chosen_by_order() -> None:
+    x = torch.randint(0, 9, (3, 12)).float()
+    d = x.to(DEV)
+    every_result(d.sort(stable=True, descending=True), x.sort(stable=True, descending=True))
+    every_result(d.mode(1), x.mode(1))
+    every_result((d.argsort(stable=True), torch.msort(d)), (x.argsort(stable=True), torch.msort(x)))
+    every_result((d.topk(5)[0], d.median(), d.median(1)[0]), (x.topk(5)[0], x.median(), x.median(1)[0]))
+    values, places = torch.empty(0, device=DEV), torch.empty(0, dtype=torch.int64, device=DEV)
+    torch.sort(d, stable=True, out=(values, places))
+    every_result((values, places), x.sort(stable=True))
+    with pytest.raises(RuntimeError, match="out of range"):
+        d.topk(99)
+
+
+def test_unique() -> None:
+    x, y = torch.randint(0, 9, (3, 12)), torch.randint(0, 2, (30, 3))
+    for fn in (lambda t, u: t.unique(return_inverse=True, return_counts=True),
+               lambda t, u: u.unique(dim=0, return_inverse=True, return_counts=True),
+               lambda t, u: u.unique_consecutive(return_inverse=True, return_counts=True)):
+        every_result(fn(x.to(DEV), y.to(DEV)), fn(x, y))
+
+
+def test_draws_that_sort() -> None:
+    n, p = 20_000, torch.tensor([0.0, 1, 2, 3, 0], device=DEV)
+    torch.manual_seed(3)
+    several, first = p.multinomial(n, replacement=True), p.expand(n, 5).multinomial(2)
+    for drawn in (several, first[:, 0], p.expand(n, 5).multinomial(1)[:, 0]):
+        counts = torch.bincount(drawn.cpu(), minlength=5)
+        torch.testing.assert_close(counts / n, p.cpu() / 6, rtol=0, atol=0.02)
+        assert counts[0] == counts[4] == 0
+    assert not (first[:, 0] == first[:, 1]).any()
+    g = torch.Generator(DEV)
+    a, b = (torch.randperm(300, generator=g.manual_seed(5), device=DEV, dtype=torch.int32) for _ in range(2))
+    assert torch.equal(a, b) and torch.equal(a.sort()[0].cpu(), torch.arange(300, dtype=torch.int32))
+    for probabilities, replacement, said in (([-1.0, 2], False, "element < 0"), ([0.0, 0], False, "sum of prob"),
+                                             ([1.0, float("nan")], True, "infinity or NaN")):
+        with pytest.raises(RuntimeError, match=said):
+            torch.tensor(probabilities, device=DEV).multinomial(1 if not replacement else 5, replacement)

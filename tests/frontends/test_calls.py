@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.frontends.calls import EXTENSION, TENSOR, Prepared, Strided, by_schema, is_constant
+from flambeau.frontends.graph_entry import codec
 from flambeau.frontends.package import operator_named
 from flambeau.frontends.pipeline import Options, compiled
 
@@ -53,7 +53,7 @@ def native() -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_results(name: str, native: Any) -> None:
     prepared, tensors, wanted = CASES[name]
-    prepared = pickle.loads(pickle.dumps(prepared))
+    prepared = codec().decode(codec().encode(prepared))
     op = operator_named(prepared.operator)
     for call in (prepared.native(native, op), prepared.python(op)):
         torch.testing.assert_close(call(*tensors), wanted(), rtol=0, atol=0)

@@ -22,6 +22,10 @@ def test_device() -> None:
     run_apart(HERE / "device_cases.py")
 
 
+def test_identity() -> None:
+    run_apart(HERE / "device_identity.py")
+
+
 def test_operators() -> None:
     run_apart(HERE / "device_op_cases.py")
 

@@ -266,3 +266,19 @@ def test_running_statistics_are_written_by_the_call(twice: bool, operators: set[
     assert operators <= called
     assert {name: differing(t, eager.state_dict()[name])[0] for name, t in ours.state_dict().items()} == dict.fromkeys(
         ours.state_dict(), 0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 16), (1, 8, 16), (3, 5, 1), (1, 4, 40)], ids=str)
+def test_calls_see_the_strides_of_eager_in_dimensions_of_size_one(sizes: tuple[int, ...]) -> None:
+    """A product of one row is a dot product, whose order of sums depends on the steps that the library is given."""
+
+    def products(x: Tensor) -> tuple[Tensor, ...]:
+        v = torch.var_mean(x, 1)[0]
+        return torch.addmm(v @ v.t(), v, v.t(), beta=0.5), v @ v.t()
+
+    torch._dynamo.reset()
+    run = compiled(products)
+    for seed in range(8):
+        x = torch.randn(sizes[:2], dtype=torch.float64, generator=torch.Generator().manual_seed(seed))[..., None]
+        x = x.expand(sizes)
+        assert [differing(a, b)[0] for a, b in zip(run(x), products(x), strict=True)] == [0, 0]

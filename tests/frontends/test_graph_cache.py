@@ -202,10 +202,10 @@ def test_a_damaged_entry(damage: Callable[[bytes], bytes]) -> None:
 
 
 def test_an_entry_that_does_not_load(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Well sealed, and yet of no use: not a pickle, or with a kernel that does not build any more."""
+    """Well sealed, and yet of no use: not such data, or with a kernel that does not build any more."""
     counted(compile_and_run())
     path, = entries()
-    graph_cache.GraphCache.disk().put(path.name.partition(".")[0], b"no pickle", graph_cache.SUFFIX)
+    graph_cache.GraphCache.disk().put(path.name.partition(".")[0], b"no entry", graph_cache.SUFFIX)
     with caplog.at_level(logging.WARNING, logger=flambeau.__name__):
         flambeau_log = logging.getLogger(flambeau.__name__)
         monkeypatch.setattr(flambeau_log, "propagate", True)

@@ -67,6 +67,7 @@ def test_memory_that_is_shared_is_seen() -> None:
     assert Watch([[x[:4]], [x[4:]]]).apart()
     assert not Watch([[x[:5]], [x[4:]]]).apart()
     assert Watch([[x], [x[:0]]]).apart()
+    assert not Watch([[x[::3]], [x[6:]]]).apart()  # gaps included
     watch = Watch([[torch.randn(4), torch.randn(4)]])
     assert watch.apart()
     assert watch.check([[x[:4], x[3:7]]]) and not watch.apart()

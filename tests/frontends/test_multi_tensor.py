@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 import flambeau
 from flambeau.frontends import multi_tensor, overrides
+from flambeau.frontends.clipping import SCALED
 from flambeau.frontends.multi_tensor import DECLINED, ListFunction
 from flambeau.frontends.row_kernels import RowKind, Variant
 
@@ -203,6 +204,15 @@ def test_what_shares_memory_is_left_to_torch() -> None:
     ours, eager = tied(), tied()
     train(ours, eager, compiled(torch.optim.SGD(ours, lr=0.1)), torch.optim.SGD(eager, lr=0.1).step)
     assert DECLINED["sgd: tensors that share memory"] == 3
+
+
+def test_a_factor_that_is_part_of_what_it_scales_is_left_to_torch() -> None:
+    flat = torch.arange(1.0, 5.0)
+    SCALED(([flat[:3]], torch.tensor(2.0)), {}, (None, "near"))
+    assert flat.tolist() == [2, 4, 6, 4] and not DECLINED
+    with pytest.raises(RuntimeError, match="refer to a single memory location"):
+        SCALED(([flat[:3]], flat[2]), {}, (None, "near"))
+    assert DECLINED == {"scaled: tensors that share memory": 1}
 
 
 def test_counts_that_differ_from_row_to_row() -> None:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flambeau.errors import CacheError
 from flambeau.targets import cache as cache_module
+from flambeau.targets import scratch
 from flambeau.targets.cache import DiskCache
 
 
@@ -29,7 +30,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def temporaries(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if path.name.startswith("tmp-")]
+    """What is left in the folders of processes, those of this one apart."""
+    return [path for folder in (root / "tmp").glob("*") for path in folder.iterdir()]
 
 
 def test_an_entry_comes_back(root: Path) -> None:
@@ -56,6 +58,10 @@ def test_the_directory_is_for_its_owner_alone(root: Path) -> None:
     assert path is not None
     assert stat.S_IMODE((root / "below").stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def sealed(name: str, data: bytes) -> bytes:
+    return data + cache_module._seal(name, data)
 
 
 def flip(data: bytes) -> bytes:
@@ -95,33 +101,123 @@ def test_a_key_is_a_hash(root: Path, name: str) -> None:
         DiskCache(root).put(name.removesuffix(".so"), b"", ".so")
 
 
-def symlink(root: Path, elsewhere: Path) -> None:
+def above(root: Path, mode: int) -> Path:
+    """A cache in a folder of that mode."""
+    root.mkdir()
+    root.chmod(mode)
+    return root / "cache"
+
+
+def link_to_open_folder(root: Path) -> Path:
+    elsewhere = root.with_name("elsewhere")
     elsewhere.mkdir()
+    elsewhere.chmod(0o777)
     root.symlink_to(elsewhere)
+    return root
 
 
-REFUSED = {
-    "symbolic link": symlink,
-    "a dangling symbolic link": lambda root, elsewhere: root.symlink_to(elsewhere),
-    "not a directory": lambda root, elsewhere: root.write_text(""),
-    "written by other users": lambda root, elsewhere: (root.mkdir(), root.chmod(0o777)),
-    "written by the group": lambda root, elsewhere: (root.mkdir(), root.chmod(0o770)),
+UNSAFE: dict[str, Callable[[Path], Path]] = {
+    "a symbolic link to what others can write": link_to_open_folder,
+    "written by other users": lambda root: (root.mkdir(), root.chmod(0o777), root)[-1],
+    "written by other users, and sticky": lambda root: (root.mkdir(), root.chmod(0o1777), root)[-1],
+    "written by the group": lambda root: (root.mkdir(), root.chmod(0o770), root)[-1],
+    "below what other users can write": lambda root: above(root, 0o777),
+    "below what the group can write": lambda root: above(root, 0o775),
 }
 
 
-@pytest.mark.parametrize("prepare", REFUSED.values(), ids=REFUSED.keys())
-def test_an_unsafe_directory_is_refused(root: Path, tmp_path: Path, prepare) -> None:
-    prepare(root, tmp_path / "elsewhere")
-    with pytest.raises(CacheError, match="not safe") as caught:
-        DiskCache(root)
-    assert "FLAMBEAU_CACHE_DIR" in str(caught.value)
+@pytest.mark.parametrize("prepare", UNSAFE.values(), ids=UNSAFE.keys())
+def test_what_others_can_write_is_not_used(root: Path, prepare: Callable[[Path], Path]) -> None:
+    """One warning that says what to do, and a private folder; nothing is read from there or written there."""
+    place = prepare(root)
+    place.mkdir(exist_ok=True)
+    (place / f"{key(1)}.so").write_bytes(sealed(f"{key(1)}.so", b"theirs"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = DiskCache(place)
+        assert cache.get(key(1), ".so") is None and cache.read(key(1), ".so") is None
+        assert_private(cache, caught)
+    assert "can be written by other users" in str(caught[0].message)
+    assert "chmod go-w" in str(caught[0].message) and "FLAMBEAU_CACHE_DIR" in str(caught[0].message)
+    assert [path.name for path in place.iterdir()] == [f"{key(1)}.so"]
 
 
-def test_a_foreign_directory_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    DiskCache(root)
-    monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
-    with pytest.raises(CacheError, match="belongs to user"):
-        DiskCache(root)
+def test_safe_places(root: Path) -> None:
+    """Below a sticky folder, as /tmp is; through a symbolic link to a folder that is this user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = DiskCache(above(root, 0o1777)).put(key(1), b"data", ".so")
+        link = root.with_name("link")
+        link.symlink_to(root / "cache")
+        assert DiskCache(link).get(key(1), ".so") == path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("given", ["cache", "above", "entry"])
+def test_what_belongs_to_somebody_else(root: Path, given: str) -> None:
+    path = DiskCache(root / "cache").put(key(1), b"data", ".so")
+    assert path is not None
+    os.chown({"cache": path.parent, "above": root, "entry": path}[given], 1234, -1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert DiskCache(root / "cache").get(key(1), ".so") is None
+    assert given == "entry" or "belongs to user 1234" in str(caught[0].message)
+
+
+def test_a_folder_that_is_opened_to_others_later(root: Path) -> None:
+    """It is looked at each time that something is read."""
+    cache = DiskCache(root)
+    cache.put(key(1), b"data", ".so")
+    assert cache.get(key(1), ".so") is not None
+    root.chmod(0o775)
+    with pytest.warns(UserWarning, match="can be written by other users"):
+        assert cache.get(key(1), ".so") is None
+    path = cache.put(key(1), b"data", ".so")
+    assert path is not None and root not in path.parents
+    root.chmod(0o700)
+    cache = DiskCache(root)
+    root.rename(root.with_name("moved"))
+    root.mkdir(mode=0o700)
+    with pytest.warns(UserWarning, match="replaced"):
+        assert cache.get(key(1), ".so") is None
+
+
+@pytest.mark.parametrize("change", [
+    lambda path: path.chmod(0o620),
+    lambda path: path.chmod(0o602),
+    lambda path: (path.rename(path.with_name("real")), path.symlink_to("real")),
+    lambda path: (path.unlink(), path.mkdir()),
+    lambda path: (path.unlink(), os.mkfifo(path)),
+], ids=["group", "others", "a link", "a folder", "a pipe"])
+def test_an_entry_that_is_not_this_users_file(root: Path, change: Callable[[Path], object]) -> None:
+    path = DiskCache(root).put(key(1), b"data", ".so")
+    assert path is not None
+    change(path)
+    cache = DiskCache(root)
+    assert cache.get(key(1), ".so") is None and cache.read(key(1), ".so") is None
+
+
+def test_an_entry_under_another_name(root: Path) -> None:
+    path = DiskCache(root).put(key(1), b"data", ".so")
+    assert path is not None
+    path.rename(root / f"{key(2)}.so")
+    assert DiskCache(root).get(key(2), ".so") is None
+
+
+@pytest.mark.parametrize("name", ["../secret", "tmp", "0" * 64 + "/x"])
+def test_a_name_out_of_another_entry(root: Path, name: str) -> None:
+    cache = DiskCache(root)
+    (root.parent / "secret.so").write_bytes(sealed("secret.so", b"data"))
+    assert cache.get(name, ".so") is None and cache.read(name, ".so") is None
+
+
+def test_what_is_made_on_the_way_is_for_its_owner_alone(root: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        path = DiskCache(root / "a" / "b").put(key(1), b"data", ".so")
+    finally:
+        os.umask(before)
+    assert path is not None and stat.S_IMODE((root / "a").stat().st_mode) == 0o700
 
 
 def assert_private(cache: DiskCache, caught: list[warnings.WarningMessage]) -> None:
@@ -148,14 +244,14 @@ def refuse(root: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def failing(function):
         def called(*args, dir=None, **kwargs):
-            if dir == root:
+            if root in Path(dir).parents:
                 raise OSError(code, os.strerror(code))
             return function(*args, dir=dir, **kwargs)
 
         return called
 
     for name in ("mkstemp", "mkdtemp"):
-        monkeypatch.setattr(cache_module.tempfile, name, failing(getattr(cache_module.tempfile, name)))
+        monkeypatch.setattr(scratch.tempfile, name, failing(getattr(scratch.tempfile, name)))
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
@@ -185,7 +281,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(root: Path, monkeypatch: p
 
         def write(self, data: bytes) -> None:
             self.file.write(data[:10])
-            if Path(os.readlink(f"/proc/self/fd/{self.file.fileno()}")).parent == root:
+            if root in Path(os.readlink(f"/proc/self/fd/{self.file.fileno()}")).parents:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.file.write(data[10:])
 
@@ -193,7 +289,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(root: Path, monkeypatch: p
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_private(cache, caught)
-    assert list(root.iterdir()) == []
+    assert temporaries(root) == [] and [path.name for path in root.iterdir()] == ["tmp"]
 
 
 def test_without_any_space_nothing_is_stored(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +298,7 @@ def test_without_any_space_nothing_is_stored(root: Path, monkeypatch: pytest.Mon
     def full(*args: object) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cache_module, "_write", full)
+    monkeypatch.setattr(scratch.Scratch, "write", full)
     with pytest.warns(UserWarning, match="cannot be used"):
         assert cache.put(key(1), b"data", ".so") is None
     assert cache.get(key(1), ".so") is None
@@ -258,16 +354,31 @@ def test_only_entries_are_ever_deleted(root: Path) -> None:
     assert all(path.exists() for path in mine)
 
 
-def test_what_a_killed_process_left_goes_after_an_hour(root: Path) -> None:
+LEFT = """
+import os, sys
+from pathlib import Path
+from flambeau.targets.cache import DiskCache
+cache = DiskCache(Path(sys.argv[1]))
+with cache.workspace() as folder:
+    (folder / "unit.cpp").write_text("int")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_one(root: Path) -> None:
+    """Of two processes that are at work, one is killed: its folder goes, that of the other stays."""
+    command = [sys.executable, "-c", LEFT, str(root)]
+    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        assert process.stdout.readline() == b"ready\n"
+    assert len(temporaries(root)) == 2
+    both[0].kill()
+    both[0].wait()
     DiskCache(root)
-    for name, seconds in {"tmp-old": 4000, "tmp-new": 1000}.items():
-        (root / name).mkdir()
-        (root / name / "unit.cpp").write_text("int")
-        age(root / name, seconds)
-    (root / "tmp-file").write_text("half")
-    age(root / "tmp-file", 4000)
-    DiskCache(root).put(key(1), b"data", ".so")
-    assert temporaries(root) == [root / "tmp-new"]
+    assert len(temporaries(root)) == 1
+    both[1].communicate(timeout=60)
+    assert list(root.iterdir()) == []
 
 
 def test_clear(root: Path) -> None:
@@ -303,5 +414,5 @@ def test_processes_that_write_read_and_evict_at_once(root: Path) -> None:
     cache = DiskCache(root, limit=20_000)
     assert temporaries(root) == []
     assert cache.stats().size <= 20_000 + 3 * 2100
-    for path in root.iterdir():
+    for path in root.glob("*.so"):
         assert cache.get(path.stem, path.suffix) == path

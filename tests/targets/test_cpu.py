@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +100,16 @@ class Machine:
         return set(self.root.glob("*.so"))
 
     def temporaries(self) -> list[Path]:
-        return list(self.root.glob("tmp-*"))
+        return list(self.root.glob("tmp/*/*"))
+
+    def processes(self) -> list[str]:
+        """The compilers that run, or their watchers."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if str(self.compiler).encode() in (text := path.read_bytes()):
+                    found.append(text.decode())
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -311,13 +320,35 @@ def test_a_process_killed_while_it_compiles(machine: Machine) -> None:
     machine.ask("hang")
     process = start_child(machine, [2])
     wait_for(lambda: machine.compiles == 1)
-    os.killpg(process.pid, signal.SIGKILL)  # the group has this child and its compiler
+    process.kill()
     process.communicate(timeout=30)
+    wait_for(lambda: not machine.processes())  # nobody but its watcher ends the compiler
     machine.relent("hang")
-    (left,) = machine.temporaries()
-    os.utime(left, (0, 0))
+    assert len(machine.temporaries()) == 1
     run_child(machine, [2])
-    assert machine.compiles == 2 and machine.temporaries() == []
+    assert machine.compiles == 2 and not (machine.root / "tmp").exists()
+
+
+def test_a_compiler_that_hangs_is_ended(machine: Machine) -> None:
+    target = machine.fresh()
+    machine.ask("hang")
+    with config.override(compile_timeout=1):
+        errors = target.build([scale(2), scale(3)]).wait()
+    assert machine.compiles == 1 and machine.processes() == [] and machine.temporaries() == []
+    for error in errors.values():
+        assert isinstance(error, CompileError) and "had not ended after 1 seconds" in str(error)
+        assert "FLAMBEAU_COMPILE_TIMEOUT" in str(error)
+    machine.relent("hang")
+    check(target.build([scale(2), scale(3)]), 2, 3)
+
+
+def test_a_compiler_that_hangs_when_it_is_probed(machine: Machine) -> None:
+    for path in machine.root.glob("*.probe"):
+        path.unlink()
+    machine.ask("hang")
+    with config.override(compile_timeout=1), pytest.raises(CompileError, match="had not ended"):
+        machine.fresh().build([scale(2)])
+    assert machine.compiles == 1 and machine.processes() == []
 
 
 def test_a_killed_compiler_is_an_error_for_now(machine: Machine) -> None:
@@ -459,7 +490,7 @@ def test_a_launch_takes_less_than_ten_microseconds(machine: Machine) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 1000, 1 << 20])
 def test_memory_is_aligned(nbytes: int) -> None:
-    memory = CpuTarget().empty(nbytes)
+    memory = CpuTarget().empty(nbytes, torch.device("cpu"))
     assert memory.dtype == torch.uint8 and memory.numel() == nbytes
     assert memory.data_ptr() % 64 == 0
 

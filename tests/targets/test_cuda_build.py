@@ -92,7 +92,7 @@ new = Workers._new
 Workers._new = lambda self: workers.append(new(self)) or workers[-1]
 s = BlockSource("scaled", sys.argv[1], ("*fp32", "*fp32"), ("i64",), (Part("scaled", "1"),))
 code = TritonCompiler().compile(s, s.parts[0], Facts(), 90).result()
-print(json.dumps([len(code.code), [w.pid for w in workers], "triton" in sys.modules, "torch" in sys.modules]))
+print(json.dumps([len(code.code), [w.process.pid for w in workers], "triton" in sys.modules, "torch" in sys.modules]))
 """
 
 

@@ -104,7 +104,7 @@ class Machine(CudaTarget):
         self.library = ctypes.CDLL(str(driver))
         self.library.driver_said.restype = ctypes.c_char_p
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
     def codes(self, source: BlockSource, facts: Facts, device: int) -> tuple[Future[Code | CompileError], ...]:

@@ -206,3 +206,16 @@ def test_maps_of_any_length(n: int) -> None:
     torch.testing.assert_close(compiled(lambda x: (x * 2).sigmoid() + x)(x), (x * 2).sigmoid() + x)
     y = compiled(lambda x: F.dropout(x, 0.5))(torch.ones(n))
     assert set(y.unique().tolist()) == {0.0, 2.0} and abs(y.mean().item() - 1) < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
+def test_integers_become_half_precision(dtype: torch.dtype) -> None:
+    """Rounded twice, as eager does: to float32, then to half precision."""
+    x = torch.tensor([0, 1, -1, 5, 100, 257, 65537, 2**24 + 1, -(2**31), 2**40 + 2**16 + 1]).to(dtype)
+
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.bfloat16(), x.half(), x.bfloat16() * 2, (x.bfloat16() * 1.5).to(torch.int64)
+
+    torch._dynamo.reset()
+    made = torch.compile(halves, backend="flambeau", options={"target": "interpreter"})(x)
+    assert [torch.equal(a, b) for a, b in zip(made, halves(x), strict=True)] == [True] * 4

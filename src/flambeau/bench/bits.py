@@ -7,6 +7,7 @@ Where eager does not repeat itself, torch's deterministic kernels judge; if ther
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +27,15 @@ from flambeau.bench.bits_cases import ALONE, large, values
 from flambeau.bench.chains import check_chains
 from flambeau.bench.harness import UNSTEADY, message, one_order, wanted
 from flambeau.bench.parts import OutOfTime, Talk
+from flambeau.bench.random_networks import draw as draw_network
 from flambeau.debug import collect
 from flambeau.frontends.differences import difference
 from flambeau.frontends.pipeline import Options, compiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT: dict[str, Any] = {"backend": "flambeau", "options": {"numerics": "eager"}}
-# Values of a distribution, values of a chain, chains, samples of an entry.
-SIZES = {"large": (1 << 18, 1 << 16, 670, 2), "tiny": (1 << 8, 257, 10, 1)}
+# Values of a distribution, values of a chain, chains, samples of an entry, networks.
+SIZES = {"large": (1 << 18, 1 << 16, 670, 2, 500), "tiny": (1 << 8, 257, 10, 1, 6)}
 LOST = "CUDA error"  # after which nothing that a process finds says anything
 AT_ONCE = {"alone": 8, "chains": 10}  # kernels that one start of a compiler builds
 
@@ -161,39 +163,66 @@ def compiling() -> Iterator[None]:
 
 
 def check_large(name: str, dtype: torch.dtype, size: str, device: str) -> list[Finding]:
-    """Results and gradients; where they differ and eager has no order, in one order, if torch has one."""
     function, shapes = large(device, size)[name]
     draw = torch.Generator().manual_seed(11)
     leaves = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
 
-    def evaluate(call: Callable[..., Any]) -> list[Tensor]:
-        torch.manual_seed(4)
-        inputs = [x.clone().requires_grad_() for x in leaves]
-        results = [t for t in pytree.tree_leaves(call(*inputs)) if isinstance(t, Tensor)]
-        smooth = [t for t in results if t.requires_grad]
-        weights = [torch.linspace(-1, 1, t.numel(), device=device).to(t.dtype).view(t.shape) for t in smooth]
-        gradients = torch.autograd.grad(smooth, inputs, weights, allow_unused=True) if smooth else ()
-        return [t.detach() for t in results] + [t for t in gradients if t is not None]
-
     def call(*inputs: Tensor) -> Any:
         return function(*inputs)
 
+    def evaluate(by: Callable[[Any], Any]) -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        return with_gradients(by(call)(*inputs), inputs)
+
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        return beside_eager(Finding("large", f"{name} {short(dtype)}"), evaluate)
+
+
+def check_network(seed: int, dtype: torch.dtype, size: str, device: str) -> list[Finding]:
+    """A network drawn at random: its result, the gradients of its input and parameters, and its buffers."""
+    network, x = draw_network(seed, size)
+    network, x = network.to(device, dtype), x.to(device, dtype)
+
+    def evaluate(by: Callable[[Any], Any]) -> list[Tensor]:
+        module, given = copy.deepcopy(network), x.clone().requires_grad_()
+        made = with_gradients(by(module)(given), [given, *module.parameters()])
+        return [*made, *(b.float() for b in module.buffers())]
+
+    return beside_eager(Finding("networks", f"{seed} {short(dtype)}: {network.title}"), evaluate)
+
+
+def with_gradients(results: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors among the results, and the gradients of a weighted sum of them."""
+    tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
+    smooth = [t for t in tensors if t.requires_grad]
+    weights = [torch.linspace(-1, 1, t.numel(), device=t.device).to(t.dtype).view(t.shape) for t in smooth]
+    gradients = torch.autograd.grad(smooth, leaves, weights, allow_unused=True) if smooth else ()
+    return [t.detach() for t in tensors] + [t for t in gradients if t is not None]
+
+
+def beside_eager(case: Finding, evaluate: Callable[[Callable[[Any], Any]], list[Tensor]]) -> list[Finding]:
+    """The case with what differs; where eager does not repeat itself, in one order, if torch has one."""
+
+    def eager() -> list[Tensor]:
+        torch.manual_seed(4)
+        return evaluate(lambda call: call)
+
     def both() -> Finding:
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            eager = evaluate(call)
-            with compiling():
-                ours = evaluate(exactly(call))
-            return found("large", f"{name} {short(dtype)}", ours, eager)
+        theirs = eager()
+        with compiling():
+            torch.manual_seed(4)
+            return found(case.group, case.name, evaluate(exactly), theirs)
 
     try:
         out = both()
     except NotImplementedError:  # by torch, for this dtype
         return []
     if out.unequal:
-        plain, (again, refused) = evaluate(call), warned(partial(evaluate, call))
-        if refused or found("", "", again, plain).unequal:
+        plain, (ordered, refused) = eager(), warned(eager)
+        if refused or any(found("", "", again, plain).unequal for again in (ordered, eager(), eager())):
             out, refused = warned(both)
-            if refused or not out.unequal:
+            # Some kernels add in any order, and torch does not count them among those that do.
+            if refused or not out.unequal or found("", "", warned(eager)[0], ordered).unequal:
                 out.unequal, out.note = 0, UNSTEADY
     return [out]
 
@@ -288,9 +317,10 @@ def entry_names() -> tuple[list[str], list[str]]:
     return pointwise, sorted(others, key=lambda name: not any(word in name for word in FIRST))
 
 
-def tasks(size: str, device: str) -> list[Task]:
-    """In the order in which they are done: operators alone first, then some of each kind, whenever the time is over."""
-    count, length, chains, samples = SIZES[size]
+def tasks(size: str, device: str, seed: int = 0) -> list[Task]:
+    """In the order in which they are done: operators alone first, then some of each kind, whenever the time is over.
+    The seed is that of the first network."""
+    count, length, chains, samples, networks = SIZES[size]
     names, (pointwise, others) = list(ALONE), entry_names()
     half = DTYPES[:2]
 
@@ -310,6 +340,8 @@ def tasks(size: str, device: str) -> list[Task]:
         3: [Task("optimizers", optimizer_name(*case), partial(check_optimizer, *case, device))
             for (kind, options), form, d in product(OPTIMIZERS, FORMS, DTYPES) for case in [(kind, options, form, d)]
             if form != "fused" or "fused" in inspect.signature(getattr(torch.optim, kind)).parameters],
+        4: [Task("networks", f"{n} {short(d)}", partial(check_network, n, d, size, device))
+            for k, n in enumerate(range(seed, seed + networks)) for d in [DTYPES[k % len(DTYPES)]]],
         9: entries}
     out = list(first)
     while any(queues.values()):
@@ -323,10 +355,10 @@ def shifted(seeds: range, k: int) -> range:
     return range(1000 * k + seeds.start, 1000 * k + seeds.stop)
 
 
-def part(talk: Talk, size: str, device: str, only: str | None, claims: str) -> None:
+def part(talk: Talk, size: str, device: str, only: str | None, claims: str, seed: int) -> None:
     """Does tasks that no other process has claimed, until the time is over."""
     torch.set_num_threads(1)
-    todo = [task for task in tasks(size, device) if wanted(f"{task.group} {task.name}", only)]
+    todo = [task for task in tasks(size, device, seed) if wanted(f"{task.group} {task.name}", only)]
     groups = [task.group for task in todo]
     talk.tell(planned={group: groups.count(group) for group in groups})
     for number, task in enumerate(todo):

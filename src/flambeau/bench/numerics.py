@@ -23,6 +23,7 @@ GROUPS = {
     "alone": "operators alone, three dtypes", "entries": "op_db entries, forward and gradient, three dtypes",
     "chains": "random chains of up to 12 operators",
     "large": "reductions, scans, norms, losses, pooling, embedding: large shapes",
+    "networks": "networks drawn at random: results, gradients and buffers, three dtypes",
     "optimizers": "optimizers in all forms: parameters, state and averages, with clipping and scaled gradients"}
 MODELS = ("lm24", "resnet50", "vit", "dlrm")
 QUIET = 50.0  # seconds of the limit in which steps are timed, or a quarter of it
@@ -62,16 +63,18 @@ def part(talk: Talk, what: str, **arguments: Any) -> None:
         bits_models.part(talk, **arguments)
 
 
-def measure(device: str, size: str, only: str | None, jobs: int, limit: float
+def measure(device: str, size: str, only: str | None, jobs: int, limit: float, seed: int = 0
             ) -> Iterator[tuple[list[NumericsRow], dict[str, Any]]]:
-    """Rows and summary, again and again as there is more in them. `limit`: seconds for all of it."""
+    """Rows and summary, again and again as there is more in them. `limit`: seconds for all of it; `seed`: that of the
+    first network."""
     rows: dict[str, NumericsRow] = {}
-    summary: dict[str, Any] = {key: {} for key in ("ms", "error", "error_of_results", "draws", "planned", "done")}
+    told_of = ("ms", "error", "error_of_results", "draws", "planned", "done")
+    summary: dict[str, Any] = {"seed": seed, **{key: {} for key in told_of}}
     models = [name for name in MODELS if wanted(f"models {name}", only)]
     common = {"size": size, "device": device}
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as claims:
         parts: dict[str, dict[str, Any]] = {
-            f"tasks {k}": {"what": "tasks", "only": only, "claims": claims, **common}
+            f"tasks {k}": {"what": "tasks", "only": only, "claims": claims, "seed": seed, **common}
             for k in range(max(1, jobs - len(models)))}
         parts |= {f"models {name}": {"what": "model", "name": name, **common} for name in models}
         # Kernels may come from the usual folder: how long they take to compile is not the question.

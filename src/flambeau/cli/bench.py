@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, for numerics all"
     )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="numerics: of the first network drawn")
     parser.add_argument(
         "--states", default="cold,warm,primed", metavar="LIST", help="compile: of the caches; cold is always measured"
     )
@@ -214,7 +215,7 @@ def numerics(args: argparse.Namespace, backends: Sequence[str], console: Console
     jobs, limit = args.jobs or os.cpu_count() or 1, args.limit or ALL_SECONDS
     rows: list[bench.NumericsRow] = []
     summary: dict[str, Any] = {}
-    for rows, summary in bench.measure(args.target, size, args.only, jobs, limit):
+    for rows, summary in bench.measure(args.target, size, args.only, jobs, limit, args.seed):
         if args.json:
             harness.write_json(args.json, "numerics", rows, summary, args.target)
     for key in ("done", "planned", "over_eager", "error", "error_of_results"):

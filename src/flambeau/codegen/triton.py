@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.dtypes import DType, is_bool, is_float
+from flambeau.ir.dtypes import DType, is_bool, is_float, opmath
 from flambeau.ir.expr import SPECIAL, Expr, Fold, cast, index_value, masked, walk, where
 from flambeau.ir.faults import LOW, head
 from flambeau.ir.index import Dyn, Index, Sym, volume
@@ -61,6 +61,8 @@ class Triton(Dialect):
             return f"{text} != 0"
         if is_float(src) and not is_float(dst) and dst is not torch.int64:
             text = f"tl.cast({text}, tl.int64)"  # narrow integers wrap, as they do in C through int64
+        if not is_float(src) and is_float(dst) and opmath(dst) is not dst:
+            text = f"tl.cast({text}, {self.types[opmath(dst)]})"  # as eager rounds them: to float32, then to half
         return f"tl.cast({text}, {self.types[dst]})"
 
 

@@ -92,7 +92,11 @@ def _pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _get_accelerator() -> torch.device:
-    return torch.device(NAME if device_module.is_available() else "cpu")
+    return torch.device(NAME if device_module._is_recommended() else "cpu")
+
+
+def _find_accelerator() -> torch.device | None:
+    return torch.device(NAME) if device_module._is_recommended() else None
 
 
 # What programs call that do not mean this device: loaders pin memory where an accelerator is available, and every
@@ -100,5 +104,6 @@ def _get_accelerator() -> torch.device:
 _UNTIL_STARTED: dict[tuple[Any, str], Callable[..., Any]] = {
     (torch.Tensor, "pin_memory"): _pin_memory,
     (torch._C, "_get_accelerator"): _get_accelerator,
+    (torch._C, "_accelerator_getAccelerator"): _find_accelerator,
 }
 _OWN = {(owner, name): vars(owner).get(name) for owner, name in _UNTIL_STARTED}  # none where it is inherited

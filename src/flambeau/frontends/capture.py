@@ -15,20 +15,21 @@ from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.expr import Expr, cast, const, index_value, walk
-from flambeau.ir.index import ONE, Index, Sym
-from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value, contiguous_strides
+from flambeau.ir.index import Sym
+from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value
 from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
-from flambeau.ops.registry import load_at
-from flambeau.schedule.plan import strided
+from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
 
 from . import replay
 from .devices import CPU, flat, movable
+from .eager_dtypes import eager_has_kernel
 from .elsewhere import Elsewhere
 from .in_place import in_place_form
 from .package import DONATED, Held, as_number
+from .storage import Storage, dense, is_view
 from .symbols import Host, Symbols
 
 aten = torch.ops.aten
@@ -65,16 +66,17 @@ def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = fr
     """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are."""
     ops_loaded()
     c = Captured(Graph(capabilities=caps, device=device.type, policy=policy), Symbols())
-    _Lowering(gm, c, exclude, device).run()
+    Lowering(gm, c, exclude, device).run()
     return c
 
 
-class _Lowering:
+class Lowering:
     def __init__(self, gm: fx.GraphModule, c: Captured, exclude: frozenset[str], device: torch.device) -> None:
         self.gm, self.c, self.g = gm, c, c.graph
         self.exclude, self.device = exclude, device
         self.elsewhere = Elsewhere(device)
         self.env: dict[fx.Node, Any] = {}
+        self.storage = Storage(self)
         self.done: set[fx.Node] = set()  # by a call that was made before them
         self.numbers: list[Sym] = []  # numbers of the run
         self.scanned: set[str] = set()
@@ -170,6 +172,7 @@ class _Lowering:
                 return build.pointwise([int(s) for s in t.shape], lambda _: const(number, t.dtype))
             held, = build.extern(Held(t), (), {}, [(t.shape, t.dtype, t.stride())])
         assert held is not None
+        self.storage.borrowed.add(held.buffer)
         self.elsewhere.note(held, t)
         if number is not None and movable(t):
             self.elsewhere.note_number(held, number)
@@ -179,37 +182,12 @@ class _Lowering:
         results = n.args[0]
         assert isinstance(results, (list, tuple))
         outs: list[Any] = []
-        owners: dict[str, fx.Node] = {}  # buffer -> the result whose memory it is
         for r in results:
             if isinstance(r, fx.Node) and r.target is aten.copy_.default:
                 r = r.args[0]  # what copy_ returns is the input it wrote to
             v = self.env[r] if isinstance(r, fx.Node) else r
-            if isinstance(v, Value) and isinstance(r, fx.Node):
-                v = self.with_layout(v, r, owners)
-            outs.append(v)
+            outs.append(self.storage.result(r) if isinstance(v, Value) and isinstance(r, fx.Node) else v)
         self.g.outputs = outs
-
-    def with_layout(self, v: Value, r: fx.Node, owners: dict[str, fx.Node]) -> Value:
-        """A value in memory of its own, unless torch says that it shares memory, with the strides torch expects."""
-        root = view_root(r)
-        if r.op == "placeholder":
-            return v
-        b = self.g.buffers[v.buffer]
-        want = tuple(self.c.symbols.index(s) for s in r.meta["val"].stride())
-        if b.strides is None:
-            b.strides = want if v.is_whole(b) and dense(v.shape, want) else contiguous_strides(b.shape)
-        have = strided(v, b)
-        same = have is not None and all(h is w or n is ONE for h, w, n in zip(have[0], want, v.shape, strict=True))
-        own = root.op == "placeholder" if v.buffer in self.g.inputs else owners.setdefault(v.buffer, root) is root
-        if same and own and not self.elsewhere.is_constant(v):
-            return v
-        with build.building(self.g, "copy"):
-            if v in self.elsewhere:
-                return self.elsewhere.copied(v, want)
-            copy = build.pointwise(v.shape, lambda i: v.load(i))
-        # Holes and overlaps too: whoever was captured with these strides will read by them.
-        self.g.buffers[copy.buffer].strides = want
-        return copy
 
     # ---- calls -----------------------------------------------------------------------------------------
 
@@ -227,8 +205,7 @@ class _Lowering:
             return self.c.symbols.host(val)
         if isinstance(val, (float, bool)):
             return val
-        args: Any = fx.node.map_aggregate(n.args, self.lookup)
-        kwargs: Any = fx.node.map_aggregate(n.kwargs, self.lookup)
+        args, kwargs = self.arguments(n)
         if n in self.done:
             return args[0]
         if target is aten.copy_.default:
@@ -237,13 +214,27 @@ class _Lowering:
             return self.replayed(n, args, kwargs)
         if target in SAME and self.elsewhere.is_constant(args[0]):
             return args[0]  # nobody writes to it, and who returns it makes a copy
+        if target in READ_MEMORY:
+            args = self.in_memory(n, args)
         if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
+        if self.g.policy.exact:  # eager's kernels choose their order of sums by strides too
+            args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
+        elif is_view(target):
+            args = self.in_memory(n, args)
         return self.extern(n, args, kwargs)
+
+    def arguments(self, n: fx.Node) -> tuple[Any, Any]:
+        return fx.node.map_aggregate(n.args, self.lookup), fx.node.map_aggregate(n.kwargs, self.lookup)
+
+    def in_memory(self, n: fx.Node, args: Any) -> Any:
+        """The arguments of an operator that looks at the memory of the first."""
+        x = n.args[0]
+        return (self.storage.of(x), *args[1:]) if isinstance(x, fx.Node) else args
 
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""
@@ -279,12 +270,14 @@ class _Lowering:
     def lowerable(self, n: fx.Node, target: torch._ops.OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
+        if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
+            return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
         if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
-            supported(t) and t.device == self.device for t in made)
+            supported(t) and t.device == self.device for t in made) and eager_has_kernel(n, self.device)
 
     def settle(self, n: fx.Node, out: Any) -> Any:
         """Check a lowering's results against torch's own metadata and take over the memory order."""
@@ -341,7 +334,7 @@ class _Lowering:
         self.scanned.update(name for n in new if isinstance(n, (Scan, Scatter)) for name in n.names)
         return self.scanned
 
-    def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], counted: bool = True) -> Any:
         target: Any = n.target
         form = in_place_form(n)
         if form is not None:
@@ -350,7 +343,7 @@ class _Lowering:
         written = () if form is None else form.written
         library = target in CONTRACTIONS and not self.g.capabilities.contracts
         kind = Library if library else Extern
-        if kind is Extern:
+        if kind is Extern and counted:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
         val: Any = n.meta.get("val")
         several = isinstance(val, (list, tuple))
@@ -366,6 +359,8 @@ class _Lowering:
             and val.device == self.device else None
         made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out)
         self.bind_results(made, val[:len(made)] if several else [val])
+        if is_view(target):
+            self.storage.borrowed.update(v.buffer for v in made if v is not None)
         if several:
             return [*made, *(args[k] for k in written)]
         return made[0] if made else None
@@ -412,35 +407,5 @@ def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
     return op in SHAPED_BY_DATA and all(isinstance(n, int) for n in sizes)
 
 
-def view_root(n: fx.Node) -> fx.Node:
-    """The node whose memory n is a view of: itself, unless its operator returns an alias of its first argument."""
-    while n.op == "call_function":
-        if n.target is operator.getitem:
-            up = n.args[0]
-        elif isinstance(n.target, torch._ops.OpOverload) and n.target.is_view:
-            up = n.args[0] if n.args else None
-        else:
-            return n
-        if not isinstance(up, fx.Node):
-            return n
-        if n.target is operator.getitem and view_root(up) is up:
-            return n
-        n = up
-    return n
-
-
 def supported(t: torch.Tensor) -> bool:
     return t.dtype in SUPPORTED and t.layout is torch.strided and not t.is_quantized
-
-
-def dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
-    """Non-overlapping and without holes, so that a fresh buffer can have these strides."""
-    left = [(n, s) for n, s in zip(shape, strides, strict=True) if n is not ONE]
-    step = ONE
-    while left:
-        found = next((d for d in left if d[1] is step), None)
-        if found is None:
-            return any(n.is_const and n.const == 0 for n in shape)
-        left.remove(found)
-        step = step * found[0]
-    return True

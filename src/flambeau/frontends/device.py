@@ -21,7 +21,7 @@ from flambeau.config import config
 from flambeau.errors import Error
 from flambeau.targets.base import device_target
 
-from . import device_exchange, device_module
+from . import device_compile, device_exchange, device_module
 from .autoload import announce, started, taken
 from .device_composed import register_composed
 from .device_copy import Copies
@@ -53,9 +53,10 @@ def enable_device() -> None:
             driver.follow(core.stream_function)
         announce()  # what may fail has been done
         core.start(driver)
-        device_module._start(core, tuple(device.name for device in driver.found))
+        device_module._start(core, driver.found)
         started()
         device_exchange.register()
+        device_compile.register()
         copies = Copies(NAME, driver, core)
         aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
         for name, kernel in (("_copy_from", copies.copy_from), ("_copy_from_and_resize", copies.copy_and_resize),
@@ -66,8 +67,8 @@ def enable_device() -> None:
             for key in ("Conjugate", "Negative"):
                 aten.impl(name, torch.library.fallthrough_kernel, key)
         fallback = Fallback(copies, core.generator, device_module.current_device)
-        fallback.register(everything, aten)
         register_composed(aten, fallback.call)
+        fallback.register(everything, aten)
         register_sparse(everything, aten, fallback)
         _LIBRARIES.extend((aten, everything))
         if own:

@@ -17,6 +17,9 @@ from .device_native import Core, Driver
 from .device_sparse import is_sparse, joined, parts
 from .geometry import dense, reach
 
+_INDICES = (torch.int64, torch.int32)
+_FEW = 1024  # whose extremes are found while the copy is on its way
+
 
 def span(t: Tensor) -> int:
     """Bytes from the first element to the last."""
@@ -133,6 +136,9 @@ class Copies:
             as_marked(staged, target).copy_(source)
         free = non_blocking and (staged is not source or source.is_pinned())
         self.write(target.device.index, target.data_ptr(), staged, wait=not free)
+        if target.dtype in _INDICES and target.numel() <= _FEW:
+            least, most = staged.aminmax()
+            self.core.know(target._cdata, int(least), int(most))
 
     def _from_device(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         if target.is_cpu and same_geometry(source, target) and dense(source):

@@ -9,11 +9,15 @@
 
 #define NDEBUG  // as PyTorch is built: the layout of some of its classes depends on it
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/ResizeCommon.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -49,6 +53,8 @@
 #include <utility>
 #include <vector>
 
+#include "known.h"
+
 // Of libtorch_python, whose own headers take long to compile.
 struct _object;
 _object* THPGenerator_Wrap(const at::Generator& generator);
@@ -69,7 +75,7 @@ constexpr StreamId kAllStreams = -1;     // for the driver: the whole device, or
 
 // ---------------------------------------------------------------------------------------------------- the driver
 
-enum Status : int { kFine = 0, kFailed = 1, kFull = 2 };
+enum Status : int { kFine = 0, kFailed = 1, kFull = 2, kIndex = 3 };
 
 struct Driver {
   int devices;
@@ -101,6 +107,7 @@ template <class Function, class... Args>
 int ask(Function function, Args... args) {
   TORCH_CHECK(!stopped, "flambeau: the interpreter has ended");
   int status = function(args...);
+  TORCH_CHECK_INDEX(status != kIndex, complaint());
   TORCH_CHECK(status != kFailed, complaint());
   return status;
 }
@@ -527,6 +534,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.index() >= 0) current.device = device.index();
   }
 
+#if __has_include(<c10/core/DeviceCapability.h>)
+  c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }  // all dtypes, if not by kernels
+#endif
+
   static Stream stream(DeviceIndex device, StreamId id) {
     check_index(device);
     return Stream(Stream::UNSAFE, Device(kType, device), id);
@@ -725,30 +736,65 @@ void check_options(std::optional<at::Layout> layout, std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "only dense CPU tensors can be pinned");
 }
 
+// Under deterministic algorithms, what nobody has written yet is the same in every run. Memory that this package takes
+// for itself (no subclass and no mode looks at what it does) is written before it is read.
+template <class Fill>
+void fill_unwritten(Fill&& fill) {
+  static thread_local bool filling = false;  // a kernel that fills may need memory itself
+  const auto& context = at::globalContext();
+  if (!context.deterministicAlgorithms() || !context.deterministicFillUninitializedMemory() || filling ||
+      at::impl::PythonTorchFunctionTLS::get_disabled_state() == at::impl::TorchFunctionDisabledState::ALL_DISABLED)
+    return;
+  struct Inside {
+    Inside() { filling = true; }
+    ~Inside() { filling = false; }
+  } inside;
+  fill();
+}
+
+Tensor unwritten(at::TensorBase made) {
+  Tensor out(std::move(made));
+  fill_unwritten([&] { at::native::fill_empty_deterministic_(out); });
+  return out;
+}
+
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
              std::optional<Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
   check_options(layout, pin);
   On on(device);
-  return Tensor(at::detail::empty_generic(size, &memory(), kKeys, c10::dtype_or_default(dtype), format));
+  return unwritten(at::detail::empty_generic(size, &memory(), kKeys, c10::dtype_or_default(dtype), format));
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout> layout, std::optional<Device> device, std::optional<bool> pin) {
   check_options(layout, pin);
   On on(device);
-  return Tensor(at::detail::empty_strided_generic(size, stride, &memory(), kKeys, c10::dtype_or_default(dtype)));
+  return unwritten(at::detail::empty_strided_generic(size, stride, &memory(), kKeys, c10::dtype_or_default(dtype)));
 }
 
 const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   size_t needed = at::detail::computeStorageNbytesContiguous(size, impl->itemsize(), size_t(impl->storage_offset()));
+  int64_t before = int64_t(impl->storage().nbytes());
   impl->set_sizes_contiguous(size);
   if (impl->numel() > 0 && needed > impl->storage().nbytes()) resize_storage(impl->storage(), needed);
   if (format.has_value()) {
     TORCH_CHECK(*format != at::MemoryFormat::Preserve, "resize_: there is no format to preserve");
     impl->empty_tensor_restride(*format);
   }
+  fill_unwritten([&] { at::native::fill_resize_deterministic_(self, before); });
   return self;
+}
+
+// Whether `tensor.data = from` keeps the tensor and gives it other memory, as it does between the CPU and CUDA. Sparse
+// tensors take parts of their own kind only.
+bool can_take_over(const Tensor& self, const Tensor& from) {
+  static const Tensor& host = *new Tensor(at::detail::empty_cpu({0}, at::kFloat));
+  auto dense = [](const Tensor& t) {
+    return (t.device().type() == kType && t.layout() == at::kStrided && t.key_set().has(c10::DispatchKey::Dense)) ||
+           host.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(t.key_set());
+  };
+  return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set()) || (dense(self) && dense(from));
 }
 
 Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
@@ -787,11 +833,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   m.impl("record_stream", TORCH_FN(record_stream));
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(can_take_over));
 }
 
 // ----------------------------------------------------------------------------------------------- mixed precision
 
-// The policies that CUDA has, by the lists that PyTorch keeps for it.
+// The policies that CUDA has, by the lists that PyTorch keeps for it. What CUDA refuses is in no list.
 namespace mixed {
 
 using namespace at;  // the lists expect it
@@ -801,6 +848,12 @@ using namespace at;  // the lists expect it
 #define FULL_BY_OPTION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
 
+Tensor refused(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) {
+  TORCH_CHECK(false, "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+              "Use torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, which are safe, "
+              "on what goes into the sigmoid.");
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
@@ -809,6 +862,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_FP32_SET_OPT_DTYPE(FULL_BY_OPTION)
   AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
   AT_FORALL_PROMOTE(WIDEST)
+  m.impl("binary_cross_entropy", TORCH_FN(refused));
 }
 
 }  // namespace mixed
@@ -861,6 +915,11 @@ void flambeau_start(const Driver* given) {
 void flambeau_stop() { stopped = true; }
 
 int64_t flambeau_stream(int device) { return current.streams[size_t(device)]; }
+
+// Integers of this tensor, just now copied from the host, lie between these two, which are among them.
+void flambeau_know(void* tensor, int64_t least, int64_t most) {
+  know(*static_cast<c10::TensorImpl*>(tensor), least, most);
+}
 
 // With the interpreter's lock.
 _object* flambeau_generator(int device) { return THPGenerator_Wrap(default_generator(DeviceIndex(device))); }

@@ -4,8 +4,12 @@
 // One boxed kernel stands before every operator; the schema says what is read, written and returned. A call is looked
 // up by what a program depends on: dtypes, sizes, strides, plain arguments, and which tensors are one. Numbers are in
 // the program at first; where they change from call to call, one with numbers as arguments takes its place.
+//
+// A program checks the indices that it is given, and what it finds is raised when somebody waits for it. Where the host
+// knows that one is out of range, the CPU is asked instead, which says so at once.
 
 #include "gate.h"
+#include "known.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -16,7 +20,8 @@ bool resize_output(const Tensor& output, IntArrayRef shape);
 
 namespace {
 
-// (gate, arguments, which of its numbers are arguments, as bits) -> a program, shapes to resize to, or None
+// (gate, arguments, which of its tensors are one, which of its numbers are arguments, as bits) -> a program with the
+// ranges of the indices that it takes, shapes to resize to, or None
 PyObject* ask_python = nullptr;
 PyObject* with_generator = nullptr;  // (program, its list, generator) -> what the program returns
 
@@ -26,7 +31,13 @@ constexpr int kPatience = 2;  // kinds of numbers that get programs of their own
 
 enum Turn : int { kUnknown, kOriginal, kOurs, kResize };
 
+// The values that a tensor of indices may have.
+struct Range {
+  int64_t tensor, least, most;
+};
+
 struct Entry : Kind {
+  std::vector<Range> ranges;
   uint64_t lifted = 0;                       // the numbers that are arguments of the program, as bits
   std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
   // Of calls that are alike but for their numbers, which the key is without:
@@ -54,31 +65,6 @@ struct DeviceCall : Call {
     plain = plain && device >= 0;
     if (plain) share();
   }
-
-  static uint64_t start(const Tensor& t) { return reinterpret_cast<uint64_t>(t.storage().data()) +
-                                                  uint64_t(t.storage_offset()) * t.itemsize(); }
-  static uint64_t end(const Tensor& t) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    return start(t) + uint64_t(last + 1) * t.itemsize();
-  }
-
-  // A program knows of tensors that are one; what only overlaps with something that is written is not its.
-  void share() {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (!written[i]) continue;
-      for (size_t j = 0; j < tensors.size() && plain; ++j) {
-        const Tensor &a = tensors[i], &b = tensors[j];
-        if (i == j || a.storage().data() != b.storage().data() || a.numel() == 0 || b.numel() == 0) continue;
-        if (start(a) == start(b) && a.sizes() == b.sizes() && a.strides() == b.strides() &&
-            a.scalar_type() == b.scalar_type()) {
-          word(int64_t(i) << 32 | int64_t(j));
-        } else if (start(a) < end(b) && start(b) < end(a)) {
-          plain = false;
-        }
-      }
-    }
-  }
 };
 
 // ------------------------------------------------------------------------------------------------ the decisions
@@ -104,14 +90,31 @@ bool shapes_of(PyObject* list, std::vector<std::vector<int64_t>>& out) {
   return !PyErr_Occurred();
 }
 
+// A tuple (program, ((tensor, least, most), ...)).
+bool program_of(PyObject* said, Entry& e) {
+  PyObject *run, *ranges;
+  if (!PyArg_ParseTuple(said, "OO!", &run, &PyTuple_Type, &ranges)) return false;
+  std::vector<Range> found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ranges); ++i) {
+    long long tensor, least, most;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(ranges, i), "LLL", &tensor, &least, &most)) return false;
+    found.push_back({tensor, least, most});
+  }
+  e.ranges = std::move(found);
+  e.run = Py_NewRef(run);
+  return true;
+}
+
 // What serves calls like this one from now on.
-void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
+void ask(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
   Gil gil;
   // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
   c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
   Owned given = s.arguments(args, shown);
   Owned number(PyLong_FromSize_t(s.number)), which(PyLong_FromUnsignedLongLong(lift));
-  Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), which.get(), nullptr));
+  Owned same(PyTuple_New(Py_ssize_t(call.same.size())));
+  for (size_t i = 0; i < call.same.size(); ++i) PyTuple_SET_ITEM(same.get(), Py_ssize_t(i), python(call.same[i]));
+  Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), same.get(), which.get(), nullptr));
   if (said == nullptr) {
     if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
     PyErr_WriteUnraisable(ask_python);
@@ -121,9 +124,10 @@ void ask(State& s, Entry& e, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
     if (e.shapes.empty() && shapes_of(said.get(), e.shapes)) turn = kResize;
     PyErr_Clear();
   } else if (said != nullptr && said.get() != Py_None) {
-    if (e.run == nullptr) e.run = said.release();  // once: a call may be inside the one that is there
+    // Once: a call may be inside the one that is there.
+    if (e.run != nullptr || program_of(said.get(), e)) turn = kOurs;
+    else PyErr_WriteUnraisable(ask_python);
     e.lifted = lift;
-    turn = kOurs;
   }
   e.turn.store(turn, std::memory_order_release);
 }
@@ -147,7 +151,7 @@ Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
       for (size_t i = 0; i < call.values.size(); ++i)
         if (!(lift >> i & 1)) key.push_back(call.values[i]);
       e = s.entries.at(key);
-      if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, args, lift);
+      if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, call, args, lift);
       if (e->turn.load(std::memory_order_acquire) == kOurs) return e;
     }
     Words key = call.words;
@@ -159,7 +163,7 @@ Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
       ++alike.kinds;
     }
   }
-  if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, args);
+  if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, call, args);
   return e;
 }
 
@@ -185,7 +189,7 @@ struct Gate final : c10::OperatorKernel {
         resize(*e, call);
         continue;
       }
-      if (turn != kOurs) return false;
+      if (turn != kOurs || outside(*e, call)) return false;
       Tensors made;
       Failure failure;
       if (!run(e->run, call, e->lifted, with_generator, made, failure)) {
@@ -194,6 +198,15 @@ struct Gate final : c10::OperatorKernel {
       }
       s.give(stack, made);
       return true;
+    }
+    return false;
+  }
+
+  // Whether the host knows of an index that is out of range.
+  static bool outside(const Entry& e, const DeviceCall& call) {
+    for (const Range& range : e.ranges) {
+      const auto* held = known(*call.tensors[size_t(range.tensor)].unsafeGetTensorImpl());
+      if (held != nullptr && (held->least < range.least || held->most > range.most)) return true;
     }
     return false;
   }

@@ -10,11 +10,15 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from flambeau.errors import UnsupportedError
+from flambeau.ir.dtypes import SUPPORTED
+
 if TYPE_CHECKING:
+    from .device import Found
     from .device_native import Core
 
 NAME = "flambeau"
@@ -23,14 +27,14 @@ Which = torch.device | str | int | None
 
 _core: Core | None = None
 _ready = False  # for other threads than the one that starts the device
-_names: tuple[str, ...] = ()
+_devices: tuple[Any, ...] = ()  # the driver's: each has a name
 _pid = os.getpid()
 _seed: int | None = None  # for the generators that are still to come
 
 
-def _start(core: Core, names: tuple[str, ...]) -> None:
-    global _core, _names, _pid
-    _core, _names, _pid = core, names, os.getpid()
+def _start(core: Core, devices: Iterable[Any]) -> None:
+    global _core, _devices, _pid
+    _core, _devices, _pid = core, tuple(devices), os.getpid()
     if _seed is not None:
         manual_seed_all(_seed)
 
@@ -47,11 +51,15 @@ def _native() -> Core:
 
 
 def __getattr__(name: str) -> Any:
-    # PyTorch makes streams and events without asking whether the device was started.
-    if name not in ("Stream", "Event"):
-        raise AttributeError(f"module 'torch.{NAME}' has no attribute {name!r}")
-    init()
-    return getattr(torch, name)
+    if name in ("Stream", "Event"):  # PyTorch makes them without asking whether the device was started
+        init()
+        return getattr(torch, name)
+    if name.endswith(("Scheduling", "Codegen")) and is_initialized():
+        from . import device_compile
+
+        if name in device_compile.GENERATORS:
+            return device_compile.generator()
+    raise AttributeError(f"module 'torch.{NAME}' has no attribute {name!r}")
 
 
 def _index(device: Which) -> int:
@@ -61,9 +69,9 @@ def _index(device: Which) -> int:
     found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
     if found.type != NAME:
         raise ValueError(f"expected a {NAME} device, got {device!r}")
-    if found.index is not None and found.index >= len(_names):
-        raise RuntimeError(f"{found} does not exist: there {'is' if len(_names) == 1 else 'are'} {len(_names)} "
-                           f"{'device' if len(_names) == 1 else 'devices'}")
+    if found.index is not None and found.index >= len(_devices):
+        raise RuntimeError(f"{found} does not exist: there {'is' if len(_devices) == 1 else 'are'} {len(_devices)} "
+                           f"{'device' if len(_devices) == 1 else 'devices'}")
     return current_device() if found.index is None else found.index
 
 
@@ -71,15 +79,23 @@ def _index(device: Which) -> int:
 
 
 def is_available() -> bool:
-    """Whether there is a device that is used, or one to recommend to programs that take what there is.
+    """Whether there is a device. `torch.accelerator` asks whether to recommend one: `_is_recommended`."""
+    return device_count() > 0
 
-    A device that is just this machine's CPU is not: it is there for those who name it. Optimisers and loaders ask for
+
+def _is_recommended() -> bool:
+    """Whether there is a device that is used, or one for programs that take what there is.
+
+    A device that is just this machine's CPU is none: it is there for those who name it. Optimisers and loaders ask for
     this all the time, so nothing is started for the answer.
     """
-    if is_initialized():
-        return True
+    return is_initialized() or bool(_found().accelerates)
+
+
+def _found() -> Found:
     with _not_compiled():
-        return bool(importlib.import_module("flambeau.frontends.device").found().accelerates)
+        found: Found = importlib.import_module("flambeau.frontends.device").found()
+        return found
 
 
 @contextmanager
@@ -99,6 +115,9 @@ def is_initialized() -> bool:
 
 def init() -> None:
     """Start the device, if that was not done yet; contexts are made at their first use. Says why there is none."""
+    if _is_in_bad_fork():
+        raise UnsupportedError(f"this process was forked after the device {NAME!r} was started, which does not follow",
+                               hint='start processes with multiprocessing\'s "spawn" or "forkserver" method')
     if not _ready:
         importlib.import_module("flambeau.frontends.device").enable_device()
 
@@ -111,9 +130,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    if is_initialized():
-        return len(_names)
-    return int(importlib.import_module("flambeau.frontends.device").found().devices)
+    return len(_devices) if is_initialized() else _found().devices
 
 
 def current_device() -> int:
@@ -125,7 +142,24 @@ def set_device(device: Which) -> None:
 
 
 def get_device_name(device: Which = None) -> str:
-    return _names[_index(device)]
+    return str(_devices[_index(device)].name)
+
+
+class _Properties(NamedTuple):
+    name: str
+    total_memory: int  # bytes
+    multi_processor_count: int
+
+
+def get_device_properties(device: Which = None) -> _Properties:
+    index = _index(device)
+    return _Properties(get_device_name(index), mem_get_info(index)[1], int(getattr(_devices[index], "units", 1)))
+
+
+def get_device_capability(device: Which = None) -> dict[str, Any]:
+    """As `torch.accelerator` says it: {"supported_dtypes": ...}. What has no kernel for one is computed on the CPU."""
+    ask = getattr(torch.accelerator, "get_device_capability", None)  # of the more recent ones
+    return {"supported_dtypes": {*SUPPORTED}} if ask is None else ask(_index(device))
 
 
 class device:  # noqa: N801 - as torch.cuda.device
@@ -256,4 +290,4 @@ mem_get_info = _asked(torch.accelerator.get_memory_info)  # bytes that are free,
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float16]
+    return [torch.float16, torch.bfloat16]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import logging
 from collections.abc import Callable
@@ -16,11 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
+from flambeau.targets.background import at_exit
+
 from .native import load_native
 
 log = logging.getLogger(__name__)
 
-_FINE, _FAILED, _FULL = 0, 1, 2
+_FINE, _FAILED, _FULL, _INDEX = range(4)
 
 _int, _long, _word = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _answer = ctypes.POINTER(ctypes.c_int)
@@ -100,6 +101,8 @@ class Core:
         self.stream: Callable[[int], int] = library.flambeau_stream  # the current one of a device
         library.flambeau_stream.argtypes, library.flambeau_stream.restype = (_int,), _long
         self.stream_function = ctypes.cast(library.flambeau_stream, ctypes.c_void_p).value or 0  # for native callers
+        self.know: Callable[[int, int, int], None] = library.flambeau_know  # (_cdata of a tensor, least, most)
+        library.flambeau_know.argtypes, library.flambeau_know.restype = (ctypes.c_void_p, _long, _long), None
         locked = ctypes.PyDLL(None, handle=library._handle)
         self._generator = locked.flambeau_generator
         self._generator.argtypes, self._generator.restype = (_int,), ctypes.py_object
@@ -112,7 +115,7 @@ class Core:
         self._table = _Table(driver.devices, *(f(g) for f, g in zip(_TYPES.values(), functions, strict=True)))
         self._driver = driver
         self._start(ctypes.byref(self._table))
-        atexit.register(self._stop)
+        at_exit(self._stop, in_children=True)
 
     def generator(self, device: int) -> torch.Generator:
         """The default one of a device."""
@@ -135,7 +138,7 @@ class Core:
             except Exception as error:
                 log.debug("the driver failed", exc_info=True)
                 self._complaint = str(error) or type(error).__name__
-                return _FAILED
+                return _INDEX if isinstance(error, IndexError) else _FAILED
 
         return call
 

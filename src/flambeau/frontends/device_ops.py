@@ -20,7 +20,7 @@ from flambeau.ops.contraction import CONTRACTIONS
 
 from .decompositions import table
 from .device_random import with_generator
-from .eager_graph import OtherShapes, build, described
+from .eager_graph import OtherShapes, Range, build, described
 from .eager_ops import PLACES, Form, forms
 from .fallback import REASONS
 from .instead import INSTEAD
@@ -58,15 +58,17 @@ def open_gates() -> None:
         _FORMS.append(form)
 
 
-def ask(gate: int, args: tuple[Any, ...], lift: int) -> Run | list[tuple[int, ...]] | None:
+def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...],
+        lift: int) -> tuple[Run, tuple[Range, ...]] | list[tuple[int, ...]] | None:
     """What serves calls like this one: a program; shapes that what it writes to should have first; or None.
 
-    `lift`: which numbers of the call are arguments of the program, as bits.
+    `same`: for each tensor the first that it is one with. `lift`: which numbers of the call are arguments of the
+    program, as bits.
     """
     form = _FORMS[gate]
     try:
         with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
-            return build(form, described(args, numbers=True), lift, into_any=True)
+            return build(form, described(args, same, numbers=True), lift, into_any=True)
     except OtherShapes as other:
         return other.shapes
     except Exception as error:  # whatever is wrong with the compiler, the operator works
@@ -98,8 +100,10 @@ def device_forms() -> list[Form]:
 
 
 def _is_kernel(op: torch._ops.OpOverload) -> bool:
-    """Whether a backend may have a kernel of its own for it: it is not composed of others, and no view."""
+    """Whether a backend may have a kernel of its own for it: it makes tensors, of no others, and is no view."""
     schema = op._schema
+    if not all("Tensor" in str(r.type) for r in schema.returns):
+        return False
     if any(a.name in PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
     if schema.name.startswith("aten::_foreach") or op.is_view:

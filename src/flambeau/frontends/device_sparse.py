@@ -28,7 +28,7 @@ _STRUCTURE = {
     "_nnz", "sparse_dim", "dense_dim", "_dimI", "_dimV", "is_coalesced", "_coalesced_",
     "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "empty.memory_format", "empty_like",
     "clone", "copy_", "copy_sparse_to_sparse_", "sparse_resize_", "sparse_resize_and_clear_", "resize_as_sparse_",
-    "permute", "unsqueeze", "is_pinned", "_pin_memory",
+    "permute", "unsqueeze", "view_as_real", "view_as_complex", "is_pinned", "_pin_memory",
 }
 _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),

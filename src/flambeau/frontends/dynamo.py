@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str,
     # Read now: a backward may be compiled later, in a thread where an override does not hold.
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
                            "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
-                           "deterministic": torch.are_deterministic_algorithms_enabled()}
+                           "deterministic": torch.are_deterministic_algorithms_enabled(), "part": False}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
@@ -83,7 +84,7 @@ def compiled_backend(
     context.fakify_first_call = False
     try:
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            compiled = compile_dynamo_graph(gm, example_inputs, settings)
+            compiled = compile_dynamo_graph(gm, example_inputs, settings | {"part": True})
     finally:
         context.fakify_first_call = True
 
@@ -108,7 +109,7 @@ def compile_dynamo_graph(
             observe(found)
         if found.regions:
             try:
-                run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings))
+                run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings | {"part": True}))
                 return torch._dynamo.disable(run, reason="calls compiled graphs")
             except Exception as e:  # torch may refuse a piece where it takes the whole
                 if config.verify:
@@ -137,6 +138,7 @@ def compile_anew(
     from .decompositions import table
     from .partition import partition
     from .pipeline import Options, compile_graph
+    from .strides import settle_strides
     from .whole import whole_operators
 
     wanted = Options(**settings)
@@ -145,9 +147,16 @@ def compile_anew(
     def compiler() -> Callable[..., Any]:
         return cache.compiler(lambda graph: compile_graph(graph, wanted))
 
+    def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
+        if not wanted.part:
+            settle_strides(graph.graph)
+        return compile_graph(graph, wanted)
+
     # One for each: torch writes into that of the backward.
-    backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(), inference_compiler=compiler(),
-                           partition_fn=partition, decompositions=table(exact), keep_inference_input_mutations=True)
+    backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(),
+                           inference_compiler=cache.compiler(compile_inference),
+                           partition_fn=partial(partition, settle=not wanted.part), decompositions=table(exact),
+                           keep_inference_input_mutations=True)
     with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
         return backend(gm, example_inputs)
 

@@ -7,8 +7,9 @@ together out of others are taken apart first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
+from flambeau.ir.expr import cast, index_value, walk, where
+from flambeau.ir.index import ZERO
 from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.targets.base import get_target
 
-from .capture import RunNumber
+from .capture import Captured, RunNumber
 from .decompositions import table
 from .devices import flat
 from .eager_ops import Form
@@ -48,7 +52,7 @@ class TensorLike:
     dtype: torch.dtype
     device: torch.device
     overlaps: bool
-    place: int  # tensors at one place with one geometry are one
+    same: int  # the first tensor of the call that it is one with, or itself: what the gate's key says, and no more
 
     @property
     def is_dense(self) -> bool:
@@ -69,8 +73,12 @@ class Number:
         return torch.empty((), dtype=self.dtype, device="cpu")
 
 
-def described(args: Arguments, numbers: bool = False) -> Arguments:
-    """The arguments of a call with descriptions in place of tensors; `numbers`: scalars on the CPU by their value."""
+def described(args: Arguments, same: Iterable[int] | None = None, numbers: bool = False) -> Arguments:
+    """The arguments of a call with descriptions in place of tensors; `numbers`: scalars on the CPU by their value.
+
+    `same`: for each tensor the first that it is one with; by default, none is another's.
+    """
+    which = count() if same is None else iter(same)
 
     def describe(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
@@ -80,7 +88,7 @@ def described(args: Arguments, numbers: bool = False) -> Arguments:
         if numbers and x.is_cpu and x.dim() == 0:
             return Number(x.item(), x.dtype)
         shape, strides = tuple(x.shape), x.stride()
-        return TensorLike(shape, strides, x.dtype, x.device, overlapping(shape, strides), x.data_ptr())
+        return TensorLike(shape, strides, x.dtype, x.device, overlapping(shape, strides), next(which))
 
     return tuple(describe(x) for x in args)
 
@@ -95,8 +103,12 @@ class OtherShapes(Exception):
         self.shapes = shapes
 
 
-def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> Run:
-    """The function that serves such calls: it takes their tensors as a list, in order, and returns the results.
+Range = tuple[int, int, int]  # a tensor of the call, and the least and the most that its values may be
+
+
+def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> tuple[Run, tuple[Range, ...]]:
+    """The function that serves such calls: it takes their tensors as a list, in order, and returns the results. With
+    it, what its kernels accept of those tensors that are indices as they are.
 
     `into_any`: also where what the call writes to has gaps or another dtype, or has to be resized (OtherShapes).
     The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits. UnsupportedError says why
@@ -105,13 +117,38 @@ def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) ->
     made = compiled(graph_of(form, args, lift, into_any), Options(config.numerics))
     if made.captured.externs or any(
             isinstance(s, Call) and isinstance(s.target, torch._ops.OpOverload) for s in made.program.steps):
+        graph = made.captured.graph
+        if lacking := {b.dtype for b in graph.buffers.values()} - graph.capabilities.dtypes:
+            raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
+                                   target=get_target(made.package.target).machine())
         raise UnsupportedError("this call has no lowering")
     if form.op is aten.copy_.default and any(isinstance(s, Copy) for s in made.program.steps):
         raise UnsupportedError("the copy cannot be made in one step")  # another is this operator again
     for kernel in (made.build.wait() if made.build is not None else {}).values():
         if isinstance(kernel, CompileError):
             raise kernel
-    return made.finish()
+    return made.finish(), accepted(made.captured)
+
+
+def accepted(captured: Captured) -> tuple[Range, ...]:
+    """Of tensors whose values are indices."""
+    position = dict(zip(captured.graph.inputs, captured.tensors, strict=True))
+    found: dict[Range, None] = {}
+    for e in walk(*(e for node in captured.graph.nodes for e in node.exprs())):
+        if e.op != "check":
+            continue
+        size = e.attr
+        if size is ZERO:
+            raise UnsupportedError("what it indexes has no elements")  # who is asked instead says what is wrong
+        loads = [x for x in walk(e.args[0]) if x.op == "load"]
+        if len(loads) != 1 or len(e.args) > 1 or loads[0].attr[0] not in position or not size.is_const:
+            continue
+        which, at = position[loads[0].attr[0]], cast(loads[0], torch.int64)
+        if e.args[0] is at:
+            found[which, 0, size.const - 1] = None
+        elif e.args[0] is where(at < 0, at + index_value(size), at):
+            found[which, -size.const, size.const - 1] = None
+    return tuple(found)
 
 
 def graph_of(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> fx.GraphModule:
@@ -157,7 +194,7 @@ class _Graph:
         if isinstance(x, TensorLike):
             node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
             node.meta["val"] = x.fake()
-            return self.same.setdefault(x, node) if self.form.written else node
+            return self.same.setdefault(x, node)
         lifted = self.is_lifted(x, kind)
         if isinstance(x, Number):
             if lifted:

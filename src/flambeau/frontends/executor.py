@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flambeau.ir.index import ONE, Index, Sym
+from flambeau.ir.index import Index, Sym
 from flambeau.ir.nodes import Buffer, Value
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
 from flambeau.schedule.memory import lifetimes, nbytes
@@ -108,7 +108,9 @@ class Writer:
         assert got is not None, f"{v} is not a strided view"
         strides, offset = got
         same = v.shape == b.shape and all(
-            s is t or n is ONE for s, t, n in zip(strides, b.strides, b.shape, strict=True))
+            s is t or n.at_most_one() for s, t, n in zip(strides, b.strides, b.shape, strict=True))
+        if v.strides is not None:
+            strides, same = v.strides, same and v.strides == b.strides
         if same and offset.is_const and offset.const == 0:
             return None
         return strides, offset, b.place in ("input", "arena", "extern", "over")
@@ -121,6 +123,14 @@ class Writer:
         strides, offset, within = view
         at = python_text(offset) + (f" + {base}.storage_offset()" if within else "")
         return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
+
+    def results(self) -> list[str]:
+        """One object for each result, as in eager: the view of a tensor is not that tensor, even if it is all of it."""
+        out: list[str] = []
+        for o in self.p.outputs:
+            text = self.argument(o)
+            out.append(f"{text}.detach()" if isinstance(o, Value) and text in out else text)
+        return out
 
     def argument(self, x: Any) -> str:
         if isinstance(x, Value):
@@ -155,7 +165,7 @@ class Writer:
         self.line("P = PROTO.copy()")
         arena = p.arena_bytes > 0
         if arena:
-            self.line(f"arena = POOL.take(TARGET, {p.arena_bytes})")
+            self.line(f"arena = POOL.take(TARGET, DEVICE, {p.arena_bytes})")
             self.line("try:")
             self.line("P[0] = arena.pointer")
             self.line("views = arena.tensors.get(KEY)")
@@ -166,7 +176,7 @@ class Writer:
             if b.place == "input" and name in launched:
                 self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
         self.steps(launched)
-        outs = f"[{''.join(self.argument(o) + ', ' for o in p.outputs)}]"
+        outs = f"[{''.join(o + ', ' for o in self.results())}]"
         self.line(f"return {outs if self.promises is None else self.compared(self.promises, outs)}")
         if arena:
             head = self.lines.index("    try:") + 1

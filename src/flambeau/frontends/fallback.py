@@ -32,9 +32,16 @@ from .instead import INSTEAD
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 16  # bytes: the largest element
-# Operators that take tensors of the CPU beside those of a device, on every device.
-_MIXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
-          "_pack_padded_sequence", "_ctc_loss", "_ctc_loss_backward", "set_", "copy_", "_copy_from"}
+# Arguments that may be tensors of the CPU beside those of a device, on every device.
+_ELSEWHERE = {
+    **dict.fromkeys(("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
+                    ("indices",)),
+    **dict.fromkeys(("_ctc_loss", "_ctc_loss_backward"), ("targets", "input_lengths", "target_lengths")),
+    "_pack_padded_sequence": ("lengths",),
+    "set_": ("source",), "copy_": ("self", "src"), "_copy_from": ("self", "dst"),
+}
+# Operators that PyTorch puts together for the devices that it knows, and for no others.
+_OF_THE_CPU = ("mode.values",)
 # Arguments that are written although the schema does not say so.
 _WRITTEN = {"aten::native_batch_norm": ("running_mean", "running_var")}
 
@@ -79,6 +86,7 @@ class _Schema:
     returns: tuple[frozenset[str], ...]  # the alias sets of each result
     random: bool
     numbers: bool  # whether Python numbers may stand for its tensors
+    elsewhere: tuple[str, ...]  # arguments that may be on the CPU
 
 
 def _aliases(info: Any) -> frozenset[str]:
@@ -93,8 +101,9 @@ def _schema(op: Any) -> _Schema:
                   a.is_write or a.name in _WRITTEN.get(found.name, ()), a.is_out, _aliases(a.alias_info))
         for a in found.arguments)
     random = torch.Tag.nondeterministic_seeded in op.tags or any(a.is_generator for a in arguments)
-    numbers = torch._C._should_allow_numbers_as_tensors(found.name.split("::")[-1])
-    return _Schema(arguments, tuple(_aliases(r.alias_info) for r in found.returns), random, numbers)
+    base = found.name.split("::")[-1]
+    return _Schema(arguments, tuple(_aliases(r.alias_info) for r in found.returns), random,
+                   torch._C._should_allow_numbers_as_tensors(base), _ELSEWHERE.get(base, ()))
 
 
 # ---- memory on the host ----------------------------------------------------------------------------------
@@ -112,21 +121,21 @@ class _Mirror:
         self.others: list[Tensor] = []
         self.moved = 0
 
-    def note(self, value: Any, contents: bool) -> None:
+    def note(self, value: Any, contents: bool, written: bool, anywhere: bool) -> None:
         if isinstance(value, Tensor):
             if value.device.type == self._copies.kind:
                 self.devices.add(value.device)
                 if is_sparse(value):
                     if id(value) not in self._sparse:
                         self._sparse[id(value)] = value, parts(value)
-                    return self.note(self._sparse[id(value)][1], True)
+                    return self.note(self._sparse[id(value)][1], True, written, anywhere)
                 before = self._given.get(id(value), (value, False))[1]
                 self._given[id(value)] = (value, before or contents or not dense(value))
-            elif value.dim() > 0:
+            elif (value.dim() > 0 or written) and not anywhere:  # scalars of the CPU are read everywhere
                 self.others.append(value)
         elif isinstance(value, (list, tuple)):
             for item in value:
-                self.note(item, contents)
+                self.note(item, contents, written, anywhere)
 
     def fill(self) -> None:
         """Read what the call will read."""
@@ -244,6 +253,14 @@ class Fallback:
         everything.fallback(private(self.call), "PrivateUse1")
         for name, compute in INSTEAD.items():
             aten.impl(name, self.instead(name, compute), "PrivateUse1")
+        # Operators that every backend has a kernel of its own for. Elsewhere PyTorch puts one form together out of
+        # another, and takes for granted that all tensors are where the first one is.
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        whole = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()
+                 if has(name, "CompositeExplicitAutogradNonFunctional") and has(name, "CPU")
+                 and not has(name, "PrivateUse1")]
+        for name in (*whole, *_OF_THE_CPU):
+            aten.impl(name, private(partial(self.call, aten_named(name))), "PrivateUse1")
 
     def instead(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         return private(partial(self._run, aten_named(name), compute))
@@ -256,7 +273,8 @@ class Fallback:
         given = dict(zip((a.name for a in schema.arguments), args)) | kwargs
         mirror = _Mirror(self._copies)
         for argument in schema.arguments:
-            mirror.note(given.get(argument.name), not argument.only_written)
+            mirror.note(given.get(argument.name), not argument.only_written, argument.written,
+                        argument.name in schema.elsewhere)
         device = self._device(name, mirror, given)
         self._announce(name, given.values())
         mirror.fill()
@@ -287,9 +305,9 @@ class Fallback:
                 return torch.device(named.type, self._current() if named.index is None else named.index)
             return None
         mixed = {*mirror.devices, *(t.device for t in mirror.others)}
-        if len(mixed) > 1 and (len(mirror.devices) > 1 or name.split("::")[-1].split(".")[0] not in _MIXED):
-            raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found "
-                               f"{' and '.join(sorted(map(str, mixed)))}")
+        if len(mixed) > 1:
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, "
+                               f"{' and '.join(sorted(map(str, mixed)))}! (in {name})")
         return next(iter(mirror.devices))
 
     def _announce(self, name: str, values: Iterable[Any]) -> None:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .capture import view_root
 from .differences import Difference, difference
 from .recorded import Call
+from .storage import view_root
 
 aten = torch.ops.aten
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
@@ -82,7 +82,7 @@ def differing_results(call: Call, eager: dict[fx.Node, Any]) -> list[fx.Node]:
     """Nodes whose values are returned, or written into an input, and differ from ATen's; in the order of the graph."""
     pairs = [*zip(call.results(), call.outputs, strict=True), *zip(call.placeholders(), call.after, strict=True)]
     written = {n.args[0]: n.args[1] for n in call.graph.nodes if n.target is aten.copy_.default}
-    wrong = {base(written.get(n, n)) for n, value in pairs
+    wrong = {view_root(written.get(n, n)) for n, value in pairs
              if isinstance(n, fx.Node) and isinstance(value, torch.Tensor) and not same(eager[n], value)}
     return [n for n in call.graph.nodes if n in wrong]
 
@@ -112,7 +112,7 @@ class Search:
                 return self.fusion(living, last, number)
 
     def comparable(self, n: fx.Node) -> bool:
-        return (n.op == "call_function" and isinstance(self.eager[n], torch.Tensor) and base(n) is n
+        return (n.op == "call_function" and isinstance(self.eager[n], torch.Tensor) and view_root(n) is n
                 and n.target not in NOTHING and n.target is not aten.copy_.default)
 
     def differing(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -146,7 +146,7 @@ class Search:
 
     def named(self, n: fx.Node, number: int, needed: Sequence[fx.Node]) -> First:
         """The operator of the node, after one more look: with all it reads in memory, is it still another?"""
-        inputs = [i for i in dict.fromkeys(base(i) for i in n.all_input_nodes) if self.comparable(i)]
+        inputs = [i for i in dict.fromkeys(view_root(i) for i in n.all_input_nodes) if self.comparable(i)]
         if not needed and inputs and not self.differing([*inputs, n]):
             needed = inputs
         found = self.call.probe([n])[n]
@@ -168,16 +168,10 @@ def same(a: Any, b: Any) -> bool:
     return len(set(shapes)) == 2 or difference("", a, b).equal
 
 
-def base(n: fx.Node) -> fx.Node:
-    """What a view looks at: the views of the captured graph cost nothing, and compute nothing."""
-    n = view_root(n)
-    return base(n.all_input_nodes[0]) if n.target is aten._unsafe_view.default else n
-
-
 def users(n: fx.Node) -> Iterable[fx.Node]:
     """Who reads its value, through views or not."""
     for u in n.users:
-        if u.op == "call_function" and base(u) is not u:
+        if u.op == "call_function" and view_root(u) is not u:
             yield from users(u)
         yield u
 
@@ -217,7 +211,7 @@ def companions(call: Call, n: fx.Node) -> list[str]:
         origins = getattr(step, "origins", ())
         if name in origins:
             by_name = {m.name: m for m in call.graph.nodes}
-            return [called(by_name[o]) for o in origins if o in by_name and base(by_name[o]) is by_name[o]]
+            return [called(by_name[o]) for o in origins if o in by_name and view_root(by_name[o]) is by_name[o]]
     return []
 
 

@@ -11,7 +11,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <chrono>
 #include <limits>
 
@@ -77,18 +76,8 @@ struct LargeCall : Call {
   LargeCall(const State& s, c10::ArrayRef<IValue> args) : Call(s.usual, false) {
     for (size_t i = 0; i < args.size(); ++i) look(args[i], false, s.writes[i]);
     plain = plain && !generator.defined();  // ours draw from the default one
-  }
-
-  bool writes() const { return std::find(written.begin(), written.end(), true) != written.end(); }
-
-  // Kernels are made for arguments in memory of their own, those that are read may share it.
-  bool overlaps() const {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      size_t shared = 0;
-      for (const Tensor& t : tensors) shared += t.storage().data() == tensors[i].storage().data();
-      if (written[i] && shared > 1) return true;
-    }
-    return false;
+    if (plain) share();
+    plain = plain && !shares;  // kernels are made for arguments in memory of their own; what is read may share it
   }
 };
 
@@ -205,7 +194,7 @@ thread_local bool Inside::now = false;
 
 // The entry of a call that is not, or not only, the original's.
 Entry* decide(State& s, const LargeCall& call, c10::ArrayRef<IValue> args) {
-  if (!call.plain || call.overlaps() || at::globalContext().deterministicAlgorithms() || at::in_parallel_region())
+  if (!call.plain || at::globalContext().deterministicAlgorithms() || at::in_parallel_region())
     return nullptr;
   Entry* e = s.entries.at(call.words, kMost);
   if (e == nullptr) return nullptr;

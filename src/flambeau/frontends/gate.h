@@ -13,12 +13,14 @@
 #include <ATen/core/stack.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 // Of libtorch_python, whose own headers take long to compile.
@@ -87,6 +89,10 @@ struct Call {
   Words words, values;  // numbers are among the values where they are looked at as such
   c10::SmallVector<Tensor, 8> tensors;
   c10::SmallVector<bool, 8> written;  // of the tensors
+  // Of a call that writes, for each tensor the first that is one with it, where one of the two is written: all that a
+  // program may know of memory which is the same. So it is part of the key.
+  c10::SmallVector<int64_t, 8> same;
+  bool shares = false;  // a tensor that is written is another argument too
   at::Generator generator;
 
   Call(c10::DispatchKeySet keys, bool by_value) : usual(keys), scalars(by_value) {
@@ -114,7 +120,38 @@ struct Call {
     else plain = false;  // a symbol, a complex number, a device
   }
 
+  bool writes() const { return std::find(written.begin(), written.end(), true) != written.end(); }
+
+  // Once all arguments were looked at. What only overlaps with something that is written is the original's.
+  void share() {
+    for (size_t i = 0; i < tensors.size(); ++i) same.push_back(int64_t(i));
+    if (!writes()) return;
+    c10::SmallVector<std::pair<uint64_t, uint64_t>, 8> spans;
+    for (const Tensor& t : tensors) spans.push_back(span(t));
+    for (size_t j = 1; j < tensors.size() && plain; ++j) {
+      for (size_t i = 0; i < j && plain; ++i) {
+        if (!(written[i] || written[j]) || spans[i].first >= spans[j].second || spans[j].first >= spans[i].second)
+          continue;
+        const Tensor &a = tensors[i], &b = tensors[j];
+        plain = spans[i].first == spans[j].first && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+                a.strides() == b.strides();
+        same[j] = std::min(same[j], same[i]);
+        shares = true;
+        word(-int64_t(j << 16 | i) - 16);
+      }
+    }
+  }
+
  private:
+  // Its memory, from the first byte to behind the last; of addresses, since storages may share memory.
+  static std::pair<uint64_t, uint64_t> span(const Tensor& t) {
+    if (t.numel() == 0) return {0, 0};
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    uint64_t start = reinterpret_cast<uint64_t>(t.storage().data()) + uint64_t(t.storage_offset()) * t.itemsize();
+    return {start, start + uint64_t(last + 1) * t.itemsize()};
+  }
+
   template <class T, class Fn>
   void each(const c10::List<T>& items, Fn&& one) {
     word(int64_t(items.size()));

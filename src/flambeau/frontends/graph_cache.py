@@ -1,20 +1,20 @@
 """Whole compiled graphs on disk: what an earlier process compiled is neither traced nor compiled again.
 
 An entry is what torch's own cache of AOTAutograd would keep (wrappers for mutation, aliasing, autograd, and
-guards on sizes), with our packages of forward and backward in it. It lies in the kernel cache, sealed and
-bounded like a kernel, under the key of Dynamo's graph. Whatever is wrong with an entry, the graph is compiled
-again.
+guards on sizes), with our packages of forward and backward in it, as plain data of a closed table of types
+(`graph_entry.py`). It lies in the kernel cache, sealed and bounded like a kernel, under the key of Dynamo's graph.
+Whatever is wrong with an entry, the graph is compiled again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import pickle
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +32,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.targets.background import Closing, start
 from flambeau.targets.base import Build, Target
 from flambeau.targets.cache import DiskCache, shared_cache
 
+from .graph_entry import decode, encode
 from .graph_key import Uncacheable, graph_key, held
 from .package import Package, Run
+from .plain_data import Unwritable
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,8 @@ PLACES = 4  # entries of one key: graphs with symbolic sizes that differ in what
 SHARE = 8  # an entry larger than this part of the whole cache (a graph that holds tensors) is not kept
 
 stats: Counter[str] = Counter()  # hit, miss, stored, refused
-keepers: list[threading.Thread] = []  # each waits for the kernels of a graph that is to be stored
+# Each waits for the kernels of a graph that is to be stored.
+keepers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Stored(OutputCode):
@@ -55,9 +59,6 @@ class Stored(OutputCode):
         super().__init__()
         self.package = package  # None: this graph has none, and its entry is not kept
         self.build = build  # of the package's kernels, in the process that compiled it
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"package": self.package}
 
     def __call__(self, inputs: Any) -> Any:
         return self.run(inputs)
@@ -100,12 +101,12 @@ class GraphCache:
                 continue
             try:
                 with _disable_current_modes():
-                    entry = pickle.loads(data)
+                    entry = decode(data)
                 if self.fits(entry):
                     made = self.restore(entry)
                     stats["hit"] += 1
                     return made
-            except Exception as error:  # a kernel that does not build any more, a class that moved
+            except Exception as error:  # malformed, or a kernel that does not build any more
                 name = type(error).__name__
                 log.warning("a cached graph does not load, and is compiled again: %s: %s", name, error)
                 self.free = place
@@ -190,31 +191,30 @@ class GraphCache:
             if any(part.package is None for part in parts):
                 raise Uncacheable("a part of it runs as ATen")
             with _disable_current_modes():
-                data = pickle.dumps(entry)
+                data = encode(entry)
             if len(data) > disk.limit // SHARE:
                 raise Uncacheable(f"it takes {len(data)} bytes")
-        except Exception as reason:  # pickle raises many kinds, for what it meets inside
+        except (Uncacheable, Unwritable) as reason:
             self.refuse(reason)
             return
         builds = [part.build for part in parts if part.build is not None]
-        keeper = threading.Thread(target=self.keep, args=(builds, disk, self.free, data, SUFFIX))
-        keepers.append(keeper)
-        keeper.start()
+        with suppress(Closing):
+            keepers.add(start(self.keep, builds, disk, self.free, data, name="keep"))
 
     @classmethod
-    def keep(cls, builds: Sequence[Build], disk: DiskCache, *entry: Any) -> None:
+    def keep(cls, builds: Sequence[Build], disk: DiskCache, place: str, data: bytes) -> None:
         """Beside the caller: a backward that is never called would not be waited for otherwise."""
         try:
             for build in builds:
                 for kernel in build.wait().values():
                     if isinstance(kernel, CompileError):
                         raise kernel
+            decode(data)  # nothing is stored that could not be read
         except Exception as reason:
             cls.refuse(reason)
         else:
-            disk.put(*entry)
+            disk.put(place, data, SUFFIX)
             stats["stored"] += 1
-        keepers.remove(threading.current_thread())
 
     @staticmethod
     def refuse(reason: Exception) -> None:

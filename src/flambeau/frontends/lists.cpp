@@ -64,7 +64,7 @@ struct Kind {
 struct Watch {
   std::vector<size_t> lengths;  // of the lists
   std::vector<Kind> kinds;
-  std::vector<int64_t> shapes, bytes, addresses;
+  std::vector<int64_t> shapes, bytes, addresses;  // bytes: those that a tensor reaches over, gaps included
   std::vector<uint32_t> order;  // by address, of the tensors that are not empty
 };
 
@@ -72,6 +72,14 @@ Watch* watch_of(PyObject* capsule) { return static_cast<Watch*>(PyCapsule_GetPoi
 
 Kind kind_of(PyObject* object, const c10::TensorImpl* t, size_t first) {
   return {Py_TYPE(object), t->key_set(), t->dtype(), t->device(), first, size_t(t->dim())};
+}
+
+// Elements from the first to the last in memory.
+int64_t reach(const c10::TensorImpl& t) {
+  if (t.numel() == 0) return 0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+  return last + 1;
 }
 
 // Without running any Python, so lists do not change meanwhile.
@@ -98,7 +106,7 @@ PyObject* make(PyObject*, PyObject* args) {
         watch->kinds.push_back(kind_of(item, t, watch->shapes.size()));
         watch->shapes.insert(watch->shapes.end(), t->sizes().begin(), t->sizes().end());
         watch->shapes.insert(watch->shapes.end(), t->strides().begin(), t->strides().end());
-        watch->bytes.push_back(t->numel() * int64_t(t->itemsize()));
+        watch->bytes.push_back(reach(*t) * int64_t(t->itemsize()));
         if (watch->bytes.back() > 0) watch->order.push_back(uint32_t(watch->kinds.size() - 1));
       }
     }

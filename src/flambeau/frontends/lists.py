@@ -14,6 +14,7 @@ import torch
 from torch._C import TensorBase
 from torch._C._dynamo.guards import TensorGuards
 
+from .geometry import reach
 from .native import Background
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -62,7 +63,8 @@ class PythonKinds:
         strides: list[Any] = [list(t.stride()) for t in tensors]
         self.guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self.counts = [len(tensors) for tensors in lists]
-        self.bytes = torch.tensor([t.numel() * t.element_size() for t in tensors], dtype=torch.int64, device="cpu")
+        self.bytes = torch.tensor([reach(t.shape, t.stride()) * t.element_size() for t in tensors], dtype=torch.int64,
+                                  device="cpu")
 
     def check(self, lists: tuple[list[torch.Tensor], ...], addresses: torch.Tensor) -> int:
         if [len(tensors) for tensors in lists] != self.counts:

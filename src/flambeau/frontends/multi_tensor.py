@@ -131,12 +131,16 @@ class _Call:
         known = self.f.prepared
         key = (id(self.lists["params"][0]), self.rows, self.key)
         found = known.get(key)
-        if found is None or found.watch is None or not found.watch.check(list(self.lists.values())):
+        if found is None or found.watch is None or not found.watch.check(self.watched()):
             known.pop(key, None)
             if len(known) >= MOST_PREPARED:
                 del known[next(iter(known))]
             found = known[key] = self.classify()
         return found
+
+    def watched(self) -> list[list[torch.Tensor]]:
+        """Its lists, then what all rows read: none may share memory with another."""
+        return [*self.lists.values(), list(self.shared.values())]
 
     def classify(self) -> Prepared:
         groups: dict[RowKind, list[int]] = {}
@@ -163,12 +167,12 @@ class _Call:
         try:
             parts = [(c, *part) for c in prepared.classes for part in self.parts(c, prepared.watch)]
         finally:  # for a call that is declined too: the next one is not looked at again
-            watch = prepared.watch = prepared.watch or Watch(list(self.lists.values()))
+            watch = prepared.watch = prepared.watch or Watch(self.watched())
         if prepared.apart != watch.moves:
             if not watch.apart():  # rows are computed in no order
                 raise Declined("tensors that share memory")
             prepared.apart = watch.moves
-        addresses = dict(zip(self.lists, watch.by_list, strict=True))
+        addresses = dict(zip(self.lists, watch.by_list))
         shared = {name: t.data_ptr() for name, t in self.shared.items()}
         for c, variant, rows, counts in parts:
             key = (id(variant), None if rows is c.rows else tuple(rows))

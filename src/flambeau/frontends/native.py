@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
-import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +17,8 @@ import torch
 
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.targets.cache import DiskCache, shared_cache
+from flambeau.targets.background import Closing, fork_safe, start
+from flambeau.targets.cache import shared_cache
 from flambeau.targets.toolchain import find_toolchain, load_extension, whole_text
 
 LONG = 5  # seconds of a build that people are told of
@@ -65,6 +63,8 @@ def load_native(name: str, what: str, text: str | None = None, load: Callable[[P
         log.log(level, "compiling %s for torch %s: once, some %s seconds", what, torch.__version__, seconds)
         try:
             made, data = toolchain.compile(text, name, disk, load, python_headers())
+        except Closing:
+            raise
         except (CompileError, ImportError, OSError) as error:
             raise CompileError(f"{what} did not build: {error}",
                                hint=f"torch {torch.__version__} may be newer than this version of Flambeau") from error
@@ -73,7 +73,7 @@ def load_native(name: str, what: str, text: str | None = None, load: Callable[[P
 
     found = stored()
     if found is None:
-        with _alone(disk, name):
+        with disk.alone(name, toolchain.seconds):
             found = stored() or build()
     return found
 
@@ -86,23 +86,27 @@ class Background:
                  text: str | None = None) -> None:
         self.name, self.what, self.opened, self.text = name, what, opened, text
         self.seconds, self.without = seconds, without
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._thread: threading.Thread | None = None
+        self._begun = False
         self._module: Any = None
         self._done = False
         self._told: list[Callable[[Any], None]] = []
 
-    def begin(self) -> threading.Thread:
+    def begin(self) -> None:
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._build, name=f"flambeau-{self.name}", daemon=True)
-                self._thread.start()
-            return self._thread
+            if not self._begun:
+                self._begun = True
+                try:
+                    self._thread = start(self._build, name=self.name)
+                except Closing:
+                    self._done = True
 
     def wait(self) -> Any:
         """The module; None where there cannot be one, or in a process that was forked while another thread built it."""
-        if not self._done:
-            self.begin().join()
+        self.begin()
+        if not self._done and self._thread is not None:
+            self._thread.join()
         return self._module
 
     def tell(self, hear: Callable[[Any], None]) -> None:
@@ -121,6 +125,8 @@ class Background:
             found = load_native(self.name, self.what, self.text, seconds=self.seconds)
             self.opened(found)
             module = found
+        except Closing:
+            pass
         except Exception as error:  # whatever it is, programs run
             log.warning("%s: %s", self.without, error)
         with self._lock:
@@ -128,22 +134,6 @@ class Background:
             told, self._told = self._told, []
         for hear in told if module is not None else ():
             hear(module)
-
-
-@contextmanager
-def _alone(disk: DiskCache, name: str) -> Iterator[None]:
-    """Of the processes of a job, one compiles and the others wait for what it makes."""
-    try:
-        handle = os.open(disk.root / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError:  # a folder that cannot be written: each for itself
-        yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def python_headers() -> Path:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import atexit
 import contextvars
 import logging
-import os
-import queue
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -28,6 +26,7 @@ import torch
 
 from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
+from flambeau.targets.background import Closing, Pool, closing, fork_safe
 
 from .devices import target_of
 from .eager_graph import Arguments, build, described
@@ -150,7 +149,7 @@ def has_kernel(form: Form, key: str) -> bool:
 
 # ---- gates ---------------------------------------------------------------------------------------------
 
-_LOCK = threading.RLock()
+_LOCK = fork_safe(threading.RLock())
 _GATES: dict[tuple[str, Form], _Gate] = {}
 
 
@@ -186,7 +185,10 @@ class _Gate:
 
         def ask(kind: int, args: Arguments) -> None:
             job = _Job(self, kind, described(args), tune)
-            WORKER.submit(job)
+            if not closing():  # torch's kernel goes on serving
+                WORKER.submit(job.run)
+            else:
+                job.done.set()
             if now:
                 job.done.wait()
 
@@ -226,9 +228,11 @@ class _Job:
         try:
             if gate.built >= MOST_KERNELS:
                 raise UnsupportedError(f"{MOST_KERNELS} kernels were built already")
-            run = self.context.run(build, gate.form, self.args)
+            run, _ = self.context.run(build, gate.form, self.args)
             gate.built += 1
             gate.native.resolve(gate.number, self.kind, run, self.tune)
+        except Closing:
+            pass
         except Exception as error:  # whatever is wrong with the compiler, torch's kernel goes on serving
             reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
             gate.refused[reason] += 1
@@ -238,25 +242,5 @@ class _Job:
             self.done.set()
 
 
-class _Worker:
-    """Builds kernels one after another, in a thread that has none of its callers' modes and guards."""
-
-    def __init__(self) -> None:
-        self.pid = 0
-        self.lock = threading.Lock()
-
-    def submit(self, job: _Job) -> None:
-        with self.lock:
-            if self.pid != os.getpid():  # at first, and in a forked child, which lacks the thread
-                self.pid = os.getpid()
-                self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-                threading.Thread(target=self.work, args=(self.jobs,), name="flambeau-accelerate", daemon=True).start()
-        self.jobs.put(job)
-
-    @staticmethod
-    def work(jobs: queue.SimpleQueue[_Job]) -> None:
-        while True:
-            jobs.get().run()
-
-
-WORKER = _Worker()
+# One after another, in a thread that has none of its callers' modes and guards.
+WORKER = Pool(1, "accelerate")

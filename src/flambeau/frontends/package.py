@@ -1,4 +1,4 @@
-"""A program in its last form: plain data that pickles, from which its run function is made in any process.
+"""A program in its last form: plain data, from which its run function is made in any process.
 
     package = executor.write(program, ...)     # when a graph is compiled
     run = package.load()                       # there, in a later process, or out of a file
@@ -72,7 +72,7 @@ class Package:
     kernels: tuple[Source, ...] = ()
     plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
-    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out": they do not pickle themselves
+    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out"
     views: tuple[View, ...] = ()
     tables: dict[str, Table] = field(default_factory=dict)
     calls: dict[str, Prepared] = field(default_factory=dict)
@@ -210,18 +210,18 @@ class ArenaPool:
         self.free: dict[Hashable, list[Arena]] = {}
         self.lock = threading.Lock()
 
-    def take(self, target: Target, nbytes: int) -> Arena:
+    def take(self, target: Target, device: torch.device, nbytes: int) -> Arena:
         queue = target.queue()
         if queue is None:
-            return Arena(target.empty(nbytes), None)
-        place = (target.name, queue)
+            return Arena(target.empty(nbytes, device), None)
+        place = (target.name, device, queue)
         with self.lock:
             free = self.free.setdefault(place, [])
             if free:
                 a = free.pop()
                 if a.memory.numel() >= nbytes:
                     return a
-        return Arena(target.empty(nbytes), place)
+        return Arena(target.empty(nbytes, device), place)
 
     def give(self, a: Arena) -> None:
         if a.place is None:

@@ -17,20 +17,25 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition, m
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .package import DONATED
+from .storage import SECRET
+from .strides import settle_strides, share_memory
 
 EQUAL = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
 LEAKY = torch.ops.aten.leaky_relu.default
-SECRET = (torch.ops.aten._unsafe_view.default,)  # a view, which its schema does not say
 # Two such calls are not one, though they look alike: they draw numbers, or name a size that only data decides.
 APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs: Any
+              ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """`settle`: strides are eager's where torch's metadata has others."""
     merge_equal(joint.graph)
     forget_unread(joint.graph)
     keep_compared(joint.graph)
     ask_results(joint.graph)
     copy_again(joint.graph)
+    if settle and not share_memory(joint.graph):
+        settle_strides(joint.graph)
     with torch._functorch.config.patch(cse=False):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)

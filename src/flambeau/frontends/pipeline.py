@@ -18,6 +18,7 @@ from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import Launch, Program
 from flambeau.schedule.plan import schedule
+from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build
 
 from .capture import Captured, capture
@@ -29,7 +30,7 @@ from .progress import progress
 from .promises import promises_of
 from .recordable import recordable
 
-LOCK = threading.RLock()  # expressions are interned process-wide: one compile at a time
+LOCK = fork_safe(threading.RLock())  # expressions are interned process-wide: one compile at a time
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Options:
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     search: bool = False  # time other block shapes at the first call
     graphs: bool = False  # record runs, and replay them
+    part: bool = False  # of something whose other parts were traced with the strides of torch's metadata
 
 
 @dataclass
@@ -67,13 +69,22 @@ class Compiled:
             kernels = {}
             if self.build is not None:
                 with progress("building kernels", count=self.build.count):
-                    kernels = self.build.wait()
+                    kernels = self.waited(self.build)
             self.seconds["wait for compiler"] = time.perf_counter() - start
             bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
             if bad:
                 return self.retry(bad)
             self.run = self.package.bind(kernels, self.function)
             return self.run
+
+    def waited(self, build: Build) -> dict[str, Any]:
+        try:
+            return build.wait()
+        except Closing:
+            check()
+            again = self.package.build()  # by this thread: somebody runs this while the process ends
+            assert again is not None
+            return again.wait()
 
     def retry(self, bad: dict[int, CompileError]) -> Run:
         """Kernels that do not build are left to ATen: their operators are called as they are."""
@@ -134,8 +145,10 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
         t0 = time.perf_counter()
         captured = capture(gm, caps, exclude, device, policy_of(options.numerics, device.type))
         t1 = time.perf_counter()
+        check()
         program = schedule(captured.graph, caps, bool(config.verify))
         t2 = time.perf_counter()
+        check()
         written = target.bounded if config.verify is True else target.render
         texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
         if options.search and not options.deterministic:  # what the clock chooses, may round in another way

@@ -147,9 +147,9 @@ def scan(shape: Sequence[IndexLike], axis: int, combine: Combine,
 
 def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],
             target: Callable[[tuple[Index, ...]], Sequence[IndexLike]], value: Body, mode: str = "set",
-            mask: Body | None = None) -> Value:
+            mask: Body | None = None, permutes: bool = False) -> Value:
     """An array of `shape` that starts as init(i); for each j in `source`, in order, element target(j)
-    takes value(j) (mode set) or joins it (add, mul, min, max)."""
+    takes value(j) (mode set) or joins it (add, mul, min, max). `permutes`: each element is some j's, and only one's."""
     g = graph()
     out_vars = dim_vars(shape, "o")
     vars = dim_vars(source)
@@ -157,7 +157,7 @@ def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],
     start = init(as_indices(out_vars))
     buffer = g.add_buffer([as_index(n) for n in shape], start.dtype)
     return g.add(Scatter((buffer.name,), out_vars, start, vars, tuple(as_index(t) for t in target(j)), value(j),
-                         mode, None if mask is None else mask(j), origin=_origin.get()))[0]
+                         mode, None if mask is None else mask(j), permutes, permutes, origin=_origin.get()))[0]
 
 
 def extern(target: Any, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[tuple[Any, DType, Any] | None],

@@ -39,6 +39,7 @@ class Capabilities:
     # ATen has GPU kernels here: they save other tensors, step in float32 and do not report a division by zero.
     gpu_eager: bool = False
     contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls
+    sorts: bool = False  # sorts are kernels too; otherwise library calls
 
     def joins(self, mode: str, dtype: DType) -> bool:
         """Whether a scatter of that mode can be had, as it is or, one point after the other, in a fixed order."""

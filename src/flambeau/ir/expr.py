@@ -465,6 +465,9 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
             out = e
         else:
             out = remake(e, args)
+            if out in args or any(out in a.args for a in args):  # a choice between equals: it has been through fn
+                memo[e] = out
+                return out
         out = fn(out)
         memo[e] = out
         return out

@@ -217,6 +217,11 @@ class Index:
             self._bounds = (lo, hi)
         return self._bounds
 
+    def at_most_one(self) -> bool:
+        """Whether a size is known to be 0 or 1: no index along it moves, and its stride is a matter of names."""
+        most = self.bounds()[1]
+        return most is not None and most <= 1
+
     def coefficient(self, sym: Sym) -> Index | None:
         """d(self)/d(sym) if this index is affine in `sym`, else None."""
         if sym not in self.symbols():

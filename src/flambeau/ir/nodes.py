@@ -73,6 +73,7 @@ class Value:
     index: tuple[Index, ...]  # over dim_vars(shape)
     number: bool = False  # a Python number known only at the run: promotes as a number, not as a tensor
     host: bool = False  # a scalar that is the host's beside tensors of a device
+    strides: tuple[Index, ...] | None = None  # of a result: an index says nothing of dimensions of size one
 
     @property
     def rank(self) -> int:
@@ -261,7 +262,7 @@ class Scatter(Node):
     """names[0] starts as init(out_vars); then, in order of vars, element target takes or joins value.
 
     `mode` is set, add, mul, min or max. Where `mask` is given, only the points where it holds take part. `unique`: no
-    two of these meet in an element.
+    two of these meet in an element. `covers`: every element is written, and what it starts as does not matter.
     """
 
     kind: ClassVar[str] = "scatter"
@@ -273,6 +274,7 @@ class Scatter(Node):
     mode: str
     mask: Expr | None = None
     unique: bool = False
+    covers: bool = False
 
     def exprs(self) -> tuple[Expr, ...]:
         inside = tuple(a.expr for t in self.target for a in t.atoms() if isinstance(a, Dyn))
@@ -310,7 +312,7 @@ class Extern(Node):
 
 @dataclass(frozen=True)
 class Sort(Extern):
-    """sort, topk, unique: keys for segments."""
+    """A stable sort where a machine has a library for it (see `Capabilities.sorts`; otherwise ir/sort.py)."""
 
     kind: ClassVar[str] = "sort"
 

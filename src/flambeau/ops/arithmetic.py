@@ -90,6 +90,16 @@ def without_host(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return lowered
 
 
+def whole_factor(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """The factor takes no part in promotion: eager cuts it off where tensors are whole numbers."""
+    def lowered(*tensors: Any, value: Any = 1) -> Any:
+        if isinstance(value, float) and not any(is_float(x.dtype) for x in tensors):
+            value = int(value)
+        return lowering(*tensors, value=value)
+
+    return lowered
+
+
 def are_small(*operands: Any) -> bool:
     return any(isinstance(x, Value) and x.dtype in (torch.float16, torch.bfloat16) for x in operands)
 
@@ -168,6 +178,7 @@ _plus_quotient = by_kernels(
 
 @lower(aten.addcmul)
 @without_host
+@whole_factor
 @pointwise(operands=4)
 def addcmul(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
     return _plus_product(x, a, b, value)

@@ -15,7 +15,8 @@ from flambeau.ir.dtypes import DType
 from flambeau.ops.registry import FAMILIES
 
 # Families in which nothing is rounded, but for the operators that add up or compute.
-MOVES = frozenset(("bitwise", "cast", "comparison", "factory", "indexing", "scattering", "shape", "view"))
+MOVES = frozenset(("bitwise", "cast", "comparison", "factory", "indexing", "scattering", "shape", "sorting",
+                   "view"))
 SUMS = frozenset((
     "_index_put_impl", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "bartlett_window", "blackman_window",
     "col2im", "hamming_window", "hann_window", "index_add", "index_put", "index_reduce", "kaiser_window", "linspace",
@@ -23,6 +24,8 @@ SUMS = frozenset((
     "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward", "scatter_add",
     "scatter_reduce", "unfold_backward",
 ))
+# Among equal elements, eager's kernel finds the one that its own algorithm comes to.
+TIED = frozenset(("kthvalue", "median", "mode", "nanmedian", "topk"))
 # Of the other families, the operators that choose one of their values.
 CHOICES = frozenset((
     "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "adaptive_max_pool2d",
@@ -80,7 +83,7 @@ def is_exact(op: torch._ops.OpOverload, device: str, dtypes: Collection[DType] =
     if name.startswith(FOREACH):
         name = name.removeprefix(FOREACH)
     elif FAMILIES[op] in MOVES:
-        return name not in SUMS and "reduce" not in op._overloadname
+        return name not in SUMS | TIED and "reduce" not in op._overloadname
     called = any(name in CALLS[device].get(d, ()) for d in dtypes)
     if called or f"{name}.{op._overloadname or 'default'}" in TIES[device]:
         return False

@@ -21,6 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 LOWERINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 FAMILIES: dict[torch._ops.OpOverload, str] = {}  # the file whose lowering it is
+READ_MEMORY: set[torch._ops.OpOverload] = set()  # what they return depends on how their first argument lies in memory
+NEEDS: dict[torch._ops.OpOverload, str] = {}  # the one of `Capabilities` without which it is left to ATen
 
 
 def overloads(op: Any) -> Iterable[torch._ops.OpOverload]:
@@ -32,11 +34,13 @@ def overloads(op: Any) -> Iterable[torch._ops.OpOverload]:
             and any("Tensor" in str(a.type) for a in (*o._schema.arguments, *o._schema.returns))]
 
 
-def lower(*ops: Any) -> Callable[[F], F]:
-    """Register the function as the lowering of these operators (packets: all functional overloads).
+def lower(*ops: Any, reads_memory: bool = False, needs: str | None = None) -> Callable[[F], F]:
+    """Register the function as the lowering of these operators (packets: all functional overloads); `needs`: on
+    machines that have this capability.
 
     It gets the operator's arguments with Values for tensors and Indices for symbolic sizes, and returns a
-    Value or a tuple of them. Returning NotImplemented hands this call to ATen, counted and named.
+    Value or a tuple of them. Returning NotImplemented hands this call to ATen, counted and named. An operator that
+    `reads_memory` gets its first argument in a buffer that is laid out as its memory is in eager.
     """
 
     family = registering_file()
@@ -46,6 +50,10 @@ def lower(*ops: Any) -> Callable[[F], F]:
             for overload in overloads(op):
                 LOWERINGS[overload] = fn
                 FAMILIES[overload] = family
+                if reads_memory:
+                    READ_MEMORY.add(overload)
+                if needs is not None:
+                    NEEDS[overload] = needs
         return fn
 
     return register

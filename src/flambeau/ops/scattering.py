@@ -77,7 +77,7 @@ def unsafe_masked_index_put_accumulate(x: Value, mask: Value, indices: Sequence[
 def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool) -> Any:
     """x[:, mask] = values. With a single mask every element can tell for itself what it takes."""
     masks = [(d, v) for d, v in enumerate(indices) if v is not None]
-    if len(masks) != 1:
+    if len(masks) != 1 or masks[0][1].dtype is not torch.bool:  # of masks of bytes eager says that they are deprecated
         return NotImplemented
     (first, mask), = masks
     last = first + mask.rank
@@ -87,7 +87,7 @@ def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumu
 
     def body(i: tuple[Index, ...]) -> Expr:
         at = i[first:last]
-        chosen = cast(mask.load(at), torch.bool)
+        chosen = mask.load(at)
         which = ZERO if before is None else position(before.load(at), selected, Fault.VALUES, mask=chosen)
         old, new = x.load(i), cast(load_at(values, (*i[:first], which, *i[last:]), chosen), x.dtype)
         return where(chosen, _sum(old, new) if accumulate else new, old)

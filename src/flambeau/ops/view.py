@@ -399,7 +399,7 @@ def _from_storage(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLik
     return tuple(out) if left is ZERO else None
 
 
-@lower(aten.as_strided, aten.as_strided_copy)
+@lower(aten.as_strided, aten.as_strided_copy, reads_memory=True)
 def as_strided(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike],
                storage_offset: IndexLike | None = None) -> Any:
     """x is read as the memory it lies in: its buffer, whatever view of it x is."""
@@ -407,7 +407,7 @@ def as_strided(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike],
     return NotImplemented if at is None else Value(x.buffer, tuple(as_index(n) for n in size), x.dtype, at)
 
 
-@lower(aten.as_strided_scatter)
+@lower(aten.as_strided_scatter, reads_memory=True)
 def as_strided_scatter(x: Value, src: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike],
                        storage_offset: IndexLike | None = None) -> Any:
     if not x.is_whole(build.graph().buffers[x.buffer]):

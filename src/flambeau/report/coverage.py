@@ -24,7 +24,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.ops.registry import FAMILIES
+from flambeau.ops.registry import FAMILIES, NEEDS
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
@@ -77,7 +77,7 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | Non
         packets.setdefault(name_of(op), []).append(op)
     rows = []
     for name, overloads in packets.items():
-        ours = sum(o in LOWERINGS for o in overloads)
+        ours = sum(o in LOWERINGS and (o not in NEEDS or getattr(machine, NEEDS[o], False)) for o in overloads)
         library = not contracts and any(o in CONTRACTIONS for o in overloads)
         found = lookup(name.partition(".")[2], known)
         row = Operator(name, family_of(overloads), len(set(overloads)), assumed=found is None)

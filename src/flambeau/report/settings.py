@@ -1,4 +1,4 @@
-"""The table of settings in docs/settings.md, written from the one list in `flambeau.config`.
+"""The page docs/settings.md: the table, written from the one list in `flambeau.config`, and what is trusted.
 
 python -m flambeau.report.settings > docs/settings.md
 """
@@ -24,8 +24,33 @@ DESCRIBED = {
 }
 
 
+TRUST = """
+## What is trusted
+
+Compiled kernels and graphs are code, and run with the rights of whoever loads them: shared libraries, binaries for
+GPUs, and, in the entry of a graph, the Python source of its run function, the guards on its sizes and the names of the
+operators that it calls. So an entry is read only where nobody else can have written it, which is checked each time:
+
+- the file and the folder of the cache belong to this user or to root, and neither group nor others can write to them;
+- the same holds for every folder above it, by its real path. A folder with the sticky bit, such as `/tmp`, may stand
+  above one that belongs to this user;
+- the last line of an entry is the sha256 of its name and its content: what is damaged is deleted and built again.
+
+A folder that does not meet this is neither read nor written. One warning says what is wrong with it, and the process
+keeps its kernels in a temporary folder of its own. `chmod go-w` or `chown` of the folder that is named, or another
+`FLAMBEAU_CACHE_DIR`, is the way out.
+
+The entry of a graph is plain data (`frontends/plain_data.py`): nothing is unpickled, and only the types of a closed
+table are made from it (`frontends/graph_entry.py`), each with the fields that it has. What does not fit is compiled
+again. A graph that has anything else in it is not cached, with the reason at `FLAMBEAU_LOG=info`.
+
+Also trusted are the C++ compiler that `FLAMBEAU_CXX` names, the drivers and Triton with the caches of their own that
+they may have (PoCL: `POCL_CACHE_DIR`), and packages that add a target.
+"""
+
+
 def page() -> str:
-    return HEAD + "".join(f"| `{s.name}` | `{s.env}` | {_default(s)} | {s.doc} |\n" for s in SETTINGS)
+    return HEAD + "".join(f"| `{s.name}` | `{s.env}` | {_default(s)} | {s.doc} |\n" for s in SETTINGS) + TRUST
 
 
 def _default(setting: Setting) -> str:

@@ -432,7 +432,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     out_vars = [v for v in n.out_vars if v.size is not ONE]
     where = [as_index(v) if v in out_vars else ZERO for v in n.out_vars]
     # A variable that is an index of the target by itself: no two of its values can meet there.
-    free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars}
+    free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars} if not n.unique else set(vars)
     owner = owners = None
     for k, t in enumerate(target):
         a = t.atom()
@@ -466,6 +466,6 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     mask = None if mask is None else rest[0]
     address, init_address, *owned = d.stores.values()
     params = params_of([a for a in d.accesses() if a[0] in buffers], buffers)
-    return ScatterKernel(tuple(d.inner), init, init_address, tuple(d.outer), frozenset(free & set(d.outer)), address,
-                         owned[0] if owned else None, owners, value, mode, mask, out, params, sizes_of(d), n.origins,
-                         n.unique)
+    return ScatterKernel(tuple(d.inner), None if n.covers else init, init_address, tuple(d.outer),
+                         frozenset(free & set(d.outer)), address, owned[0] if owned else None, owners, value, mode,
+                         mask, out, params, sizes_of(d), n.origins, n.unique)

@@ -61,7 +61,9 @@ def plan_memory(p: Program, most: int | None = None) -> None:
     known = []
     for b in arena:
         size = nbytes(b)
-        if size is None or b.name not in lives or (most is not None and size > most):
+        # A tensor over the arena is made once: its sizes have to be known too, not only their product with a zero.
+        fixed = all(x.is_const for x in (*b.shape, *b.strides))
+        if size is None or not fixed or b.name not in lives or (most is not None and size > most):
             b.place = "alloc"
         else:
             known.append((size, b))

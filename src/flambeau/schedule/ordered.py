@@ -19,8 +19,9 @@ from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities, rounds
 from flambeau.ir.expr import Expr, binary, cast, computed, const, index_value, loads, masked, where
 from flambeau.ir.index import ONE, Index, Sym, as_index, ceildiv, product, unflat
-from flambeau.ir.nodes import Graph, Scatter, Sort, Value, as_indices, dim_vars, narrow
+from flambeau.ir.nodes import Graph, Scatter, Value, as_indices, dim_vars, narrow
 from flambeau.ir.scalar import floordiv, fold_over, maximum, minimum
+from flambeau.ir.sort import sort
 
 Place = tuple[Index, ...]
 STRETCH = 512  # values that are taken in one by one
@@ -89,10 +90,7 @@ class Runs:
 
         keys = build.pointwise(self.sizes, key, laid=True)
         line = keys.view((self.count,), lambda i: unflat(i[0], self.sizes))
-        metas = [((self.count,), d, (ONE,)) for d in (dtype, torch.int64)]
-        found, order = build.extern(torch.ops.aten.sort.stable, (line,), {"stable": True, "dim": 0}, metas, True, Sort)
-        assert found is not None and order is not None
-        return found, order
+        return sort(line, 0)
 
     def written_once(self) -> Scatter:
         """The same scatter with one point for each element that is written."""

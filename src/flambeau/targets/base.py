@@ -129,6 +129,10 @@ class Target(ABC):
         """Which machine it is, as far as programs for it differ and the capabilities do not say."""
         return self.name
 
+    def machine(self) -> str:
+        """The same for people."""
+        return self.name
+
     @abstractmethod
     def render(self, kernel: AnyKernel, name: str) -> Source:
         """The text of a kernel, in the language that `build` takes."""
@@ -149,9 +153,12 @@ class Target(ABC):
     def plan(self, steps: Sequence[Step]) -> Plan:
         """Join launches of this target's kernels."""
 
-    @abstractmethod
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised memory, as a uint8 tensor on the current device."""
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Uninitialised memory for what lies between the kernels of a graph, as a uint8 tensor: on the graph's device,
+        which is not always the same one if the target computes for the CPU as well."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def allocator(self, device: torch.device) -> Allocator:
         """Makes tensors of a shape, strides and dtype on a device, without contents."""

@@ -4,20 +4,19 @@
     path = cache.put(key, data, ".so")        # key: 64 hex digits, the sha256 of all that went into `data`
     path = cache.get(key, ".so")              # None: not there, or it was damaged and has been deleted
 
-An entry is one file, `<key><suffix>`: the data, then a line with its sha256. The line stands at the end
-because the loader of shared libraries ignores it there, and in the same file because two files cannot be
+An entry is one file, `<key><suffix>`: the data, then a line with the sha256 of name and data. The line stands at the
+end because the loader of shared libraries ignores it there, and in the same file because two files cannot be
 replaced in one step. Files appear by rename only, so a reader never sees half an entry.
 """
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import hashlib
 import logging
 import os
 import re
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -30,16 +29,18 @@ from typing import NamedTuple
 
 from flambeau.config import config
 from flambeau.errors import CacheError
+from flambeau.targets.background import at_exit, fork_safe, held
+from flambeau.targets.scratch import Scratch
+from flambeau.targets.trust import folder_problem, open_file
 
 log = logging.getLogger(__name__)
 
 _SEAL = b"\n// flambeau sha256 "
 _SEAL_LENGTH = len(_SEAL) + 64 + 1
 _ENTRY = re.compile(r"[0-9a-f]{64}\.[a-z]+")
-_TEMPORARY = "tmp-"
-_TEMPORARY_SECONDS = 3600
 # A full cache is trimmed to this share, so that the next entries do not each pay for a scan of the directory.
 _TRIMMED = 0.8
+_ASK_AGAIN = 0.05  # seconds, for a lock that another process has
 
 
 class CacheStats(NamedTuple):
@@ -47,30 +48,39 @@ class CacheStats(NamedTuple):
     size: int
 
 
+class Distrusted(OSError):
+    """A directory to which other users can write: what lies there is neither read nor loaded."""
+
+
 class DiskCache:
     """Sealed files under `root`, at most about `limit` bytes, the least recently used go first.
 
-    The directory belongs to its owner alone: a library from here runs with the user's rights, so a place that
-    somebody else could have written to is refused with a CacheError. A directory that cannot be written
-    (read-only, no space) is not an error: new entries then go to a temporary one that ends with the process.
+    An entry runs with the user's rights, so it is read only from where nobody else can write (`trust.py`), which is
+    checked each time. A directory that others can write to is left alone, and one that cannot be written
+    (read-only, no space) is only read: new entries then go to a temporary one that ends with the process, with a
+    warning that says what to do.
     """
 
     def __init__(self, root: Path | None = None, limit: int | None = None) -> None:
         self.root = Path(config.cache_dir if root is None else root).absolute()
         self.limit = config.cache_limit_mb * 2**20 if limit is None else limit
-        self._private: Path | None = None
+        self._shared: _Folder | None = None  # the root, if it can be trusted
+        self._private: _Folder | None = None  # in place of it, or before it
         self._verified: set[Path] = set()
         self._unscanned: int | None = None  # bytes written since the last scan; None before the first
-        self._lock = threading.Lock()
-        self._open_root()
+        self._lock = fork_safe(threading.Lock())
+        try:
+            _make(Path(os.path.realpath(self.root)))
+            self._shared = _Folder(self.root)
+        except OSError as error:
+            self._fall_back(None, error)
 
     def get(self, key: str, suffix: str) -> Path | None:
         """The file of an entry, which counts as used now. Its content is checked once per process."""
-        for directory in self._directories():
-            path = directory / (key + suffix)
-            if path not in self._verified and _unsealed(path) is None:
-                continue
-            if _touch(path):
+        name = key + suffix
+        for folder in self._folders():
+            path = folder.path / name
+            if self._read(folder, name, path not in self._verified) is not None:
                 self._verified.add(path)
                 return path
             self._verified.discard(path)
@@ -78,10 +88,8 @@ class DiskCache:
 
     def read(self, key: str, suffix: str) -> bytes | None:
         """The data of an entry, without the seal."""
-        for directory in self._directories():
-            path = directory / (key + suffix)
-            if (data := _unsealed(path)) is not None:
-                _touch(path)
+        for folder in self._folders():
+            if (data := self._read(folder, key + suffix)) is not None:
                 return data
         return None
 
@@ -90,39 +98,70 @@ class DiskCache:
         name = key + suffix
         if not _ENTRY.fullmatch(name):
             raise ValueError(f"not the name of a cache entry: {name!r}")
-        sealed = data + _SEAL + hashlib.sha256(data).hexdigest().encode() + b"\n"
         for _ in range(2):
-            directory = self._writable
+            folder = self._writable()
+            path = folder.path / name
             try:
-                path = _write(directory, name, sealed)
+                folder.check()
+                folder.scratch.write(data + _seal(name, data), path)
             except OSError as error:
-                self._fall_back(directory, error)
+                self._fall_back(folder, error)
                 continue
             self._verified.add(path)
-            self._account(len(sealed), path)
+            self._account(len(data) + _SEAL_LENGTH, path)
             return path
         return None
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
         """A fresh directory for a compiler to write to, until the block ends."""
-        directory = self._writable
+        folder = self._writable()
         try:
-            made = tempfile.mkdtemp(prefix=_TEMPORARY, dir=directory)
+            folder.check()
+            folder.scratch.path()
         except OSError as error:
-            self._fall_back(directory, error)
-            made = tempfile.mkdtemp(prefix=_TEMPORARY, dir=self._writable)
-        try:
-            yield Path(made)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+            self._fall_back(folder, error)
+        with self._writable().scratch.folder() as made:
+            yield made
+
+    def folder(self) -> Path:
+        """A fresh directory that ends with the process."""
+        return Path(tempfile.mkdtemp(dir=self._writable().scratch.path()))
 
     def give_up(self, workspace: Path, reason: str) -> bool:
         """Told that a workspace is of no use to the compiler; whether the next one is somewhere else."""
-        if workspace.parent == self._private:
+        if self._private is not None and self._private.path in workspace.parents:
             return False
-        self._fall_back(workspace.parent, OSError(reason))
+        self._fall_back(self._shared, OSError(reason))
         return True
+
+    @contextmanager
+    def alone(self, name: str, seconds: float) -> Iterator[None]:
+        """Of the processes of a job, one does something, and the others wait that long for what it makes."""
+        try:
+            handle = os.open(self._writable().path / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:  # a folder that cannot be written: each for itself
+            yield
+            return
+        until = time.monotonic() + seconds
+        try:
+            with held(handle):
+                while time.monotonic() < until:
+                    try:
+                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        time.sleep(_ASK_AGAIN)
+                    except OSError:  # a disk without locks
+                        break
+                try:
+                    yield
+                finally:
+                    # Closing is not enough while a child that was forked meanwhile has the same lock open.
+                    with suppress(OSError):
+                        fcntl.flock(handle, fcntl.LOCK_UN)
+        finally:
+            os.close(handle)
 
     def stats(self) -> CacheStats:
         sizes = [status.st_size for _, status in self._entries()]
@@ -134,47 +173,63 @@ class DiskCache:
         self._verified.clear()
         return removed
 
-    def _open_root(self) -> None:
+    def _read(self, folder: _Folder, name: str, whole: bool = True) -> bytes | None:
+        """The data of a sealed file, which counts as used now; a file whose seal does not fit is deleted.
+
+        Not `whole`: of a file that was read before; that it is there, and this user's, is all that is asked.
+        """
+        if not _ENTRY.fullmatch(name):  # a name that came out of another entry
+            return None
         try:
-            self.root.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                self.root.mkdir(mode=0o700)
-            status = self.root.lstat()
+            folder.check()
+            descriptor = open_file(folder.descriptor, name)
+        except Distrusted as error:
+            self._fall_back(folder, error)
+            return None
+        except FileNotFoundError:
+            return None
         except OSError as error:
-            self._fall_back(self.root, error)
-            return
-        problems = {
-            "is a symbolic link": stat.S_ISLNK(status.st_mode),
-            "is not a directory": not stat.S_ISDIR(status.st_mode),
-            f"belongs to user {status.st_uid}, not to user {os.geteuid()}": status.st_uid != os.geteuid(),
-            "can be written by other users": bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)),
-        }
-        if found := [problem for problem, applies in problems.items() if applies]:
-            raise CacheError(f"the kernel cache {self.root} is not safe to load code from: it {found[0]}",
-                             hint="set FLAMBEAU_CACHE_DIR to a directory that is yours alone (chmod 700)")
+            log.warning("the cache entry %s is not used: %s", folder.path / name, error)
+            return None
+        with open(descriptor, "rb") as file:
+            sealed = file.read() if whole else b""
+            with suppress(OSError):  # a read-only directory has no order to keep
+                os.utime(descriptor)
+        data = sealed[:-_SEAL_LENGTH]
+        if not whole or sealed[-_SEAL_LENGTH:] == _seal(name, data):
+            return data
+        log.warning("damaged cache entry %s deleted; it will be built again", folder.path / name)
+        _unlink(folder.path / name)
+        return None
 
-    @property
-    def _writable(self) -> Path:
-        return self._private or self.root
+    def _writable(self) -> _Folder:
+        folder = self._private or self._shared
+        assert folder is not None
+        return folder
 
-    def _directories(self) -> tuple[Path, ...]:
+    def _folders(self) -> tuple[_Folder, ...]:
         # What a read-only directory already holds stays useful.
-        return (self.root,) if self._private is None else (self._private, self.root)
+        return tuple(folder for folder in (self._private, self._shared) if folder is not None)
 
-    def _fall_back(self, failed: Path, error: OSError) -> None:
+    def _fall_back(self, failed: _Folder | None, error: OSError) -> None:
         """Write to a temporary directory from now on, unless another thread arranged that already."""
         with self._lock:
-            if failed != self._writable or self._private is not None:
+            if isinstance(error, Distrusted) and failed is self._shared:
+                self._shared = None
+            if self._private is not None:
                 return
-            self._private = Path(tempfile.mkdtemp(prefix="flambeau-"))
-            atexit.register(_remove_own, self._private, os.getpid())
+            self._private = _temporary_folder()
+        if isinstance(error, Distrusted):
+            way_out = f"Make it yours alone (chown, chmod go-w), or set {_VARIABLE} to a directory that is."
+        else:
+            way_out = f"Set {_VARIABLE} to another directory."
         warnings.warn(f"the kernel cache {self.root} cannot be used ({error.strerror or error}): this process keeps "
-                      "its kernels in a temporary directory, and the next one compiles them again. "
-                      "Set FLAMBEAU_CACHE_DIR to another directory.", stacklevel=3)
+                      f"its kernels in a temporary directory, and the next one compiles them again. {way_out}",
+                      stacklevel=3)
 
     def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for directory in self._directories():
-            for path, status in _scan(directory):
+        for folder in self._folders():
+            for path, status in _scan(folder.path):
                 # Nothing else is ever deleted, wherever a user points the cache to.
                 if _ENTRY.fullmatch(path.name):
                     yield path, status
@@ -186,8 +241,6 @@ class DiskCache:
             if not first and self._unscanned <= self.limit // 32:
                 return
             self._unscanned = 0
-        if first:
-            self._remove_abandoned()
         self._trim(newest)
 
     def _trim(self, newest: Path) -> None:
@@ -204,21 +257,55 @@ class DiskCache:
                 _unlink(path)
                 total -= status.st_size
 
-    def _remove_abandoned(self) -> None:
-        """What killed processes left half-written: an hour is longer than any build."""
-        oldest = time.time() - _TEMPORARY_SECONDS
-        for path, status in _scan(self._writable):
-            if path.name.startswith(_TEMPORARY) and status.st_mtime < oldest:
-                if stat.S_ISDIR(status.st_mode):
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    _unlink(path)
+
+_VARIABLE = "FLAMBEAU_CACHE_DIR"
 
 
 @cache
 def shared_cache(root: Path, limit_mb: int) -> DiskCache:
     """One object for each directory and process: it knows what was verified already, and how full it is."""
     return DiskCache(root, limit_mb * 2**20)
+
+
+class _Folder:
+    """An open directory that this user alone can write, by its real path. OSError if it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(os.path.realpath(path))
+        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self.check()
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self.scratch = Scratch(self.path)
+
+    def check(self) -> None:
+        """Distrusted, if somebody else could write there by now, or if the path leads somewhere else."""
+        if problem := folder_problem(self.path):
+            raise Distrusted(f"it is not safe to load code from: {problem}")
+        if not os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor)):
+            raise Distrusted("it was replaced while it was in use")
+
+
+def _make(folder: Path) -> None:
+    """With all that is missing above it, for this user alone whatever the umask says."""
+    if not folder.exists():
+        _make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _temporary_folder() -> _Folder:
+    problems = []
+    for place in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
+        try:
+            made = Path(tempfile.mkdtemp(prefix="flambeau-", dir=place))
+            at_exit(lambda made=made: shutil.rmtree(made, ignore_errors=True))  # type: ignore[misc]
+            return _Folder(made)
+        except OSError as error:
+            problems.append(f"{place}: {error}")
+    raise CacheError(f"there is no place for compiled kernels: {'; '.join(problems)}",
+                     hint=f"set {_VARIABLE} to a directory that is yours alone (chmod 700)")
 
 
 def _scan(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -231,40 +318,11 @@ def _scan(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
             yield Path(item.path), item.stat(follow_symlinks=False)
 
 
-def _write(directory: Path, name: str, data: bytes) -> Path:
-    handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=directory)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, directory / name)
-    except BaseException:
-        _unlink(Path(temporary))
-        raise
-    return directory / name
-
-
-def _unsealed(path: Path) -> bytes | None:
-    """The data of a sealed file; a file whose seal does not fit is deleted."""
-    try:
-        sealed = path.read_bytes()
-    except OSError:
-        return None  # not there, or not readable: a miss either way
-    data, seal = sealed[:-_SEAL_LENGTH], sealed[-_SEAL_LENGTH:]
-    if seal == _SEAL + hashlib.sha256(data).hexdigest().encode() + b"\n":
-        return data
-    log.warning("damaged cache entry %s deleted; it will be built again", path)
-    _unlink(path)
-    return None
-
-
-def _touch(path: Path) -> bool:
-    try:
-        os.utime(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        pass  # a read-only directory has no order to keep
-    return True
+def _seal(name: str, data: bytes) -> bytes:
+    """Of the name as well: what lies under another key is not what belongs there."""
+    digest = hashlib.sha256(name.encode() + b"\0")
+    digest.update(data)
+    return _SEAL + digest.hexdigest().encode() + b"\n"
 
 
 def _unlink(path: Path) -> bool:
@@ -273,9 +331,3 @@ def _unlink(path: Path) -> bool:
     except OSError:
         return False  # another process was faster, or the directory is read-only
     return True
-
-
-def _remove_own(directory: Path, pid: int) -> None:
-    # A forked child inherits the exit handlers, not the directory.
-    if os.getpid() == pid:
-        shutil.rmtree(directory, ignore_errors=True)

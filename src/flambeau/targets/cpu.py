@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ import flambeau.codegen
 from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.targets.background import Closing, Pool
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Source, Step, Target, failed
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import CTYPES, Launcher, build_launcher, stored_launcher
@@ -126,11 +127,11 @@ class CpuTarget(Target):
         """What makes launches and plans; waits for its compiler at the first use after an install."""
         return CTYPES if self._launcher is None else self._launcher.result()
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        memory = super().empty(nbytes, device)
         if memory.data_ptr() % _ALIGNMENT:
             # torch's own allocator aligns; one that replaced it may not.
-            memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+            memory = super().empty(nbytes + _ALIGNMENT, device)
             off = -memory.data_ptr() % _ALIGNMENT
             memory = memory[off : off + nbytes]
         self.fresh(memory)
@@ -150,14 +151,14 @@ class CpuTarget(Target):
         self._lock = threading.Lock()
         self._kernels: dict[str, _Address] = {}
         self._libraries: dict[str, ctypes.CDLL] = {}
-        self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._pools: dict[int, Pool] = {}
         # The launches that a child inherited are of this launcher's kind.
         if self._launcher is not None and not self._launcher.done():
             self._launcher = None
 
-    def _pool(self, jobs: int) -> ThreadPoolExecutor:
+    def _pool(self, jobs: int) -> Pool:
         if jobs not in self._pools:
-            self._pools[jobs] = ThreadPoolExecutor(jobs, thread_name_prefix="flambeau-compile")
+            self._pools[jobs] = Pool(jobs, "compile")
         return self._pools[jobs]
 
     def _prepare_launcher(self, toolchain: Toolchain, disk: DiskCache, jobs: int) -> None:
@@ -214,6 +215,8 @@ class CpuTarget(Target):
 
         try:
             addresses, data = toolchain.compile(unit_text(unit), key, disk, load, _HEADERS)
+        except Closing:
+            raise
         except (CompileError, OSError, AttributeError) as error:
             if len(unit) == 1 or isinstance(error, CompilerKilled):
                 self._fail(unit, str(error).replace(key, unit[0].source.name), disk)

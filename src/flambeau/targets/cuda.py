@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, cached_property
@@ -24,6 +24,7 @@ from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets import libdevice
+from flambeau.targets.background import Pool
 from flambeau.targets.base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import extension
@@ -148,9 +149,6 @@ class CudaTarget(BlockTarget):
 
     # ---- memory and devices ----------------------------------------------------------------------------
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-
     def allocator(self, device: torch.device) -> Allocator:
         # On the current device, in half the time of torch.empty_strided, which parses keywords.
         allocate: Allocator = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
@@ -196,7 +194,7 @@ class CudaTarget(BlockTarget):
         pieces = self._workspaces.setdefault((device, stream), [])
         if not pieces or pieces[-1].numel() < nbytes:
             grown = 2 * pieces[-1].numel() if pieces else _GRANULE
-            pieces.append(self.empty(max(nbytes, grown)))
+            pieces.append(self.empty(max(nbytes, grown), torch.device("cuda")))
         return pieces[-1].data_ptr()
 
     # ---- the search for block shapes -------------------------------------------------------------------
@@ -211,7 +209,7 @@ class CudaTarget(BlockTarget):
     def seconds(self, run: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Keeps the device busy while the host launches: else the events are around the host's work.
-        self.empty(_BUSY).zero_()
+        self.empty(_BUSY, torch.device("cuda")).zero_()
         start.record()
         for _ in range(_TIMED):
             run()
@@ -242,9 +240,7 @@ class CudaTarget(BlockTarget):
             if self._extension is None:
                 # Settings are read here: an override holds in the caller's thread only.
                 disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-                builder = ThreadPoolExecutor(1, thread_name_prefix="flambeau-launcher")
-                self._extension = builder.submit(_extension, config.compiler, disk)
-                builder.shutdown(wait=False)
+                self._extension = Pool(1, "launcher").submit(_extension, config.compiler, disk)
 
 
 def _extension(compiler: str, disk: DiskCache) -> ModuleType:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from flambeau.errors import CompileError
+from flambeau.targets.background import Closing
 from flambeau.targets.base import Launch, Plan, Step
 from flambeau.targets.cache import DiskCache
 from flambeau.targets.toolchain import Toolchain, load_extension, whole_text
@@ -48,6 +49,8 @@ def build_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher:
     """Compile the extension."""
     try:
         module = build_extension(_NAME, toolchain, disk)
+    except Closing:
+        raise
     except (CompileError, ImportError, OSError) as error:
         log.warning("kernels are called through ctypes, 3 microseconds slower: no launcher was built: %s", error)
         return CTYPES

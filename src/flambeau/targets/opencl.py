@@ -64,6 +64,9 @@ class OpenClTarget(Target):
     def identity(self) -> str:
         return f"{self.name} {self.device.identity}"
 
+    def machine(self) -> str:
+        return f"{NAME}, {self.device.name}"
+
     def bounded(self, kernel: AnyKernel, name: str) -> RangeSource:
         return self.render(kernel, name, True)
 
@@ -82,7 +85,7 @@ class OpenClTarget(Target):
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         compiler = self._compilers.setdefault(device.index, ClCompiler(device, self.keeps_binaries(device)))
         texts = [source for source in sources if isinstance(source, RangeSource)]
-        return ClBuild(self.launch_on(device), compiler.start(texts, disk))
+        return ClBuild(self.launch_on(device), compiler.start(texts, disk), compiler, config.compile_timeout)
 
     def keeps_binaries(self, device: ClDevice) -> bool:
         return True
@@ -97,8 +100,8 @@ class OpenClTarget(Target):
 
         return ClPlan(steps)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        memory = super().empty(nbytes, device)
         self.fresh(memory)
         return memory
 
@@ -107,9 +110,11 @@ class OpenClTarget(Target):
 
 
 class ClBuild(Build):
-    def __init__(self, launch: MakeLaunch, kernels: dict[str, tuple[Kernel, Building]]) -> None:
+    def __init__(self, launch: MakeLaunch, kernels: dict[str, tuple[Kernel, Building]], compiler: ClCompiler,
+                 seconds: int) -> None:
         self._launch = launch
         self._kernels = kernels
+        self._compiler, self._seconds = compiler, seconds
 
     def done(self) -> bool:
         return all(program.done() for _, program in self._kernels.values())
@@ -117,6 +122,6 @@ class ClBuild(Build):
     def wait(self) -> dict[str, Launch | CompileError]:
         out: dict[str, Launch | CompileError] = {}
         for name, (kernel, future) in self._kernels.items():
-            program = future.result()
+            program = self._compiler.result(kernel, future, self._seconds)
             out[name] = program if isinstance(program, CompileError) else self._launch(kernel, program)
         return out

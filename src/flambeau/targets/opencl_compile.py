@@ -9,8 +9,9 @@ import hashlib
 import logging
 import re
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import flambeau.codegen
 from flambeau.codegen.source import RangeSource
 from flambeau.errors import CompileError
+from flambeau.targets.background import Pool, check
 from flambeau.targets.base import failed
 from flambeau.targets.cache import DiskCache
 from flambeau.targets.opencl_device import NAME, ClDevice
@@ -65,7 +67,8 @@ class ClCompiler:
         self._waiting: list[tuple[Kernel, DiskCache]] = []
         self._loaded: dict[str, pyopencl.Program] = {}
         # One thread: PoCL's compiler, the one that takes long, is locked as a whole.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="flambeau-opencl")
+        self._pool = Pool(1, "opencl")
+        self._began: float | None = None  # when the driver was called that has not come back yet
 
     def start(self, sources: Sequence[RangeSource], disk: DiskCache) -> dict[str, tuple[Kernel, Building]]:
         """Every source with the program that it is in."""
@@ -85,6 +88,19 @@ class ClCompiler:
             if self._waiting:
                 self._pool.submit(self._work)
         return out
+
+    def result(self, kernel: Kernel, made: Building, seconds: int) -> pyopencl.Program | CompileError:
+        """The program, or why there is none. A driver compiles in this process, where nothing can end it: if it takes
+        longer than that, nobody waits for it any more."""
+        while True:
+            try:
+                return made.result(timeout=min(1, seconds))
+            except TimeoutError:
+                began = self._began
+                if began is not None and time.monotonic() - began > seconds:
+                    return CompileError(
+                        f"the driver had not compiled the kernel {kernel.source.name} after {seconds} seconds",
+                        target=f"{NAME}, {self._device.name}", hint="FLAMBEAU_COMPILE_TIMEOUT is the limit")
 
     def _stored(self, kernel: Kernel, disk: DiskCache) -> pyopencl.Program | None:
         import pyopencl
@@ -120,7 +136,9 @@ class ClCompiler:
     def _compile(self, unit: Sequence[Kernel], disk: DiskCache) -> None:
         import pyopencl
 
+        check()
         text = unit_text(unit)
+        self._began = time.monotonic()
         try:
             # Its own cache on disk is told to stay out of the way.
             program = pyopencl.Program(self._device.context, text).build(
@@ -134,6 +152,8 @@ class ClCompiler:
             else:
                 self._fail(unit[0], text, str(error), disk)
             return
+        finally:
+            self._began = None
         key = hashlib.sha256("\0".join([text, self._device.identity]).encode()).hexdigest()
         if binary:
             disk.put(key, binary, _BINARY)

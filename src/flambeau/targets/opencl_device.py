@@ -128,10 +128,10 @@ class ClDevice:
         missing = MISSING if doubles else MISSING_WITHOUT_DOUBLES
         if self.threads:
             return Capabilities(NAME, dtypes=self.dtypes, programs=PIECES, serial_scans=doubles,
-                                ordered_scatter=True, missing=missing, contracts=True)
+                                ordered_scatter=True, missing=missing, contracts=True, sorts=True)
         return Capabilities(NAME, dtypes=self.dtypes, programs=1024,
                             scratch_bytes=3 * int(self.device.local_mem_size), serial_scans=False, missing=missing,
-                            scatters=self.joins, masked_reads=True, gathers_rows=True, contracts=True)
+                            scatters=self.joins, masked_reads=True, gathers_rows=True, contracts=True, sorts=True)
 
     @cached_property
     def joins(self) -> frozenset[tuple[str, DType]]:

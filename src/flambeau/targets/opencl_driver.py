@@ -23,7 +23,7 @@ from flambeau.ir.faults import error_of
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.launch import extension
 from flambeau.targets.opencl_device import NAME, ClDevice, devices
-from flambeau.targets.opencl_host import RECORD, found
+from flambeau.targets.opencl_host import BEGUN, RECORD, found
 from flambeau.targets.opencl_memory import memory_at
 from flambeau.targets.toolchain import find_toolchain
 
@@ -55,7 +55,7 @@ class ClDriver:
         self._begin = 0
         self._used = [0] * self.devices
         self._streams: dict[tuple[int, int], ClStream] = {}
-        self._events: dict[int, tuple[ClDevice, pyopencl.Event]] = {}
+        self._events: dict[int, tuple[int, int, pyopencl.Event]] = {}  # device, stream
         self._faults: dict[int, pyopencl.Buffer] = {}  # a record for each device
         self._reporting: list[RangeSource] = []  # the kernels that check their data, by the numbers they report
 
@@ -153,18 +153,26 @@ class ClDriver:
         self.launcher.add_queue(device, stream, there.queue.int_ptr, self._faults[device].int_ptr)
         return there
 
-    def _settle(self, device: int, stream: int) -> None:
-        """The queue was waited for: raise what its kernels, or those of another queue, have found by now."""
-        if self.launcher.take_checked(device, stream):
-            record, queue = zeros(RECORD, "int32"), self._streams[device, stream].queue
+    def _settle(self, device: int, stream: int, done: bool = True) -> None:
+        """The host has waited for a queue, to its end if `done`: raise, once, what kernels of the device have found.
+        Other queues count as well: what was waited for may have waited for them."""
+        if not self.launcher.take_checked(device, stream if done else ALL):
+            return
+        # A queue that is at its end is the quickest; else one on which nothing has to be waited for.
+        queue = self._streams[device, stream].queue if done else self.found[device].queue
+        record = zeros(RECORD, "int32")
+        with self._lock:
             pyopencl.enqueue_copy(queue, record, self._faults[device])
+            while record[0] == BEGUN:  # by a kernel of another queue, just now
+                pyopencl.enqueue_copy(queue, record, self._faults[device])
             if record[0]:
                 pyopencl.enqueue_copy(queue, self._faults[device], zeros(RECORD, "int32"))
-                number, code, size = found(record)
-                error = error_of(code, size)
-                error.add_note(f"reported by the kernel of {', '.join(self._reporting[number].origins) or 'a graph'}, "
-                               "which was launched before")
-                raise error
+        if record[0]:
+            number, code, size = found(record)
+            error = error_of(code, size)
+            error.add_note(f"reported by the kernel of {', '.join(self._reporting[number].origins) or 'a graph'}, "
+                           "which was launched before")
+            raise error
 
     def number_of(self, source: RangeSource) -> int:
         """Under which it reports what it finds wrong with its data."""
@@ -173,9 +181,9 @@ class ClDriver:
             return len(self._reporting) - 1
 
     def synchronise(self, device: int, stream: int) -> None:
+        self.found[device].check_process()
         for (on, number), there in list(self._streams.items()):
             if on == device and stream in (number, ALL):
-                there.device.check_process()
                 there.queue.finish()
                 there.last = None
                 self.launcher.take_used(on, number)
@@ -194,21 +202,22 @@ class ClDriver:
         there = self.stream(device, stream)
         there.last = pyopencl.enqueue_marker(there.queue)
         there.queue.flush()  # nobody else may wait for what is not on its way
-        self._events[event] = (there.device, there.last)
+        self._events[event] = device, stream, there.last
 
     def query(self, event: int) -> bool:
-        return self.is_complete(self._events[event][1])
+        return self.is_complete(self._events[event][2])
 
     def wait(self, event: int, device: int, stream: int) -> None:
-        origin, marker = self._events[event]
-        if stream == ALL or origin is not self.found[device]:  # contexts do not know each other's events
+        origin, queue, marker = self._events[event]
+        if stream == ALL or origin != device:  # contexts do not know each other's events
             marker.wait()
+            self._settle(origin, queue, done=False)
             return
         there = self.stream(device, stream)
         there.last = pyopencl.enqueue_barrier(there.queue, wait_for=[marker])
 
     def elapsed(self, start: int, end: int) -> float:
-        first, last = self._events[start][1], self._events[end][1]
+        first, last = self._events[start][2], self._events[end][2]
         if not (self.is_complete(first) and self.is_complete(last)):
             raise Error("both events must have happened before time is measured", target=NAME,
                         hint="synchronize the second one first")

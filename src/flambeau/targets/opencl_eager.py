@@ -69,9 +69,6 @@ class ClDeviceTarget(OpenClTarget):
         plan: Plan = self._driver.launcher.Plan(steps)
         return plan
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.name)
-
     def fresh(self, memory: torch.Tensor) -> None:
         pass
 

@@ -16,7 +16,8 @@ from flambeau.targets.opencl_compile import Kernel
 from flambeau.targets.opencl_device import NAME, ClDevice
 from flambeau.targets.opencl_memory import HostMemory, Span, addresses
 
-RECORD = 6  # words of a report
+RECORD = 6  # words of a report; the first says how far it is
+BEGUN = 1
 
 
 class ClLaunch:

@@ -120,14 +120,28 @@ PyObject* add_queue(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// (device, stream) -> whether a flag of its queue was set since the last time
-template <bool Queue::*flag>
-PyObject* taken(PyObject*, PyObject* args) {
+// (device, stream) -> whether its queue was given kernels since the last time
+PyObject* take_used(PyObject*, PyObject* args) {
   long long device, stream;
   if (!PyArg_ParseTuple(args, "LL", &device, &stream)) return nullptr;
   std::lock_guard<std::mutex> hold(lock);
   auto found = queues.find({device, stream});
-  return PyBool_FromLong(found != queues.end() && std::exchange(found->second.*flag, false));
+  return PyBool_FromLong(found != queues.end() && std::exchange(found->second.used, false));
+}
+
+// (device, stream) -> whether kernels that report anything may have done so by now, on any queue of the device; those of
+// that stream, if it has one, are done.
+PyObject* take_checked(PyObject*, PyObject* args) {
+  long long device, stream;
+  if (!PyArg_ParseTuple(args, "LL", &device, &stream)) return nullptr;
+  std::lock_guard<std::mutex> hold(lock);
+  bool any = false;
+  for (auto& [where, queue] : queues) {
+    if (where.first != device) continue;
+    any = any || queue.checked;
+    if (where.second == stream) queue.checked = false;
+  }
+  return PyBool_FromLong(any);
 }
 
 // ---------------------------------------------------------------------------------------------------- Launch
@@ -317,8 +331,8 @@ PyMethodDef methods[] = {
     {"open", open_driver, METH_VARARGS, nullptr},   {"follow", follow, METH_O, nullptr},
     {"add_block", add_block, METH_VARARGS, nullptr}, {"remove_block", remove_block, METH_O, nullptr},
     {"start_of", start_of, METH_O, nullptr},        {"add_queue", add_queue, METH_VARARGS, nullptr},
-    {"take_used", taken<&Queue::used>, METH_VARARGS, nullptr},
-    {"take_checked", taken<&Queue::checked>, METH_VARARGS, nullptr},
+    {"take_used", take_used, METH_VARARGS, nullptr},
+    {"take_checked", take_checked, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

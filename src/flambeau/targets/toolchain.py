@@ -16,7 +16,7 @@ import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import find_spec, module_from_spec
@@ -24,7 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.targets.background import Closing, OutOfTime, run
 from flambeau.targets.cache import DiskCache
 
 T = TypeVar("T")
@@ -92,6 +94,7 @@ class Toolchain:
     flags: tuple[str, ...]
     libraries: tuple[str, ...]
     losses: tuple[str, ...]
+    seconds: int = 600  # in which it must have ended
 
     def identity(self) -> str:
         """Whatever decides, besides the text, which machine code comes out, and where it may run."""
@@ -119,7 +122,7 @@ class Toolchain:
         source.write_text(text)
         folders = [f"-I{include}"] if include else []
         command = [self.compiler, *self.flags, *folders, str(source), "-o", str(library), *self.libraries]
-        result = _run(command, library.parent)
+        result = _run(command, library.parent, self.seconds)
         if result.returncode < 0:
             raise CompilerKilled(f"{self.compiler} was ended by {signal.Signals(-result.returncode).name}")
         if result.returncode:
@@ -128,7 +131,10 @@ class Toolchain:
 
 
 class CompilerKilled(CompileError):
-    """The compiler was ended from outside, which says nothing about the text."""
+    """The compiler was ended from outside, or because it took too long: parts of the text fare no better."""
+
+
+_FINAL = (CompilerKilled, Closing)
 
 
 def find_toolchain(setting: str, disk: DiskCache) -> Toolchain:
@@ -140,7 +146,9 @@ def find_toolchain(setting: str, disk: DiskCache) -> Toolchain:
                            "conda: conda install gxx), or name another in FLAMBEAU_CXX")
     status = os.stat(found)
     compiler = os.path.abspath(found)
-    return _toolchain(compiler, f"{os.path.realpath(found)} {status.st_size} {status.st_mtime_ns}", disk)
+    seconds = config.compile_timeout
+    identity = f"{os.path.realpath(found)} {status.st_size} {status.st_mtime_ns}"
+    return replace(_toolchain(compiler, identity, disk, seconds), seconds=seconds)
 
 
 @cache
@@ -158,14 +166,12 @@ def cpu_identity() -> str:
 
 
 @cache
-def _toolchain(compiler: str, file_identity: str, disk: DiskCache) -> Toolchain:
+def _toolchain(compiler: str, file_identity: str, disk: DiskCache, seconds: int) -> Toolchain:
     asked = repr((compiler, file_identity, _REQUIRED, _options(), _PROBE, cpu_identity()))
     key = hashlib.sha256(asked.encode()).hexdigest()
-    if (stored := disk.read(key, ".probe")) is not None:
-        version, *lists = json.loads(stored)
-        toolchain = Toolchain(compiler, version, *map(tuple, lists))
-    else:
-        toolchain = _probe(compiler, disk)
+    toolchain = _stored(compiler, disk.read(key, ".probe"))
+    if toolchain is None:
+        toolchain = _probe(compiler, disk, seconds)
         fields = (toolchain.version, toolchain.flags, toolchain.libraries, toolchain.losses)
         disk.put(key, json.dumps(fields).encode(), ".probe")
     for loss in toolchain.losses:
@@ -173,29 +179,46 @@ def _toolchain(compiler: str, file_identity: str, disk: DiskCache) -> Toolchain:
     return toolchain
 
 
-def _probe(compiler: str, disk: DiskCache) -> Toolchain:
+def _stored(compiler: str, data: bytes | None) -> Toolchain | None:
+    """What an earlier process found out; None if it is not that."""
+    try:
+        version, *lists = json.loads(data or b"")
+    except ValueError:
+        return None
+    if len(lists) != 3 or not all(isinstance(x, str) for some in ([version], *lists) for x in some):
+        return None
+    flags, libraries, losses = map(tuple, lists)
+    return Toolchain(compiler, version, flags, libraries, losses)
+
+
+def _probe(compiler: str, disk: DiskCache, seconds: int) -> Toolchain:
     options = _options()
     with disk.workspace() as folder:
-        version = _run([compiler, "--version"], folder).stdout
+        version = _run([compiler, "--version"], folder, seconds).stdout
 
     def attempt(names: Sequence[str]) -> Toolchain:
         chosen = [options[name] for name in names]
         toolchain = Toolchain(
             compiler, version, flags=(*_REQUIRED, *(flag for option in chosen for flag in option.flags)),
             libraries=(*(library for option in chosen for library in option.libraries), "-lm"),
-            losses=tuple(option.loss for option in options.values() if option not in chosen and option.loss))
+            losses=tuple(option.loss for option in options.values() if option not in chosen and option.loss),
+            seconds=seconds)
         toolchain.compile(_PROBE, "-".join(("probe", *names)), disk, lambda path: ctypes.CDLL(str(path)))
         return toolchain
 
     def works(names: Sequence[str]) -> bool:
         try:
             attempt(names)
+        except _FINAL:  # the next attempt would end in the same way
+            raise
         except (CompileError, OSError):
             return False
         return True
 
     try:
         return attempt(list(options))
+    except _FINAL:
+        raise
     except (CompileError, OSError):
         usable = [name for name in options if works([name])]
     try:
@@ -205,13 +228,14 @@ def _probe(compiler: str, disk: DiskCache) -> Toolchain:
                            hint="`flambeau doctor` tells more; FLAMBEAU_CXX names another compiler") from error
 
 
-def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], folder: Path, seconds: int) -> subprocess.CompletedProcess[str]:
     # In the C locale messages can be recognised. The compiler's own temporary files go to the folder of the
     # build, so that none outlive it even if the compiler is killed.
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
     try:
-        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              env=environment, text=True, errors="replace", check=False)
+        return run(command, environment, seconds)
+    except OutOfTime as error:
+        raise CompilerKilled(error.message, target="cpu", hint=error.hint) from error
     except OSError as error:
         raise CompileError(f"{command[0]} cannot be run: {error}", target="cpu") from error
 

@@ -16,11 +16,14 @@ import json
 import os
 import queue
 import re
+import selectors
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -31,6 +34,7 @@ import flambeau.codegen
 from flambeau.codegen.source import BlockSource, Part
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.targets.background import Child, Pool, check
 from flambeau.targets.base import failed
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.libdevice import toolkit_library
@@ -99,15 +103,15 @@ class TritonCompiler:
             if known is not None and not failed(known):
                 return known
             made = self._codes[key] = Future()
-            if (data := disk.read(key, SUFFIX)) is not None:
-                made.set_result(unpacked(data))
+            if (code := unpacked(disk.read(key, SUFFIX))) is not None:
+                made.set_result(code)
                 return made
             if find_spec("triton") is None:
                 del self._codes[key]
                 raise CompileError("Triton, which compiles kernels for NVIDIA GPUs, is not installed", target="cuda",
                                    hint="pip install 'flambeau[cuda]'")
             workers = self._workers()
-        workers.executor.submit(self._work, workers, request, source.name, key, disk, made)
+        workers.pool.submit(self._work, workers, request, source.name, key, disk, made)
         return made
 
     def prepare(self) -> None:
@@ -123,13 +127,13 @@ class TritonCompiler:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._codes: dict[str, Future[Code | CompileError]] = {}
-        self._pools: dict[int, Workers] = {}
+        self._pools: dict[tuple[int, int], Workers] = {}
 
     def _workers(self) -> Workers:
-        jobs = min(config.compile_jobs, MOST_WORKERS)
-        if jobs not in self._pools:
-            self._pools[jobs] = Workers(jobs)
-        return self._pools[jobs]
+        kind = min(config.compile_jobs, MOST_WORKERS), config.compile_timeout
+        if kind not in self._pools:
+            self._pools[kind] = Workers(*kind, shared_cache(config.cache_dir, config.cache_limit_mb))
+        return self._pools[kind]
 
     def _work(self, workers: Workers, request: dict[str, Any], name: str, key: str, disk: DiskCache,
               made: Future[Code | CompileError]) -> None:
@@ -154,21 +158,37 @@ def packed(code: Code) -> bytes:
     return json.dumps(head).encode() + b"\n" + code.code
 
 
-def unpacked(data: bytes) -> Code:
-    head, _, code = data.partition(b"\n")
-    return Code(**json.loads(head), code=code)
+def unpacked(data: bytes | None) -> Code | None:
+    """The other way; None if it is something else."""
+    head, _, code = (data or b"").partition(b"\n")
+    try:
+        fields = json.loads(head)
+        made = Code(fields["name"], fields["warps"], fields["shared"], fields["scratch"], code)
+    except (ValueError, TypeError, KeyError):
+        return None
+    numbers = made.warps, made.shared, made.scratch
+    return made if isinstance(made.name, str) and all(type(n) is int and n >= 0 for n in numbers) else None
 
 
 # ---- the processes ---------------------------------------------------------------------------------------
 
 
-class Workers:
-    """Up to `count` worker processes. Each serves one request at a time; they start when they are needed."""
+class Worker(Child):
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        super().__init__(process)
+        self.folder = folder
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.executor = ThreadPoolExecutor(count, thread_name_prefix="flambeau-triton")
-        self._idle: queue.LifoQueue[subprocess.Popen[str]] = queue.LifoQueue()  # the one used last is warm
+
+class Workers:
+    """Up to `count` worker processes. Each serves one request at a time; they start when they are needed.
+
+    A request that takes longer than `seconds` ends its worker.
+    """
+
+    def __init__(self, count: int, seconds: int, disk: DiskCache) -> None:
+        self.count, self.seconds, self.disk = count, seconds, disk
+        self.pool = Pool(count, "triton")
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # the one used last is warm
         self._started = 0
         self._lock = threading.Lock()
 
@@ -179,42 +199,57 @@ class Workers:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """What a worker answers. One that dies is replaced once: a second death is the text's fault."""
         for _ in range(2):
+            check()
             worker = self._take()
-            try:
-                assert worker.stdin is not None and worker.stdout is not None
-                worker.stdin.write(json.dumps(request) + "\n")
-                worker.stdin.flush()
-                line = worker.stdout.readline()
-            except BrokenPipeError:
-                line = ""
+            line = None
+            with suppress(BrokenPipeError):
+                line = self._answer(worker.process, request)
+            check()  # it was killed then
             if line:
                 self._idle.put(worker)
                 answer: dict[str, Any] = json.loads(line)
                 return answer
             self._bury(worker)
-        return {"error": f"the compiler ended with code {worker.returncode}"}
+            if line == "":
+                return {"error": f"it had not compiled after {self.seconds} seconds, and was ended "
+                                 "(FLAMBEAU_COMPILE_TIMEOUT is the limit)"}
+        return {"error": f"the compiler ended with code {worker.process.returncode}"}
 
-    def _take(self) -> subprocess.Popen[str]:
+    def _answer(self, worker: subprocess.Popen[str], request: dict[str, Any]) -> str | None:
+        """A line; nothing if there is none in time, None if the worker has ended."""
+        assert worker.stdin is not None and worker.stdout is not None
+        worker.stdin.write(json.dumps(request) + "\n")
+        worker.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(worker.stdout, selectors.EVENT_READ)
+            if not selector.select(self.seconds):
+                return ""
+        return worker.stdout.readline() or None
+
+    def _take(self) -> Worker:
         try:
             return self._idle.get_nowait()
         except queue.Empty:
             return self._new()
 
-    def _new(self) -> subprocess.Popen[str]:
+    def _new(self) -> Worker:
         with self._lock:
             self._started += 1
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment["PYTHONPATH"] = python_path()
         # In a session of its own: an interrupt from the keyboard is for this process. A worker ends when its pipe is
-        # closed, at the latest by the end of this process.
-        return subprocess.Popen([sys.executable, str(WORKER), str(LIBRARY)], stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
+        # closed, and in the middle of a request by an alarm: where this process is killed, nobody else ends it.
+        folder = self.disk.folder()
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(LIBRARY), str(folder), str(self.seconds)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
+        return Worker(process, folder)
 
-    def _bury(self, worker: subprocess.Popen[str]) -> None:
+    def _bury(self, worker: Worker) -> None:
         with self._lock:
             self._started -= 1
-        worker.kill()
-        worker.wait()
+        worker.end()
+        shutil.rmtree(worker.folder, ignore_errors=True)
 
 
 def python_path() -> str:

@@ -1,6 +1,7 @@
 """A process that compiles Triton kernels: requests come in as lines of JSON, machine code goes out.
 
-It is run by path, with the device library's folder as its argument, and imports neither torch nor Flambeau: Triton
+It is run by path, with three arguments (the device library's folder, one for temporary files, and the seconds that a
+request may take), and imports neither torch nor Flambeau: Triton
 alone starts in a third of the time, and no process that compiles holds a GPU.
 """
 
@@ -10,8 +11,8 @@ import base64
 import json
 import linecache
 import os
+import signal
 import sys
-import tempfile
 import traceback
 from types import ModuleType
 from typing import Any, TextIO
@@ -64,13 +65,16 @@ def round_as_nvcc() -> None:
     CUDABackend.make_ptx = precise
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
+def serve(requests: TextIO, answers: TextIO, seconds: int) -> None:
     """Until the other side closes the pipe."""
     for line in requests:
+        # Whoever asked does not wait longer, and may be gone. No handler: a compiler in native code runs none.
+        signal.alarm(seconds + 1)
         try:
             answer = compiled(json.loads(line))
         except Exception:  # of whatever kind: it is the text's, and belongs to whoever asked
             answer = {"error": traceback.format_exc()}
+        signal.alarm(0)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -82,12 +86,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # Triton's own cache would hold every kernel a second time, in all of its stages.
-    with tempfile.TemporaryDirectory(prefix="flambeau-triton-") as folder:
-        os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1", "TRITON_DISABLE_LINE_INFO": "1"}
-        import tritonlib  # noqa: F401  # before a request has to wait for it
+    folder, seconds = sys.argv[2:]
+    os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1", "TRITON_DISABLE_LINE_INFO": "1",
+                   "TMPDIR": folder}
+    import tritonlib  # noqa: F401  # before a request has to wait for it
 
-        round_as_nvcc()
-        serve(sys.stdin, answers)
+    round_as_nvcc()
+    serve(sys.stdin, answers, int(seconds))
 
 
 if __name__ == "__main__":

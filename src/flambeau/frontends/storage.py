@@ -1,0 +1,200 @@
+"""The memory that eager has a value in: whose it is, with which strides, and who shares it.
+
+Lowerings are lazy: a repeat, a flip or a copy is a change of index on somebody else's buffer, and costs nothing to who
+reads its elements. Some look at memory instead: `as_strided`, a view as another dtype, the caller who gets two results
+of which one is a view of the other. For them there is `Storage.of`: a value whose buffer is laid out as eager's memory,
+made by a copy where the lazy value is not. Which node's memory a node is in, the captured graph says.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.ir import build
+from flambeau.ir.index import ONE, ZERO, Index, as_index
+from flambeau.ir.nodes import Buffer, Value, contiguous_strides, dim_vars
+from flambeau.ops import LOWERINGS
+from flambeau.schedule.plan import strided
+
+if TYPE_CHECKING:
+    from .capture import Lowering
+
+aten = torch.ops.aten
+# Views, which their schemas do not say.
+SECRET = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+
+
+# ---- in the captured graph -------------------------------------------------------------------------------
+
+
+def is_view(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and (op.is_view or op in SECRET)
+
+
+def viewed(n: fx.Node) -> fx.Node | None:
+    """The node in whose memory n is, one step up; None if it has memory of its own."""
+    if n.op != "call_function" or not n.args or not isinstance(n.args[0], fx.Node):
+        return None
+    up = n.args[0]
+    if n.target is operator.getitem:
+        return up if viewed(up) is not None else None
+    return up if is_view(n.target) else None
+
+
+def view_root(n: fx.Node) -> fx.Node:
+    """The node whose memory n is in: itself, unless it is a view."""
+    up = viewed(n)
+    while up is not None:
+        n, up = up, viewed(up)
+    return n
+
+
+# ---- in our graph ----------------------------------------------------------------------------------------
+
+
+class Storage:
+    """The memory of the nodes that a capture has lowered."""
+
+    def __init__(self, lowering: Lowering) -> None:
+        self.lowering, self.g = lowering, lowering.g
+        self._of: dict[fx.Node, Value] = {}  # what makes memory
+        self._owners: dict[str, fx.Node] = {}  # buffer -> the node whose memory it is for the caller
+        self.borrowed: set[str] = set()  # made by calls, in memory of somebody else
+
+    def strides(self, n: fx.Node) -> tuple[Index, ...]:
+        return tuple(self.lowering.c.symbols.index(s) for s in n.meta["val"].stride())
+
+    def of(self, n: fx.Node) -> Any:
+        """The value of n as it lies in eager's memory; a list for a view that is several."""
+        up = viewed(n)
+        if up is None:
+            if n not in self._of:
+                self._of[n] = self.made(n)
+            return self._of[n]
+        above = self.of(up)
+        if n.target is operator.getitem:
+            return above[n.args[1]]
+        return self.view(n, up, above)
+
+    def view(self, n: fx.Node, up: fx.Node, above: Value) -> Any:
+        """The view n of what lies there."""
+        lazy = self.lowering.env[n]
+        if above == self.lowering.env[up] and inside(lazy, above):
+            return lazy
+        rest, named = self.lowering.arguments(n)
+        args = (above, *rest[1:])
+        before = len(self.g.nodes)
+        with build.building(self.g, n.name):
+            out = LOWERINGS[n.target](*args, **named) if n.target in LOWERINGS else NotImplemented
+            if out is not NotImplemented and inside(out, above):
+                return out
+            del self.g.nodes[before:]  # it would compute what is to be a view
+            return self.lowering.extern(n, args, named, counted=n.target not in LOWERINGS)
+
+    def made(self, n: fx.Node) -> Value:
+        """What makes memory, in a buffer that is laid out as this memory is in eager."""
+        v: Value = self.lowering.env[n]
+        b = self.g.buffers[v.buffer]
+        if n.op == "placeholder" or v in self.lowering.elsewhere:
+            return v
+        want = self.strides(n)
+        if v.is_whole(b) and b.strides == want:
+            return v
+        if dense(v.shape, want):
+            if b.strides is None:
+                b.strides = as_laid(v, b, want) or contiguous_strides(b.shape)
+            return v if v.numel is b.numel and lies_as(v, b, want) else self.copied(v, want)
+        # There are gaps, with what was in them before (a scatter into every other column): only ATen knows.
+        if isinstance(n.target, torch._ops.OpOverload) and isinstance(n.meta["val"], torch.Tensor) \
+                and torch.Tag.nondeterministic_seeded not in n.target.tags:
+            args, named = fx.node.map_aggregate((n.args, n.kwargs), self.argument)
+            with build.building(self.g, n.name):
+                return self.lowering.extern(n, args, named)
+        return self.copied(v, want)
+
+    def argument(self, x: Any) -> Any:
+        if isinstance(x, fx.Node) and isinstance(self.lowering.env[x], Value):
+            return self.of(x)
+        return self.lowering.lookup(x)
+
+    def passed(self, x: Any) -> Any:
+        """An argument of a call that shall see what eager's kernel sees: strides of dimensions of size one as well."""
+        v = self.argument(x)
+        if not isinstance(v, Value) or v in self.lowering.elsewhere:
+            return v
+        want = self.strides(x)
+        return replace(v, strides=want) if lies_as(v, self.g.buffers[v.buffer], want) else v
+
+    def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
+        """In a buffer of its own. Holes and overlaps too: whoever was captured with these strides reads by them."""
+        with build.building(self.g, "copy"):
+            if v in self.lowering.elsewhere:
+                return self.lowering.elsewhere.copied(v, strides)
+            copy = build.pointwise(v.shape, lambda i: v.load(i))
+        self.g.buffers[copy.buffer].strides = strides
+        return copy
+
+    def result(self, n: fx.Node) -> Value:
+        """What the caller gets for n: in memory that is no other node's, unless torch says that it is."""
+        if n.op == "placeholder":
+            return self.lowering.env[n]
+        root = view_root(n)
+        if root.op != "placeholder":
+            self.own(root)
+        v: Value = self.of(n)
+        want = self.strides(n)
+        if not lies_as(v, self.g.buffers[v.buffer], want):
+            return self.copied(v, want)
+        return replace(v, strides=want)
+
+    def own(self, root: fx.Node) -> None:
+        v: Value = self.of(root)
+        others = v.buffer in self.g.inputs or v.buffer in self.borrowed or self.lowering.elsewhere.is_constant(v)
+        if others or self._owners.setdefault(v.buffer, root) is not root:
+            self._of[root] = self.copied(v, self.strides(root))
+            self._owners[self._of[root].buffer] = root
+
+
+def inside(x: Any, above: Value) -> bool:
+    """Whether a lowering's result is a view of that."""
+    values = x if isinstance(x, (list, tuple)) else [x]
+    return all(v.buffer == above.buffer and v.dtype is above.dtype for v in values)
+
+
+def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:
+    """Whether a value has these strides in its buffer; in dimensions of one element they are a matter of names."""
+    have = strided(v, b)
+    return have is not None and all(
+        h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True))
+
+
+def as_laid(v: Value, b: Buffer, want: Sequence[Index]) -> tuple[Index, ...] | None:
+    """The strides of a buffer with which a value that is all of it, up to the order of dimensions and those of size
+    one, has the strides that are wanted; None if it is not."""
+    places = {as_index(var): k for k, var in enumerate(dim_vars(v.shape)) if v.shape[k] is not ONE}
+    out = []
+    for i, n in zip(v.index, b.shape, strict=True):
+        k = None if n is ONE else places.pop(i, None)
+        if n is not ONE and (k is None or v.shape[k] is not n):
+            return None
+        out.append(ONE if k is None else want[k])
+    return None if places else tuple(out)
+
+
+def dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
+    """Non-overlapping and without holes, so that a fresh buffer can have these strides."""
+    left = [(n, s) for n, s in zip(shape, strides, strict=True) if n is not ONE]
+    step = ONE
+    while left:
+        found = next((d for d in left if d[1] is step), None)
+        if found is None:
+            return any(n is ZERO for n in shape)
+        left.remove(found)
+        step = step * found[0]
+    return True

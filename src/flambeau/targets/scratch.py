@@ -1,0 +1,113 @@
+"""Temporary folders below a cache: those of one process in a folder of its own, which says whether the process lives.
+
+The folder is locked for as long as the process lives, however it ends: a lock that can be had is that of a dead
+process, on this machine or on another one that shares the disk, and the folder is removed. So nothing has to be guessed
+from ages or process numbers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flambeau.targets.background import at_exit, fork_safe, held, hold, release
+
+NAME = "tmp"
+_OLD = 86400  # seconds; where a disk has no locks, what nobody has written to for a day is nobody's
+
+
+class Scratch:
+    """The temporary folders of this process below `home`."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home / NAME
+        self._lock = fork_safe(threading.Lock())
+        self._path: Path | None = None
+        self._pid = 0
+        self.sweep()
+
+    def path(self) -> Path:
+        """The folder of this process."""
+        with self._lock:
+            # A forked child has a folder of its own. What was deleted under the process is made again.
+            if self._path is None or self._pid != os.getpid() or not self._path.is_dir():
+                self._path, self._pid = self._make(), os.getpid()
+            return self._path
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A fresh one, until the block ends."""
+        made = tempfile.mkdtemp(dir=self.path())
+        try:
+            yield Path(made)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def write(self, data: bytes, target: Path) -> None:
+        """A whole file, which appears in its place in one step."""
+        handle, temporary = tempfile.mkstemp(dir=self.path())
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def sweep(self) -> None:
+        """Remove what dead processes left."""
+        with suppress(OSError):
+            for item in list(os.scandir(self.home)):
+                with suppress(OSError):
+                    _remove_dead(item.path)
+
+    def _make(self) -> Path:
+        while True:
+            self.home.mkdir(mode=0o700, exist_ok=True)
+            try:
+                path = Path(tempfile.mkdtemp(dir=self.home))
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another process found it empty, or not locked yet, and removed it
+                if self.home.parent.is_dir():
+                    continue
+                raise
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                    break
+            os.close(descriptor)
+        hold(descriptor)
+        at_exit(lambda: self._remove(path, descriptor))
+        return path
+
+    def _remove(self, path: Path, descriptor: int) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        release(descriptor)
+        os.close(descriptor)
+        with suppress(OSError):  # others are at work
+            self.home.rmdir()
+
+
+def _remove_dead(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with held(descriptor):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # it lives
+            except OSError:
+                if time.time() - os.fstat(descriptor).st_mtime < _OLD:
+                    return
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Random programs against eager: `python -m fuzz --help` with tests/ on the path, or `make fuzz`."""

@@ -1,0 +1,30 @@
+"""What the fuzzer found once, shrunk: `test_fuzz.py` runs these on every target."""
+
+from __future__ import annotations
+
+from .program import Program, Sizes, written
+
+FOUND: dict[str, Program] = {
+    "a copy is given to an operator of ATen's": written(
+        ["torch.tensor(2)"], "v0 = a0.repeat(3)", "v1 = v0.median(-1).values", results="v1", exact=True),
+    "the factor of whole numbers is cut off": written(
+        ["torch.arange(4)"], "v0 = torch.addcmul(a0, a0, a0, value=0.5)", "v1 = torch.addcmul(a0, a0, a0, value=-2.5)",
+        results="v0, v1", exact=True),
+    "eager has no kernel": written(["torch.ones(3)"], "v0 = a0.bitwise_not()", results="v0"),
+    "eager has no kernel for a scalar": written(["torch.ones(())"], "v0 = a0 & a0", results="v0"),
+    "eager takes no such index": written(["torch.ones(3)"], "v0 = a0.index_select(0, a0)", results="v0"),
+    "a sort of nothing": written(
+        ["torch.randn(0, n0, n0)"], "v0 = torch.where(a0 > a0, a0, a0)", "v1 = v0.sort(-2, descending=True)[0]",
+        results="v1", exact=True, dynamic=True, sizes=(Sizes(n0=2),)),
+    "a slice of at most one element is a view": written(
+        ["torch.randn(n1, n1)"], "v0 = a0.unbind(1)[0]", "v1 = v0[-4:n1 - 1:3]", results="v1", exact=True,
+        dynamic=True, numbers=("n1",), sizes=(Sizes(n1=5),)),
+    "parts that are all empty": written(["torch.ones(17, 0)"], "v0 = torch.stack((a0, a0), -1)", results="v0", exact=True),
+    "a write to what is empty": written(
+        ["torch.ones(3, 3, 0)"], "a0[..., -2:, -6:].fill_(-1.5)", results="a0", exact=True),
+    "a whole view is another object": written(
+        ["torch.ones(3)"], "v0 = a0 + 1", "v1 = v0.view(3)", "v2 = v0.movedim(0, -1)", results="v0, v1, v2, v0"),
+    "bytes of what is empty": written(
+        ["torch.ones(1, dtype=torch.int32)"], "v0 = a0.tensor_split(3, -1)[-1]", "v1 = v0.view(torch.uint8)",
+        results="v1", exact=True),
+}

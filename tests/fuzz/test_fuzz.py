@@ -1,0 +1,68 @@
+"""The fuzzer, with a seed from the commit; and what it found once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from .found import FOUND
+from .known import KNOWN
+from .run import LENGTH, TARGETS, environment
+from .shrink import shrink, signature
+from .workers import Worker
+
+NEEDS = {"opencl": "pyopencl", "device": "pyopencl", "interpreter": "triton"}
+CHUNKS, PROGRAMS = 12, 25  # 300 programs a target
+_workers: dict[str, Worker] = {}
+
+
+def first_seed() -> int:
+    """Another one with every commit, the same for everybody who has it."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
+                          check=False)
+    return int(done.stdout.strip()[:7] or "15", 16) * 1000 if done.returncode == 0 else 15000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    for worker in _workers.values():
+        worker.stop()
+
+
+def worker_of(target: str, tmp: Path) -> Worker:
+    """The process that runs the programs of a target for this process of pytest."""
+    if (needed := NEEDS.get(target)) and find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    if target not in _workers:
+        os.environ.update(environment(str(tmp)))
+        _workers[target] = Worker(target, {"longest": LENGTH[target]}, limit=120.0)
+    return _workers[target]
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("target", TARGETS)
+def test_random_programs(target: str, chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    worker = worker_of(target, tmp_path_factory.getbasetemp())
+    first = first_seed() + chunk * PROGRAMS
+    for seed in range(first, first + PROGRAMS):
+        outcome = worker.run(seed)
+        if not outcome.ours:
+            continue
+        kind, program = outcome.ours[0][0], outcome.program
+        assert program is not None, f"seed {seed} on {target}: {outcome.ours}"
+        small = shrink(program, lambda p, kind=kind: any(k == kind for k, _ in worker.run(p).ours), 60.0)
+        if (name := signature(kind, small)) not in KNOWN:
+            pytest.fail(f"seed {seed} on {target}: {name}\n{outcome.ours[0][1]}\n\n{small.text(target)}")
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_was_found(target: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outcome = worker_of(target, tmp_path_factory.getbasetemp()).run(FOUND[name])
+    assert not outcome.ours, f"{outcome.ours}\n\n{FOUND[name].text(target)}"

@@ -1,0 +1,142 @@
+"""Programs run in processes of their own: one that crashes or hangs is a finding, and the next one starts afresh."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .program import Program
+
+LIFE = 400  # programs that a process runs before it is replaced: what Dynamo and the loader keep, they keep for good
+
+
+@dataclass
+class Outcome:
+    seed: int
+    program: Program | None = None
+    ours: list[tuple[str, str]] = field(default_factory=list)  # kind, detail
+    torchs: list[tuple[str, str]] = field(default_factory=list)
+    seconds: tuple[float, ...] = (0.0, 0.0)  # of processors: the program's, its compilers'
+    shrunk: Program | None = None
+
+
+def spent() -> tuple[float, ...]:
+    return time.process_time(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
+def serve(pipe: Connection, target: str, options: dict[str, Any]) -> None:
+    """What a process does: programs, or seeds of programs, in; outcomes out."""
+    import logging
+
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    os.dup2(sys.stderr.fileno(), 2)
+    import torch
+
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)  # Dynamo logs every error that it raises
+    import torch._dynamo
+
+    import flambeau
+    torch._dynamo.config.recompile_limit = 64
+    from .judge import findings
+    from .kinds import draw
+
+    if target == "device":
+        flambeau.enable_device()
+    while True:
+        task = pipe.recv()
+        if task is None:
+            return
+        start = spent()
+        try:
+            program = draw(task, **options) if isinstance(task, int) else task
+            pipe.send(program)
+            ours, torchs = findings(program, target)
+            found = [(f.kind, f.detail) for f in ours], [(f.kind, f.detail) for f in torchs]
+        except Exception:
+            found = [("the fuzzer", traceback.format_exc()[-1500:])], []
+        pipe.send((*found, tuple(b - a for a, b in zip(start, spent(), strict=True))))
+
+
+class Worker:
+    def __init__(self, target: str, options: dict[str, Any], limit: float) -> None:
+        self.target, self.options, self.limit = target, options, limit
+        self.process: Any = None
+        self.ran = 0
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, self.target, self.options), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.ran = 0
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+            self.process = None
+
+    def run(self, task: int | Program) -> Outcome:
+        """The outcome of a program, or of the one that a seed names."""
+        if self.process is None or self.ran >= LIFE:
+            self.stop()
+            self.start()
+        self.ran += 1
+        out = Outcome(task if isinstance(task, int) else task.seed, None if isinstance(task, int) else task)
+        fresh = 60.0 if self.ran == 1 else 0.0  # torch is imported, the device started
+        end = time.monotonic() + self.limit + fresh
+        try:
+            self.pipe.send(task)
+            while True:
+                if not self.pipe.poll(max(0.0, end - time.monotonic())):
+                    out.ours = [("hang", f"no result after {self.limit:.0f} s")]
+                    self.stop()
+                    return out
+                got = self.pipe.recv()
+                if isinstance(got, Program):
+                    out.program = got
+                else:
+                    out.ours, out.torchs, out.seconds = got
+                    return out
+        except (EOFError, OSError):
+            self.process.join()
+            out.ours = [("crash", f"exit status {self.process.exitcode}")]
+            self.stop()
+            return out
+
+
+def run_all(seeds: Iterable[int], target: str, jobs: int, limit: float, options: dict[str, Any],
+            told: Callable[[Worker, Outcome], None]) -> None:
+    """Every seed, by some worker. `told` is called with each outcome, in any order, by several threads."""
+    waiting = iter(seeds)
+    lock = threading.Lock()
+
+    def loop() -> None:
+        worker = Worker(target, options, limit)
+        try:
+            while True:
+                with lock:
+                    seed = next(waiting, None)
+                if seed is None:
+                    return
+                told(worker, worker.run(seed))
+        finally:
+            worker.stop()
+
+    threads = [threading.Thread(target=loop) for _ in range(jobs)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()

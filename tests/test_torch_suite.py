@@ -1,0 +1,137 @@
+"""The runner of PyTorch's test files, on small files in their style: every way in which a test can end is a result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torch_suite import report
+from torch_suite.files import DEVICE, DTYPES, File, chosen, common_name, dtypes_of
+from torch_suite.reasons import UNEXPLAINED
+from torch_suite.runner import Settings, State, run_file, run_tests
+
+# Needs no torch, so that its processes start at once.
+ENDINGS = '''
+import os, time, unittest
+
+class TestEndings(unittest.TestCase):
+    def test_passes(self): pass
+    def test_fails(self): self.assertEqual(1, 2)
+    def test_is_skipped(self): self.skipTest("not today")
+    @unittest.expectedFailure
+    def test_fails_as_expected(self): self.assertEqual(1, 2)
+    @unittest.expectedFailure
+    def test_passes_unexpectedly(self): pass
+    def test_parts(self):
+        for k in range(3):
+            with self.subTest(k=k): self.assertNotEqual(k, 1)
+    def test_crashes(self): os.abort()
+    def test_exits(self): os._exit(0)
+    def test_hangs(self): time.sleep(60)
+
+class TestNoStart(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls): raise RuntimeError("no start")
+    def test_anything(self): pass
+'''
+DEVICES = '''
+import torch
+from torch.testing._internal.common_device_type import dtypes, instantiate_device_type_tests, onlyNativeDeviceTypes
+from torch.testing._internal.common_utils import TestCase
+
+class TestDevices(TestCase):
+    @onlyNativeDeviceTypes
+    @dtypes(torch.float32, torch.int8)
+    def test_add(self, device, dtype):
+        x = torch.ones(3, device=device, dtype=dtype)
+        self.assertEqual(torch.device(device).type, x.device.type)
+        self.assertEqual(x + x, torch.full((3,), 2, dtype=dtype))
+    def test_is_the_cpu(self, device):
+        self.assertEqual(torch.device(device).type, "cpu")
+
+class TestWithoutADevice(TestCase):
+    def test_nothing(self): pass
+
+instantiate_device_type_tests(TestDevices, globals())
+'''
+COMPILED = '''
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch._inductor.utils import run_and_get_code
+from torch.testing._internal.common_utils import TestCase
+
+class TestCompiled(TestCase):
+    def test_backends(self):
+        counter, x = CompileCounter(), torch.ones(2, 3)
+        for backend in ("inductor", "eager", counter):
+            torch._dynamo.reset()
+            self.assertEqual(torch.compile(lambda x: x.sin() + 1, backend=backend)(x), x.sin() + 1)
+        self.assertEqual(counter.frame_count, 1)
+        from flambeau.frontends.executor import Executor
+    def test_code(self):
+        _, code = run_and_get_code(torch.compile(lambda x: x.sin() + 1), torch.ones(3))
+        self.assertIn("kernel", code[0])
+'''
+
+
+def written(folder: Path, text: str, **options: object) -> tuple[Settings, File]:
+    (folder / "test_small.py").write_text(text)
+    return (Settings(folder, folder / "state", DTYPES, limit=float(options.pop("limit", 100))),  # type: ignore[arg-type]
+            File("test_small.py", **options))  # type: ignore[arg-type]
+
+
+def test_names() -> None:
+    ours, theirs = "TestXPRIVATEUSE1.test_to_cpu_flambeau_float32_bool", "TestXCPU.test_to_cpu_cpu_float32_bool"
+    assert common_name(ours) == common_name(theirs) == "TestX.test_to_cpu_float32_bool"
+    assert dtypes_of(ours) == ("float32", "bool") and dtypes_of("TestX.test_float32") == ()
+    names = [f"TestX.test_{k}_cpu{dtype}" for k in range(30) for dtype in ("", "_int8", "_bool")]
+    shards = [set(chosen(names, ("bool",), (k, 3))) for k in (1, 2, 3)]
+    assert set.union(*shards) == {name for name in names if "int8" not in name} and sum(map(len, shards)) == 60
+
+
+def test_every_ending_is_a_result(tmp_path: Path) -> None:
+    settings, file = written(tmp_path, ENDINGS, kind="compile", limit=1.5)
+    state = State(settings, file, "stock")
+    assert run_tests(settings, file, "stock", lambda tests: tests, state) == 10
+    found = {test.partition(".test_")[2]: row["status"] for test, row in State(settings, file, "stock").tests.items()}
+    assert found == {
+        "passes": "passed", "fails": "failed", "is_skipped": "skipped", "fails_as_expected": "expected",
+        "passes_unexpectedly": "failed", "parts": "failed", "crashes": "crashed", "exits": "crashed", "hangs": "hung",
+        "anything": "failed"}
+    assert "time.sleep" in ENDINGS and "test_hangs" in state.tests["TestEndings.test_hangs"]["trace"]
+    assert "SIGABRT" in state.tests["TestEndings.test_crashes"]["error"]
+    assert "no start" in state.tests["TestNoStart.test_anything"]["error"]
+
+
+def test_a_file_that_does_not_load(tmp_path: Path) -> None:
+    settings, file = written(tmp_path, "import nothing_of_that_name", kind="compile")
+    with pytest.raises(RuntimeError, match="nothing_of_that_name"):
+        run_tests(settings, file, "stock", lambda tests: tests, State(settings, file, "stock"))
+
+
+@pytest.mark.slow
+def test_devices(tmp_path: Path) -> None:
+    settings, file = written(tmp_path, DEVICES, kind="device")
+    lines: list[str] = []
+    run_file(settings, file, lines.append)
+    ours = {test: row["status"] for test, row in State(settings, file, DEVICE).tests.items()}
+    assert ours == {"TestDevices.test_add_float32": "passed", "TestDevices.test_is_the_cpu": "failed"}, lines
+    found = report.results(settings, [file])
+    assert [row["test"] for row in report.unexplained(found)] == ["TestDevices.test_is_the_cpu"]
+    assert "| `test_small.py` | 1 | 1 | 0 | 0 | 0 | 50.0% |" in report.table(found)
+    page = report.page(f"before {report.BEGIN} old {report.END} after", found)
+    assert page.startswith("before ") and page.endswith(" after") and UNEXPLAINED in page and " old " not in page
+    lines.clear()
+    run_file(settings, file, lines.append)  # all is known
+    assert all("0 to run" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_backends(tmp_path: Path) -> None:
+    settings, file = written(tmp_path, COMPILED, kind="compile")
+    lines: list[str] = []
+    run_file(settings, file, lines.append)
+    row, = report.results(settings, [file])["files"]
+    assert (row["passed"], row["failed"], row["not applicable"]) == (1, 0, 1), lines
+    assert row["failures"][0]["reason"] == "fails with aot_eager as well"

@@ -1,0 +1,53 @@
+"""Why tests fail that pass on the CPU: few rules, the first that fits is the reason.
+
+A rule says whether the failure counts. It does not where a test looks at something that only its own device or backend
+has; it does where the device does something else than the CPU, however well that is known.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+UNEXPLAINED = "unexplained"
+
+
+class Rule(NamedTuple):
+    reason: str
+    counts: bool
+    kinds: str = ".*"  # of files
+    test: str = ".*"  # its name
+    error: str = "(?s).*"  # its error and where it was raised
+    late: str = "(?s).*"  # an error that came when the device was waited for, after the test
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("an error that only data decide comes when the device is waited for (CUDA skips such tests)", False,
+         "device", error="(Error|Exception) not raised", late="Error"),
+    Rule("the device has no quantized tensors", True, "device|skeleton", error="(?i)quantized"),
+    Rule("an operator that the skeleton adds for its own tests", False, "skeleton", error="'_OpNamespace' 'flambeau'"),
+    Rule("a test of the CPU's mixed precision; the device has the lists of GPUs", False, "device",
+         test=r"^TestAutocast\.", error="autocast for .* produced|LSTM forward"),
+    Rule("metadata of the skeleton's storages, or an archive of it as bytes, which renaming makes invalid", False,
+         "skeleton", test="[Ss]erialization", error="format_number|invalid header or archive"),
+    Rule("attention, which the skeleton answers for itself, is made of other operators here", False, "skeleton",
+         test="TestSDPA", error="_fused_sdp_choice|_fused_attention_overrideable|Scalars are not equal"),
+    Rule("the tests are of another version of torch than the one installed", False, "skeleton",
+         error="unexpected keyword argument 'names'"),
+    Rule("the skeleton's own words in an error", False, "skeleton", test="test_invalid_device_index",
+         error="does not match"),
+)
+
+
+def reason(kind: str, test: str, report: dict[str, Any], judges: dict[str, dict[str, Any]]) -> tuple[str, bool]:
+    """(the reason of a failure, whether it counts)."""
+    for side, judged in judges.items():
+        if judged["status"] in ("failed", "crashed", "hung"):
+            return f"fails with {side} as well", False
+    if report["status"] not in ("crashed", "hung"):
+        text = f"{report['error']}\n{report.get('trace', '')}"
+        for rule in RULES:
+            if (re.fullmatch(rule.kinds, kind) and re.search(rule.test, test) and re.search(rule.error, text)
+                    and re.search(rule.late, report.get("late", ""))):
+                return rule.reason, rule.counts
+    return UNEXPLAINED, True
