@@ -3,12 +3,16 @@
 #   PYTHON       the interpreter that the environment in .venv is made with
 #   CONSTRAINTS  the versions that are installed; pip's own PIP_* variables are honoured as well
 #   JOBS         how many tests run at once
+#   TARGET, COUNT, FUZZ  what `make fuzz` runs: cpu, interpreter, opencl or device; how many programs; other options
 #   FILES        parts of names of PyTorch's test files, for test-torch
 
 PYTHON      ?= python3
 CONSTRAINTS ?= constraints.txt
 CXX_FOUND    = $(or $(FLAMBEAU_CXX),g++)
 JOBS        ?= 2
+TARGET      ?= cpu
+COUNT       ?= 2000
+FUZZ        ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -16,7 +20,7 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-torch test-outside bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all fuzz test-torch test-outside bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
@@ -25,6 +29,7 @@ help:
 	@echo "make test-all  the same with every sample of every operator (long)"
 	@echo "make test-torch PYTORCH_TESTS=path   PyTorch's own tests on the device and the backend (hours)"
 	@echo "make test-outside  models of the transformers library train on the device as on the CPU (long)"
+	@echo "make fuzz      COUNT=2000 random programs on TARGET=cpu against eager, seeds drawn anew"
 	@echo "make bench     Flambeau beside eager and Inductor"
 	@echo "make docs      rewrite the generated pages under docs/"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
@@ -94,6 +99,10 @@ test-outside: setup
 	@echo "==> models of the transformers library on the device"
 	@$(PIP) transformers
 	@$(BIN)/python tests/outside_models.py --jobs $(JOBS) --json results/outside-models.json
+
+fuzz: setup
+	@echo "==> $(COUNT) random programs on $(TARGET)"
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --target $(TARGET) --count $(COUNT) --jobs $(JOBS) $(FUZZ)
 
 bench: setup
 	@echo "==> flambeau bench"

@@ -37,7 +37,7 @@ ENVIRONMENT = [
     ("graph_cache", "FLAMBEAU_GRAPH_CACHE", "off", False),
     ("compiler", "FLAMBEAU_CXX", "clang++", "clang++"),
     ("compile_jobs", "FLAMBEAU_JOBS", " 3 ", 3),
-    ("compile_timeout", "FLAMBEAU_COMPILE_TIMEOUT", "90", 90),
+    ("compile_timeout", "FLAMBEAU_COMPILE_TIMEOUT", "30", 30),
     ("verify", "FLAMBEAU_VERIFY", "Yes", True),
     ("verify", "FLAMBEAU_VERIFY", "0", False),
     ("verify", "FLAMBEAU_VERIFY", "passes", "passes"),

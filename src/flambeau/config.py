@@ -171,6 +171,10 @@ class Config:
             self._values[setting.name] = setting.from_environ(self._environ)
         return self._values[setting.name]
 
+    def is_given(self, name: str) -> bool:
+        """Whether somebody chose the value of a setting."""
+        return name in self._overrides.get() or bool(self._environ.get(_BY_NAME[name].env))
+
     @contextmanager
     def override(self, **values: object) -> Iterator[None]:
         """Give settings other values in this thread until the block ends. Blocks nest."""

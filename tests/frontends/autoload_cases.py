@@ -9,6 +9,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,14 @@ def the_first_use_starts_the_device() -> None:
     torch.manual_seed(11)
     x = torch.ones(3, requires_grad=True)
     torch.optim.SGD([x]).step()  # asks whether an accelerator is available
-    assert torch.accelerator.device_count() >= 1
+    assert torch.flambeau.device_count() >= 1 and torch.flambeau.is_available()
     assert not torch.accelerator.is_available()  # just the CPU: nothing to recommend
+    assert torch.accelerator.current_accelerator() is None and torch.accelerator.device_count() == 0
     assert not torch.flambeau.is_initialized()
     assert torch.ones(2, device="flambeau").add(1).cpu().tolist() == [2, 2]
     assert torch.flambeau.is_initialized() and torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == torch.flambeau.device_count()
+    assert "supported_dtypes" in torch.flambeau.get_device_capability()
     assert torch.flambeau.initial_seed() == 11  # the seed came before the device
 
 
@@ -47,6 +51,39 @@ def an_accelerator_is_recommended() -> None:
     assert not torch.flambeau.is_initialized()
     assert all(batch.is_pinned() for batch in loader)  # PyTorch pins without starting a device
     assert torch.flambeau.is_initialized() and "pin_memory" not in torch.Tensor.__dict__
+
+
+def accelerate() -> None:
+    """A package that asks as Hugging Face's does, in a folder on the path."""
+    folder = Path(tempfile.mkdtemp()) / "accelerate" / "utils"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").write_text("from .modeling import get_max_memory\n")
+    (folder / "modeling.py").write_text("def get_max_memory(given=None):\n    return given or {'cpu': 1}\n")
+    sys.path.insert(0, str(folder.parents[1]))
+
+
+def hugging_face_takes_what_is_in_use() -> None:
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
+    accelerate()
+    from accelerate.utils import get_max_memory
+    assert get_max_memory() == {"cpu": 1} and "ACCELERATE_TORCH_DEVICE" not in os.environ  # just the CPU
+    torch.ones(2, device="flambeau")
+    assert os.environ["ACCELERATE_TORCH_DEVICE"] == "flambeau"
+    assert [*get_max_memory()] == [*range(torch.accelerator.device_count()), "cpu"] and get_max_memory()[0] > 2**20
+    assert get_max_memory({"cpu": 5}) == {"cpu": 5}
+
+
+def hugging_face_takes_what_is_asked_for() -> None:
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
+    os.environ["FLAMBEAU_DEVICE"] = "opencl"
+    accelerate()
+    from accelerate.utils import modeling
+    assert os.environ["ACCELERATE_TORCH_DEVICE"] == "flambeau" and torch.accelerator.is_available()
+    assert not torch.flambeau.is_initialized()
+    loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2, pin_memory=True)
+    assert all(batch.is_pinned() for batch in loader)
+    assert 0 in modeling.get_max_memory()
 
 
 def programs_do_not_mean_it() -> None:
@@ -84,7 +121,7 @@ def load() -> object:
 
 
 def a_fork_after_a_look_at_the_devices() -> None:
-    assert torch.accelerator.device_count() >= 1
+    assert torch.flambeau.device_count() >= 1
     if not (child := os.fork()):
         try:
             torch.ones(2, device="flambeau")
@@ -99,6 +136,7 @@ def there_is_no_pyopencl() -> None:
     import flambeau
 
     assert not torch.accelerator.is_available() and torch.flambeau.device_count() == 0
+    assert not torch.flambeau.is_available()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert len(list(torch.utils.data.DataLoader(torch.arange(4.0), pin_memory=True))) == 4
@@ -131,7 +169,8 @@ def there_is_no_compiler() -> None:
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case for case in (
         the_first_use_starts_the_device, an_accelerator_is_recommended, programs_do_not_mean_it,
-        a_fork_after_a_look_at_the_devices, there_is_no_pyopencl, there_is_no_compiler, a_compiled_step_asks_for_it)
+        a_fork_after_a_look_at_the_devices, there_is_no_pyopencl, there_is_no_compiler, a_compiled_step_asks_for_it,
+        hugging_face_takes_what_is_in_use, hugging_face_takes_what_is_asked_for)
 } | {
     "a_stream_starts_it": starts(lambda: torch.flambeau.Stream("flambeau")),
     "loading_starts_it": starts(load),

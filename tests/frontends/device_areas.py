@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.device_interface import get_interface_for_device
 from torch.profiler import ProfilerActivity
 from torch.utils.dlpack import DLDeviceType, to_dlpack
 
@@ -97,6 +98,25 @@ def test_the_accelerator() -> None:
         torch.accelerator.empty_host_cache()
     free, total = torch.accelerator.get_memory_info()
     assert 0 < free <= total
+
+
+def test_interfaces() -> None:
+    """Of what programs and Dynamo ask a device."""
+    module = torch.get_device_module(DEV)
+    assert module is torch.flambeau and module.is_available() and module.is_initialized()
+    assert torch.float32 in module.get_device_capability(1)["supported_dtypes"]
+    found = module.get_device_properties("flambeau:1")
+    assert found.name == module.get_device_name(1) and found.total_memory > 0 and found.multi_processor_count > 0
+    for name in (DEV, "flambeau:1"):
+        interface = get_interface_for_device(name)
+        assert interface.device_count() == 2 and interface.current_device() == 0 and interface.is_available()
+        with interface.device(1):
+            assert interface.current_device() == 1 and interface.exchange_device(0) == 1
+            assert interface.maybe_exchange_device(-1) == 0
+        assert interface.current_stream() == module.current_stream() and interface.is_bf16_supported()
+        assert interface.get_raw_stream(0) == module.current_stream().stream_id
+        assert interface.get_device_properties(1) == interface.Worker.get_device_properties(1) == found
+        interface.synchronize()
 
 
 def test_modules_and_tensors_have_methods_of_the_device() -> None:

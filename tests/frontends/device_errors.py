@@ -129,8 +129,9 @@ def test_an_index_that_only_the_device_knows(wait: Any) -> None:
     x, at = torch.arange(5.0, device=DEV), torch.arange(4, 8, device=DEV)
     bad = x[at]
     event = torch.flambeau.current_stream().record_event()
-    with pytest.raises(IndexError, match="out of"):
+    with pytest.raises(IndexError, match="index [567] is out of bounds for dimension 0 with size 5") as error:
         wait(bad, event)
+    assert "index" in " ".join((*str(error.value).splitlines()[1:], *getattr(error.value, "__notes__", ())))
     for again in WAITS.values():
         again(bad, event)
     assert x[at[:1]].item() == 4
@@ -144,7 +145,7 @@ def test_an_index_on_another_stream() -> None:
     with there:
         bad = x[at]
     torch.flambeau.current_stream().wait_stream(there)
-    with pytest.raises(IndexError, match="out of"):
+    with pytest.raises(IndexError, match="index [567] is out of bounds for dimension 0 with size 5"):
         (bad + 1).cpu()
     assert (x + 1).sum().item() == 15
     there.synchronize()

@@ -440,3 +440,42 @@ def test_draws_that_sort() -> None:
                                              ([1.0, float("nan")], True, "infinity or NaN")):
         with pytest.raises(RuntimeError, match=said):
             torch.tensor(probabilities, device=DEV).multinomial(1 if not replacement else 5, replacement)
+
+
+def _filled(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[str], torch.Tensor]:
+    return lambda device: torch.full(shape, value, dtype=dtype, device=device)
+
+
+FLOATS, MANY, INTS, BOOLS = (_filled(1, 3), _filled(1, 3, 3), _filled(1, 3, dtype=torch.int64),
+                             _filled(1, 3, dtype=torch.bool))
+ROW = _filled(0, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("call", [
+    lambda d: torch.add(INTS(d), INTS(d), alpha=1.5), lambda d: torch.add(INTS(d), 1, alpha=True),
+    lambda d: FLOATS(d) - BOOLS(d), lambda d: BOOLS(d) - 1, lambda d: torch.rsub(BOOLS(d), 1),
+    lambda d: torch.linspace(0, 1, 3, device=d, dtype=torch.bool), lambda d: INTS(d) ** -1,
+    lambda d: INTS(d).var(), lambda d: torch.heaviside(FLOATS(d), INTS(d)), lambda d: BOOLS(d).relu(),
+    lambda d: BOOLS(d).ceil(), lambda d: BOOLS(d).argmax(), lambda d: INTS(d).round(decimals=2),
+    lambda d: F.avg_pool2d(_filled(1, 1, 3, 3, dtype=torch.int32)(d), 2),
+    lambda d: F.max_pool2d(_filled(1, 1, 3, 3, dtype=torch.bool)(d), 2),
+    lambda d: FLOATS(d).uniform_(2, 1), lambda d: BOOLS(d).random_(0, 5),
+    lambda d: MANY(d).index_add(0, ROW(d), _filled(1, 2, 2)(d)),
+    lambda d: MANY(d).index_copy(0, ROW(d), _filled(1, 2, 3, dtype=torch.float64)(d)),
+    lambda d: FLOATS(d).put_(INTS(d), _filled(1, 2)(d)), lambda d: INTS(d).div_(2), lambda d: BOOLS(d).add_(1),
+], ids=str)
+def test_what_the_cpu_refuses(falls_back: None, call: Callable[[str], torch.Tensor]) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(Exception) as theirs:  # noqa: B017
+        call("cpu")
+    with pytest.raises(type(theirs.value)) as ours:
+        call(DEV)
+    assert str(ours.value) == str(theirs.value)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_small_floats_that_the_cpu_lacks() -> None:
+    x = torch.full((1, 1, 2, 2, 2), 2.0, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="not implemented for 'Half'"):
+        F.avg_pool3d(x, 2)
+    assert F.avg_pool3d(x.to(DEV), 2).item() == 2

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 CASES = Path(__file__).with_name("autoload_cases.py")
 NAMES = ("the_first_use_starts_the_device", "an_accelerator_is_recommended", "programs_do_not_mean_it",
          "a_fork_after_a_look_at_the_devices", "there_is_no_pyopencl", "there_is_no_compiler", "a_stream_starts_it",
-         "loading_starts_it", "a_compiled_step_asks_for_it")
+         "loading_starts_it", "a_compiled_step_asks_for_it", "hugging_face_takes_what_is_in_use",
+         "hugging_face_takes_what_is_asked_for")
 
 
 def run(*command: str, path: Path | None = None) -> str:

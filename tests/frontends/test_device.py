@@ -30,6 +30,10 @@ def test_operators() -> None:
     run_apart(HERE / "device_op_cases.py")
 
 
+def test_detection() -> None:
+    run_apart(HERE / "device_detection.py")
+
+
 @pytest.mark.sweep
 def test_models() -> None:
     run_apart(HERE / "device_models.py")

@@ -35,6 +35,24 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 # ---- results -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fn", [lambda x: x.conj().imag + 1, lambda x: x.conj().real + x.conj().imag,
+                                lambda x: (x.conj().imag, x.conj().imag * 2)])
+def test_negated_views(fn: Any) -> None:
+    x = torch.randn(4, dtype=torch.complex64)
+    same(fn, x)
+
+
+def test_inputs_whose_memory_holds_opposites() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * 2
+
+    for make in (lambda x: x.conj().imag, lambda x: x.conj(), lambda x: x):
+        ours, theirs = (torch.full((4,), 1 + 2j) for _ in range(2))
+        torch.testing.assert_close(compiled(fn)(make(ours)), fn(make(theirs)))
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_entry_point_is_registered() -> None:
     assert "flambeau" in torch._dynamo.list_backends()
 

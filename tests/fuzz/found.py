@@ -19,7 +19,8 @@ FOUND: dict[str, Program] = {
     "a slice of at most one element is a view": written(
         ["torch.randn(n1, n1)"], "v0 = a0.unbind(1)[0]", "v1 = v0[-4:n1 - 1:3]", results="v1", exact=True,
         dynamic=True, numbers=("n1",), sizes=(Sizes(n1=5),)),
-    "parts that are all empty": written(["torch.ones(17, 0)"], "v0 = torch.stack((a0, a0), -1)", results="v0", exact=True),
+    "parts that are all empty": written(
+        ["torch.ones(17, 0)"], "v0 = torch.stack((a0, a0), -1)", results="v0", exact=True),
     "a write to what is empty": written(
         ["torch.ones(3, 3, 0)"], "a0[..., -2:, -6:].fill_(-1.5)", results="a0", exact=True),
     "a whole view is another object": written(
@@ -27,4 +28,9 @@ FOUND: dict[str, Program] = {
     "bytes of what is empty": written(
         ["torch.ones(1, dtype=torch.int32)"], "v0 = a0.tensor_split(3, -1)[-1]", "v1 = v0.view(torch.uint8)",
         results="v1", exact=True),
+    "one part of a symbolic size": written(
+        ["torch.randn(n0)"], "v0 = a0.split(8, 0)[-1]", results="v0", exact=True, dynamic=True,
+        sizes=(Sizes(n0=9), Sizes(n0=11))),
+    "an empty part is sorted": written(
+        ["torch.ones(2, 1, 0)"], "v0 = a0.tensor_split(3, 0)[-1]", "v1 = v0.msort()", results="v1", exact=True),
 }

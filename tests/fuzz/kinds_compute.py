@@ -1,4 +1,4 @@
-"""Lines that compute: maps with promotion, casts, reductions, scans, norms, sorting, products, convolutions, pooling."""
+"""Lines that compute: maps with promotion, casts, reductions, scans, norms, sorting, products, windows."""
 
 from __future__ import annotations
 
@@ -136,8 +136,7 @@ def found(d: Draw, x: str, t: Tensor) -> str | None:
     return d.r.choice((f"{x}.any({k}{keep})", f"{x}.all({k}{keep})", f"{x}.argmax({k}{keep})", f"{x}.argmin({k}{keep})",
                        f"{x}.count_nonzero({a})", f"{x}.max({k}{keep}).indices", f"{x}.all()", f"{x}.argmax()",
                        f"{x}.cummax({k}).indices", f"{x}.sort({k}, stable=True).indices", f"{x}.any({a}{keep})",
-                       f"{x}.argsort({k}, stable=True)", f"{x}.sort({k}, True, stable=True)[1]" if False else
-                       f"torch.sort({x}, dim={k}, descending=True, stable=True)[1]"))
+                       f"{x}.argsort({k}, stable=True)", f"torch.sort({x}, dim={k}, descending=True, stable=True)[1]"))
 
 
 @kind(2, "move", "kink")
@@ -147,7 +146,8 @@ def ordered(d: Draw, x: str, t: Tensor) -> str | None:
     k = d.dim(t)
     n = t.shape[k]
     return d.r.choice((f"{x}.sort({k}).values", f"{x}.sort({k}, descending=True)[0]", f"{x}.msort()",
-                       f"{x}.topk({d.r.randint(0, n)}, {k}).values", f"{x}.kthvalue({d.r.randint(1, max(1, n))}, {k})[0]",
+                       f"{x}.topk({d.r.randint(0, n)}, {k}).values",
+                       f"{x}.kthvalue({d.r.randint(1, max(1, n))}, {k})[0]",
                        # Of memory that overlaps, torch 2.13 reads beyond the end.
                        f"{x}.median({k}).values" if t.is_contiguous() else f"{x}.msort()"))
 
@@ -197,7 +197,8 @@ def windows(d: Draw, x: str, t: Tensor) -> str | None:
         return None
     c = t.shape[-n - 1]
     return d.r.choice((
-        f"F.avg_pool{n}d({x}, 2)", f"F.avg_pool{n}d({x}, 3, 1, 1)", f"F.adaptive_avg_pool{n}d({x}, {d.r.choice((1, 2))})",
+        f"F.avg_pool{n}d({x}, 2)", f"F.avg_pool{n}d({x}, 3, 1, 1)",
+        f"F.adaptive_avg_pool{n}d({x}, {d.r.choice((1, 2))})",
         f"F.conv{n}d({x}, torch.ones(2, {c}, {', '.join('2' * n)}, dtype={x}.dtype))",
         f"F.conv{n}d({x}, torch.ones({c}, 1, {', '.join('3' * n)}, dtype={x}.dtype), padding=1, groups={c})",
         f"F.conv_transpose{n}d({x}, torch.ones({c}, 2, {', '.join('2' * n)}, dtype={x}.dtype), stride=2)",

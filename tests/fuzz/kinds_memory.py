@@ -46,7 +46,8 @@ def view(d: Draw, x: str, t: Tensor) -> str:
     if pick == 6:
         return f"{x}.unsqueeze({b})"
     if pick == 7:
-        return f"{x}.unsqueeze({a % t.dim()}).expand({', '.join(['-1'] * (a % t.dim()) + ['3'] + ['-1'] * (t.dim() - a % t.dim()))})"
+        k = a % t.dim()
+        return f"{x}.unsqueeze({k}).expand({', '.join(['-1'] * k + ['3'] + ['-1'] * (t.dim() - k))})"
     if pick == 8 and n:
         w = d.r.randint(1, min(3, n))
         return f"{x}.unfold({a}, {w}, {d.r.randint(1, 2)})"
@@ -62,7 +63,8 @@ def view(d: Draw, x: str, t: Tensor) -> str:
     if pick == 13 and n:
         return f"{x}.select({a}, {d.r.randint(-n, n - 1)})"
     if pick == 14:
-        return f"{x}.narrow({a}, {0 if not n else d.r.randrange(n)}, {d.r.choice((str(d.r.randint(0, n)), d.bound(x, t, a % t.dim())))})"
+        length = d.r.choice((str(d.r.randint(0, n)), d.bound(x, t, a % t.dim())))
+        return f"{x}.narrow({a}, {0 if not n else d.r.randrange(n)}, {length})"
     if pick == 15:
         return f"{x}.movedim({a}, {b})"
     if pick == 16 and n:
@@ -297,7 +299,8 @@ def gathers(d: Draw, x: str, t: Tensor) -> str | None:
     if choice == 5 and not d.dynamic and t.numel():
         return f"{x}.take({d.index([k, '2'], str(t.numel()))})"
     if choice == 6 and t.dim() > 1:
-        return f"{x}[{front}{d.index([k], n)}, ..., 0]" if a == 0 else f"{x}[..., {d.index([k], str(max(1, min(tr.env[x].shape[-1] for tr in d.trackers))))}]"
+        last = max(1, min(tr.env[x].shape[-1] for tr in d.trackers))
+        return f"{x}[{d.index([k], n)}, ..., 0]" if a == 0 else f"{x}[..., {d.index([k], str(last))}]"
     if choice == 7:
         mask = d.other(lambda m: m.dtype == torch.bool and m.shape == t.shape)
         return f"{x}[{mask}]" if mask and d.r.random() < 0.3 else None

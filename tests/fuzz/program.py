@@ -1,4 +1,4 @@
-"""A random program: inputs with their layouts, lines of Python, results. All of it is text, so that it can be printed."""
+"""A random program: inputs with their layouts, lines of Python, results. All of it is text, and can be printed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ class Program:
             lines.append("def arguments():")
             used = {w for i in self.inputs for m in (*i.memory, i.layout) for w in _WORD.findall(m)} | {*self.numbers}
             lines += [f"    {n} = {v}" for n, v in sizes.items() if n in used]
-            lines += [f"    {i.name}_base = {i.base()}" for i in self.inputs if i.name in names and i.of is None]
+            there = '.to("flambeau")' if target == "device" else ""
+            lines += [f"    {i.name}_base = {i.base()}{there}" for i in self.inputs if i.name in names and i.of is None]
             shown = [f"{i.of or i.name}_base{i.layout}" + (
                 ".detach().requires_grad_()" if i.grad and self.grad and i.dtype in FLOATS else "")
                 for i in self.inputs]

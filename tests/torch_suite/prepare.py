@@ -80,6 +80,7 @@ def use_backend(name: str) -> None:
     from torch._dynamo import testing
     from torch._dynamo.backends import registry
 
+    registry.list_backends()  # all of them are there: a name is registered once
     backend = registry.lookup_backend(name)
 
     def instead(gm: Any, example_inputs: Any, *_: Any, **__: Any) -> Callable[..., Any]:

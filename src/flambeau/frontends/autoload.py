@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import device_module
+from . import device_module, hugging_face
 from .device_module import NAME
 
 GROUP = "torch.backends"
@@ -31,6 +31,7 @@ def autoload() -> None:
         announce()
         for (owner, name), function in _UNTIL_STARTED.items():
             setattr(owner, name, function)
+        hugging_face.follow()
 
 
 def announce() -> None:
@@ -91,12 +92,15 @@ def _pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return self.pin_memory(*args, **kwargs)
 
 
+_device = torch.device  # Dynamo does not compile frames that do not speak of torch
+
+
 def _get_accelerator() -> torch.device:
-    return torch.device(NAME if device_module._is_recommended() else "cpu")
+    return _device(NAME if device_module._is_recommended() else "cpu")
 
 
 def _find_accelerator() -> torch.device | None:
-    return torch.device(NAME) if device_module._is_recommended() else None
+    return _device(NAME) if device_module._is_recommended() else None
 
 
 # What programs call that do not mean this device: loaders pin memory where an accelerator is available, and every

@@ -209,7 +209,7 @@ class Lowering:
         if n in self.done:
             return args[0]
         if target is aten.copy_.default:
-            return self.mutate(args[0], args[1])
+            return self.mutate(args[0], args[1], negated=n.args[0].meta["val"].is_neg())  # type: ignore[union-attr]
         if target in (replay.RUN_AND_SAVE, replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
         if target in SAME and self.elsewhere.is_constant(args[0]):
@@ -222,10 +222,10 @@ class Lowering:
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
-        if self.g.policy.exact:  # eager's kernels choose their order of sums by strides too
+        # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
+        # Products in fast numerics take what there is.
+        if self.g.policy.exact or target not in CONTRACTIONS:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
-        elif is_view(target):
-            args = self.in_memory(n, args)
         return self.extern(n, args, kwargs)
 
     def arguments(self, n: fx.Node) -> tuple[Any, Any]:
@@ -234,7 +234,11 @@ class Lowering:
     def in_memory(self, n: fx.Node, args: Any) -> Any:
         """The arguments of an operator that looks at the memory of the first."""
         x = n.args[0]
-        return (self.storage.of(x), *args[1:]) if isinstance(x, fx.Node) else args
+        if not isinstance(x, fx.Node):
+            return args
+        schema = n.target._schema.arguments  # type: ignore[union-attr]
+        from_start = any(a.name == "storage_offset" and y is not None for a, y in zip(schema, args, strict=False))
+        return (self.storage.from_start(x) if from_start else self.storage.strided(x), *args[1:])
 
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""
@@ -300,22 +304,23 @@ class Lowering:
                 b.strides = strides
         return out
 
-    def mutate(self, dst: Value, src: Value) -> Value:
+    def mutate(self, dst: Value, src: Value, negated: bool) -> Value:
+        """`negated`: the input's memory holds the opposites of its values."""
         if dst.buffer not in self.g.inputs:
             raise UnsupportedError("copy_ into something that is not an input of the graph")
         b = self.g.buffers[dst.buffer]
         if not dst.is_whole(b):
             raise UnsupportedError("copy_ into a part of an input")
-        if dst in self.elsewhere or src in self.elsewhere:
+        if dst in self.elsewhere or src in self.elsewhere or dst.dtype not in SUPPORTED:  # torch copies it
             if dst.shape != src.shape or dst.dtype is not src.dtype:
-                raise UnsupportedError("copy_ between devices that is a cast or a broadcast as well")
+                raise UnsupportedError("a copy_ that is not a kernel, and a cast or a broadcast as well")
             self.g.mutations.append((dst.buffer, src))
             return src
-        if self.can_write_to(b, src):
+        if not negated and self.can_write_to(b, src):
             self.g.mutations.append((dst.buffer, src))
             return src
         with build.building(self.g, "copy_"):
-            new = build.pointwise(dst.shape, lambda i: load_at(src, i), dst.dtype)
+            new = build.pointwise(dst.shape, lambda i: -load_at(src, i) if negated else load_at(src, i), dst.dtype)
         # In the order of what it goes to, gaps included: then it can be written there at once.
         self.g.buffers[new.buffer].strides = b.strides
         self.g.mutations.append((dst.buffer, new))
@@ -408,4 +413,5 @@ def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
 
 
 def supported(t: torch.Tensor) -> bool:
-    return t.dtype in SUPPORTED and t.layout is torch.strided and not t.is_quantized
+    """Whether its memory holds its values: a negated view (of a conjugate's imaginary part) holds their opposites."""
+    return t.dtype in SUPPORTED and t.layout is torch.strided and not t.is_quantized and not t.is_neg()

@@ -21,10 +21,11 @@ from flambeau.config import config
 from flambeau.errors import Error
 from flambeau.targets.base import device_target
 
-from . import device_compile, device_exchange, device_module
+from . import device_compile, device_exchange, device_module, hugging_face
 from .autoload import announce, started, taken
 from .device_composed import register_composed
 from .device_copy import Copies
+from .device_detection import register_detection
 from .device_kernels import private
 from .device_module import NAME
 from .device_native import load_core
@@ -70,16 +71,18 @@ def enable_device() -> None:
         register_composed(aten, fallback.call)
         fallback.register(everything, aten)
         register_sparse(everything, aten, fallback)
-        _LIBRARIES.extend((aten, everything))
+        _LIBRARIES.extend((aten, everything, register_detection(fallback.call)))
         if own:
             SEEDS[NAME] = Seeds(copies, core.generator)
             open_gates()
         device_module._finish()
+        hugging_face.recommend()
+        hugging_face.follow()
 
 
 class Found(NamedTuple):
     devices: int
-    accelerates: bool  # whether one of them is something else than the CPU, which PyTorch has anyway
+    recommended: bool  # one is something else than the CPU, which PyTorch has anyway, or somebody asked for them
 
 
 @cache
@@ -89,4 +92,5 @@ def found() -> Found:
         driver = device_target().driver() if shutil.which(config.compiler) else None
     except Error:
         driver = None
-    return Found(0, False) if driver is None else Found(driver.devices, driver.accelerates)
+    return Found(0, False) if driver is None else Found(
+        driver.devices, driver.accelerates or config.is_given("device"))

@@ -234,7 +234,7 @@ def register_composed(aten_library: torch.library.Library, otherwise: Callable[.
 def _composed(op: Any, compute: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        suits = tensors[0].dtype in SUPPORTED and len({t.device for t in tensors}) == 1
+        suits = tensors[0].dtype in SUPPORTED and not tensors[0].is_cpu and len({t.device for t in tensors}) == 1
         out = compute(*args, **kwargs) if suits else NotImplemented
         return otherwise(op, *args, **kwargs) if out is NotImplemented else out
 

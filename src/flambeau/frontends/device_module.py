@@ -86,10 +86,10 @@ def is_available() -> bool:
 def _is_recommended() -> bool:
     """Whether there is a device that is used, or one for programs that take what there is.
 
-    A device that is just this machine's CPU is none: it is there for those who name it. Optimisers and loaders ask for
-    this all the time, so nothing is started for the answer.
+    A device that is just this machine's CPU is not, unless FLAMBEAU_DEVICE says so: it is there for those who name it.
+    Optimisers and loaders ask for this all the time, so nothing is started for the answer.
     """
-    return is_initialized() or bool(_found().accelerates)
+    return is_initialized() or bool(_found().recommended)
 
 
 def _found() -> Found:

@@ -137,7 +137,8 @@ class Core:
                 return _FULL
             except Exception as error:
                 log.debug("the driver failed", exc_info=True)
-                self._complaint = str(error) or type(error).__name__
+                said = str(error) or type(error).__name__
+                self._complaint = "\n".join((said, *getattr(error, "__notes__", ())))
                 return _INDEX if isinstance(error, IndexError) else _FAILED
 
         return call

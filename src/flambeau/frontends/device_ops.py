@@ -22,6 +22,7 @@ from .decompositions import table
 from .device_random import with_generator
 from .eager_graph import OtherShapes, Range, build, described
 from .eager_ops import PLACES, Form, forms
+from .eager_refusal import refusal
 from .fallback import REASONS
 from .instead import INSTEAD
 from .native import load_native
@@ -68,7 +69,11 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...],
     form = _FORMS[gate]
     try:
         with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
-            return build(form, described(args, same, numbers=True), lift, into_any=True)
+            call = described(args, same, numbers=True)
+            if error := refusal(form.op, call):
+                REASONS[form.op.name()] = f"the CPU refuses it: {error}"
+                return None  # the fallback's kernel says so, in eager's words
+            return build(form, call, lift, into_any=True)
     except OtherShapes as other:
         return other.shapes
     except Exception as error:  # whatever is wrong with the compiler, the operator works

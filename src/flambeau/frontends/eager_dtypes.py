@@ -1,43 +1,72 @@
 """Whether eager has a kernel for the dtypes of a call: where it has none, the call is left to it, and it says so.
 
 PyTorch's rules for shapes and dtypes let calls through that its kernels refuse, such as a softmax of integers. Eager
-itself is asked, once for each combination of dtypes, with tensors of one element.
+itself is asked, once for each combination of dtypes, with tensors of two elements along each axis: eager warns of a
+deviation of one.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .devices import CPU
 
-# What eager says about dtypes. Tensors of one element may not fit together in other ways, which says nothing.
+# What eager says about dtypes. Such tensors may not fit together in other ways, which says nothing.
 _ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b")
+
+SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the CPU lacks, and so has our device
+
+
+def trusting(op: torch._ops.OpOverload) -> bool:
+    """Operators for people check their arguments; private ones of several tensors and gradients trust who calls them,
+    and may read beyond what they are given."""
+    name = op._schema.name.partition("::")[2]
+    tensors = sum("Tensor" in str(a.type) for a in op._schema.arguments)
+    return (name.startswith("_") and tensors > 1) or "backward" in name
+
+
+def attempt(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> None:
+    """Call it with what `given` makes of its arguments; warnings and draws of it leave no trace."""
+    state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
+    try:
+        with warnings.catch_warnings(), _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+            warnings.simplefilter("ignore")
+            op(*(given(x) for x in args), **{name: given(x) for name, x in kwargs.items()})
+    finally:
+        if state is not None:
+            torch.set_rng_state(state)
 
 
 def eager_has_kernel(n: fx.Node, device: torch.device) -> bool:
     op: Any = n.target
-    if not _can_be_asked(op):
+    if op.is_view or trusting(op) or torch.Tag.nondeterministic_seeded in op.tags:
         return True
     try:
         key = _described((n.args, tuple(sorted(n.kwargs.items()))))
     except TypeError:  # an argument that is not hashable
         return True
     # GPUs have kernels for more dtypes than CPUs: where those do, there is no need to ask them.
-    return _has_kernel(op, key, CPU) or (device.type == "cuda" and _has_kernel(op, key, device))
+    if _has_kernel(op, key, CPU):
+        return True
+    if device.type == "cuda":
+        return _has_kernel(op, key, device)
+    return device.type != "cpu" and any(t in SMALL for a in n.all_input_nodes for t in _dtypes(a.meta.get("val")))
 
 
-def _can_be_asked(op: Any) -> bool:
-    """A draw would move eager's generator on. Operators for people check their arguments; private ones of several
-    tensors and gradients trust who calls them, and may read beyond what they are given."""
-    name = op._schema.name.partition("::")[2]
-    tensors = sum("Tensor" in str(a.type) for a in op._schema.arguments)
-    trusting = (name.startswith("_") and tensors > 1) or "backward" in name
-    return not (op.is_view or trusting or torch.Tag.nondeterministic_seeded in op.tags)
+def _dtypes(x: Any) -> Iterator[torch.dtype]:
+    if isinstance(x, torch.Tensor):
+        yield x.dtype
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _dtypes(y)
 
 
 def _described(x: Any) -> Any:
@@ -47,32 +76,33 @@ def _described(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return tuple(_described(y) for y in x)
     if isinstance(x, torch.Tensor):
-        return _One(x.dtype, x.dim())
+        return _Few(x.dtype, x.dim())
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
         return 1
     hash(x)
     return x
 
 
-class _One(tuple[torch.dtype, int]):
-    def __new__(cls, dtype: torch.dtype, rank: int) -> _One:
+class _Few(tuple[torch.dtype, int]):
+    def __new__(cls, dtype: torch.dtype, rank: int) -> _Few:
         return super().__new__(cls, (dtype, rank))
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros((1,) * self[1], dtype=self[0], device=device)
+        return torch.zeros((2,) * self[1], dtype=self[0], device=device)
 
 
 @cache
 def _has_kernel(op: Any, key: tuple[Any, ...], device: torch.device) -> bool:
     def given(x: Any) -> Any:
-        if isinstance(x, _One):
+        if isinstance(x, _Few):
             return x.tensor(device)
+        if isinstance(x, torch.device):
+            return device
         return [given(y) for y in x] if isinstance(x, tuple) else x
 
     args, kwargs = key
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            op(*given(args), **{name: given(value) for name, value in kwargs})
+        attempt(op, args, dict(kwargs), given)
     except Exception as error:
         return not _ABOUT_DTYPES.search(str(error))
     return True

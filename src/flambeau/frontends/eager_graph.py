@@ -137,7 +137,7 @@ def accepted(captured: Captured) -> tuple[Range, ...]:
     for e in walk(*(e for node in captured.graph.nodes for e in node.exprs())):
         if e.op != "check":
             continue
-        size = e.attr
+        size = e.attr.size
         if size is ZERO:
             raise UnsupportedError("what it indexes has no elements")  # who is asked instead says what is wrong
         loads = [x for x in walk(e.args[0]) if x.op == "load"]

@@ -28,7 +28,6 @@ from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._functorch.aot_autograd import AOT_COUNTER, SerializableAOTDispatchCompiler
 from torch._guards import TracingContext
 from torch._inductor.output_code import OutputCode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.config import config
 from flambeau.errors import CompileError
@@ -100,8 +99,7 @@ class GraphCache:
                 self.free = place
                 continue
             try:
-                with _disable_current_modes():
-                    entry = decode(data)
+                entry = decode(data)
                 if self.fits(entry):
                     made = self.restore(entry)
                     stats["hit"] += 1
@@ -190,8 +188,7 @@ class GraphCache:
         try:
             if any(part.package is None for part in parts):
                 raise Uncacheable("a part of it runs as ATen")
-            with _disable_current_modes():
-                data = encode(entry)
+            data = encode(entry)
             if len(data) > disk.limit // SHARE:
                 raise Uncacheable(f"it takes {len(data)} bytes")
         except (Uncacheable, Unwritable) as reason:

@@ -17,6 +17,7 @@ from torch import nn
 from torch._functorch._aot_autograd import aot_autograd_result, descriptors, functional_utils, schemas
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.graph_module import reduce_graph_module
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.codegen.source import BlockSource, KernelSource, Part, Range, RangeSource
 
@@ -52,12 +53,14 @@ def encode(entry: Any) -> bytes:
     for wrapper in entry.dispatch_wrappers:
         if getattr(wrapper, "needs_post_compile", True):
             raise Unwritable(f"it needs the wrapper {type(wrapper).__name__}")
-    return codec().encode(entry)
+    with _disable_current_modes():  # of a trace that is under way: tensors are real here
+        return codec().encode(entry)
 
 
 def decode(data: bytes) -> Any:
     """The entry. Malformed, if it is none."""
-    made = codec().decode(data)
+    with _disable_current_modes():
+        made = codec().decode(data)
     if type(made) is not aot_autograd_result.BundledAOTAutogradResult:
         raise Malformed(f"it is a {type(made).__name__}")
     return made

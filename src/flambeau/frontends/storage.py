@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 # Views, which their schemas do not say.
 SECRET = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+# Eager copies the whole storage of their first argument, and writes into the part of it that this argument is.
+COPY_STORAGE = (aten.diagonal_scatter.default, aten.select_scatter.default, aten.slice_scatter.default,
+                aten.as_strided_scatter.default, aten.copy.default)
 
 
 # ---- in the captured graph -------------------------------------------------------------------------------
@@ -55,6 +58,14 @@ def view_root(n: fx.Node) -> fx.Node:
     return n
 
 
+def copies_input(n: fx.Node) -> bool:
+    """Whether its storage is a copy of an input's, of which nobody knows the size before the run."""
+    if n.target not in COPY_STORAGE:
+        return False
+    base = view_root(n.args[0])  # type: ignore[arg-type]
+    return base.op == "placeholder" or copies_input(base)
+
+
 # ---- in our graph ----------------------------------------------------------------------------------------
 
 
@@ -64,6 +75,7 @@ class Storage:
     def __init__(self, lowering: Lowering) -> None:
         self.lowering, self.g = lowering, lowering.g
         self._of: dict[fx.Node, Value] = {}  # what makes memory
+        self._called: set[fx.Node] = set()  # of these, what ATen made
         self._owners: dict[str, fx.Node] = {}  # buffer -> the node whose memory it is for the caller
         self.borrowed: set[str] = set()  # made by calls, in memory of somebody else
 
@@ -87,15 +99,14 @@ class Storage:
         lazy = self.lowering.env[n]
         if above == self.lowering.env[up] and inside(lazy, above):
             return lazy
-        rest, named = self.lowering.arguments(n)
-        args = (above, *rest[1:])
+        args, named = self.lowering.arguments(n)
         before = len(self.g.nodes)
         with build.building(self.g, n.name):
-            out = LOWERINGS[n.target](*args, **named) if n.target in LOWERINGS else NotImplemented
+            out = LOWERINGS[n.target](above, *args[1:], **named) if n.target in LOWERINGS else NotImplemented
             if out is not NotImplemented and inside(out, above):
                 return out
             del self.g.nodes[before:]  # it would compute what is to be a view
-            return self.lowering.extern(n, args, named, counted=n.target not in LOWERINGS)
+            return self.lowering.extern(n, (self.strided(up), *args[1:]), named, counted=n.target not in LOWERINGS)
 
     def made(self, n: fx.Node) -> Value:
         """What makes memory, in a buffer that is laid out as this memory is in eager."""
@@ -111,25 +122,31 @@ class Storage:
                 b.strides = as_laid(v, b, want) or contiguous_strides(b.shape)
             return v if v.numel is b.numel and lies_as(v, b, want) else self.copied(v, want)
         # There are gaps, with what was in them before (a scatter into every other column): only ATen knows.
-        if isinstance(n.target, torch._ops.OpOverload) and isinstance(n.meta["val"], torch.Tensor) \
-                and torch.Tag.nondeterministic_seeded not in n.target.tags:
-            args, named = fx.node.map_aggregate((n.args, n.kwargs), self.argument)
-            with build.building(self.g, n.name):
-                return self.lowering.extern(n, args, named)
-        return self.copied(v, want)
+        return self.called(n) if n.target in COPY_STORAGE else self.copied(v, want)
+
+    def called(self, n: fx.Node) -> Value:
+        args, named = fx.node.map_aggregate((n.args, n.kwargs), self.argument)
+        with build.building(self.g, n.name):
+            made: Value = self.lowering.extern(n, args, named)
+        return made
 
     def argument(self, x: Any) -> Any:
         if isinstance(x, fx.Node) and isinstance(self.lowering.env[x], Value):
-            return self.of(x)
+            return self.from_start(x)
         return self.lowering.lookup(x)
 
     def passed(self, x: Any) -> Any:
-        """An argument of a call that shall see what eager's kernel sees: strides of dimensions of size one as well."""
-        v = self.argument(x)
-        if not isinstance(v, Value) or v in self.lowering.elsewhere:
-            return v
-        want = self.strides(x)
-        return replace(v, strides=want) if lies_as(v, self.g.buffers[v.buffer], want) else v
+        """An argument of a call that shall see what eager's kernel sees."""
+        v = self.lowering.lookup(x)
+        return self.strided(x) if isinstance(v, Value) and v not in self.lowering.elsewhere else v
+
+    def from_start(self, n: fx.Node) -> Value:
+        """`strided`, for who counts from the start of a storage: a copy of an input's is as long as that."""
+        root = view_root(n)
+        if root not in self._called and copies_input(root):
+            self._called.add(root)
+            self._of[root] = self.called(root)
+        return self.strided(n)
 
     def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
         """In a buffer of its own. Holes and overlaps too: whoever was captured with these strides reads by them."""
@@ -147,11 +164,13 @@ class Storage:
         root = view_root(n)
         if root.op != "placeholder":
             self.own(root)
+        return self.strided(n)
+
+    def strided(self, n: fx.Node) -> Value:
+        """The value of n in eager's memory, with eager's strides in dimensions of size one too."""
         v: Value = self.of(n)
         want = self.strides(n)
-        if not lies_as(v, self.g.buffers[v.buffer], want):
-            return self.copied(v, want)
-        return replace(v, strides=want)
+        return replace(v, strides=want) if lies_as(v, self.g.buffers[v.buffer], want) else self.copied(v, want)
 
     def own(self, root: fx.Node) -> None:
         v: Value = self.of(root)
@@ -164,7 +183,7 @@ class Storage:
 def inside(x: Any, above: Value) -> bool:
     """Whether a lowering's result is a view of that."""
     values = x if isinstance(x, (list, tuple)) else [x]
-    return all(v.buffer == above.buffer and v.dtype is above.dtype for v in values)
+    return all(v is None or (v.buffer == above.buffer and v.dtype is above.dtype) for v in values)  # None: nobody's
 
 
 def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:

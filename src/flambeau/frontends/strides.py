@@ -8,13 +8,15 @@ results. Sizes that are symbols stay as torch has them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from flambeau.ops import LOWERINGS
 
 from .devices import flat
 from .storage import is_view, view_root
@@ -25,16 +27,117 @@ Strides = tuple[int, ...]
 NEW_SIZES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def like_add(_: torch.Tensor, x: Any, y: Any, **options: Any) -> Strides:
-    """As every elementwise kernel lays out what two operands come to."""
-    return torch.add(x, y).stride()
+# ---- ATen's rules -------------------------------------------------------------------------------------------
 
 
-def suggested(result: torch.Tensor, x: torch.Tensor, *rest: Any) -> Strides:
-    """Channels last if they are so in the first argument, else contiguous."""
-    channels = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    last = channels is not None and not x.is_contiguous() and x.is_contiguous(memory_format=channels)
-    return torch.empty_like(result, memory_format=channels if last else torch.contiguous_format).stride()
+def order(shape: Sequence[int], operands: Sequence[Strides]) -> list[int]:
+    """Dimensions from the fastest to the slowest, as the loops of elementwise kernels (TensorIterator) order them."""
+
+    def swaps(a: int, b: int) -> int:
+        for strides in operands:
+            if strides[a] == 0 or strides[b] == 0:
+                continue
+            if strides[a] != strides[b]:
+                return 1 if strides[a] > strides[b] else -1
+            if shape[a] > shape[b]:
+                return 1
+        return 0
+
+    out = list(range(len(shape)))[::-1]
+    for k in range(1, len(out)):
+        at = k
+        for other in range(k - 1, -1, -1):
+            found = swaps(out[other], out[at])
+            if found > 0:
+                out[other], out[at] = out[at], out[other]
+                at = other
+            elif found < 0:
+                break
+    return out
+
+
+def packed(shape: Sequence[int], dims: Sequence[int]) -> Strides:
+    """Of an array that is dense in this order of dimensions."""
+    out, step = [0] * len(shape), 1
+    for d in dims:
+        out[d] = step
+        step *= max(shape[d], 1)
+    return tuple(out)
+
+
+def contiguous(shape: Sequence[int]) -> Strides:
+    return packed(shape, range(len(shape))[::-1])
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """What ATen calls non-overlapping and dense: an array without elements is, whatever its strides."""
+    if t.is_contiguous():
+        return True
+    real = sorted((d for d in range(t.dim()) if t.shape[d] > 1), key=t.stride)
+    dense = packed([t.shape[d] for d in real], range(len(real)))
+    return [t.stride(d) for d in real] == list(dense)
+
+
+def preserved(t: torch.Tensor) -> Strides:
+    """Of a copy that keeps the order of memory."""
+    return t.stride() if is_dense(t) else packed(t.shape, order(t.shape, [t.stride()]))
+
+
+def suggested(t: torch.Tensor) -> torch.memory_format:
+    """Channels last where strides grow so, else contiguous."""
+    dims = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(t.dim())
+    if dims is None or t.stride(1) == 0:
+        return torch.contiguous_format
+    least = 0
+    for d in dims:
+        if t.shape[d] == 0 or t.stride(d) < least or d == 0 and least == t.stride(1):
+            return torch.contiguous_format
+        least = t.stride(d) * t.shape[d]
+    return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+
+
+def elementwise(result: torch.Tensor, *operands: Any) -> Strides:
+    """As TensorIterator lays out what it makes of these operands; numbers are arrays without dimensions to it."""
+    tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+    common = torch.result_type(*(operands if len(operands) == 2 else (tensors[0], tensors[-1])))
+    shape = result.shape
+    # Operands of another dtype are copied to the common one first.
+    strides = [t.stride() if t.dtype is common else preserved(t) for t in tensors]
+    if len(tensors) == len(operands) and all(t.shape == shape for t in tensors):
+        laid = [t.as_strided(t.shape, s) for t, s in zip(tensors, strides, strict=True)]
+        if all(t.is_contiguous() for t in laid):
+            return contiguous(shape)
+        if len(shape) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in laid):
+            return torch.empty_like(result, memory_format=torch.channels_last).stride()
+        if all(is_dense(t) and t.stride() == strides[0] for t in laid):
+            return strides[0]
+    return packed(shape, order(shape, [
+        (0,) * (len(shape) - t.dim()) + tuple(0 if m == 1 and n != 1 else k for m, n, k in zip(
+            t.shape, shape[len(shape) - t.dim():], s, strict=True)) for t, s in zip(tensors, strides, strict=True)]))
+
+
+# ---- by operator --------------------------------------------------------------------------------------------
+#
+# A rule is given the first result as torch has it, and the arguments, all on the meta device.
+
+Rule = Callable[..., Strides]
+
+
+def as_preserved(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    kept = options.get("memory_format") in (None, torch.preserve_format) and x.shape == result.shape
+    return preserved(x) if kept else result.stride()
+
+
+def as_suggested(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    return torch.empty_like(result, memory_format=suggested(x)).stride()
+
+
+def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    return contiguous(x.shape) if x.is_contiguous() else as_suggested(result, x)
+
+
+def as_contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    return contiguous(result.shape)
 
 
 def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Strides:
@@ -42,7 +145,7 @@ def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Str
     if x.numel() == 0:
         return x.clone().stride()
     if not dims:
-        return x.contiguous().stride()
+        return contiguous(x.shape)
     for shift, dim in zip(shifts, dims, strict=True):
         start = -shift % x.shape[dim]
         x = torch.cat([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
@@ -58,33 +161,42 @@ def expanded(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) 
     return result.stride() if x.dim() else (0,) * result.dim()
 
 
-def contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
-    return torch.empty(result.shape, device="meta").stride()
-
-
-def kept_if_empty(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
-    """An array without elements counts as dense, whatever its strides are."""
-    kept = result.numel() == 0 and options.get("memory_format", torch.preserve_format) is torch.preserve_format
-    return x.stride() if kept and x.shape == result.shape else result.stride()
-
-
-Rule = Callable[..., Strides]  # of the first result, of which it is given what torch says, and the arguments
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten.copysign.Tensor, aten.floor_divide.default, aten.div.Tensor_mode, aten.logaddexp.default,
-                     aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default,
-                     aten.logical_xor.default, aten.heaviside.default), like_add),
     **dict.fromkeys((aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
-                     aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default,
-                     aten.max_pool3d_with_indices.default, aten.max_unpool2d.default), suggested),
+                     aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default), as_normalised),
+    **dict.fromkeys((aten.native_group_norm.default, aten.max_pool3d_with_indices.default, aten.max_unpool2d.default,
+                     aten.reflection_pad3d.default, aten.replication_pad3d.default, aten.upsample_nearest2d.default,
+                     aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
+                     aten.upsample_bicubic2d.default), as_suggested),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), viewed),
     **dict.fromkeys((aten.flip.default, aten.hardtanh.default, aten.frexp.Tensor, aten.fill.Scalar,
                      aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
                      aten.rand_like.default, aten.randn_like.default, aten.randint_like.default,
-                     aten.randint_like.low_dtype), kept_if_empty),
+                     aten.randint_like.low_dtype), as_preserved),
+    **dict.fromkeys((aten.normal.Tensor_Tensor, aten.im2col.default, aten.log_sigmoid_forward.default,
+                     aten.tril.default, aten.triu.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+                    as_contiguous),
+    **dict.fromkeys((aten.deg2rad.default, aten.rad2deg.default), lambda result, x: elementwise(result, x, 1.0)),
     aten.roll.default: rolled,
     aten.expand.default: expanded,
-    aten.normal.Tensor_Tensor: contiguous,
 }
+# How many operands elementwise kernels have: of what is no plain formula here, or has a number inside of the kernel.
+OPERANDS = {
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
+    **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.celu.default), 1),
+    aten.lerp.Scalar: 2, aten.where.self: 3,
+}
+
+
+def rule_of(op: Any) -> Rule | None:
+    """For an operator that is lowered by a formula, that of elementwise kernels."""
+    if op in RULES:
+        return RULES[op]
+    count = OPERANDS.get(op) or getattr(LOWERINGS.get(op), "operands", None)
+    if count is None:
+        return None
+    return lambda result, *args, **named: elementwise(result, *(a for a in args[:count] if a is not None))
 
 
 def settle_strides(graph: fx.Graph) -> None:
@@ -98,7 +210,8 @@ def settle_strides(graph: fx.Graph) -> None:
             new = n.args[0].meta["val"][n.args[1]] if n.args[0] in changed else val
         elif isinstance(n.target, torch._ops.OpOverload) and not NEW_SIZES & set(n.target.tags):
             new = traced(n) if changed.intersection(n.all_input_nodes) else val
-            new = ruled(n, new) if n.target in RULES else new
+            rule = rule_of(n.target)
+            new = ruled(n, new, rule) if rule is not None else new
         else:
             continue
         if new is not val and layout(new) != layout(val):
@@ -134,7 +247,7 @@ def traced(n: fx.Node) -> Any:
         t.shape for t in flat(val) if isinstance(t, torch.Tensor)] else val
 
 
-def ruled(n: fx.Node, val: Any) -> Any:
+def ruled(n: fx.Node, val: Any, rule: Rule) -> Any:
     """The same with the first result as eager's kernel makes it, where sizes are known."""
     first, *rest = val if isinstance(val, (list, tuple)) else [val]
     args, named = fx.node.map_aggregate((n.args, n.kwargs), plain)
@@ -144,15 +257,16 @@ def ruled(n: fx.Node, val: Any) -> Any:
         return val
     try:
         with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not the rules in its place
-            strides = RULES[n.target](bare(first), *args, **named)
+            strides = rule(bare(first), *args, **named)
     except (RuntimeError, ValueError):
         return val
     if strides == first.stride():
         return val
     with first.fake_mode:
-        new = first.as_strided(first.shape, strides) if is_view(n.target) else torch.empty_strided(
-            first.shape, strides, dtype=first.dtype, device=first.device)
-    return [new, *rest] if isinstance(val, (list, tuple)) else new
+        # Several results of one shape lie alike: a maximum and its place.
+        new = [t if t.shape != first.shape else t.as_strided(t.shape, strides) if is_view(n.target) else
+               torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device) for t in (first, *rest)]
+    return new if isinstance(val, (list, tuple)) else new[0]
 
 
 def plain(x: Any) -> Any:

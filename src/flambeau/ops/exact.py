@@ -25,7 +25,7 @@ SUMS = frozenset((
     "scatter_reduce", "unfold_backward",
 ))
 # Among equal elements, eager's kernel finds the one that its own algorithm comes to.
-TIED = frozenset(("kthvalue", "median", "mode", "nanmedian", "topk"))
+TIED = frozenset(("kthvalue", "median", "mode", "nanmedian", "sort.default", "topk"))
 # Of the other families, the operators that choose one of their values.
 CHOICES = frozenset((
     "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "adaptive_max_pool2d",
@@ -83,7 +83,8 @@ def is_exact(op: torch._ops.OpOverload, device: str, dtypes: Collection[DType] =
     if name.startswith(FOREACH):
         name = name.removeprefix(FOREACH)
     elif FAMILIES[op] in MOVES:
-        return name not in SUMS | TIED and "reduce" not in op._overloadname
+        tied = not TIED.isdisjoint((name, f"{name}.{op._overloadname}"))
+        return name not in SUMS and not tied and "reduce" not in op._overloadname
     called = any(name in CALLS[device].get(d, ()) for d in dtypes)
     if called or f"{name}.{op._overloadname or 'default'}" in TIES[device]:
         return False

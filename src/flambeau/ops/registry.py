@@ -130,6 +130,7 @@ def pointwise(fn: Callable[..., Any] | None = None, *, kind: str = "default", op
 
         return build.pointwise(shape, body, torch.bool if kind == "bool" else common)
 
+    lowered.operands = count  # type: ignore[attr-defined]
     return lowered
 
 

@@ -23,7 +23,7 @@ from flambeau.ir.faults import error_of
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.launch import extension
 from flambeau.targets.opencl_device import NAME, ClDevice, devices
-from flambeau.targets.opencl_host import BEGUN, RECORD, found
+from flambeau.targets.opencl_host import RECORD, WRITTEN, found
 from flambeau.targets.opencl_memory import memory_at
 from flambeau.targets.toolchain import find_toolchain
 
@@ -163,16 +163,14 @@ class ClDriver:
         record = zeros(RECORD, "int32")
         with self._lock:
             pyopencl.enqueue_copy(queue, record, self._faults[device])
-            while record[0] == BEGUN:  # by a kernel of another queue, just now
-                pyopencl.enqueue_copy(queue, record, self._faults[device])
-            if record[0]:
-                pyopencl.enqueue_copy(queue, self._faults[device], zeros(RECORD, "int32"))
-        if record[0]:
-            number, code, size = found(record)
-            error = error_of(code, size)
-            error.add_note(f"reported by the kernel of {', '.join(self._reporting[number].origins) or 'a graph'}, "
-                           "which was launched before")
-            raise error
+            if record[0] != WRITTEN:  # nothing, or another queue's, which is not at its end
+                return
+            pyopencl.enqueue_copy(queue, self._faults[device], zeros(RECORD, "int32"))
+        number, code, size = found(record)
+        error = error_of(code, size)
+        error.add_note(f"reported by the kernel of {', '.join(self._reporting[number].origins) or 'a graph'}, "
+                       "which was launched before")
+        raise error
 
     def number_of(self, source: RangeSource) -> int:
         """Under which it reports what it finds wrong with its data."""

@@ -16,8 +16,7 @@ from flambeau.targets.opencl_compile import Kernel
 from flambeau.targets.opencl_device import NAME, ClDevice
 from flambeau.targets.opencl_memory import HostMemory, Span, addresses
 
-RECORD = 6  # words of a report; the first says how far it is
-BEGUN = 1
+RECORD, WRITTEN = 6, 2  # words of a report, and what the first of them is when the others are there
 
 
 class ClLaunch:

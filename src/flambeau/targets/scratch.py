@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flambeau.targets.background import at_exit, fork_safe, held, hold, release
+from flambeau.targets.background import at_exit, closing, fork_safe, held, hold, release
 
 NAME = "tmp"
 _OLD = 86400  # seconds; where a disk has no locks, what nobody has written to for a day is nobody's
@@ -49,6 +49,7 @@ class Scratch:
             yield Path(made)
         finally:
             shutil.rmtree(made, ignore_errors=True)
+            self._leave()
 
     def write(self, data: bytes, target: Path) -> None:
         """A whole file, which appears in its place in one step."""
@@ -61,6 +62,8 @@ class Scratch:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
+        finally:
+            self._leave()
 
     def sweep(self) -> None:
         """Remove what dead processes left."""
@@ -86,15 +89,24 @@ class Scratch:
                     break
             os.close(descriptor)
         hold(descriptor)
-        at_exit(lambda: self._remove(path, descriptor))
+        self._descriptor = descriptor
+        at_exit(self._remove)
         return path
 
-    def _remove(self, path: Path, descriptor: int) -> None:
-        shutil.rmtree(path, ignore_errors=True)
-        release(descriptor)
-        os.close(descriptor)
-        with suppress(OSError):  # others are at work
-            self.home.rmdir()
+    def _remove(self) -> None:
+        with self._lock:
+            path, self._path = self._path, None
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            release(self._descriptor)
+            os.close(self._descriptor)
+            with suppress(OSError):  # others are at work
+                self.home.rmdir()
+
+    def _leave(self) -> None:
+        """Where the process ends, nobody comes to remove the folder later."""
+        if closing():
+            self._remove()
 
 
 def _remove_dead(path: str) -> None:

@@ -78,9 +78,9 @@ FL_INLINE long fl_past(long i, long a, long b) { return i >= a && i < b ? b : i;
 FL_INLINE long fl_worse(long a, long b) { return a > b ? a : b; }
 FL_INLINE long fl_fault(long site, long at) { return site | (at & ((1L << 50) - 1)); }
 
-// The record of a launch: whether one is begun (1) or there (2), the launcher's number of the kernel, the fault, the
-// size exceeded. The first work-item that finds something writes it. `at`: the record's place in the low half, that
-// number in the high one.
+// The record of a launch: whether there is one (1: it is being written, 2: it is there), the launcher's number of the
+// kernel, the fault, the size exceeded. The first work-item that finds something writes it. `at`: the record's place in
+// the low half, that number in the high one.
 FL_INLINE void fl_report(__global int* faults, long at, long bad, long size) {
   __global int* record = faults + 6 * (at & 0xffffffffL);
   if (atomic_cmpxchg(record, 0, 1) != 0) return;
