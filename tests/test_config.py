@@ -40,6 +40,7 @@ ENVIRONMENT = [
     ("compile_timeout", "FLAMBEAU_COMPILE_TIMEOUT", "30", 30),
     ("verify", "FLAMBEAU_VERIFY", "Yes", True),
     ("verify", "FLAMBEAU_VERIFY", "0", False),
+    ("verify", "FLAMBEAU_VERIFY", "passes", "passes"),
     ("numerics", "FLAMBEAU_NUMERICS", "eager", "eager"),
     ("target", "FLAMBEAU_TARGET", "interpreter", "interpreter"),
     ("device", "FLAMBEAU_DEVICE", "echo", "echo"),

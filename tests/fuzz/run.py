@@ -68,7 +68,7 @@ EMPTY = Program((), (), (), ())
 
 def environment(folder: str) -> dict[str, str]:
     """What a worker's process inherits. Each compiles its kernels one after the other: the jobs fill the cores."""
-    return {"FLAMBEAU_VERIFY": "1", "FLAMBEAU_JOBS": "1", "OMP_NUM_THREADS": "1",
+    return {"FLAMBEAU_VERIFY": "passes", "FLAMBEAU_JOBS": "1", "OMP_NUM_THREADS": "1",
             # The device's core takes long to compile: a folder that has been named is used, and bounded, as ever.
             "FLAMBEAU_CACHE_DIR": os.environ.get("FLAMBEAU_CACHE_DIR", folder),
             "FLAMBEAU_PROGRESS": "0", "TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",

@@ -61,6 +61,7 @@ class BlockSource:
     results: tuple[tuple[int, str], ...] = ()
     sites: Sites = ()
     bounded: bool = False  # what is launched checks its accesses
+    origins: tuple[str, ...] = ()  # the operators that it computes, then
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Fault(IntEnum):
     TARGET = auto()
     POOLED = auto()
     SOURCE = auto()
+    SORTER = auto()
     VALUES = auto()
     NEGATIVE_REPEATS = auto()
     REPEATED_SIZE = auto()
@@ -60,6 +61,7 @@ MESSAGES: dict[Fault, tuple[type[Exception], str]] = {
     Fault.SOURCE: (RuntimeError, "Number of elements of source < number of ones in mask"),
     Fault.VALUES: (RuntimeError, "shape mismatch: value tensor of shape [{size}] cannot be broadcast to indexing "
                                  "result"),
+    Fault.SORTER: (RuntimeError, "torch.searchsorted(): sorter index out of range"),
     Fault.POOLED: (RuntimeError, "Found an invalid max index: {index} (output volumes are of size {size})"),
     Fault.TARGET: (IndexError, "Target {index} is out of bounds."),
     Fault.BAG: (RuntimeError, "embedding_bag: index of input takes value {index} which is not in the valid range "

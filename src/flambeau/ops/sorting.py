@@ -194,7 +194,7 @@ def searchsorted(row: Value, x: Any, *, out_int32: bool = False, right: bool = F
             mid = start + binary("shr", end - start, 1)
             at = computed(mid, 0, None if high is None else max(high - 1, 0))
             if sorter is not None:
-                at = position(sorter.load((*outer, at), more), n, Fault.SELECTED, mask=more)
+                at = position(sorter.load((*outer, at), more), n, Fault.SORTER, mask=more)
             found = cast(row.load((*outer, at), more), dtype)
             passed = more & ~(found > value if after else found >= value)
             return where(passed, mid + 1, start), where(more & ~passed, mid, end)

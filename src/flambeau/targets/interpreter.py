@@ -46,7 +46,7 @@ class InterpreterTarget(BlockTarget):
 
     def bounded(self, kernel: AnyKernel, name: str) -> BlockSource:
         source = self.render(kernel, name)
-        return source if isinstance(kernel, TableKernel) else replace(source, bounded=True)
+        return source if isinstance(kernel, TableKernel) else replace(source, bounded=True, origins=kernel.origins)
 
     def build(self, sources: Sequence[Source]) -> InterpreterBuild:
         interpreted_triton()
@@ -107,18 +107,24 @@ class InterpreterLaunch:
         memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
         space = [ctypes.addressof(memory)] if self._source.workspace else []
         values = [*pointers, *sizes, *space, ctypes.addressof(bad)]
-        given = [(self.name, "the workspace", ctypes.addressof(memory), ctypes.sizeof(memory)),
-                 (self.name, "the fault", ctypes.addressof(bad), 8)]
+        name = f"{', '.join(self._source.origins)} ({self.name})"
+        given = [(name, "the workspace", ctypes.addressof(memory), ctypes.sizeof(memory)),
+                 (name, "the fault", ctypes.addressof(bad), 8)]
         for k, (p, kind) in enumerate(zip(pointers, self._source.pointers, strict=True)):
             if extents:
                 width = width_of(kind)
-                given.append((self.name, f"its pointer {k}", p + extents[2 * k] * width,
+                given.append((name, f"its pointer {k}", p + extents[2 * k] * width,
                               (extents[2 * k + 1] - extents[2 * k]) * width))
         # Infinities and NaN are numbers.
         with np.errstate(all="ignore"), memory_is(given if self._source.bounded else None):
             for k, function in enumerate(self._functions):
                 arguments = [argument(v, kind) for v, kind in zip(values, self._kinds, strict=True)]
-                function[tuple(grids[3 * k : 3 * k + 3])](*arguments)
+                try:
+                    function[tuple(grids[3 * k : 3 * k + 3])](*arguments)
+                except Exception as error:
+                    if isinstance(error.__cause__, BoundsError):
+                        raise error.__cause__ from None
+                    raise
         return bad.value
 
     def __repr__(self) -> str:
@@ -161,7 +167,7 @@ def check_accesses(addresses: Any, mask: Any) -> None:
     if not inside.all():
         wrong = int(at[~inside][0])
         kernel, what, first, count = min(_regions, key=lambda r: abs(wrong - r[2]))
-        raise BoundsError(f"the kernel {kernel} accessed byte {wrong - first} of {what}, which has {count}",
+        raise BoundsError(f"the kernel of {kernel} accessed byte {wrong - first} of {what}, which has {count}",
                           target=InterpreterTarget.name)
 
 
