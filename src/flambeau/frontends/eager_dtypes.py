@@ -72,7 +72,7 @@ def _dtypes(x: Any) -> Iterator[torch.dtype]:
 def _described(x: Any) -> Any:
     """Arguments as something hashable: dtype and rank of tensors, numbers as they are, sizes as ones."""
     if isinstance(x, fx.Node):
-        x = x.meta.get("val")
+        x = x.meta.get("example", x.meta.get("val"))  # of a number that only the run has: one of those that it may be
     if isinstance(x, (list, tuple)):
         return tuple(_described(y) for y in x)
     if isinstance(x, torch.Tensor):

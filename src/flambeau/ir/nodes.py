@@ -297,6 +297,7 @@ class Extern(Node):
     kwargs: tuple[tuple[str, Any], ...] = ()
     outputs: tuple[int, ...] | None = None  # positions of the names in the returned tuple; None: one tensor
     out: Any = None  # the form that writes its one result into memory it is given
+    effect: bool = False  # it does more than its schema says, and runs even if nobody reads its result
 
     def values(self) -> list[Value]:
         out: list[Value] = []
