@@ -227,7 +227,7 @@ def test_dropout() -> None:
 def test_a_fault_is_raised_where_somebody_waits() -> None:
     x = numbers(5, 3).to(DEV)
     for wait in (torch.flambeau.synchronize, x.cpu):
-        x.index_select(0, torch.tensor([1, 9]).to(DEV))  # on its way: nobody knows yet
+        x.index_select(0, torch.tensor([0, 8]).to(DEV) + 1)  # on its way: nobody knows yet
         with pytest.raises((IndexError, RuntimeError), match="index out of range"):
             wait()
     close(x.index_select(0, torch.tensor([1, 4]).to(DEV)), numbers(5, 3)[[1, 4]])
@@ -462,6 +462,8 @@ ROW = _filled(0, 2, dtype=torch.int64)
     lambda d: FLOATS(d).uniform_(2, 1), lambda d: BOOLS(d).random_(0, 5),
     lambda d: MANY(d).index_add(0, ROW(d), _filled(1, 2, 2)(d)),
     lambda d: MANY(d).index_copy(0, ROW(d), _filled(1, 2, 3, dtype=torch.float64)(d)),
+    lambda d: MANY(d).__setitem__(([0, 1], [0, 1, 2]), 0),
+    lambda d: MANY(d).__setitem__(ROW(d), MANY(d)[:2].double()),
     lambda d: FLOATS(d).put_(INTS(d), _filled(1, 2)(d)), lambda d: INTS(d).div_(2), lambda d: BOOLS(d).add_(1),
 ], ids=str)
 def test_what_the_cpu_refuses(falls_back: None, call: Callable[[str], torch.Tensor]) -> None:

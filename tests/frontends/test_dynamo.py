@@ -42,6 +42,34 @@ def test_negated_views(fn: Any) -> None:
     same(fn, x)
 
 
+def test_an_operator_with_an_effect_runs_though_nobody_reads_its_result() -> None:
+    calls: list[int] = []
+
+    @torch.library.custom_op("flambeau_tests::notes", mutates_args=())
+    def notes(x: Tensor) -> Tensor:
+        calls.append(x.numel())
+        return x.clone()
+
+    notes.register_fake(torch.empty_like)
+    torch.fx.node.has_side_effect(torch.ops.flambeau_tests.notes.default)
+
+    def fn(x: Tensor) -> Tensor:
+        notes(x)
+        return x + x
+
+    x = torch.ones(3)
+    assert torch.equal(compiled(fn)(x), x + x) and calls == [3]
+
+
+def test_operators_with_an_argument_called_self() -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        lists = {"self": [x.clone()], "tensors1": [x * 2], "weights": [x * 3]}
+        torch._foreach_lerp_(**lists)
+        return lists["self"]
+
+    same(fn, torch.ones(3))
+
+
 def test_inputs_whose_memory_holds_opposites() -> None:
     def fn(x: Tensor) -> Tensor:
         x.add_(1)

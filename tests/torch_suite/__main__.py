@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=PROJECT / "build" / "torch-tests", help="what is known so far")
     parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     part, parts = (int(number) for number in args.shard.split("/"))
     settings = Settings(args.root.resolve(), args.state, tuple(args.dtypes.split(",")), limit=args.limit,
                         file_limit=args.file_limit, shard=(part, parts), only=args.only,

@@ -114,6 +114,8 @@ void ask(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args,
   Owned number(PyLong_FromSize_t(s.number)), which(PyLong_FromUnsignedLongLong(lift));
   Owned same(PyTuple_New(Py_ssize_t(call.same.size())));
   for (size_t i = 0; i < call.same.size(); ++i) PyTuple_SET_ITEM(same.get(), Py_ssize_t(i), python(call.same[i]));
+  Silent silent;  // what a trial or torch's rules for shapes warn of is said again where it is meant
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
   Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), same.get(), which.get(), nullptr));
   if (said == nullptr) {
     if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();

@@ -20,11 +20,20 @@ from .geometry import reach
 # has mostly been tried small.
 _ELEMENTS = 1 << 14
 
+# A private operator that index_put leaves its checks to.
+_CHECKS = ("aten::_index_put_impl_", "aten::_index_put_impl")
+_MASKS = (torch.bool, torch.uint8)
+
 
 def refusal(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Exception | None:
     """The error that eager raises for such a call whatever is in its tensors: with zeros, and with ones as well."""
     tensors = list(_tensors(args))
-    if trusting(op) or sum(max(reach(t.shape, t.strides), 1) for t in tensors) > _ELEMENTS:
+    if sum(max(reach(t.shape, t.strides), 1) for t in tensors) > _ELEMENTS:
+        return None
+    if op._schema.name in _CHECKS:
+        if any(t.dtype in _MASKS for t in _tensors(args[1])):  # how many values there should be, is in the mask
+            return None
+    elif trusting(op):
         return None
     named = [a.kwarg_only for a in op._schema.arguments]
     positional = [x for x, by_name in zip(args, named, strict=True) if not by_name]

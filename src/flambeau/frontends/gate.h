@@ -350,7 +350,7 @@ bool run(PyObject* program, const Call& call, uint64_t lifted, PyObject* with_ge
 
 // ------------------------------------------------------------------------------------------- the dispatch table
 
-// The dispatcher warns of a second kernel for one key, which is what this is for.
+// The dispatcher warns of a second kernel for one key, which is what a gate is for.
 struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

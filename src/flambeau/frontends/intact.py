@@ -32,7 +32,7 @@ def install(exact: Callable[[Any], bool]) -> None:
 
 def leaving(write_out: Callable[..., Any], number: Any, exact: Callable[[Any], bool]) -> Callable[..., Any]:
     @functools.wraps(write_out)
-    def handler(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def handler(self: Any, tx: Any, /, *args: Any, **kwargs: Any) -> Any:
         given = args[number] if isinstance(number, int) and len(args) > number else kwargs.get(number)
         if given is not None and exact(tx.output.compiler_fn) and not isinstance(given.realize(), TensorVariable):
             return None

@@ -161,7 +161,8 @@ def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],
 
 
 def extern(target: Any, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[tuple[Any, DType, Any] | None],
-           tuple_result: bool = False, kind: type[Extern] = Extern, out: Any = None) -> tuple[Value | None, ...]:
+           tuple_result: bool = False, kind: type[Extern] = Extern, out: Any = None,
+           effect: bool = False) -> tuple[Value | None, ...]:
     """Call `target` as it is. `metas`: (shape, dtype, strides) of each tensor it returns, None for a None."""
     g = graph()
     names, positions = [], []
@@ -172,7 +173,7 @@ def extern(target: Any, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequ
             names.append(g.add_buffer([as_index(n) for n in shape], dtype, strides=laid).name)
             positions.append(k)
     node = kind(tuple(names), target, tuple(args), tuple(kwargs.items()),
-                tuple(positions) if tuple_result else None, out, origin=_origin.get())
+                tuple(positions) if tuple_result else None, out, effect, origin=_origin.get())
     made = iter(g.add(node))
     return tuple(None if m is None else next(made) for m in metas)
 

@@ -92,10 +92,10 @@ def without_host(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
 def whole_factor(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """The factor takes no part in promotion: eager cuts it off where tensors are whole numbers."""
-    def lowered(*tensors: Any, value: Any = 1) -> Any:
-        if isinstance(value, float) and not any(is_float(x.dtype) for x in tensors):
+    def lowered(x: Any, a: Any, b: Any, value: Any = 1) -> Any:
+        if isinstance(value, float) and not any(is_float(t.dtype) for t in (x, a, b)):
             value = int(value)
-        return lowering(*tensors, value=value)
+        return lowering(x, a, b, value=value)
 
     return lowered
 
