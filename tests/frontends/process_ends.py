@@ -126,6 +126,7 @@ def start(what: str, how: str, seconds: float, cache: Path) -> tuple[subprocess.
 
 def problems(what: str, how: str, seconds: float, cache: Path) -> list[str]:
     """What was wrong with one start and end."""
+    before = set(cache.glob("tmp/*"))  # of one that was killed, if nothing has been started since
     process, mark = start(what, how, seconds, cache)
     try:
         status = process.wait(LIMIT)
@@ -141,7 +142,7 @@ def problems(what: str, how: str, seconds: float, cache: Path) -> list[str]:
         found.append(f"it said {said}")
     if left := left_over(mark):
         found.append(f"it left {left}")
-    if how not in KILLED and (folders := list(cache.glob("tmp/*"))):
+    if how not in KILLED and (folders := set(cache.glob("tmp/*")) - before):
         found.append(f"it left {folders}")
     return found
 
