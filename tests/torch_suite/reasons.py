@@ -24,10 +24,11 @@ class Rule(NamedTuple):
 RULES: tuple[Rule, ...] = (
     Rule("an error that only data decide comes when the device is waited for (CUDA skips such tests)", False,
          "device", error="(Error|Exception) not raised", late="Error"),
-    Rule("random numbers are not eager's, from the same seed (Inductor's are not either, unless a test asks for it)", False,
+    Rule("random numbers are not eager's, from the same seed; Inductor's are only if a test asks for it", False,
          "compile", test="(?i)dropout|rand|rng", error="not close|False is not true"),
     Rule("an event of AOTAutograd's wrappers, which ours take the place of", False, "compile",
          test="runtime_wrapper_prologue_profiled"),
+    Rule("more memory than the device has", False, "device", error="OutOfMemoryError"),
     Rule("the device has no quantized tensors", True, "device|skeleton", error="(?i)quantized"),
     Rule("an operator that the skeleton adds for its own tests", False, "skeleton", error="'_OpNamespace' 'flambeau'"),
     Rule("a test of the CPU's mixed precision; the device has the lists of GPUs", False, "device",
