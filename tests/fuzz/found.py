@@ -13,6 +13,8 @@ FOUND: dict[str, Program] = {
     "eager has no kernel": written(["torch.ones(3)"], "v0 = a0.bitwise_not()", results="v0"),
     "eager has no kernel for a scalar": written(["torch.ones(())"], "v0 = a0 & a0", results="v0"),
     "eager takes no such index": written(["torch.ones(3)"], "v0 = a0.index_select(0, a0)", results="v0"),
+    "eager has no kernel for whole numbers": written(
+        ["torch.arange(16).view(1, 4, 4)"], "v0 = F.adaptive_avg_pool2d(a0, 2)", results="v0"),
     "a sort of nothing": written(
         ["torch.randn(0, n0, n0)"], "v0 = torch.where(a0 > a0, a0, a0)", "v1 = v0.sort(-2, descending=True)[0]",
         results="v1", exact=True, dynamic=True, sizes=(Sizes(n0=2),)),
@@ -25,6 +27,8 @@ FOUND: dict[str, Program] = {
         ["torch.ones(3, 3, 0)"], "a0[..., -2:, -6:].fill_(-1.5)", results="a0", exact=True),
     "a whole view is another object": written(
         ["torch.ones(3)"], "v0 = a0 + 1", "v1 = v0.view(3)", "v2 = v0.movedim(0, -1)", results="v0, v1, v2, v0"),
+    "what is contiguous is the same object": written(
+        ["torch.ones(3)"], "v0 = a0 + 1", "v1 = v0.contiguous()", results="v0, v1"),
     "bytes of what is empty": written(
         ["torch.ones(1, dtype=torch.int32)"], "v0 = a0.tensor_split(3, -1)[-1]", "v1 = v0.view(torch.uint8)",
         results="v1", exact=True),
@@ -33,4 +37,6 @@ FOUND: dict[str, Program] = {
         sizes=(Sizes(n0=9), Sizes(n0=11))),
     "an empty part is sorted": written(
         ["torch.ones(2, 1, 0)"], "v0 = a0.tensor_split(3, 0)[-1]", "v1 = v0.msort()", results="v1", exact=True),
+    "an index into one element is checked": written(
+        ["torch.ones(1, 3)", "torch.tensor([0, 34])"], "v0 = a0[a1]", results="v0", exact=True),
 }

@@ -21,7 +21,7 @@ from .workers import Outcome, Worker, run_all
 
 TARGETS = ("cpu", "interpreter", "opencl", "device")
 # The longest program. Where kernels are interpreted, or compiled slowly, more short ones say more than few long ones.
-LENGTH = {"cpu": 8, "interpreter": 5, "opencl": 6, "device": 6}
+LENGTH = {"cpu": 8, "interpreter": 4, "opencl": 4, "device": 5}
 
 
 @dataclass

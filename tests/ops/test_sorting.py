@@ -147,6 +147,20 @@ def test_topk(machine: str, largest: bool) -> None:
     same(ours[3], eager[3])
 
 
+def test_the_first_few_of_long_rows(machine: str) -> None:
+    x = torch.randint(-40, 40, (3, 300)).float()
+    x[0, 7] = x[0, 9] = NAN
+
+    def fn(x: torch.Tensor) -> Any:
+        return x.topk(5), x.topk(2, largest=False), x.view(-1).topk(1), x.to(torch.int64).topk(3)
+
+    sources = x, x, x.view(-1), x.to(torch.int64)
+    for (values, places), given, wanted in zip(through(fn)(x), sources, fn(x), strict=True):
+        torch.testing.assert_close(values, wanted[0], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(given.gather(-1, places), values, rtol=0, atol=0, equal_nan=True)
+        assert all(len(set(row)) == len(row) for row in places.view(-1, places.shape[-1]).tolist())
+
+
 def test_one_of_a_row(machine: str) -> None:
     x, y = torch.randn(3, 6, 10), torch.randint(0, 4, (5, 12))
     x[0, 1, 2:4] = x[2, 2] = NAN

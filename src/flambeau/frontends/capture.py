@@ -21,6 +21,7 @@ from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
+from flambeau.ops.refused import is_refused
 from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
 
 from . import replay
@@ -182,11 +183,17 @@ class Lowering:
         results = n.args[0]
         assert isinstance(results, (list, tuple))
         outs: list[Any] = []
+        made: dict[fx.Node, Value] = {}
         for r in results:
             if isinstance(r, fx.Node) and r.target is aten.copy_.default:
                 r = r.args[0]  # what copy_ returns is the input it wrote to
             v = self.env[r] if isinstance(r, fx.Node) else r
-            outs.append(self.storage.result(r) if isinstance(v, Value) and isinstance(r, fx.Node) else v)
+            if isinstance(v, Value) and isinstance(r, fx.Node):
+                if r not in made:
+                    v = self.storage.result(r)
+                    made[r] = replace(v, twin=v in made.values())
+                v = made[r]
+            outs.append(v)
         self.g.outputs = outs
 
     # ---- calls -----------------------------------------------------------------------------------------
@@ -278,6 +285,8 @@ class Lowering:
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
+        if self.device.type != "cuda" and is_refused(target, [t.dtype for t in given]):
+            return False
         if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(

@@ -15,6 +15,7 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.ops.refused import ALIKE, REFUSED, is_refused
 
 aten = torch.ops.aten
 
@@ -43,6 +44,18 @@ OWN: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (aten.hardshrink_backward.default, aten.softshrink_backward.default), shrink_backward)
 
 
+def unless_refused(op: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """What eager does not take stays whole: then ATen raises its error."""
+
+    def taken_apart(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if all(t.device.type != "cuda" for t in tensors) and is_refused(op, [t.dtype for t in tensors]):
+            return NotImplemented
+        return decomposition(*args, **kwargs)
+
+    return taken_apart
+
+
 @lru_cache(maxsize=2)
 def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
     packets = MOVES if exact else (*MOVES, *EXTRA)
@@ -56,4 +69,6 @@ def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
     for op in (*LOWERINGS, *CONTRACTIONS):
         out.pop(op, None)
     out.update(OWN)
-    return out
+    refusing = REFUSED.keys() | ALIKE
+    return {op: unless_refused(op, fn) if isinstance(op, torch._ops.OpOverload)
+            and op._schema.name.removeprefix("aten::") in refusing else fn for op, fn in out.items()}

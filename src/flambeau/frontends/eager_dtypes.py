@@ -72,15 +72,21 @@ def _dtypes(x: Any) -> Iterator[torch.dtype]:
 def _described(x: Any) -> Any:
     """Arguments as something hashable: dtype and rank of tensors, numbers as they are, sizes as ones."""
     if isinstance(x, fx.Node):
-        x = x.meta.get("val")
+        x = x.meta.get("example", x.meta.get("val"))  # of a number that only the run has: one of those that it may be
     if isinstance(x, (list, tuple)):
         return tuple(_described(y) for y in x)
     if isinstance(x, torch.Tensor):
         return _Few(x.dtype, x.dim())
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
-        return 1
+        return _Number((int if isinstance(x, torch.SymInt) else float, 1))
+    if isinstance(x, (bool, int, float)):
+        return _Number((type(x), x))
     hash(x)
     return x
+
+
+class _Number(tuple[type, Any]):
+    """1, 1.0 and True are equal, and of different dtypes."""
 
 
 class _Few(tuple[torch.dtype, int]):
@@ -96,6 +102,8 @@ def _has_kernel(op: Any, key: tuple[Any, ...], device: torch.device) -> bool:
     def given(x: Any) -> Any:
         if isinstance(x, _Few):
             return x.tensor(device)
+        if isinstance(x, _Number):
+            return x[0](x[1])
         if isinstance(x, torch.device):
             return device
         return [given(y) for y in x] if isinstance(x, tuple) else x

@@ -125,12 +125,7 @@ class Writer:
         return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
 
     def results(self) -> list[str]:
-        """One object for each result, as in eager: the view of a tensor is not that tensor, even if it is all of it."""
-        out: list[str] = []
-        for o in self.p.outputs:
-            text = self.argument(o)
-            out.append(f"{text}.detach()" if isinstance(o, Value) and text in out else text)
-        return out
+        return [self.argument(o) + (".detach()" if isinstance(o, Value) and o.twin else "") for o in self.p.outputs]
 
     def argument(self, x: Any) -> str:
         if isinstance(x, Value):

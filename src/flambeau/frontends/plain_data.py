@@ -19,13 +19,14 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 VERSION = 1
 DEPTH = 64  # of lists in lists
+PLAIN = frozenset({type(None), bool, int, str})  # stand for themselves
 TORCH = {kind: {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is kind}
          for kind in (torch.dtype, torch.layout, torch.memory_format)}
 
@@ -97,7 +98,7 @@ class Codec:
 
     @staticmethod
     def _record(record: Record, items: list[Any], reader: Reader, depth: int) -> Any:
-        return record.make([reader.value(y, depth) for y in items[1:]])
+        return record.make(values(items, reader, depth))
 
 
 # ---- to data -------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Writer:
 
     def value(self, x: Any, way: str, depth: int) -> Any:
         kind = type(x)
-        if x is None or kind is bool or kind is int or kind is str:
+        if kind in PLAIN:
             return x
         depth += 1
         if depth > DEPTH:
@@ -198,7 +199,7 @@ class Reader:
 
     def value(self, x: Any, depth: int) -> Any:
         kind = type(x)
-        if kind is str or kind is int or x is None or kind is bool:
+        if kind in PLAIN:
             return x
         if kind is not list or not x or type(x[0]) is not str:
             raise Malformed(f"a {kind.__name__} stands where there should be a value")
@@ -253,7 +254,7 @@ def entry(table: Mapping[str, Any], name: Any) -> Any:
 
 def values(x: list[Any], reader: Reader, depth: int) -> list[Any]:
     value = reader.value
-    return [y if type(y) is int else value(y, depth) for y in x[1:]]
+    return [y if type(y) in PLAIN else value(y, depth) for y in x[1:]]
 
 
 def sizes(x: list[Any], reader: Reader, depth: int) -> torch.Size:
@@ -306,13 +307,18 @@ def hints_of(kind: type, fields: Sequence[str]) -> list[Any]:
     """The declared types of a class's fields; Any for one that only a type checker can look up."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
-        scope = vars(sys.modules[base.__module__])
         for name, hint in vars(base).get("__annotations__", {}).items():
-            try:
-                found |= get_type_hints(types.SimpleNamespace(__annotations__={name: hint}), scope)
-            except NameError:  # imported under TYPE_CHECKING
-                found[name] = Any
+            hint = getattr(hint, "__forward_arg__", hint)  # as a named tuple has it
+            found[name] = hint_in(base.__module__, hint) if isinstance(hint, str) else hint
     return [found.get(name, Any) for name in fields]
+
+
+@cache
+def hint_in(module: str, hint: str) -> Any:
+    try:
+        return get_type_hints(types.SimpleNamespace(__annotations__={"hint": hint}), vars(sys.modules[module]))["hint"]
+    except NameError:  # imported under TYPE_CHECKING
+        return Any
 
 
 def checker(hint: Any) -> Callable[[Any], bool]:

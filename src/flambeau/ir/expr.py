@@ -393,7 +393,12 @@ def check(value: Expr, size: Index | int, mask: Expr | None = None, fault: Fault
             return plain
     e = Expr("check", torch.int64, (cast(value, torch.int64), *(() if mask is None else (mask,))),
              Bound(size, fault, dim))
-    return from_atom(Dyn(e, 0, None if hi is None else max(hi - 1, 0)))
+    # Where 0 is the only one that is right, it is not known before it has been checked.
+    return from_atom(Dyn(e, 0, None if hi is None else max(hi - 1, 1)))
+
+
+def is_checked(i: Index) -> bool:
+    return any(isinstance(a, Dyn) and a.expr.op == "check" for a in i.atoms())
 
 
 def computed(value: Expr, lo: int | None = None, hi: int | None = None) -> Index:

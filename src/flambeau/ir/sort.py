@@ -5,6 +5,7 @@ zeros of both signs alike. A key of up to 32 bits and the element's place in its
 write moves both.
 
     ranks   an element comes after all smaller ones, and after the equal ones before it: one sum over the row
+    rounds  the first few of a row: of what comes after the last one found, the least
     radix   four bits of the key at a time, the lowest first. Blocks count their digits; a scan of the counts, by digit
             and then by block, says where those of a block begin; a scan within the block, which of them an element is.
 
@@ -22,7 +23,7 @@ import torch
 from . import build
 from .dtypes import DType, is_bool, is_float, opmath
 from .expr import Expr, binary, cast, computed, const, index_value, unary, where
-from .index import Index, as_index, ceildiv, product
+from .index import Index, IndexLike, as_index, ceildiv, product
 from .nodes import Combine, Shape, Sort, Value, contiguous_strides, narrow
 
 Place = tuple[Index, ...]
@@ -34,6 +35,7 @@ PLACE = 31  # bits of a place in a row
 LONGEST = 2**PLACE
 KEY = 32  # bits of a key that share a word with a place
 SHORT = 128  # elements of a row up to which all pairs are compared
+FEW = 32  # elements that are found one after the other, where no more are asked for: a sort passes over a row as often
 PAIRS = 2**21  # pairs of a call up to which they are compared in longer rows too: one launch, not thirty
 
 FIELDS = 64 // FIELD
@@ -75,28 +77,62 @@ def key_of(x: Expr, descending: bool = False) -> Expr:
 # ---- the sort --------------------------------------------------------------------------------------------
 
 
-def sort(x: Value, axis: int, descending: bool = False) -> tuple[Value, Value]:
-    """The values of x sorted along an axis, and where they were, as int64; equal ones stay in order."""
+def sort(x: Value, axis: int, descending: bool = False, first: IndexLike | None = None) -> tuple[Value, Value]:
+    """The values of x sorted along an axis, or the first so many of them, and where they were, as int64; equal ones
+    stay in order."""
     if not build.graph().capabilities.sorts:
         strides = contiguous_strides(x.shape)
         found = build.extern(torch.ops.aten.sort.stable, (x,), {"stable": True, "dim": axis, "descending": descending},
                              [(x.shape, d, strides) for d in (x.dtype, torch.int64)], True, Sort)
-        assert found[0] is not None and found[1] is not None
+        assert found[0] is not None and found[1] is not None and first is None
         return found[0], found[1]
-    order = argsort(x, axis, descending)
+    order = argsort(x, axis, descending, first)
     at = _most(x.shape[axis])
-    values = build.pointwise(x.shape, lambda i: x.load(
+    values = build.pointwise(order.shape, lambda i: x.load(
         (*i[:axis], computed(order.load(i), 0, at), *i[axis + 1:])))
     return values, order
 
 
-def argsort(x: Value, axis: int, descending: bool = False) -> Value:
+def argsort(x: Value, axis: int, descending: bool = False, first: IndexLike | None = None) -> Value:
     """Where the elements of x come from that are sorted along an axis."""
-    n = x.shape[axis]
+    n, count = x.shape[axis], x.shape[axis] if first is None else as_index(first)
     rows = x.view((*x.shape[:axis], *x.shape[axis + 1:], n), lambda i: (*i[:axis], i[-1], *i[axis:-1]))
-    by = _by_rank if _is_short(rows.shape) else _by_digits
-    order = by(rows, descending)
-    return order.view(x.shape, lambda i: (*i[:axis], *i[axis + 1:], i[axis]))
+    if first is not None and _are_few(rows, count):
+        order = _by_rounds(rows, descending, count.const)
+    else:
+        order = (_by_rank if _is_short(rows.shape) else _by_digits)(rows, descending)
+    return order.view((*x.shape[:axis], count, *x.shape[axis + 1:]), lambda i: (*i[:axis], *i[axis + 1:], i[axis]))
+
+
+def _are_few(rows: Value, count: Index) -> bool:
+    n = rows.shape[-1]
+    return count.is_const and 0 < count.const <= FEW and key_bits(rows.dtype) <= KEY and not (
+        n.is_const and n.const <= SHORT)
+
+
+def _by_rounds(rows: Value, descending: bool, count: int) -> Value:
+    words = build.pointwise(rows.shape, lambda i: _joined(key_of(rows.load(i), descending), index_value(i[-1])),
+                            laid=True)
+    outer, axis, least = rows.shape[:-1], rows.rank - 1, build.simple_combine("min", torch.int64)
+    found = [build.pointwise(outer, lambda i: const(-1, torch.int64), laid=True)]
+
+    def round_after(last: Value) -> Value:
+        def later(i: Place) -> Expr:
+            word = words.load(i)
+            return where(word > last.load(i[:-1]), word, 2**63 - 1)
+
+        return build.reduce(rows.shape, (axis,), least, later)[0]
+
+    for _ in range(count):
+        found.append(round_after(found[-1]))
+
+    def place(i: Place) -> Expr:
+        word = found[count].load(i[:-1])
+        for k in range(count - 1, 0, -1):
+            word = where(binary("eq", index_value(i[-1]), k - 1), found[k].load(i[:-1]), word)
+        return _place(word)
+
+    return build.pointwise((*outer, count), place)
 
 
 def _is_short(shape: Shape) -> bool:

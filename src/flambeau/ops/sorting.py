@@ -22,7 +22,7 @@ from flambeau.ir.scalar import fold_over, isnan, maximum, ne
 from flambeau.ir.sort import LONGEST, sort
 from flambeau.ops.indexing import position
 from flambeau.ops.registry import lower, operand, scalar_at, wrap_dim
-from flambeau.ops.view import along, at_least_1d, flat, reshape
+from flambeau.ops.view import at_least_1d, flat, reshape
 
 aten = torch.ops.aten
 Lowering = Callable[..., Any]
@@ -54,9 +54,8 @@ def is_something(n: Index) -> bool:
     return (n.bounds()[0] or 0) > 0
 
 
-def first(values: Value, order: Value, axis: int, count: IndexLike, shape: Any) -> tuple[Value, Value]:
-    at, n = (along(v, axis, count, lambda i: i) for v in (values, order))
-    return reshape(at, shape), reshape(n, shape)
+def reshaped(values: Value, order: Value, shape: Any) -> tuple[Value, Value]:
+    return reshape(values, shape), reshape(order, shape)
 
 
 @sorting(aten.sort.default)
@@ -66,8 +65,8 @@ def sort_default(x: Value, dim: int = -1, descending: bool = False) -> Any:
 
 @sorting(aten.sort.stable)
 def sort_stable(x: Value, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    row, axis, n = row_of(x, dim)
-    return first(*sort(row, axis, descending), axis, n, x.shape)
+    row, axis, _ = row_of(x, dim)
+    return reshaped(*sort(row, axis, descending), x.shape)
 
 
 @sorting(aten.argsort.stable)
@@ -78,9 +77,12 @@ def argsort(x: Value, *, stable: bool, dim: int = -1, descending: bool = False) 
 @sorting(aten.topk.default)
 def topk(x: Value, k: IndexLike, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """On ties the first ones; sorted in any case."""
+    if is_bool(x.dtype):
+        return NotImplemented
     row, axis, _ = row_of(x, dim)
-    shape = x.shape if not x.rank else (*x.shape[:axis], as_index(k), *x.shape[axis + 1:])
-    return NotImplemented if is_bool(x.dtype) else first(*sort(row, axis, largest), axis, k if x.rank else 1, shape)
+    count = as_index(k if x.rank else 1)
+    values, order = sort(row, axis, largest, count)
+    return reshaped(values, order, x.shape if not x.rank else values.shape)
 
 
 # ---- one of a row ----------------------------------------------------------------------------------------

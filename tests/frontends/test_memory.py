@@ -1,0 +1,194 @@
+"""What copies in eager is memory of its own, with eager's strides: for `as_strided`, for views as other dtypes, for
+results that share memory, and for whoever writes to a view."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import flambeau  # noqa: F401
+
+Fn = Callable[..., Any]
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.arange(24.0).view(2, 2, 3, 2).permute(3, 2, 1, 0),
+    "channels last": lambda: torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    "every other": lambda: torch.arange(48.0).view(2, 3, 2, 4)[..., ::2],
+    "expanded": lambda: torch.arange(4.0).view(1, 1, 2, 2).expand(2, 3, 2, 2),
+    "ones": lambda: torch.arange(6.0).view(2, 3, 1, 1).to(memory_format=torch.channels_last),
+}
+COPIES: dict[str, Fn] = {
+    "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "flip": lambda x: x.flip(1),
+    "rot90": lambda x: torch.rot90(x, 1, (2, 3)),
+    "roll": lambda x: x.roll(1, 1),
+    "roll flat": lambda x: x.roll(3),
+    "clone": lambda x: x.clone(),
+    "diagonal_scatter": lambda x: torch.diagonal_scatter(x, x.diagonal(0, 1, 2) + 1, 0, 1, 2),
+    "select_scatter": lambda x: torch.select_scatter(x, x[:, 0] + 1, 1, 1),
+    "slice_scatter": lambda x: torch.slice_scatter(x, x[:1] * 2, 0, 1, 2),
+    "sum": lambda x: x.sum(1, keepdim=True),
+    "amax": lambda x: x.amax((0, 2), keepdim=True),
+    "argmax": lambda x: x.argmax(1, keepdim=True).float(),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "floor_divide": lambda x: x // torch.tensor(2.0),
+    "logical_and": lambda x: torch.logical_and(x, x[:1]).float(),
+    "narrow_copy": lambda x: torch.narrow_copy(x, 1, 1, 2),
+    "relu": lambda x: x.relu(),
+    "matmul": lambda x: x @ x.transpose(2, 3),
+}
+
+
+def facts(results: Any, inputs: list[Tensor]) -> tuple[Any, ...]:
+    """Shapes, strides and offsets; who shares memory with whom; values, those of the inputs after the call included."""
+    tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
+    every = [*tensors, *inputs]
+    places = [t.untyped_storage().data_ptr() for t in every]
+    return ([(t.shape, t.stride(), t.storage_offset(), t.dtype) for t in tensors],
+            [(a, b) for a, b in itertools.combinations(range(len(every)), 2) if places[a] == places[b]],
+            [t.detach().clone() for t in every])
+
+
+def same(fn: Fn, *makers: Callable[[], Tensor], dynamic: bool = False, **options: Any) -> None:
+    torch._dynamo.reset()
+    runs = []
+    for f in (fn, torch.compile(fn, backend="flambeau", dynamic=dynamic, options=options)):
+        inputs = [make() for make in makers]
+        runs.append(facts(f(*inputs), inputs))
+    eager, ours = runs
+    assert ours[0] == eager[0]
+    assert ours[1] == eager[1]
+    torch.testing.assert_close(ours[2], eager[2])
+
+
+def looked_at(x: Tensor) -> list[Any]:
+    """Every copy, through whatever looks at memory; together, so that one compilation does."""
+    out: list[Any] = []
+    for copy in COPIES.values():
+        y = copy(x)
+        out += [y.as_strided((2, 2), (1, 2)) + 1, y.select(0, 0).as_strided((2,), (1,)) + 1]
+        out += [y.as_strided((2,), (1,), 1)]
+    return out
+
+
+def viewed(x: Tensor) -> list[Any]:
+    out: list[Any] = []
+    for copy in COPIES.values():
+        y = copy(x)
+        out += [y, y.select(0, y.shape[0] - 1), y.transpose(0, -1), copy(x)[-1:], y.view(torch.int32)]
+    return out
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels last", "every other", "expanded"])
+def test_what_looks_at_memory_sees_eagers(layout: str) -> None:
+    same(looked_at, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels last", "ones"])
+def test_results_share_memory_and_have_strides_as_in_eager(layout: str) -> None:
+    same(viewed, LAYOUTS[layout])
+
+
+def test_the_same_with_sizes_of_the_run() -> None:
+    def fn(x: Tensor) -> list[Any]:
+        n = x.shape[0]
+        y, z = x.flip(1), x.repeat(2, 1)
+        return [y, y[1:], y.as_strided((n,), (1,)) + 1, z.as_strided((n, 2), (2, 1)), z.view(torch.int32), z[n:].t(),
+                x.sum(1, keepdim=True), torch.select_scatter(x, x[1], 0, 0).as_strided((n,), (1,), 1)]
+
+    same(fn, lambda: torch.arange(35.0).view(7, 5), dynamic=True)
+
+
+@pytest.mark.parametrize("target", ["interpreter", "opencl"])
+def test_on_other_targets(target: str) -> None:
+    def fn(x: Tensor) -> list[Any]:
+        y, z = x.flip(1), x.roll(1, 1)
+        return [y, y[1:], z.as_strided((4, 3), (3, 1)) + 1, x.repeat(1, 2, 1, 1).as_strided((2, 6), (6, 1)) + 1, z]
+
+    same(fn, LAYOUTS["channels last"], target=target)
+
+
+def test_in_place_on_views_of_what_has_gaps() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x.diagonal().add_(1)
+        x.fill_diagonal_(2)
+        return x + 0
+
+    same(fn, lambda: torch.arange(42).view(7, 6)[:, ::2])
+
+
+def test_an_input_that_begins_inside_its_storage() -> None:
+    def fn(x: Tensor) -> list[Any]:
+        y = torch.select_scatter(x, x[0] * 2, 0, 1)
+        z = torch.slice_scatter(y, y[:1], 0, 1, 2)
+        return [x.as_strided((3,), (1,), 1) + 1, y.as_strided((3,), (1,), 1) + 1, z.as_strided((3,), (1,), 1) + 1]
+
+    for k in (2, 0, 3):
+        same(fn, lambda k=k: torch.arange(100.0).view(10, 10)[k:k + 7])
+
+
+def test_views_as_another_dtype_are_views() -> None:
+    def fn(x: Tensor) -> list[Any]:
+        y = x + 1
+        return [y.view(torch.int16), y.view(torch.int16).as_strided((2, 4), (4, 1)) + 1, y.view(torch.int32), y,
+                x.view(torch.int32).as_strided((2, 4), (4, 1)) + 1, x.flip(0).view(torch.uint8)[1:]]
+
+    same(fn, lambda: torch.arange(24.0).view(4, 6))
+
+
+def test_a_constant_is_copied_for_each_caller() -> None:
+    fn = torch.compile(lambda x: torch.tensor([1.0, 2.0, 3.0]), backend="flambeau")
+    first = fn(torch.ones(2))
+    first.add_(1)
+    assert fn(torch.ones(2)).tolist() == [1, 2, 3]
+
+
+def test_strides_where_torchs_metadata_says_others() -> None:
+    """They come from the rules of eager's kernels, also for what is computed from such a result, and with gradients."""
+    channels = LAYOUTS["channels last"]
+    same(lambda x: (x.roll(1, 1), x.roll((1, 2), (1, 3)) * 2), channels)
+    same(lambda x: x.roll(1, 1) * 2, lambda: channels().requires_grad_())
+    ints, floats = lambda: torch.arange(10).view(2, 5).t(), lambda: torch.ones(5, 1) * 1.5
+    same(lambda x, y: [torch.hypot(x, y), torch.copysign(x, y), torch.floor_divide(x, y), torch.logaddexp(x * 0.1, y),
+                       torch.logical_and(x, y), torch.atan2(x, y) + 1], ints, floats)
+    same(lambda x: [x.expand(1, 1), (x + 1).expand(1, 1)], lambda: torch.tensor(2.0))
+    same(lambda x: [torch.stack([x, x], 1), torch.einsum("abcd,abde->abce", x, x.transpose(2, 3)), x.exp(), x * 2],
+         lambda: torch.arange(8.0).view(1, 2, 1, 4).to(memory_format=torch.channels_last) / 8)
+    same(lambda x: [torch.zeros_like(x), x.flip(0), F.hardtanh(x), x + 1, x.clone()],
+         lambda: torch.ones(5, 0, 10, 2)[..., 0])
+    same(lambda x: F.batch_norm(x, torch.zeros(2), torch.ones(2)),
+         lambda: torch.arange(24.0).view(4, 2, 3).transpose(0, 2))
+
+
+# ---- what eager refuses ----------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Fn, Tensor]] = {
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 2), torch.ones(1, 2, 4, 4, dtype=torch.int64)),
+    "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, 2), torch.ones(1, 2, 4, 4, dtype=torch.int32)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), torch.ones(1, 2, 4, 4, dtype=torch.int32)),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), torch.ones(1, 2, 4, 4, dtype=torch.bool)),
+    "binary_cross_entropy": (lambda x: F.binary_cross_entropy(x, x), torch.ones(4, dtype=torch.int64)),
+    "binary_cross_entropy, mixed": (lambda x: F.binary_cross_entropy(x, x.bfloat16()), torch.full((4,), 0.5)),
+    "hypot": (lambda x: torch.hypot(x, x), torch.ones(5, 1, dtype=torch.int64)),
+    "softmax": (lambda x: x.softmax(1), torch.ones(2, 3, dtype=torch.int64)),
+    "var": (lambda x: x.var(), torch.ones(2, 3, dtype=torch.int64)),
+    "argmax": (lambda x: x.argmax(1), torch.ones(2, 3, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_eager_refuses_is_refused(name: str) -> None:
+    fn, x = REFUSED[name]
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError) as eager:
+        fn(x)
+    with pytest.raises(type(eager.value)) as ours:
+        torch.compile(fn, backend="flambeau")(x)
+    assert str(eager.value).splitlines()[0] in str(ours.value)
