@@ -68,7 +68,6 @@ class TestCompiled(TestCase):
             torch._dynamo.reset()
             self.assertEqual(torch.compile(lambda x: x.sin() + 1, backend=backend)(x), x.sin() + 1)
         self.assertEqual(counter.frame_count, 1)
-        from flambeau.frontends.executor import Executor
     def test_code(self):
         _, code = run_and_get_code(torch.compile(lambda x: x.sin() + 1), torch.ones(3))
         self.assertIn("kernel", code[0])
