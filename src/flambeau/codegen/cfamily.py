@@ -210,11 +210,12 @@ class Writer:
     def sym(self, s: Sym) -> str:
         if s not in self.names:
             taken = set(self.names.values())
-            name = s.name
-            k = 0
+            # PyTorch calls sizes s5 or u0, as the writers call states and values of their own.
+            start = s.name if s.extent is not None else f"{s.name}_"
+            name, k = start, 0
             while name in taken:
                 k += 1
-                name = f"{s.name}_{k}"
+                name = f"{start}_{k}"
             self.names[s] = name
         return self.names[s]
 

@@ -67,9 +67,17 @@ def flambeau_backend(
     settings = check_options(options, mode)
     without_marks()
     # Gradients come laid out as eager's do: torch 2.11 would copy those that are not contiguous, between pieces too,
-    # and cuDNN's attention keeps plans that are wrong for another layout than the one it met first.
-    with progress("compiling a graph"), torch._functorch.config.patch(guess_tangent_strides_as_outputs=True):
+    # and cuDNN's attention keeps plans that are wrong for another layout than the one it met first. Where a result has
+    # an element at several places, torch 2.11 cannot copy its gradient so.
+    laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
+    with progress("compiling a graph"), torch._functorch.config.patch(guess_tangent_strides_as_outputs=laid_out):
         return compiled_backend(gm, example_inputs, settings)
+
+
+def results(gm: fx.GraphModule) -> list[torch.Tensor]:
+    """The tensors that a graph of Dynamo's returns, as Dynamo knows them."""
+    known = (n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes)
+    return [t for t in known if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 
 def compiled_backend(
