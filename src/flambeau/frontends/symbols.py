@@ -117,7 +117,7 @@ def python_text(i: Index) -> str:
             return a.name
         assert isinstance(a, Op)
         x, y = python_text(a.a), python_text(a.b)
-        form = {"div": "({} // {})", "mod": "({} % {})", "min": "min({}, {})", "max": "max({}, {})"}[a.kind]
+        form = {"div": "(({}) // ({}))", "mod": "(({}) % ({}))", "min": "min({}, {})", "max": "max({}, {})"}[a.kind]
         return form.format(x, y)
 
     parts = ["*".join(([str(c)] if c != 1 else []) + [atom(a) for a in m]) for m, c in i.terms]

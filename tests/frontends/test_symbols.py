@@ -1,0 +1,34 @@
+"""Symbolic sizes as Python source: what a run computes is what the index algebra means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flambeau.frontends.symbols import python_text
+from flambeau.ir.index import Index, Sym, as_index, floordiv, maximum, minimum, mod
+
+A, B, C = (as_index(Sym(name)) for name in "abc")
+
+
+@pytest.mark.parametrize(("index", "value"), [
+    (floordiv(A, B * C), 30 // (2 * 3)), (mod(A, B * C), 30 % 6), (mod(as_index(-1), B * C), 5),
+    (floordiv(A * B, C) * B, 30 * 2 // 3 * 2), (floordiv(A - B, B * C) * -1 + C, -(28 // 6) + 3),
+    (mod(A - B * C, C * C), 24 % 9), (minimum(A, B * C) + maximum(B, C), 9),
+    (floordiv(mod(A, B * C + 1), C), 30 % 7 // 3)], ids=str)
+def test_quotients_by_products(index: Index, value: int) -> None:
+    assert eval(python_text(index), {"a": 30, "b": 2, "c": 3}) == value
+
+
+def test_the_last_element_of_what_was_flattened() -> None:
+    """Its place is a remainder by a product of sizes."""
+
+    def last(x: torch.Tensor) -> torch.Tensor:
+        y = x.transpose(1, 2).flatten()
+        return y.select(0, y.shape[0] - 1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(last, backend="flambeau", dynamic=True)
+    for shape in ((2, 3, 2, 2), (3, 4, 5, 2)):
+        x = torch.randn(shape)
+        assert compiled(x) == last(x)
