@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flambeau.ir.faults import Fault, head
 from flambeau.targets import cuda_graphs
 from flambeau.targets.cuda_graphs import CudaRecorder
 
@@ -139,7 +140,7 @@ def test_what_all_earlier_kernels_found_is_raised(said: list[str]) -> None:
     target = Target()
     recorder = CudaRecorder(target)  # type: ignore[arg-type]
     recorder.settle()
-    target.bad = (-1, 1)
-    with pytest.raises(IndexError):
+    target.bad = (-1, head(Fault.INDEX) | 7)
+    with pytest.raises(IndexError, match="index 7"):
         recorder.settle()
     assert said == ["synchronize"] * 2
