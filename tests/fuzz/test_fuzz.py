@@ -45,8 +45,9 @@ def worker_of(target: str, tmp: Path) -> Worker:
     return _workers[target]
 
 
+# Elsewhere than on the CPU a program takes a second: most of them run in `make test-all` only.
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [t if t == "cpu" else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS])
 def test_random_programs(target: str, chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     worker = worker_of(target, tmp_path_factory.getbasetemp())
     first = first_seed() + chunk * PROGRAMS
