@@ -172,6 +172,7 @@ class Writer:
             self.line(f"{slot} = {text}{self.d.end}")
 
     def fresh(self, prefix: str = "t") -> str:
+        """A new name. PyTorch calls sizes s5 or u0, so prefixes are other ones."""
         self.count += 1
         return f"{prefix}{self.count}"
 
@@ -210,12 +211,11 @@ class Writer:
     def sym(self, s: Sym) -> str:
         if s not in self.names:
             taken = set(self.names.values())
-            # PyTorch calls sizes s5 or u0, as the writers call states and values of their own.
-            start = s.name if s.extent is not None else f"{s.name}_"
-            name, k = start, 0
+            name = s.name
+            k = 0
             while name in taken:
                 k += 1
-                name = f"{start}_{k}"
+                name = f"{s.name}_{k}"
             self.names[s] = name
         return self.names[s]
 
@@ -449,7 +449,7 @@ class Writer:
         names = []
         for e in exprs:
             text = self.shaped(self.value(e))
-            names.append(self.fresh("u"))
+            names.append(self.fresh("un"))
             self.define(self.scopes[-1], self.d.types[e.dtype], names[-1], text)
         return names
 

@@ -128,7 +128,7 @@ class RowScan(GroupScan):
         before = self.copied(carry)
         with self.scope(f"if ({self.me} > 0) {{"):
             self.put(before, self.joined(carry, {j: self.at(sums[j], line, "me - 1") for j in own}))
-        s = self.fresh("s")
+        s = self.fresh("st")
         header = f"for (int {s} = {line} * {self.lanes}; {s} < ({line} + 1) * {self.lanes}; ++{s}) {{"
         with self.scope(header, pragma=UNROLL):
             running = self.running(self.joined(before, {j: f"{own[j]}[{s}]" for j in own}))

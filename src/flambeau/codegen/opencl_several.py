@@ -130,7 +130,7 @@ class Several(Points):
 
     @contextmanager
     def every(self, step: int = 1, end: int = 0) -> Iterator[str]:
-        s = self.fresh("s")
+        s = self.fresh("st")
         advance = f"++{s}" if step == 1 else f"{s} += {step}"
         first, last = (0, end) if end else self.part or (0, self.each)
         with self.scope(f"for (int {s} = {first}; {s} < {last}; {advance}) {{", pragma=UNROLL):

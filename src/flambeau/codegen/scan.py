@@ -56,7 +56,7 @@ class ScanWriter(NestWriter):
         for j in components:
             ident = self.k.combine.identity[j]
             kind, start = self.d.types[ident.dtype], self.d.constant(ident.attr, ident.dtype)
-            name = out[j] = self.fresh("s")
+            name = out[j] = self.fresh("st")
             self.line(f"alignas(64) {kind} {name}[{count}];" if count else f"{kind} {name} = {start};")
             if count:
                 self.line(f"for (int l = 0; l < {count}; ++l) {name}[l] = {start};")
@@ -66,7 +66,7 @@ class ScanWriter(NestWriter):
         """Variables of their own for what is in some slots."""
         names = {}
         for j, slot in slots.items():
-            names[j] = self.fresh("s")
+            names[j] = self.fresh("st")
             self.variable(self.k.combine.left[j].dtype, names[j], slot)
         return names
 

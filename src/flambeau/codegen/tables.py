@@ -42,7 +42,6 @@ class TableWriter(LoopWriter):
             apart = "" if p.aliased else " __restrict__"
             column = f"p0[{at}*rows + row]" if at else "p0[row]"
             row.append(f"{kind}{apart} q{at} = ({kind}){column}{f' + {steps[p.name]}' if p.name in steps else ''};")
-        rows2, count2 = (self.sym(s) for s in self.kernel.sizes)
-        return [f"const int64_t rows = {rows2} >> 1, count = {count2} >> 1;",
+        return ["const int64_t rows = rows2 >> 1, count = count2 >> 1;",
                 f"#pragma omp parallel for schedule(static) if(count > {FEW})",
                 "for (int64_t block = 0; block < count; ++block) {", *("  " + x for x in (*row, *body)), "}"]

@@ -360,7 +360,7 @@ class BlockWriter(Writer):
 
     def start(self, c: Combine, axes: frozenset[int]) -> list[str]:
         """Variables that hold the identity, in the shape of these axes."""
-        names = [self.fresh("s") for _ in c.identity]
+        names = [self.fresh("st") for _ in c.identity]
         for name, text in zip(names, self.identity(c), strict=True):
             self.line(f"{name} = {text.replace('()', self.shape(axes), 1) if axes else text}")
         return names

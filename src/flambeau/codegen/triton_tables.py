@@ -12,6 +12,7 @@ from .triton_loops import THREADS, per_thread
 from .tuning import Tuning
 
 WARPS = THREADS // 32
+GRID = "count2 >> 1"
 
 
 class TableBlocks(BlockWriter):
@@ -29,9 +30,7 @@ class TableBlocks(BlockWriter):
 
     def render(self) -> Draft:
         k = self.k
-        rows2, count2 = (self.sym(s) for s in self.kernel.sizes)
-        grid = f"{count2} >> 1"
-        self.line(f"rows = {rows2} >> 1")
+        self.line("rows = rows2 >> 1")
         self.line("block = tl.program_id(0)")
         self.line("row = tl.load(p1 + 2 * block)")
         self.line("first = tl.load(p1 + 2 * block + 1)")
@@ -43,7 +42,7 @@ class TableBlocks(BlockWriter):
         vars = (*k.outer, *k.inner)
         if not vars:
             self.maps(k.items)
-            return Draft(self, grid, 1)
+            return Draft(self, GRID, 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
         size = self.tuning.sized(THREADS * per_thread(k.everything()))
         self.blocks, self.axes = [size], {vars[0]: 0}
@@ -58,7 +57,7 @@ class TableBlocks(BlockWriter):
                         self.maps(items)
                     else:
                         self.pieces(items, size, whole)
-        return Draft(self, grid, WARPS)
+        return Draft(self, GRID, WARPS)
 
     def typed(self, at: int) -> str:
         return f"a{at}.to(tl.pointer_type({self.d.types[self.columns[at].dtype]}))"
