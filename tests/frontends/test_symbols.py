@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flambeau.frontends.symbols import python_text
+from flambeau.codegen.source import host_text
 from flambeau.ir.index import Index, Sym, as_index, floordiv, maximum, minimum, mod
 
 A, B, C = (as_index(Sym(name)) for name in "abc")
@@ -17,7 +17,7 @@ A, B, C = (as_index(Sym(name)) for name in "abc")
     (mod(A - B * C, C * C), 24 % 9), (minimum(A, B * C) + maximum(B, C), 9),
     (floordiv(mod(A, B * C + 1), C), 30 % 7 // 3)], ids=str)
 def test_quotients_by_products(index: Index, value: int) -> None:
-    assert eval(python_text(index), {"a": 30, "b": 2, "c": 3}) == value
+    assert eval(host_text(index), {"a": 30, "b": 2, "c": 3}) == value
 
 
 def test_the_last_element_of_what_was_flattened() -> None:

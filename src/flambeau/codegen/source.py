@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flambeau.ir.faults import Sites
 from flambeau.ir.index import Dyn, Index, Op, Sym
-from flambeau.ir.program import Kernel, sites_of
+
+if TYPE_CHECKING:
+    from flambeau.ir.program import Kernel
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class RangeSource:
 
 def site_table(kernel: Kernel) -> Sites:
     """What a kernel reports, with the sizes as the host can find them."""
+    from flambeau.ir.program import sites_of  # with torch, which compilers of texts do without
+
     names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
     return tuple((code, host_text(b.size, names)) for b, code in sites_of(kernel).items()
                  if b.size.symbols() <= set(kernel.sizes) and not any(isinstance(a, Dyn) for a in b.size.atoms()))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flambeau.codegen.source import host_text
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.nodes import Buffer, Value
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
@@ -22,7 +23,7 @@ from flambeau.targets.base import Source
 from .calls import TENSOR, Prepared, Strided, by_schema, is_constant
 from .package import Package, Step, Table, View, is_operator, operator_path
 from .promises import Promises
-from .symbols import Host, python_text
+from .symbols import Host
 from .tables import blocks_of, sizes_of
 
 LARGE = 16 << 20  # bytes from which a target is told of fresh memory
@@ -83,7 +84,7 @@ class Writer:
     def shape(self, sizes: tuple[Index, ...]) -> str:
         if all(s.is_const for s in sizes):
             return self.const(tuple(s.const for s in sizes), "k")
-        return "(" + "".join(python_text(s) + ", " for s in sizes) + ")"
+        return "(" + "".join(host_text(s) + ", " for s in sizes) + ")"
 
     def slot(self, name: str) -> int:
         return self.slots.setdefault(name, len(self.slots) + 1)  # slot 0 is the arena
@@ -121,7 +122,7 @@ class Writer:
         if view is None:
             return base
         strides, offset, within = view
-        at = python_text(offset) + (f" + {base}.storage_offset()" if within else "")
+        at = host_text(offset) + (f" + {base}.storage_offset()" if within else "")
         return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
 
     def results(self) -> list[str]:
@@ -131,7 +132,7 @@ class Writer:
         if isinstance(x, Value):
             return self.value(x)
         if isinstance(x, Index):
-            return python_text(x)
+            return host_text(x)
         if isinstance(x, Host):
             return f"({x.text})"
         if isinstance(x, (list, tuple)):

@@ -12,7 +12,7 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from flambeau.errors import UnsupportedError
-from flambeau.ir.index import Atom, Index, Op, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
+from flambeau.ir.index import Index, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
 
 # Functions of sympy, by name, and ours.
 FOLDED: dict[str, Callable[[Index, Index], Index]] = {
@@ -107,20 +107,3 @@ class Symbols:
         if name == "Identity":
             return args[0]
         raise UnsupportedError(f"symbolic size {e} has no index form")
-
-
-def python_text(i: Index) -> str:
-    """Python source of an index over size symbols."""
-
-    def atom(a: Atom) -> str:
-        if isinstance(a, Sym):
-            return a.name
-        assert isinstance(a, Op)
-        x, y = python_text(a.a), python_text(a.b)
-        form = {"div": "(({}) // ({}))", "mod": "(({}) % ({}))", "min": "min({}, {})", "max": "max({}, {})"}[a.kind]
-        return form.format(x, y)
-
-    parts = ["*".join(([str(c)] if c != 1 else []) + [atom(a) for a in m]) for m, c in i.terms]
-    if i.const or not parts:
-        parts.append(str(i.const))
-    return parts[0] if len(parts) == 1 else "(" + " + ".join(parts) + ")"
