@@ -43,17 +43,18 @@ OWN: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (aten.hardshrink_backward.default, aten.softshrink_backward.default), shrink_backward)
 
 
-# Losses whose kernels take floats of one dtype; taken apart, they would compute with anything.
-STRICT = (aten.binary_cross_entropy.default, aten.huber_loss.default, aten.multi_margin_loss.default,
-          aten.smooth_l1_loss.default)
+# Losses whose kernels take floats, and whether of several dtypes; taken apart, they would compute with anything.
+STRICT = {aten.binary_cross_entropy.default: False, aten.huber_loss.default: False,
+          aten.multi_margin_loss.default: False, aten.smooth_l1_loss.default: True}
 
 
-def of_floats(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+def of_floats(decomposition: Callable[..., Any], several: bool) -> Callable[..., Any]:
     """What eager does not take stays whole: then ATen raises its error."""
 
     def taken_apart(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         other = args[0] if args else x
-        if not x.is_floating_point() or (other.is_floating_point() and other.dtype is not x.dtype):
+        mixed = other.is_floating_point() and other.dtype is not x.dtype
+        if not x.is_floating_point() or (mixed and not several):
             return NotImplemented
         return decomposition(x, *args, **kwargs)
 
@@ -73,4 +74,4 @@ def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
     for op in (*LOWERINGS, *CONTRACTIONS):
         out.pop(op, None)
     out.update(OWN)
-    return {op: of_floats(fn) if op in STRICT else fn for op, fn in out.items()}
+    return {op: of_floats(fn, STRICT[op]) if op in STRICT else fn for op, fn in out.items()}
