@@ -126,7 +126,16 @@ class Writer:
         return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
 
     def results(self) -> list[str]:
-        return [self.argument(o) + (".detach()" if isinstance(o, Value) and o.twin else "") for o in self.p.outputs]
+        """A result that is returned twice is one object; two that lie in the same place are two."""
+        named: dict[int, str] = {}
+        for o in self.p.outputs:
+            if isinstance(o, Value) and id(o) not in named:
+                text = self.argument(o) + (".detach()" if o.twin else "")
+                named[id(o)] = text
+                if sum(o is other for other in self.p.outputs) > 1 and not text.isidentifier():
+                    named[id(o)] = f"r{len(named)}"
+                    self.line(f"{named[id(o)]} = {text}")
+        return [named[id(o)] if isinstance(o, Value) else self.argument(o) for o in self.p.outputs]
 
     def argument(self, x: Any) -> str:
         if isinstance(x, Value):
