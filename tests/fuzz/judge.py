@@ -25,7 +25,7 @@ Backend = str | Callable[..., Any]
 # Kinds of findings, the worst first.
 KINDS = ("value", "gradient", "mutation", "bits", "gradient bits", "sharing", "shape", "raises", "no error", "warning",
          "gradients", "error type", "input layout", "input memory", "requires_grad", "identity", "strides", "offset",
-         "gradient strides")
+         "strides of size one", "gradient strides")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def differences(program: Program, number: int, eager: Call, ours: Call, exact: M
             add("shape", f"{name}: {a.dtype}{list(a.shape)} for {b.dtype}{list(b.shape)}")
             continue
         if a.stride != b.stride and a.value.numel():
-            add("strides" if group == "result" else "gradient strides",
+            named = all(m == n or size == 1 for m, n, size in zip(a.stride, b.stride, a.shape, strict=True))
+            add("gradient strides" if group != "result" else "strides of size one" if named else "strides",
                 f"{name} {list(a.shape)}: {a.stride} for {b.stride}")
         # Eager's scatters into a part copy all of the memory, of which nobody sees the rest.
         lone = name in made_by and "_scatter(" in made_by[name].text

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .known import KNOWN
+from .known import reason
 from .program import Program
 from .shrink import shrink, signature
 from .workers import Outcome, Worker, run_all
@@ -37,13 +37,14 @@ class Report:
     @property
     def open(self) -> dict[str, list[Outcome]]:
         """Those that are not in the table of known ones."""
-        return {s: rows for s, rows in self.groups.items() if s not in KNOWN}
+        return {s: rows for s, rows in self.groups.items() if reason(s) is None}
 
     def text(self) -> str:
         lines = []
         for name, rows in sorted(self.groups.items(), key=lambda g: -len(g[1])):
             best = min(rows, key=lambda o: len((o.shrunk or o.program or EMPTY).steps))
-            known = f" (known: {KNOWN[name]})" if name in KNOWN else ""
+            why = reason(name)
+            known = f" (known: {why})" if why else ""
             lines += ["", f"## {name}: {len(rows)}{known}",
                       f"seeds {', '.join(str(o.seed) for o in rows[:8])}; {best.ours[0][1]}"]
             if (program := best.shrunk or best.program) is not None and not known:
