@@ -73,7 +73,8 @@ VALUES = [
 @pytest.mark.parametrize("x", VALUES, ids=lambda x: type(x).__name__)
 def test_values(x: Any) -> None:
     y = again(x)
-    assert type(y) is type(x) and y == x and repr(y) == repr(x)
+    assert type(y) is type(x) and y == x
+    assert isinstance(x, (set, frozenset)) or repr(y) == repr(x)  # a set's elements have no order
 
 
 def test_bits_of_numbers() -> None:
