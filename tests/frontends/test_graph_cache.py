@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
-import string
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from flambeau.targets.cpu import CpuTarget
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Entries of this test only, in the cache that already has the compiler's probes."""
-    monkeypatch.setattr(graph_cache, "SUFFIX", ".graph" + "".join(random.choices(string.ascii_lowercase, k=12)))
+    monkeypatch.setattr(graph_cache, "SUFFIX", ".graph" + secrets.token_hex(6))
     torch._dynamo.reset()
     graph_cache.stats.clear()
     with config.override(verify=False):  # which compiles always
