@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from random import SystemRandom
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from flambeau.targets.cpu import CpuTarget
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Entries of this test only, in the cache that already has the compiler's probes."""
-    monkeypatch.setattr(graph_cache, "SUFFIX", ".graph" + secrets.token_hex(6))
+    monkeypatch.setattr(graph_cache, "SUFFIX", ".graph" + "".join(SystemRandom().choices(ascii_lowercase, k=12)))
     torch._dynamo.reset()
     graph_cache.stats.clear()
     with config.override(verify=False):  # which compiles always
