@@ -719,7 +719,7 @@ class LoopWriter(CascadeWriter):
         states = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         partial: dict[str, str] = {}
         for n in states:
-            partial[n] = self.fresh("piece")
+            partial[n] = self.fresh("part")
             self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {partial[n]}[{CHUNKS}][{self.width}];")
         chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
         with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (Sym(chunk, CHUNKS),),
