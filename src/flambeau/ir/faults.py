@@ -25,7 +25,7 @@ class Fault(IntEnum):
     FILLED = auto()
     ELEMENT = auto()  # of gather and scatter
     SELECTED = auto()  # of embedding, and of what selects from a single dimension
-    ROW = auto()  # of index_select, but for the first dimension
+    ROW = auto()  # of index_select along the second dimension
     COPIED = auto()
     TAKEN = auto()
     BAG = auto()

@@ -116,7 +116,7 @@ def index_select(x: Value, dim: int, index: Value) -> Value:
         only = reshape(x, (1,))
         return build.pointwise((), lambda i: only.load([position(places.load([ZERO]), ONE, Fault.SELECTED)]))
     d = wrap_dim(dim, x.rank)
-    fault = Fault.ROW if d > 0 else Fault.SELECTED
+    fault = Fault.ROW if d == 1 else Fault.SELECTED  # eager has a kernel of its own for the second dimension
 
     def body(i: tuple[Index, ...]) -> Expr:
         return x.load((*i[:d], position(places.load([i[d]]), x.shape[d], fault, d), *i[d + 1:]))

@@ -282,7 +282,7 @@ def diagonal(x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     down, right = max(-offset, 0), max(offset, 0)
     length = maximum(minimum(x.shape[a] - down, x.shape[b] - right), 0)
     kept = [k for k in range(x.rank) if k not in (a, b)]
-    moved = {a: down, b: right}
+    moved = {a: down, b: right} if length is not ZERO else {a: 0, b: 0}  # an empty one begins nowhere
     return x.view((*without(x.shape, a, b), length),
                   lambda i: [i[-1] + moved[k] if k in moved else i[kept.index(k)] for k in range(x.rank)])
 
