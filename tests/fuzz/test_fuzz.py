@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,10 @@ from .workers import Worker
 
 NEEDS = {"opencl": "pyopencl", "device": "pyopencl", "interpreter": "triton"}
 CHUNKS, PROGRAMS = 12, 25  # 300 programs a target
+# What a commit's seed happens to find of these is a warning in the output, until long runs find none: a wrong number,
+# memory that is or is not shared, a crash or a hang is a failure.
+MINOR = ("raises", "no error", "warning", "error type", "input layout", "requires_grad", "identity", "strides",
+         "offset")
 _workers: dict[str, Worker] = {}
 
 
@@ -60,8 +65,13 @@ def test_random_programs(target: str, chunk: int, tmp_path_factory: pytest.TempP
             continue
         assert program is not None, f"seed {seed} on {target}: {outcome.ours}"
         small = shrink(program, lambda p, kind=kind: any(k == kind for k, _ in worker.run(p).ours), 60.0)
-        if reason(name := signature(kind, small)) is None:
-            pytest.fail(f"seed {seed} on {target}: {name}\n{outcome.ours[0][1]}\n\n{small.text(target)}")
+        if reason(name := signature(kind, small)) is not None:
+            continue
+        text = f"seed {seed} on {target}: {name}\n{outcome.ours[0][1]}\n\n{small.text(target)}"
+        if kind in MINOR:
+            warnings.warn(text, stacklevel=1)
+        else:
+            pytest.fail(text)
 
 
 @pytest.mark.parametrize("name", FOUND)
