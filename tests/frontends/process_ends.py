@@ -9,8 +9,8 @@ folder (one that was killed leaves its folder to the next).
 from __future__ import annotations
 
 import os
-import re
 import random
+import re
 import signal
 import subprocess
 import sys
