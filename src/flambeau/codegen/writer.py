@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 
@@ -19,6 +20,44 @@ from flambeau.ir.faults import Bound, head
 from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index, is_positive
 
 UNROLL = 36  # constant windows up to this many steps (3x3x3 and a bit) are written out
+
+
+# ---- what is known of the steps of a loop, for a dialect to say in its own words ---------------------------
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """They do not wait for each other and may be lanes of vectors: `points` of them at once, of `size` bytes each, or
+    as many as the compiler likes."""
+
+    points: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Threads divide them: those of the outermost `loops` loops together, where a condition holds if there is one."""
+
+    loops: int = 1
+    condition: str = ""
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """Reads of later rounds begin before their turn: so many rounds are under way."""
+
+    stages: int
+
+
+class Plain(Enum):
+    TEAM = auto()  # a block that all threads go through, each for its own share
+    APART = auto()  # a loop that writes far apart: not in vectors
+    UNROLLED = auto()
+
+
+Steps = Lanes | Shares | Pipelined | Plain
+LANES = Lanes()
+TEAM, APART, UNROLLED = Plain.TEAM, Plain.APART, Plain.UNROLLED
 
 
 class Dialect:
@@ -39,18 +78,21 @@ class Dialect:
     end = ";"  # of a statement
     long = "int64_t"
     bounded = False  # every access is checked: `c/nest.py` says against what
-    simd = "#pragma omp simd"
-    reporting = "#pragma GCC ivdep"  # the same for a loop that reports: what `omp simd` reduces, g++ keeps in memory
-    apart = ""  # before a loop that writes far apart: not in vectors
-    faults = " reduction(max:bad)"  # the clause of a loop that reports
+    prefetch = ""  # a call that asks for memory ahead of its use, where there is one: how many bytes, from where
+    unlikely = "{}"  # a condition that seldom holds
 
     def named(self, op: str, dtype: DType) -> str:
         """The function for an operation on values of this dtype."""
         return self.function.format(op)
 
-    def at_once(self, points: int, size: int) -> str:
-        """The pragma of a loop of which so many points, of so many bytes each, should be under way at once."""
-        return self.simd
+    def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
+        """The line before a loop or block that says so, if there is one. `reports`: something inside looks for what is
+        wrong with the data; `counted`: a loop over a variable, not over the states of lanes."""
+        return ""
+
+    def bitcast(self, text: str, dtype: DType) -> str:
+        """The same bits as a value of another dtype."""
+        raise NotImplementedError
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:
         raise NotImplementedError
@@ -177,33 +219,28 @@ class Writer:
         return f"{prefix}{self.count}"
 
     @contextmanager
-    def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", pragma: str = "",
-              reporting: str = "") -> Iterator[Scope]:
-        """A block; a pragma line that holds CHECKS gets the clause for what is reported if there is any, or
-        `reporting` takes its place."""
-        lanes = self.scopes[-1].vector or pragma.startswith(self.d.simd)
-        s = Scope(vars=set(vars), vector=lanes)
+    def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", how: Steps | None = None,
+              counted: bool = False) -> Iterator[Scope]:
+        """A block; `how`: what is known of its steps, if it is a loop; `counted`: a loop over a variable."""
+        s = Scope(vars=set(vars), vector=self.scopes[-1].vector or isinstance(how, Lanes))
         self.scopes.append(s)
         yield s
         self.scopes.pop()
         parent = self.scopes[-1]
         parent.checks |= s.checks
-        if s.checks and reporting:
-            parent.lines.append(reporting)
-        elif pragma:
-            parent.lines.append(pragma.replace(" CHECKS", self.d.faults if s.checks else ""))
+        if how is not None and (pragma := self.d.pragma(how, s.checks, counted)):
+            parent.lines.append(pragma)
         parent.lines.append(header)
         parent.lines.extend("  " + x for x in s.lines)
         if footer:
             parent.lines.append(footer)
 
     @contextmanager
-    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
+    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", how: Steps | None = None) -> Iterator[Scope]:
         name = self.sym(var)
         advance = f"++{name}" if step == "1" else f"{name} += {step}"
         header = f"for ({self.d.long} {name} = {lo}; {name} < {hi}; {advance}) {{"
-        reporting = self.d.reporting if pragma.startswith(self.d.simd) else ""
-        with self.scope(header, (var,), pragma=pragma, reporting=reporting) as s:
+        with self.scope(header, (var,), how=how, counted=True) as s:
             yield s
 
     # ---- names ---------------------------------------------------------------------------------------
@@ -369,7 +406,7 @@ class Writer:
         if e.op == "philox":
             return f"({d.long}){d.function.format('philox')}({', '.join(args)}, {e.attr})"
         if e.op == "bitcast":
-            return f"{d.function.format('bitcast')}<{d.types[e.dtype]}>({args[0]})"
+            return d.bitcast(args[0], e.dtype)
         if e.op in d.infix and not (e.op == "div" and not is_float(e.dtype)):
             text = f"{args[0]} {d.infix[e.op]} {args[1]}"
             return self._narrowed(text, e.dtype)

@@ -16,6 +16,7 @@ from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Item, identities_of
 
+from ..writer import LANES
 from .window_loops import WindowWriter
 
 FEW = 16  # additions one after the other, of values
@@ -84,7 +85,7 @@ class CascadeWriter(WindowWriter):
                 self.join_level(s, s.states, {n: f"{a}[j]" for n, a in s.upper.items()})
 
     def join_level(self, s: Levels, into: dict[str, str], parts: dict[str, str], begin: bool = False) -> None:
-        with self.scope(f"for (int l = 0; l < {s.lanes}; ++l) {{", pragma=self.d.simd):
+        with self.scope(f"for (int l = 0; l < {s.lanes}; ++l) {{", how=LANES):
             for i in s.reductions:
                 self.combine_into(i.joins, [f"{into[n]}[l]" for n in i.names], [f"{parts[n]}[l]" for n in i.names])
                 for n, ident in zip(i.names if begin else (), i.joins.identity):

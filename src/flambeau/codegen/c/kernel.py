@@ -11,7 +11,7 @@ from flambeau.ir.expr import SPECIAL
 from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
 
 from ..source import KernelSource, site_table
-from ..writer import CLike
+from ..writer import TEAM, CLike, Lanes, Shares, Steps
 from .loops import LoopWriter
 from .nest import extent_names
 from .scans import ScanWriter
@@ -38,6 +38,23 @@ class Cpp(CLike):
     # Half as wide as a 64-bit sum; and where that sum is cut to 32 bits, g++ 12 gives up on the vectors.
     narrow = "(int32_t){}"
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
+
+    prefetch = "fl::prefetch<{}>(&{});"
+    unlikely = "__builtin_expect({}, 0)"
+
+    def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
+        faults = " reduction(max:bad)" if reports else ""
+        if isinstance(how, Lanes):
+            # What `omp simd` reduces, g++ keeps in memory: a loop that reports is told that its steps are independent.
+            return "#pragma GCC ivdep" if reports and counted else f"#pragma omp simd{faults}"
+        if isinstance(how, Shares):
+            collapse = f" collapse({how.loops})" if how.loops > 1 else ""
+            condition = f" if({how.condition})" if how.condition else ""
+            return f"#pragma omp parallel for schedule(static){collapse}{condition}{faults}"
+        return f"#pragma omp parallel{faults}" if how is TEAM else ""
+
+    def bitcast(self, text: str, dtype: DType) -> str:
+        return f"fl::bitcast<{self.types[dtype]}>({text})"
 
     def endless(self, value: float, single: bool) -> str:
         kind = "f" if single else ""

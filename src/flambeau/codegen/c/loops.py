@@ -17,7 +17,7 @@ from flambeau.ir.expr import Expr, loads, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, is_positive, volume
 from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
 
-from ..writer import Dialect, Scope
+from ..writer import APART, LANES, Dialect, Lanes, Scope, Shares, Steps
 from .cascade_sums import FEW, JOINS, ROWS, CascadeWriter, Levels
 from .loop_splitting import COPIED, SHORTEST, affordable, pieces, written
 from .row_invariants import ROOM, WORTH, best_shared, gain, shared_values, with_offsets
@@ -122,12 +122,12 @@ class LoopWriter(CascadeWriter):
             size = max((self.dtypes[name].itemsize for name, _ in self.k.accesses()), default=1)
             points = LANE_BYTES // size
             even = whole and v.size.is_const and v.size.const % points == 0
-            self.map_loop(v, lo, hi, items, f"{self.at_once(exprs, points, size) if even else self.d.simd} CHECKS")
+            self.map_loop(v, lo, hi, items, self.at_once(exprs, points, size) if even else LANES)
             return
         for a, b in long:
             with self.inside(v, a, b):
                 self.map_loop(v, str(a) if whole else f"{self.fl}imax({lo}, {a})",
-                              str(b) if whole else f"{self.fl}imin({hi}, {b})", items, f"{self.d.simd} CHECKS")
+                              str(b) if whole else f"{self.fl}imin({hi}, {b})", items, LANES)
         if len(long) == len(parts):
             return
         # What is left are short ends and gaps: one plain loop steps over the long parts.
@@ -142,14 +142,14 @@ class LoopWriter(CascadeWriter):
                 self.map_item(i)
         self.unroll = before
 
-    def at_once(self, exprs: Sequence[Expr], points: int, size: int) -> str:
-        """The pragma for so many points, unless that would be much text for a compiler."""
-        return self.d.at_once(points, size) if written(exprs) * ABREAST <= COPIED else self.d.simd
+    def at_once(self, exprs: Sequence[Expr], points: int, size: int) -> Lanes:
+        """So many points side by side, unless that would be much text for a compiler."""
+        return Lanes(points, size) if written(exprs) * ABREAST <= COPIED else LANES
 
-    def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], pragma: str) -> None:
+    def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], how: Steps | None) -> None:
         """The points of v side by side; their windows, where those stay loops, in step."""
         exprs = [e.subs(self.narrowed) for i in items for e in i.exprs]
-        with self.in_step(exprs, v, lo, hi, pragma) as (first, end), self.loop(v, first, end, pragma=pragma) as s:
+        with self.in_step(exprs, v, lo, hi, how) as (first, end), self.loop(v, first, end, how=how) as s:
             s.known.update(self.windows)
             for i in items:
                 self.map_item(i)
@@ -174,7 +174,7 @@ class LoopWriter(CascadeWriter):
             return
         v = k.vector
         if v is None:
-            with self.nest(k.outer, self.parallel(k.outer, self.cost, len(k.outer)) if k.outer else ""):
+            with self.nest(k.outer, self.parallel(k.outer, self.cost, len(k.outer)) if k.outer else None):
                 for i in items:
                     self.map_item(i)
             return
@@ -211,11 +211,11 @@ class LoopWriter(CascadeWriter):
         block = Sym(f"{v.name}s", v.size)
         start, end = self.sym(block), self.fresh("e")
         outer = tuple(x for x in others if x is not c)
-        pragma = self.parallel(self.k.outer, self.cost, len(outer) + 1)
-        with self.nest(outer, pragma, (block, self.extent(v), str(width))):
+        how = self.parallel(self.k.outer, self.cost, len(outer) + 1)
+        with self.nest(outer, how, (block, self.extent(v), str(width))):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {width}, {self.extent(v)});")
             known = self.side_by_side(values, v, start, end, width)
-            with self.loop(c, "0", self.extent(c)), self.loop(v, start, end, pragma=f"{self.d.simd} CHECKS") as s:
+            with self.loop(c, "0", self.extent(c)), self.loop(v, start, end, how=LANES) as s:
                 s.known.update(known)
                 for i in items:
                     self.map_item(i)
@@ -227,7 +227,7 @@ class LoopWriter(CascadeWriter):
             array = self.fresh("h")
             self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{width}];")
             known[e] = f"{array}[{self.sym(v)} - {start}]"
-        with self.loop(v, start, end, pragma=f"{self.d.simd} CHECKS"):
+        with self.loop(v, start, end, how=LANES):
             for e, place in known.items():
                 self.line(f"{place} = {self.value(e)};")
         return known
@@ -239,7 +239,7 @@ class LoopWriter(CascadeWriter):
                  if e.op == "check" and len(e.args) == 1 and e.symbols() & loops == {v}]
         if not again:
             return items
-        with self.loop(v, "0", self.extent(v), pragma=f"{self.d.simd} CHECKS"):
+        with self.loop(v, "0", self.extent(v), how=LANES):
             for e in again:
                 self.value(e)
         self.line("if (bad) return bad;")
@@ -260,12 +260,12 @@ class LoopWriter(CascadeWriter):
         """Few or no outer points: the contiguous variable itself is divided."""
         part = Sym(f"{v.name}b", v.size)
         step = 4096
-        pragma = self.parallel(self.k.outer, self.cost, len(others) + 1)
-        if not pragma:
+        how = self.parallel(self.k.outer, self.cost, len(others) + 1)
+        if not how:
             with self.nest(others):
                 self.vector_loop(v, "0", self.extent(v), items)
             return
-        with self.nest(others, pragma, (part, self.extent(v), str(step))):
+        with self.nest(others, how, (part, self.extent(v), str(step))):
             end = self.fresh("e")
             self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(part)} + {step}, {self.extent(v)});")
             self.vector_loop(v, self.sym(part), end, items)
@@ -279,21 +279,21 @@ class LoopWriter(CascadeWriter):
         assert v is not None and t is not None
         others = tuple(x for x in self.k.outer if x is not v and x is not t)
         tb, vb = Sym(f"{t.name}b", t.size), Sym(f"{v.name}b", v.size)
-        pragma = self.parallel(self.k.outer, self.cost, len(others) + 2)
+        how = self.parallel(self.k.outer, self.cost, len(others) + 2)
         turned = {e: self.fresh("turned") for e in self.k.turned()}
         side = TILE if turned else TILE // 2
         high = max(LINE // sum(e.dtype.itemsize for e in turned), 1) if turned else side
-        with self.nest(others, pragma, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
+        with self.nest(others, how, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
             ends = {}
             for b, x, n in ((tb, t, high), (vb, v, side)):
                 ends[x] = self.end_of(self.sym(b), n, x.size)
             place = f"[({self.sym(t)} - {self.sym(tb)}) * {side + GAP} + {self.sym(v)} - {self.sym(vb)}]"
             for e, array in turned.items():
                 self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * (side + GAP)}];")
-                with self.loop(v, self.sym(vb), ends[v]), self.loop(t, self.sym(tb), ends[t], pragma=self.d.apart):
+                with self.loop(v, self.sym(vb), ends[v]), self.loop(t, self.sym(tb), ends[t], how=APART):
                     self.line(f"{array}{place} = {self.value(e)};")
             with self.loop(t, self.sym(tb), ends[t]), \
-                    self.loop(v, self.sym(vb), ends[v], pragma=f"{self.d.simd} CHECKS") as scope:
+                    self.loop(v, self.sym(vb), ends[v], how=LANES) as scope:
                 scope.known.update({e: array + place for e, array in turned.items()})
                 for i in items:
                     self.map_item(i)
@@ -313,8 +313,8 @@ class LoopWriter(CascadeWriter):
             with self.nest(k.outer):
                 self.stages(self.row_stage_chunked, self.outer_stage)
             return
-        pragma = self.parallel((*k.outer, *k.inner), self.cost, len(k.outer)) if k.outer else ""
-        with self.nest(k.outer, pragma):
+        how = self.parallel((*k.outer, *k.inner), self.cost, len(k.outer)) if k.outer else None
+        with self.nest(k.outer, how):
             for name in sorted(k.scratch):
                 kind = self.d.types[self.dtype_of[name]]
                 self.line(f"alignas(64) {kind} s_{self.slot(name)}[{self.index(volume(self.k.inner))}];")
@@ -361,7 +361,7 @@ class LoopWriter(CascadeWriter):
         """Halves onto halves, each written out: a loop whose length changes does not become vectors."""
         half = lanes // 2
         while half:
-            with self.scope(f"for (int l = 0; l < {half}; ++l) {{", pragma=self.d.simd):
+            with self.scope(f"for (int l = 0; l < {half}; ++l) {{", how=LANES):
                 self.join(reductions, arrays, arrays, f"l + {half}")
             joined(half)
             half //= 2
@@ -382,7 +382,7 @@ class LoopWriter(CascadeWriter):
         v = self.k.inner[-1]
         name = self.sym(v)
         if not arrays:
-            with self.loop(v, lo, hi, pragma=f"{self.d.simd} CHECKS"):
+            with self.loop(v, lo, hi, how=LANES):
                 self.lane_body(stage, arrays, "0")
             return
         if lanes == 1:
@@ -394,7 +394,7 @@ class LoopWriter(CascadeWriter):
             self.line(f"{self.d.long} {start} = {lo};")
             simd = self.at_once(exprs_of(stage), lanes, widest_of(stage))
             with self.scope(f"for (; {start} + {lanes} <= {hi}; {start} += {lanes}) {{"), \
-                    self.scope(f"for (int l = 0; l < {lanes}; ++l) {{", (v,), pragma=f"{simd} CHECKS"):
+                    self.scope(f"for (int l = 0; l < {lanes}; ++l) {{", (v,), how=simd):
                 self.line(f"const {self.d.long} {name} = {start} + l;")
                 self.lane_body(stage, arrays, "l")
             if not (length is not None and length.is_const and length.const % lanes == 0 and lo == "0"):
@@ -436,7 +436,7 @@ class LoopWriter(CascadeWriter):
         def joined(width: int) -> None:
             if rest & width:
                 at = whole + (rest & ~(2 * width - 1))
-                with self.scope(f"for (int l = 0; l < {width}; ++l) {{", (v,), pragma=f"{self.d.simd} CHECKS"):
+                with self.scope(f"for (int l = 0; l < {width}; ++l) {{", (v,), how=LANES):
                     self.line(f"const {self.d.long} {self.sym(v)} = {at} + l;")
                     self.lane_body(stage, arrays, "l")
 
@@ -503,10 +503,10 @@ class LoopWriter(CascadeWriter):
         self.line(f"const {self.d.long} {count} = {needed};")
         return count, size_name, None
 
-    def shared(self, count: str) -> str:
+    def shared(self) -> Shares | None:
         amount = self.work((*self.k.outer, *self.k.inner), self.cost)
         small = amount is not None and amount < SERIAL_SHARED
-        return "" if small else "#pragma omp parallel for schedule(static) CHECKS"
+        return None if small else Shares()
 
     def row_stage_chunked(self, stage: Sequence[Item]) -> None:
         k = self.k
@@ -519,7 +519,7 @@ class LoopWriter(CascadeWriter):
         chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
         marker = Sym(chunk, CHUNKS)
         with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (marker,),
-                        pragma=self.shared(count)):
+                        how=self.shared()):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(split)});")
             lanes = self.lanes(reductions, v.size) if reductions else 1
@@ -569,8 +569,8 @@ class LoopWriter(CascadeWriter):
         single = blocks.is_const and v.size.is_const and v.size.const == width
         block = Sym(f"{v.name}b", v.size)
         self.origin = "0" if single else self.sym(block)
-        pragma = "" if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
-        with self.nest(others, pragma, *(() if single else ((block, self.extent(v), str(width)),))):
+        how = None if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
+        with self.nest(others, how, *(() if single else ((block, self.extent(v), str(width)),))):
             self.end = self.end_of(self.origin, width, v.size)  # which keeps the states in registers, if it is known
             for name, level in self.level_of.items():
                 if level == "outer":
@@ -587,7 +587,7 @@ class LoopWriter(CascadeWriter):
 
     def column_loop(self) -> AbstractContextManager[Scope]:
         assert self.k.vector is not None and self.origin is not None
-        return self.loop(self.k.vector, self.origin, self.end, pragma=f"{self.d.simd} CHECKS")
+        return self.loop(self.k.vector, self.origin, self.end, how=LANES)
 
     def column_outer(self, stage: Sequence[Item]) -> None:
         with self.column_loop():
@@ -703,7 +703,7 @@ class LoopWriter(CascadeWriter):
         self.column_finish(reductions)
 
     def join_columns(self, reductions: Sequence[Item], states: dict[str, str], parts: dict[str, str]) -> None:
-        with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", pragma=self.d.simd):
+        with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", how=LANES):
             self.join(reductions, states, parts)
 
     def column_stage_chunked(self, stage: Sequence[Item]) -> None:
@@ -723,7 +723,7 @@ class LoopWriter(CascadeWriter):
             self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {partial[n]}[{CHUNKS}][{self.width}];")
         chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
         with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (Sym(chunk, CHUNKS),),
-                        pragma=self.shared(count)):
+                        how=self.shared()):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(total)});")
             arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}

@@ -14,7 +14,7 @@ from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Kernel, sites_of
 
-from ..writer import Dialect, Scope, Writer
+from ..writer import Dialect, Scope, Shares, Steps, Writer
 from .prefetch import coming
 
 SERIAL = 24576  # element operations below which threads cost more than they bring
@@ -35,8 +35,8 @@ class NestWriter(Writer):
         self.ranges: dict[Sym, tuple[str, str, Sym]] = {}  # parts of a variable's range: first, end, its name there
 
     @contextmanager
-    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
-        with super().loop(var, lo, hi, step, pragma) as s:
+    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", how: Steps | None = None) -> Iterator[Scope]:
+        with super().loop(var, lo, hi, step, how) as s:
             if var in self.ranges:
                 s.vars.add(self.ranges[var][2])
             yield s
@@ -69,11 +69,13 @@ class NestWriter(Writer):
 
     def prefetch(self, exprs: Sequence[Expr], step: Sym, along: Sym) -> None:
         """Ask for the rows (along a variable) that these will read some steps from now."""
+        if not self.d.prefetch:
+            return
         known = {along, *self.sizes}.union(*(s.vars for s in self.scopes))  # not so the places in a window
         for name, address in dict.fromkeys((e.attr[0], e.attr[1][0]) for e in loads(*exprs)):
             row = None if address.symbols() - known else coming(address, self.dtypes[name].itemsize, step, along)
             if row is not None:
-                self.line(f"fl::prefetch<{row.length}>(&{self.short[name]}[{self.index(row.address)}]);")
+                self.line(self.d.prefetch.format(row.length, f"{self.short[name]}[{self.index(row.address)}]"))
 
     def raw(self, text: str, dtype: DType) -> Expr:
         """A leaf that stands for this text in the current scope."""
@@ -128,19 +130,15 @@ class NestWriter(Writer):
         total = volume(vars)
         return int(total) * cost if total.is_const else None
 
-    def parallel(self, vars: Sequence[Sym], cost: int, collapse: int) -> str:
-        """The pragma that divides a nest among threads, or nothing when it is too small."""
+    def parallel(self, vars: Sequence[Sym], cost: int, loops: int) -> Shares | None:
+        """How threads divide a nest of so many loops; None where it is too small for that."""
         amount = self.work(vars, cost)
         if amount is not None and amount < SERIAL:
-            return ""
-        clause = f" collapse({collapse})" if collapse > 1 else ""
-        if amount is None:
-            total = volume(vars)
-            clause += f" if({self.index(total * cost)} >= {SERIAL})"
-        return f"#pragma omp parallel for schedule(static){clause} CHECKS"
+            return None
+        return Shares(loops, f"{self.index(volume(vars) * cost)} >= {SERIAL}" if amount is None else "")
 
     @contextmanager
-    def nest(self, vars: Sequence[Sym], pragma: str = "", *blocks: tuple[Sym, str, str]) -> Iterator[Scope]:
+    def nest(self, vars: Sequence[Sym], how: Steps | None = None, *blocks: tuple[Sym, str, str]) -> Iterator[Scope]:
         """Loops over vars as one scope (so that they can be collapsed); each of `blocks` adds a strided loop inside."""
         heads = []
         bound = set(vars)
@@ -156,5 +154,5 @@ class NestWriter(Writer):
             with self.scope("{") as s:
                 yield s
             return
-        with self.scope(" ".join(heads) + " {", bound, pragma=pragma) as s:
+        with self.scope(" ".join(heads) + " {", bound, how=how) as s:
             yield s

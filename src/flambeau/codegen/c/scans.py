@@ -11,7 +11,7 @@ from flambeau.ir.expr import Expr, cast, rewrite
 from flambeau.ir.index import ONE, Sym, volume
 from flambeau.ir.program import ScanKernel
 
-from ..writer import Dialect, Scope
+from ..writer import LANES, Dialect, Scope
 from .nest import NestWriter
 
 BLOCK = 256  # columns that are scanned side by side
@@ -100,13 +100,13 @@ class ScanWriter(NestWriter):
                     self.long_row()
                     return
                 # One thread may take the row as it is: the outcome is the same.
-                with self.scope("if (fl::most_threads() == 1) {"):
+                with self.scope(f"if ({self.fl}most_threads() == 1) {{"):
                     self.stretch(self.declare(self.needed))
                 with self.scope("else {"):
                     self.long_row()
             return
-        pragma = self.parallel((*k.outer, k.axis), self.cost, len(k.outer)) if k.outer else ""
-        with self.nest(k.outer, pragma):
+        how = self.parallel((*k.outer, k.axis), self.cost, len(k.outer)) if k.outer else None
+        with self.nest(k.outer, how):
             self.stretch(self.declare(self.needed))
 
     def stretch(self, slots: dict[int, str], lo: str = "0", hi: str = "", store: bool = True) -> None:
@@ -143,7 +143,7 @@ class ScanWriter(NestWriter):
             new = {right: self.raw(self.value(e), e.dtype) for right, e in zip(c.right, self.k.exprs, strict=True)}
             both = {**new, **self.running(slots)}
             condition = self.value(rewrite(taken, lambda x: both.get(x, x)))
-            with self.scope(f"if (__builtin_expect({condition}, 0)) {{"):
+            with self.scope(f"if ({self.d.unlikely.format(condition)}) {{"):
                 for j, slot in slots.items():
                     self.line(f"{slot} = {self.value(new[c.right[j]])};")
                 running = self.running(slots)
@@ -176,7 +176,7 @@ class ScanWriter(NestWriter):
         abreast = 1 if self.exact() else ABREAST
         b, n = self.fresh("b"), self.extent(k.axis)
         head = f"for ({self.d.long} {b} = 0; {b} < {PARTS}; {b} += {abreast}) {{"
-        with self.scope(head, pragma=self.parallel((*k.outer, k.axis), self.cost, 1)):
+        with self.scope(head, how=self.parallel((*k.outer, k.axis), self.cost, 1)):
             if abreast == 1:
                 slots = self.copied({j: f"{states[j]}[{b}]" for j in components})
                 lo, hi = f"{b} * {size}", f"({b} + 1) * {size}"
@@ -188,7 +188,7 @@ class ScanWriter(NestWriter):
                 for j, array in arrays.items():
                     self.line(f"{each} {array}[l] = {states[j]}[{b} + l];")
                 with self.scope(f"for ({self.d.long} w = 0; w < {size}; ++w) {{"), \
-                        self.scope(f"{each} {{", (k.axis,), pragma=f"{self.d.simd} CHECKS"):
+                        self.scope(f"{each} {{", (k.axis,), how=LANES):
                     at = f"({b} + l) * {size} + w"
                     self.line(f"const {self.d.long} {self.sym(k.axis)} = {f'{n} - 1 - ({at})' if k.reverse else at};")
                     self.step({j: f"{array}[l]" for j, array in arrays.items()}, store)
@@ -221,7 +221,7 @@ class ScanWriter(NestWriter):
             if one_by_one:
                 self.strips(v, b, end, slots)
                 return
-            with self.axis_loop(), self.loop(v, b, end, pragma=f"{self.d.simd} CHECKS"):
+            with self.axis_loop(), self.loop(v, b, end, how=LANES):
                 self.step(slots)
 
     def strips(self, v: Sym, b: str, end: str, slots: dict[int, str]) -> None:

@@ -16,7 +16,7 @@ from flambeau.ir.expr import Expr, cast, index_value, loads, where
 from flambeau.ir.index import Dyn, Index, Sym, as_index, volume
 from flambeau.ir.program import ScatterKernel
 
-from ..writer import Dialect
+from ..writer import LANES, TEAM, Dialect
 from .nest import NestWriter
 from .row_invariants import ROOM, number
 
@@ -48,8 +48,8 @@ class ScatterWriter(NestWriter):
         many = outer and (not rows or not parts.is_const or parts.const >= ENOUGH)
         part = self.part_of(outer) if many else None
         if part is not None:  # what was just filled is still in the cache when it is written to
-            pragma = self.parallel(k.vars, self.cost, len(outer)) or self.parallel(k.out_vars, 1, len(outer))
-            with self.nest(outer, pragma):
+            how = self.parallel(k.vars, self.cost, len(outer)) or self.parallel(k.out_vars, 1, len(outer))
+            with self.nest(outer, how):
                 self.start_of(outer, part)
                 self.deep([*bound, *rows])
             return self.scopes[0].lines
@@ -88,7 +88,7 @@ class ScatterWriter(NestWriter):
         assert k.init is not None
         j = Sym(f"{k.out_vars[0].name}j", part)
         at = sum((c * v for v in outer if (c := k.address.coefficient(v)) is not None), as_index(j))
-        with self.loop(j, "0", self.extent(j), pragma=f"{self.d.simd} CHECKS"):
+        with self.loop(j, "0", self.extent(j), how=LANES):
             self.store(k.name, at, self.value(k.init.subs({k.out_vars[0]: at})))
 
     def moves_with(self, v: Sym) -> bool:
@@ -104,14 +104,14 @@ class ScatterWriter(NestWriter):
                 self.store(k.name, k.init_address, self.value(k.init))
             return
         *outer, last = k.out_vars
-        pragma = self.parallel(k.out_vars, cost_of([k.init]), len(outer) or 1)
+        how = self.parallel(k.out_vars, cost_of([k.init]), len(outer) or 1)
         begin, end = "0", self.extent(last)
         block: list[tuple[Sym, str, str]] = []
-        if pragma and not outer:
+        if how and not outer:
             part = Sym(f"{last.name}b", last.size)
             block = [(part, end, str(BLOCK))]
             begin, end = self.sym(part), f"{self.fl}imin({self.sym(part)} + {BLOCK}, {end})"
-        with self.nest(outer, pragma, *block), self.loop(last, begin, end, pragma=f"{self.d.simd} CHECKS"):
+        with self.nest(outer, how, *block), self.loop(last, begin, end, how=LANES):
             self.store(k.name, k.init_address, self.value(k.init))
 
     def deep(self, vars: Sequence[Sym], lo: str = "0", hi: str = "") -> None:
@@ -128,8 +128,8 @@ class ScatterWriter(NestWriter):
                 self.deep(rest, lo, hi)
             return
         # Where every element jumps, vectors of addresses are slower than one after the other.
-        simd = f"{self.d.simd} CHECKS" if v in self.k.free and not self.moves_with(v) else ""
-        with self.loop(v, lo, hi or self.extent(v), pragma=simd):
+        lanes = LANES if v in self.k.free and not self.moves_with(v) else None
+        with self.loop(v, lo, hi or self.extent(v), how=lanes):
             self.write()
 
     def is_dear(self, v: Sym, taps: Sequence[Sym]) -> bool:
@@ -166,7 +166,7 @@ class ScatterWriter(NestWriter):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {width}, {last});")
             self.line(f"alignas(64) int32_t {place}[{len(points)}][{width}];")
             self.line(f"alignas(64) {self.d.types[k.value.dtype]} {value}[{len(points)}][{width}];")
-            with self.loop(v, start, end, pragma=f"{self.d.simd} CHECKS"):
+            with self.loop(v, start, end, how=LANES):
                 for j, p in enumerate(points):
                     at = number(offset.subs(p))
                     assert at is not None
@@ -183,7 +183,7 @@ class ScatterWriter(NestWriter):
     def divided(self, bound: Sequence[Sym], v: Sym) -> None:
         """Every thread takes a range of the columns, in whole cache lines."""
         line = max(1, LINE // self.k.value.dtype.itemsize)
-        with self.scope("{", pragma="#pragma omp parallel CHECKS"):
+        with self.scope("{", how=TEAM):
             lo, hi = self.share(f"({self.extent(v)} + {line - 1}) / {line}")
             end = self.fresh("e")
             self.line(f"const {self.d.long} {end} = {self.fl}imin({hi} * {line}, {self.extent(v)});")
@@ -207,7 +207,7 @@ class ScatterWriter(NestWriter):
             with self.scope(f"if ({at} >= {lo} && {at} < {hi}) {{"):
                 self.deep(rows)
 
-        with self.scope("{", pragma="#pragma omp parallel CHECKS"):
+        with self.scope("{", how=TEAM):
             lo, hi = self.share(self.index(k.owners))
             self.nested(bound, write_own)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flambeau.ir.index import Index
 from flambeau.ir.program import CHUNK, TableKernel
 
-from ..writer import Dialect
+from ..writer import Dialect, Shares
 from .loops import LoopWriter
 
 FEW = 4  # blocks that one thread does
@@ -41,7 +41,8 @@ class TableWriter(LoopWriter):
             kind = f"{'' if p.written else 'const '}{self.d.types[p.dtype]}*"
             apart = "" if p.aliased else " __restrict__"
             column = f"p0[{at}*rows + row]" if at else "p0[row]"
-            row.append(f"{kind}{apart} q{at} = ({kind}){column}{f' + {steps[p.name]}' if p.name in steps else ''};")
+            step = {None: "", 1: " + first"}.get(steps.get(p.name), f" + first / {CHUNK}")
+            row.append(f"{kind}{apart} q{at} = ({kind}){column}{step};")
         return ["const int64_t rows = rows2 >> 1, count = count2 >> 1;",
-                f"#pragma omp parallel for schedule(static) if(count > {FEW})",
+                self.d.pragma(Shares(1, f"count > {FEW}"), False, False),
                 "for (int64_t block = 0; block < count; ++block) {", *("  " + x for x in (*row, *body)), "}"]

@@ -13,7 +13,7 @@ from flambeau.ir.expr import Expr, Fold, walk
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.program import Kernel
 
-from ..writer import Dialect
+from ..writer import Dialect, Steps
 from .nest import NestWriter
 
 LANES = 64  # points of a block: the running values of one window stay in registers
@@ -31,10 +31,10 @@ class WindowWriter(NestWriter):
         return not any(v in i.symbols() for _, lo, hi in e.attr.loops for i in (lo, hi))
 
     @contextmanager
-    def in_step(self, exprs: Sequence[Expr], v: Sym, lo: str, hi: str, pragma: str) -> Iterator[tuple[str, str]]:
+    def in_step(self, exprs: Sequence[Expr], v: Sym, lo: str, hi: str, how: Steps | None) -> Iterator[tuple[str, str]]:
         """A block of points whose windows are done, from the first to one past the last; or all, if there are none."""
         narrow = self.ranges[v][2] if v in self.ranges else v
-        found = [e for e in walk(*exprs) if pragma and self.is_apart(e, narrow)]
+        found = [e for e in walk(*exprs) if how and self.is_apart(e, narrow)]
         apart = list({(e.args, e.attr.loops): e for e in found}.values())
         if not apart:
             yield lo, hi
@@ -46,11 +46,11 @@ class WindowWriter(NestWriter):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {LANES}, {hi});")
             before, self.windows = self.windows, dict(self.windows)
             for e in apart:
-                self.window(e, v, start, end, pragma)
+                self.window(e, v, start, end, how)
             yield start, end
             self.windows = before
 
-    def window(self, e: Expr, v: Sym, start: str, end: str, pragma: str) -> None:
+    def window(self, e: Expr, v: Sym, start: str, end: str, how: Steps | None) -> None:
         f: Fold = e.attr
         count = len(f.carries)
         states = []
@@ -58,24 +58,24 @@ class WindowWriter(NestWriter):
             array = self.fresh("f")
             self.line(f"alignas(64) {self.d.types[c.dtype]} {array}[{LANES}];")
             states.append(f"{array}[{self.sym(v)} - {start}]")
-        self.step(v, start, end, pragma, {}, states, e.args[:count])
-        self.walk_window(f.loops, v, start, end, pragma, dict(zip(f.carries, states, strict=True)), e.args[count:])
+        self.step(v, start, end, how, {}, states, e.args[:count])
+        self.walk_window(f.loops, v, start, end, how, dict(zip(f.carries, states, strict=True)), e.args[count:])
         for k, (c, text) in enumerate(zip(f.carries, states, strict=True)):
             self.windows[Expr("fold", c.dtype, e.args, Fold(f.loops, f.carries, k))] = text
 
-    def walk_window(self, loops: Sequence[tuple[Sym, Index, Index]], v: Sym, start: str, end: str, pragma: str,
+    def walk_window(self, loops: Sequence[tuple[Sym, Index, Index]], v: Sym, start: str, end: str, how: Steps | None,
                     states: dict[Expr, str], updates: Sequence[Expr]) -> None:
         if not loops:
-            self.step(v, start, end, pragma, states, list(states.values()), updates)
+            self.step(v, start, end, how, states, list(states.values()), updates)
             return
         var, lo, hi = loops[0]
         with self.loop(var, self.index(lo), self.index(hi)):
-            self.walk_window(loops[1:], v, start, end, pragma, states, updates)
+            self.walk_window(loops[1:], v, start, end, how, states, updates)
 
-    def step(self, v: Sym, start: str, end: str, pragma: str, known: dict[Expr, str], slots: Sequence[str],
+    def step(self, v: Sym, start: str, end: str, how: Steps | None, known: dict[Expr, str], slots: Sequence[str],
              values: Sequence[Expr]) -> None:
         """All slots take their new values at once, at every point of the block."""
-        with self.loop(v, start, end, pragma=pragma) as s:
+        with self.loop(v, start, end, how=how) as s:
             s.known.update(self.windows)
             s.known.update(known)
             self.assign(slots, self.in_variables(values))

@@ -14,6 +14,7 @@ from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
+from ..writer import LANES
 from .contractions import FUSED, ContractWriter
 from .cpu_threads import SHARES
 from .kernel import VECTOR, Draft, OpenCL, Shape
@@ -88,7 +89,7 @@ class Blocks(ContractWriter):
             self.line(f"const long item = line / {high};")
             self.decompose("item", k.batch)
             self.multiply()
-            with self.walk(self.rows, "r0", "r1") as r, self.walk(self.columns, "c0", "c1", self.d.simd) as c:
+            with self.walk(self.rows, "r0", "r1") as r, self.walk(self.columns, "c0", "c1", LANES) as c:
                 self.finish(f"sums[{r} * {self.block_columns} + {c}]")
         return Draft(self, "1" if self.small else SHARES, before=tuple(self.tile()))
 
@@ -126,7 +127,7 @@ class Blocks(ContractWriter):
         with self.scope(f"if (({hi} - {lo}) % {step} != 0) {{"):
             self.line(f"for (long k = 0; k < k1 - k0; ++k) for (long x = {hi} - {lo}; x % {step} != 0; ++x) "
                       f"{place.format(**{name: 'x', 'k': 'k'})} = 0;")
-        simd = self.d.simd if deep != lined else ""
+        lanes = LANES if deep != lined else None
         own, (factor,) = joined(own, factor)
         depth, (factor,) = joined(self.k.depth, factor)
         outer, inner = ((own, lo, hi), (depth, "k0", "k1"))[::1 if deep else -1]
@@ -135,7 +136,7 @@ class Blocks(ContractWriter):
             y = f"({off} + {self.sym(v)})"
             at, k = (x, y) if deep else (y, x)
             for begin, until, value in self.parts(factor, v, first, end):
-                with self.loop(v, begin, until, pragma=simd):
+                with self.loop(v, begin, until, how=lanes):
                     self.line(f"{place.format(**{name: at, 'k': k})} = {'0' if value is None else self.value(value)};")
 
     def parts(self, factor: Expr, v: Sym, first: str, end: str) -> list[tuple[str, str, Expr | None]]:

@@ -14,6 +14,7 @@ from flambeau.ir.index import Sym, volume
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
+from ..writer import UNROLLED
 from .contractions import FUSED, ContractWriter
 from .kernel import Draft, OpenCL, Shape
 
@@ -49,7 +50,7 @@ class Tiles(ContractWriter):
                 self.line("barrier(CLK_LOCAL_MEM_FENCE);")
                 self.multiply()
                 self.line("barrier(CLK_LOCAL_MEM_FENCE);")
-            with self.scope(f"for (int s = 0; s < {EACH * EACH}; ++s) {{", pragma="#pragma unroll"):
+            with self.scope(f"for (int s = 0; s < {EACH * EACH}; ++s) {{", how=UNROLLED):
                 self.line(f"const {long} row = r0 + mine_r + s / {EACH} * {self.side};")
                 self.line(f"const {long} column = c0 + mine_c + s % {EACH} * {self.side};")
                 with self.scope(f"if (row < {rows} && column < {columns}) {{", (*self.rows, *self.columns)):

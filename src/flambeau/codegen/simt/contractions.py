@@ -14,6 +14,7 @@ from flambeau.ir.lines import joined
 from flambeau.ir.program import ContractKernel
 
 from ..c.nest import NestWriter
+from ..writer import Steps
 from .kernel import ClWriter, OpenCL
 
 # What sums are kept in: integers wrap around, which only unsigned ones may.
@@ -40,13 +41,13 @@ class ContractWriter(ClWriter, NestWriter):
         return self.index(volume(vars))
 
     @contextmanager
-    def walk(self, vars: Sequence[Sym], lo: str, hi: str, pragma: str = "") -> Iterator[str]:
+    def walk(self, vars: Sequence[Sym], lo: str, hi: str, how: Steps | None = None) -> Iterator[str]:
         """Loops over joint positions of the variables from lo to hi; gives the distance from lo as text."""
         if not vars:
             with self.scope("{"):
                 yield "0"
             return
-        with self.lines(vars, lo, hi) as (first, end, off), self.loop(vars[-1], first, end, pragma=pragma):
+        with self.lines(vars, lo, hi) as (first, end, off), self.loop(vars[-1], first, end, how=how):
             yield f"({off} + {self.sym(vars[-1])})"
 
     @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
 
@@ -18,7 +17,7 @@ from ..c.loops import LoopWriter
 from ..c.nest import NestWriter
 from ..c.scans import ScanWriter
 from ..c.scatters import ScatterWriter
-from ..writer import Scope
+from ..writer import TEAM, Scope, Shares, Steps
 from .kernel import ClWriter, Draft, OpenCL, Shape
 
 SHARES = "4 * units"  # several for each core: they need not take equally long
@@ -29,11 +28,11 @@ class Threads(ClWriter, NestWriter):
     items = "1"
 
     @contextmanager
-    def nest(self, vars: Sequence[Sym], pragma: str = "", *blocks: tuple[Sym, str, str]) -> Iterator[Scope]:
+    def nest(self, vars: Sequence[Sym], how: Steps | None = None, *blocks: tuple[Sym, str, str]) -> Iterator[Scope]:
         loops = [(v, *self.ranges.get(v, ("0", self.extent(v), v))[:2], "1") for v in vars]
         loops += [(v, "0", limit, step) for v, limit, step in blocks]
-        if not pragma or not loops:
-            with super().nest(vars, "", *blocks) as s:
+        if not how or not loops:
+            with super().nest(vars, None, *blocks) as s:
                 yield s
             return
         self.items = SHARES
@@ -56,16 +55,12 @@ class Threads(ClWriter, NestWriter):
             yield s
 
     @contextmanager
-    def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", pragma: str = "", reporting: str = ""
-              ) -> Iterator[Scope]:
-        if pragma.startswith("#pragma omp parallel"):
-            self.items = EACH
-            pragma = ""
-        with super().scope(header, vars, footer, pragma, reporting) as s:
+    def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", how: Steps | None = None,
+              counted: bool = False) -> Iterator[Scope]:
+        if how is TEAM or isinstance(how, Shares):
+            self.items, how = EACH, None
+        with super().scope(header, vars, footer, how, counted) as s:
             yield s
-
-    def prefetch(self, exprs: Sequence[Expr], step: Sym, along: Sym) -> None:
-        """OpenCL's own takes effect nowhere."""
 
     def draft(self) -> Draft:
         return Draft(self, self.items)
@@ -87,7 +82,7 @@ class ThreadLoops(Threads, LoopWriter):
 class ThreadScan(Threads, ScanWriter):
     def rows(self) -> None:
         k = self.k
-        with self.nest(k.outer, self.parallel((*k.outer, k.axis), self.cost, 1) if k.outer else ""):
+        with self.nest(k.outer, self.parallel((*k.outer, k.axis), self.cost, 1) if k.outer else None):
             self.stretch(self.declare(self.needed))
 
 

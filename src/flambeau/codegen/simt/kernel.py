@@ -23,7 +23,7 @@ from flambeau.ir.program import Kernel, LoopKernel, ScanKernel, reductions_of
 
 from ..c.nest import extent_names
 from ..source import Range, RangeSource, host_text, site_table
-from ..writer import CLike, Writer
+from ..writer import APART, UNROLLED, CLike, Lanes, Steps, Writer
 
 # Functions without a text in OpenCL C; the other special functions are computed in double.
 MISSING = frozenset(("bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"))
@@ -45,9 +45,7 @@ class OpenCL(CLike):
     }
     stored = {**types, torch.bool: "uchar"}  # in memory: a bool has no size there
     function = "fl_{}"
-    simd = reporting = "#pragma clang loop vectorize(assume_safety)"
-    apart = "#pragma clang loop vectorize(disable) unroll_count(8)"
-    faults = ""
+    unlikely = "__builtin_expect({}, 0)"
     small = {torch.bfloat16: "bf16", torch.float16: "half"}
     unsigned, wide = "UL", "L"
 
@@ -55,10 +53,19 @@ class OpenCL(CLike):
         self.long = long  # of indices
         self.bounded = bounded
 
-    def at_once(self, points: int, size: int) -> str:
-        """Said in so many words: PoCL leaves such a loop one vector long, and its states in memory."""
-        width = min(VECTOR // size, points)
-        return f"{self.simd} vectorize_width({width}) interleave_count({max(points // width, 1)})"
+    def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
+        if isinstance(how, Lanes):
+            simd = "#pragma clang loop vectorize(assume_safety)"
+            if not how.points or (reports and counted):
+                return simd
+            # In so many words: PoCL leaves such a loop one vector long, and its states in memory.
+            width = min(VECTOR // how.size, how.points)
+            return f"{simd} vectorize_width({width}) interleave_count({max(how.points // width, 1)})"
+        return {APART: "#pragma clang loop vectorize(disable) unroll_count(8)", UNROLLED: "#pragma unroll"}[how] \
+            if how in (APART, UNROLLED) else ""
+
+    def bitcast(self, text: str, dtype: DType) -> str:
+        return f"as_{self.types[dtype]}({text})"
 
     def named(self, op: str, dtype: DType) -> str:
         return f"fl_{op}_{SUFFIX[dtype]}"
@@ -105,8 +112,6 @@ class ClWriter(Writer):
     def _text(self, e: Expr, args: list[str]) -> str:
         if e.op == "philox":
             return f"(long)fl_philox({', '.join(args)}, {e.attr})"
-        if e.op == "bitcast":
-            return f"as_{self.d.types[e.dtype]}({args[0]})"
         text = super()._text(e, args)
         if is_int(e.dtype) and e.dtype.is_signed and e.dtype.itemsize >= 4:  # integers wrap around
             kind = self.d.types[e.dtype]

@@ -132,7 +132,8 @@ class PointLoops(Points):
         states = self.declare(reductions)
         first = self.k.inner[0]
         if self.k.bounds is not None:
-            with self.loop(first, *(self.value(b) for b in self.k.bounds)):
+            lo, hi = (self.value(b) for b in self.k.bounds)
+            with self.loop(first, lo, hi):
                 self.body(stage, states)
         elif reductions and not (first.size.is_const and first.size.const < 2 * CASCADE):
             self.cascade(stage, reductions, states)

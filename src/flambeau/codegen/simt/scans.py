@@ -12,11 +12,11 @@ from flambeau.ir.index import ONE, Sym, ceildiv, volume
 from flambeau.ir.program import ScanKernel
 
 from ..c.scans import ScanWriter
-from ..writer import Dialect
+from ..writer import UNROLLED, Dialect
 from .kernel import Draft, Shape
 from .points import SHORT, PointScan
 from .rows import BARRIER, Rows, power_below
-from .wide_access import FULL, UNROLL
+from .wide_access import FULL
 
 FEW = 4096  # rows that would leave a GPU idle if each were one work-item's
 RUN = 4  # elements of a work-item side by side in a row
@@ -130,7 +130,7 @@ class RowScan(GroupScan):
             self.put(before, self.joined(carry, {j: self.at(sums[j], line, "me - 1") for j in own}))
         s = self.fresh("st")
         header = f"for (int {s} = {line} * {self.lanes}; {s} < ({line} + 1) * {self.lanes}; ++{s}) {{"
-        with self.scope(header, pragma=UNROLL):
+        with self.scope(header, how=UNROLLED):
             running = self.running(self.joined(before, {j: f"{own[j]}[{s}]" for j in own}))
             for name in self.stored:
                 self.line(f"{self.kept[name]}[{s}] = {self.finished(name, running)};")
@@ -190,7 +190,7 @@ class ColumnScan(GroupScan):
     def join(self, sums: Mapping[int, str], carry: Mapping[int, str]) -> dict[int, str]:
         """What lies before the stretch of the work-item; and what is carried on."""
         before = self.copied(carry)
-        with self.scope(f"for (int k = 0; k < {self.group // self.wide}; ++k) {{", pragma=UNROLL):
+        with self.scope(f"for (int k = 0; k < {self.group // self.wide}; ++k) {{", how=UNROLLED):
             with self.scope(f"if (k == {self.me} / {self.wide}) {{"):
                 self.put(before, carry)
             self.put(carry, self.joined(carry, {j: f"{sums[j]}[k * {self.wide} + {self.me} % {self.wide}]"

@@ -17,7 +17,7 @@ from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
 
-from ..writer import Dialect, Scope
+from ..writer import UNROLLED, Dialect, Scope
 from .kernel import Shape
 from .points import PointLoops, Points
 
@@ -26,7 +26,6 @@ FULL = 64  # registers of 32 bits that hold what a work-item has read
 PART = 8  # elements for which a work-item reads what it does not keep
 MANY = 1 << 14  # points of a map from which on bandwidth counts
 DEAR = 96  # operations of a point for which memory does not have to hurry, and that are not written several times
-UNROLL = "#pragma unroll"
 
 
 class Several(Points):
@@ -133,7 +132,7 @@ class Several(Points):
         s = self.fresh("st")
         advance = f"++{s}" if step == 1 else f"{s} += {step}"
         first, last = (0, end) if end else self.part or (0, self.each)
-        with self.scope(f"for (int {s} = {first}; {s} < {last}; {advance}) {{", pragma=UNROLL):
+        with self.scope(f"for (int {s} = {first}; {s} < {last}; {advance}) {{", how=UNROLLED):
             yield s
 
     def in_parts(self, wanted: bool) -> Iterator[None]:
@@ -208,7 +207,7 @@ class Several(Points):
                 self.bind(f"{at} + {self.lanes - 1}" if self.turned else at)
                 wide(s)
             with self.scope("else {"), self.scope(f"for (int {j} = {s}; {j} < {s} + {self.lanes}; ++{j}) {{",
-                                                  pragma=UNROLL), self.element(j, base, beyond):
+                                                  how=UNROLLED), self.element(j, base, beyond):
                 one(j)
 
 

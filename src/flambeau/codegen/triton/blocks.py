@@ -8,7 +8,6 @@ takes and a store writes is brought to the full shape.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -25,7 +24,7 @@ from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, Scatte
 
 from ..source import BlockSource, Part, host_text, site_table
 from ..tuning import HEURISTIC, Tuning
-from ..writer import Dialect, Scope, Writer
+from ..writer import Dialect, Pipelined, Scope, Steps, Writer
 
 NARROW = 1 << 31  # indices below it are 32 bits wide
 WIDE, WIDEST = 4, 16  # elements of an access of 16 bytes: of the widest dtype that is common, and of the narrowest
@@ -46,13 +45,16 @@ class Triton(Dialect):
     end = ""
     function = "fl.{}"
 
-    def constant(self, value: bool | int | float, dtype: DType) -> str:
+    def bitcast(self, text: str, dtype: DType) -> str:
+        return f"{text}.to({self.types[dtype]}, bitcast=True)"
+
+    def constant(self, value: bool | int | float, dtype: DType, shape: str = "()") -> str:
         if is_float(dtype):
             number = float(value)
             text = repr(number) if math.isfinite(number) else f'float("{number}")'
         else:
             text = str(int(value))
-        return f"tl.full((), {text}, {self.types[dtype]})"
+        return f"tl.full({shape}, {text}, {self.types[dtype]})"
 
     def cast(self, text: str, src: DType, dst: DType) -> str:
         if src is dst:
@@ -77,15 +79,21 @@ SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.
 CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=16384, programs=1024,
                             serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
                             masked_reads=True, gathers_rows=True, waits_for_memory=True, tables=True)
-POINTER = {d: "*" + t.removeprefix("tl.").replace("float", "fp").replace("bfp", "bf").replace("uint", "u")
-           .replace("int", "i") for d, t in Triton.types.items()}
+POINTER = {
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64", torch.bool: "*i1",
+}
 
 
 class BlockWriter(Writer):
     """Renders expressions over the axes of a tile."""
 
-    def __init__(self, params: Sequence[Param], wide: bool, part: int = 0) -> None:
+    d: Triton
+
+    def __init__(self, params: Sequence[Param], sizes: Sequence[Sym], wide: bool, part: int = 0) -> None:
         super().__init__(TRITON)
+        self.sizes = {s: f"n{k}" for k, s in enumerate(sizes)}  # as the host knows them
         self.short = {p.name: f"p{k}" for k, p in enumerate(params)}
         self.dtypes = {p.name: p.dtype for p in params}
         self.wide = wide
@@ -109,10 +117,11 @@ class BlockWriter(Writer):
         self.line(f"{name} = {text}")
 
     @contextmanager
-    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", pragma: str = "") -> Iterator[Scope]:
-        """`pragma`: options of Triton's own range, where reads of later rounds shall be on their way already."""
+    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", how: Steps | None = None) -> Iterator[Scope]:
+        """Triton has a range of its own for loops whose reads begin some rounds ahead."""
         by = "" if step == "1" else f", {step}"
-        what = f"tl.range({lo}, {hi}{by}, {pragma})" if pragma else f"range({lo}, {hi}{by})"
+        stages = f", num_stages={how.stages}" if isinstance(how, Pipelined) else ""
+        what = f"{'tl.' if stages else ''}range({lo}, {hi}{by}{stages})"
         with self.scope(f"for {self.sym(var)} in {what}:", (var,), footer="") as s:
             yield s
 
@@ -183,8 +192,6 @@ class BlockWriter(Writer):
             return f"{args[0]} * {self.d.constant(1 / e.args[1].attr, e.dtype)}"
         if e.op == "philox":
             return f"fl.philox({', '.join(args)}, {e.attr})"
-        if e.op == "bitcast":
-            return f"{args[0]}.to({self.d.types[e.dtype]}, bitcast=True)"
         return super()._text(e, args)
 
     def _narrowed(self, text: str, dtype: DType) -> str:
@@ -319,7 +326,7 @@ class BlockWriter(Writer):
         """The name of a function of left and right components, for tl.reduce and tl.associative_scan."""
         if c not in self._combines:
             name = self._combines[c] = f"combine{self.part}_{len(self._combines)}"
-            w = BlockWriter((), self.wide)
+            w = BlockWriter((), (), self.wide)
             left, right = [f"a{k}" for k in range(len(c.left))], [f"b{k}" for k in range(len(c.right))]
             w.scopes[0].known.update(zip((*c.left, *c.right), (*left, *right), strict=True))
             results = [w.value(e) for e in c.result]
@@ -361,9 +368,13 @@ class BlockWriter(Writer):
     def start(self, c: Combine, axes: frozenset[int]) -> list[str]:
         """Variables that hold the identity, in the shape of these axes."""
         names = [self.fresh("st") for _ in c.identity]
-        for name, text in zip(names, self.identity(c), strict=True):
-            self.line(f"{name} = {text.replace('()', self.shape(axes), 1) if axes else text}")
+        for name, e in zip(names, c.identity, strict=True):
+            self.line(f"{name} = {self.d.constant(e.attr, e.dtype, self.shape(axes) if axes else '()')}")
         return names
+
+    def host(self, i: Index) -> str:
+        """An index over sizes of the run as the host computes it."""
+        return host_text(i, self.sizes)
 
     # ---- the tile --------------------------------------------------------------------------------------
 
@@ -396,7 +407,7 @@ class BlockWriter(Writer):
             if not last and count != "1":
                 here, before = self.fresh("pid"), here
                 self.line(f"{here} = {before} // {count}")
-            grid.append(count_text(size, block, host_text))
+            grid.append(count_text(size, block, self.host))
         return " * ".join(reversed(grid)) if grid else "1"
 
 
@@ -455,16 +466,11 @@ def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSou
                 *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
                 *("    " + x for x in d.writer.scopes[0].lines), ""]
         lines += text
-        names = {d.writer.sym(s): f"n{i}" for i, s in enumerate(kernel.sizes)}
-        parts.append(Part(f"part{k}", renamed(d.grid, names), tuning.warped(d.warps)))
-        workspace = workspace or renamed(d.workspace, names)
+        parts.append(Part(f"part{k}", d.grid, tuning.warped(d.warps)))
+        workspace = workspace or d.workspace
     return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
                        tuple("i64" for _ in kernel.sizes), tuple(parts), workspace,
                        sites=() if isinstance(kernel, TableKernel) else site_table(kernel))
-
-
-def renamed(text: str, names: dict[str, str]) -> str:
-    return re.sub(r"[A-Za-z_]\w*", lambda m: names.get(m.group(), m.group()), text)
 
 
 class Draft:

@@ -17,6 +17,7 @@ from flambeau.ir.lines import is_line
 from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of, sites_of
 
 from ..tuning import HEURISTIC, Tuning
+from ..writer import Pipelined
 from .blocks import WIDE, WIDEST, BlockWriter, Draft, is_wide, padded_read, power
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
@@ -64,7 +65,7 @@ class LoopBlocks(BlockWriter):
         exprs = k.everything()
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
-        super().__init__(k.params, is_wide(exprs, [a for _, a in k.stores], points))
+        super().__init__(k.params, k.sizes, is_wide(exprs, [a for _, a in k.stores], points))
         self.k = k
         self.sites = sites_of(k)
         self.addresses = dict(k.stores)
@@ -289,8 +290,8 @@ class LoopBlocks(BlockWriter):
                 self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
             taken = self.carries(items)
             first = Sym(f"base{n}", self.inner)
-            ahead = f"num_stages={stages_for(exprs_of(items), math.prod(self.blocks), self.tuning)}"
-            with self.loop(first, "0", self.index(self.inner), str(length), pragma=ahead) as s:
+            ahead = Pipelined(stages_for(exprs_of(items), math.prod(self.blocks), self.tuning))
+            with self.loop(first, "0", self.index(self.inner), str(length), how=ahead) as s:
                 s.vars.update(k.inner)
                 self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)
                 self.stage(items, taken)

@@ -19,8 +19,8 @@ from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel, sites_of
 
-from ..source import host_text
 from ..tuning import Tuning
+from ..writer import Pipelined
 from .blocks import WIDE, WIDEST, BlockWriter, Draft, count_text, is_wide, power
 from .loops import spans, stages_for
 
@@ -41,7 +41,7 @@ COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 class ScanBlocks(BlockWriter):
     def __init__(self, k: ScanKernel, tuning: Tuning) -> None:
         self.tuning = tuning
-        super().__init__(k.params, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
+        super().__init__(k.params, k.sizes, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
         self.k = k
         self.sites = sites_of(k)
         self.addresses = dict(k.stores)
@@ -209,7 +209,7 @@ class ScanBlocks(BlockWriter):
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
             ahead = stages_for(self.k.exprs, math.prod(self.blocks), self.tuning)
-            with self.loop(step, "0", count, pragma=f"num_stages={ahead}") as s:
+            with self.loop(step, "0", count, how=Pipelined(ahead)) as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")
                 scanned = self.piece("first")
@@ -248,8 +248,8 @@ class ScanBlocks(BlockWriter):
             self.look_single(before, state)
             state.publish(self.combined(k.combine, before, totals), 2)
         self.put_after(before, scanned)
-        strips = " * ".join(count_text(n, b, host_text) for n, b in sizes) or "1"
-        total = f"{strips} * {count_text(self.length, size, host_text)}"
+        strips = " * ".join(count_text(n, b, self.host) for n, b in sizes) or "1"
+        total = f"{strips} * {count_text(self.length, size, self.host)}"
         return Draft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
 
     def side(self) -> str:

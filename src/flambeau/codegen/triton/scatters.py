@@ -47,7 +47,7 @@ def taps_of(k: ScatterKernel) -> list[Sym]:
 class ScatterBlocks(BlockWriter):
     def __init__(self, k: ScatterKernel, part: int) -> None:
         exprs = [e for e in (k.init, k.value, k.mask) if e is not None]
-        super().__init__(k.params, is_wide(exprs, [k.address, k.init_address], k.vars)
+        super().__init__(k.params, k.sizes, is_wide(exprs, [k.address, k.init_address], k.vars)
                          or is_wide((), (), k.out_vars), part)
         self.k = k
         self.sites = sites_of(k)

@@ -12,7 +12,6 @@ from .blocks import BlockWriter, Draft
 from .loops import THREADS, per_thread
 
 WARPS = THREADS // 32
-GRID = "count2 >> 1"
 
 
 class TableBlocks(BlockWriter):
@@ -20,10 +19,10 @@ class TableBlocks(BlockWriter):
     so, which is what accesses of 16 bytes take; the others go element by element."""
 
     def __init__(self, k: TableKernel, tuning: Tuning) -> None:
-        super().__init__(k.params, wide=False)
+        super().__init__(k.params, k.sizes, wide=False)
         self.kernel, self.k = k, k.body
         self.tuning = tuning
-        self.steps = {name: step.replace("/", "//") for name, step in k.steps().items()}
+        self.steps = k.steps()
         self.dtypes |= {p.name: p.dtype for p in self.k.params}
         self.columns = k.columns
         self.short |= {p.name: f"q{at}" for at, p in enumerate(self.columns)}
@@ -34,15 +33,15 @@ class TableBlocks(BlockWriter):
         self.line("block = tl.program_id(0)")
         self.line("row = tl.load(p1 + 2 * block)")
         self.line("first = tl.load(p1 + 2 * block + 1)")
-        moving = [at for at, p in enumerate(self.columns) if self.steps.get(p.name) == "first"]
+        moving = [at for at, p in enumerate(self.columns) if self.steps.get(p.name) == 1]
         for at, p in enumerate(self.columns):
             self.line(f"a{at} = tl.load(p0 + {at} * rows + row)")
             if at not in moving:
-                self.line(f"q{at} = {self.typed(at)}{f' + {self.steps[p.name]}' if p.name in self.steps else ''}")
+                self.line(f"q{at} = {self.typed(at)}{f' + first // {CHUNK}' if p.name in self.steps else ''}")
         vars = (*k.outer, *k.inner)
         if not vars:
             self.maps(k.items)
-            return Draft(self, GRID, 1)
+            return Draft(self, self.grid(), 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
         size = self.tuning.sized(THREADS * per_thread(k.everything()))
         self.blocks, self.axes = [size], {vars[0]: 0}
@@ -57,7 +56,11 @@ class TableBlocks(BlockWriter):
                         self.maps(items)
                     else:
                         self.pieces(items, size, whole)
-        return Draft(self, GRID, WARPS)
+        return Draft(self, self.grid(), WARPS)
+
+    def grid(self) -> str:
+        """A program for each block: the size says 2n + 1 for n of them."""
+        return f"{self.sizes[self.kernel.sizes[1]]} >> 1"
 
     def typed(self, at: int) -> str:
         return f"a{at}.to(tl.pointer_type({self.d.types[self.columns[at].dtype]}))"
