@@ -18,9 +18,7 @@ from flambeau.ir.dtypes import DType, is_bool, is_float, is_int
 from flambeau.ir.expr import Expr, Fold, rewrite
 from flambeau.ir.faults import Bound, head
 from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index, is_positive
-
-UNROLL = 36  # constant windows up to this many steps (3x3x3 and a bit) are written out
-
+from flambeau.ir.tuning import CPU
 
 # ---- what is known of the steps of a loop, for a dialect to say in its own words ---------------------------
 
@@ -76,6 +74,7 @@ class Dialect:
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
     narrow = ""  # a variable of a 32-bit index
     end = ";"  # of a statement
+    unroll = CPU.unroll  # steps of a constant window that are written out
     long = "int64_t"
     bounded = False  # every access is checked: `c/nest.py` says against what
     prefetch = ""  # a call that asks for memory ahead of its use, where there is one: how many bytes, from where
@@ -193,7 +192,7 @@ class Writer:
         self.scopes: list[Scope] = [Scope()]
         self.names: dict[Sym, str] = {}
         self.count = 0
-        self.unroll = UNROLL
+        self.unroll = dialect.unroll
         self.functions: set[str] = set()
         self.sites: Mapping[Bound, int] = {}  # what indices are checked against, and the numbers that report it
 

@@ -16,23 +16,12 @@ from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, loads, rewrite, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, is_positive, volume
 from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
+from flambeau.ir.tuning import CPU
 
 from ..writer import APART, LANES, Dialect, Lanes, Scope, Shares, Steps
-from .cascade_sums import FEW, JOINS, ROWS, CascadeWriter, Levels
-from .loop_splitting import COPIED, SHORTEST, affordable, pieces, written
-from .row_invariants import ROOM, WORTH, best_shared, gain, shared_values, with_offsets
-
-LANE_BYTES = 128  # state of one reduction across its lanes: two vectors of 64 bytes
-ABREAST = 4  # bodies that a compiler may write side by side, so that their vectors are under way at once
-STEPS = 4  # of all lanes, that a row has at least; a shorter one has half as many lanes, as these must be joined
-BLOCK = 512  # columns that are reduced side by side
-REGISTERS = 512  # bytes of states that stay in registers
-IN_STEP = 1024  # bytes of states of a block of columns that compilers keep in registers while rows go past
-CHUNKS = 64  # parts of a long row
-MANY = 32  # outer points that are enough to keep threads busy
-TILE, LINE, GAP = 64, 256, 8  # its points one way, bytes the other way; between lines, which would meet in the cache
-STACK = 1 << 20  # bytes that the states of a block of columns may take in all its chunks
-SERIAL_SHARED = 65536  # element operations of a shared row below which threads cost more than they bring
+from .cascade_sums import CascadeWriter, Levels
+from .loop_splitting import affordable, pieces, written
+from .row_invariants import best_shared, gain, shared_values, with_offsets
 
 
 def offset_items(items: Sequence[Item], rows: Sequence[Sym], v: Sym) -> list[Item]:
@@ -59,12 +48,11 @@ class LoopWriter(CascadeWriter):
         self.narrowed: dict[Sym, Index] = {}  # variables that are known to stay in a part of their range, for now
 
     def render(self) -> list[str]:
-        if not self.k.inner:
-            self.pointwise()
-        elif self.column:
-            self.columns()
-        else:
-            self.rows()
+        forms: dict[str, Callable[[], None]] = {
+            "points": self.points, "lines": self.lines, "chunks": self.lines, "tiles": self.tiles,
+            "rows": self.rows, "shared rows": self.shared_rows,
+            "columns": self.columns, "shared columns": self.columns}
+        forms[self.k.form.name]()
         return self.scopes[0].lines
 
     # ---- reading what the kernel itself computed -------------------------------------------------------
@@ -117,10 +105,10 @@ class LoopWriter(CascadeWriter):
         exprs = [e.subs(self.narrowed) for i in items for e in i.exprs]
         whole = lo == "0" and hi == self.extent(v)
         parts = pieces(exprs, v, addresses=True)
-        long = [(a, b) for a, b in parts if b - a >= SHORTEST]
+        long = [(a, b) for a, b in parts if b - a >= CPU.shortest_part]
         if len(parts) < 2 or 2 * sum(b - a for a, b in long) < parts[-1][1] or not affordable(exprs, v, long):
             size = max((self.dtypes[name].itemsize for name, _ in self.k.accesses()), default=1)
-            points = LANE_BYTES // size
+            points = CPU.lane_bytes // size
             even = whole and v.size.is_const and v.size.const % points == 0
             self.map_loop(v, lo, hi, items, self.at_once(exprs, points, size) if even else LANES)
             return
@@ -136,7 +124,7 @@ class LoopWriter(CascadeWriter):
         for a, b in long:
             next_ = f"{self.fl}past({next_}, {a}, {b})"
         header = f"for ({self.d.long} {name} = {lo}; ({name} = {next_}) < {hi}; ++{name}) {{"
-        before, self.unroll = self.unroll, self.unroll if written(exprs) <= COPIED else 0
+        before, self.unroll = self.unroll, self.unroll if written(exprs) <= CPU.copied else 0
         with self.scope(header, (v,)):
             for i in items:
                 self.map_item(i)
@@ -144,7 +132,7 @@ class LoopWriter(CascadeWriter):
 
     def at_once(self, exprs: Sequence[Expr], points: int, size: int) -> Lanes:
         """So many points side by side, unless that would be much text for a compiler."""
-        return Lanes(points, size) if written(exprs) * ABREAST <= COPIED else LANES
+        return Lanes(points, size) if written(exprs) * CPU.bodies <= CPU.copied else LANES
 
     def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], how: Steps | None) -> None:
         """The points of v side by side; their windows, where those stay loops, in step."""
@@ -166,26 +154,23 @@ class LoopWriter(CascadeWriter):
 
     # ---- pointwise -----------------------------------------------------------------------------------
 
-    def pointwise(self) -> None:
+    def points(self) -> None:
+        """No variable is contiguous."""
         k = self.k
-        items = k.items
-        if k.tile is not None:
-            self.tiled(items)
-            return
-        v = k.vector
-        if v is None:
-            with self.nest(k.outer, self.parallel(k.outer, self.cost, len(k.outer)) if k.outer else None):
-                for i in items:
-                    self.map_item(i)
-            return
+        with self.nest(k.outer, self.parallel(k.outer, self.cost, len(k.outer)) if k.outer else None):
+            for i in k.items:
+                self.map_item(i)
+
+    def lines(self) -> None:
+        """Along the contiguous variable."""
+        k, v, items = self.k, self.k.vector, self.k.items
+        assert v is not None
         others = tuple(x for x in k.outer if x is not v)
         shared = best_shared(exprs_of(items), others, v)
         if shared is not None:
             self.rows_that_share(others, shared, v, items)
             return
-        amount = self.work(others, 1)
-        long = not v.size.is_const or v.size.const >= 8192
-        if not others or (amount is not None and amount < MANY and long):
+        if k.form.name == "chunks":
             self.chunked(others, v, items)
             return
         if is_positive(volume(others)):  # where there are no rows, eager does not look at the index either
@@ -207,7 +192,8 @@ class LoopWriter(CascadeWriter):
         if not values:  # what seemed shared was an offset
             self.vectors(others, v, items)
             return
-        width = max(64, min(512, ROOM // sum(e.dtype.itemsize for e in values) // 64 * 64))
+        room = CPU.shared_bytes // sum(e.dtype.itemsize for e in values) // 64 * 64
+        width = max(CPU.shared_least, min(CPU.shared_most, room))
         block = Sym(f"{v.name}s", v.size)
         start, end = self.sym(block), self.fresh("e")
         outer = tuple(x for x in others if x is not c)
@@ -259,7 +245,7 @@ class LoopWriter(CascadeWriter):
     def chunked(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
         """Few or no outer points: the contiguous variable itself is divided."""
         part = Sym(f"{v.name}b", v.size)
-        step = 4096
+        step = CPU.chunk
         how = self.parallel(self.k.outer, self.cost, len(others) + 1)
         if not how:
             with self.nest(others):
@@ -270,7 +256,7 @@ class LoopWriter(CascadeWriter):
             self.line(f"const {self.d.long} {end} = {self.fl}imin({self.sym(part)} + {step}, {self.extent(v)});")
             self.vector_loop(v, self.sym(part), end, items)
 
-    def tiled(self, items: Sequence[Item]) -> None:
+    def tiles(self) -> None:
         """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache.
 
         What is contiguous along the second one is turned around first: lines that lie a power of two apart would want
@@ -281,38 +267,32 @@ class LoopWriter(CascadeWriter):
         tb, vb = Sym(f"{t.name}b", t.size), Sym(f"{v.name}b", v.size)
         how = self.parallel(self.k.outer, self.cost, len(others) + 2)
         turned = {e: self.fresh("turned") for e in self.k.turned()}
-        side = TILE if turned else TILE // 2
-        high = max(LINE // sum(e.dtype.itemsize for e in turned), 1) if turned else side
+        side = CPU.transpose_side if turned else CPU.transpose_side // 2
+        high = max(CPU.transpose_bytes // sum(e.dtype.itemsize for e in turned), 1) if turned else side
         with self.nest(others, how, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
             ends = {}
             for b, x, n in ((tb, t, high), (vb, v, side)):
                 ends[x] = self.end_of(self.sym(b), n, x.size)
-            place = f"[({self.sym(t)} - {self.sym(tb)}) * {side + GAP} + {self.sym(v)} - {self.sym(vb)}]"
+            place = f"[({self.sym(t)} - {self.sym(tb)}) * {side + CPU.transpose_gap} + {self.sym(v)} - {self.sym(vb)}]"
             for e, array in turned.items():
-                self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * (side + GAP)}];")
+                self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * (side + CPU.transpose_gap)}];")
                 with self.loop(v, self.sym(vb), ends[v]), self.loop(t, self.sym(tb), ends[t], how=APART):
                     self.line(f"{array}{place} = {self.value(e)};")
             with self.loop(t, self.sym(tb), ends[t]), \
                     self.loop(v, self.sym(vb), ends[v], how=LANES) as scope:
                 scope.known.update({e: array + place for e, array in turned.items()})
-                for i in items:
+                for i in self.k.items:
                     self.map_item(i)
 
     # ---- rows ----------------------------------------------------------------------------------------
 
-    def is_long(self, points: Index) -> bool:
-        """Few outer points and long rows: threads must share a row."""
-        length = volume(self.k.inner)
-        few = points.is_const and points.const < MANY
-        return few and self.k.bounds is None and (not length.is_const or length.const >= 8192)
+    def shared_rows(self) -> None:
+        """Threads divide each row."""
+        with self.nest(self.k.outer):
+            self.stages(self.row_stage_chunked, self.outer_stage)
 
     def rows(self) -> None:
         k = self.k
-        points = volume(k.outer)
-        if self.is_long(points):
-            with self.nest(k.outer):
-                self.stages(self.row_stage_chunked, self.outer_stage)
-            return
         how = self.parallel((*k.outer, *k.inner), self.cost, len(k.outer)) if k.outer else None
         with self.nest(k.outer, how):
             for name in sorted(k.scratch):
@@ -329,10 +309,10 @@ class LoopWriter(CascadeWriter):
             self.map_item(i)
 
     def lanes(self, reductions: Sequence[Item], length: Index | None) -> int:
-        n = LANE_BYTES // widest_of(reductions)
+        n = CPU.lane_bytes // widest_of(reductions)
         if length is None or not length.is_const:
             return n
-        if n * STEPS > length.const:
+        if n * CPU.row_steps > length.const:
             n //= 2
         while n > 1 and n > length.const:
             n //= 2
@@ -414,7 +394,7 @@ class LoopWriter(CascadeWriter):
         arrays = self.declare(reductions, lanes)
         rest = length.const % lanes if length is not None and length.is_const and len(k.inner) == 1 else 0
         copies = bin(rest).count("1") * sum(1 for _ in walk(*exprs_of(stage)))
-        if rest and copies <= COPIED:
+        if rest and copies <= CPU.copied:
             self.row_with_rest(stage, reductions, arrays, lanes, rest)
         elif segment:
             self.row_walk(stage, arrays, lanes, lo, hi, None)
@@ -449,14 +429,14 @@ class LoopWriter(CascadeWriter):
         assert length is not None
         steps = ceildiv(length, lanes)
         rows = volume(outer)
-        if steps.is_const and steps.const <= 4 * FEW:  # lanes have small shares of the error
-            levels = self.levels(reductions, arrays, lanes, rows, max(1, FEW // max(1, steps.const)))
+        if steps.is_const and steps.const <= 4 * CPU.additions:  # lanes have small shares of the error
+            levels = self.levels(reductions, arrays, lanes, rows, max(1, CPU.additions // max(1, steps.const)))
 
             def row() -> None:
                 self.row_walk(stage, arrays, lanes, "0", hi, length)
                 self.rise(levels)
         else:
-            levels = self.levels(reductions, arrays, lanes, rows * ceildiv(steps, FEW), 1)
+            levels = self.levels(reductions, arrays, lanes, rows * ceildiv(steps, CPU.additions), 1)
 
             def row() -> None:
                 self.row_parts(stage, arrays, lanes, "0", hi, levels, length)
@@ -469,7 +449,7 @@ class LoopWriter(CascadeWriter):
         if levels is None:
             self.row_walk(stage, arrays, lanes, lo, hi, length)
             return
-        with self.parts(lo, hi, FEW * lanes, levels) as (start, end):
+        with self.parts(lo, hi, CPU.additions * lanes, levels) as (start, end):
             self.row_walk(stage, arrays, lanes, start, end, None)
 
     @contextmanager
@@ -490,11 +470,11 @@ class LoopWriter(CascadeWriter):
     def chunks(self, total: Index, least: int, unit: int = 1) -> tuple[str, str, Index | None]:
         """(number of chunks, length of one, this length if it is certain) from the sizes alone."""
         if total.is_const:
-            size = max(least, -(-total.const // CHUNKS))
+            size = max(least, -(-total.const // CPU.chunks))
             size = -(-size // unit) * unit
             return str(-(-total.const // size)), str(size), as_index(size)
         size_name = self.fresh("z")
-        even = f"({self.index(total)} + {CHUNKS - 1}) / {CHUNKS}"
+        even = f"({self.index(total)} + {CPU.chunks - 1}) / {CPU.chunks}"
         self.line(f"const {self.d.long} {size_name} = {self.fl}imax({least}, {even});")
         count = self.fresh("m")
         # At least one, in which states have their identity.
@@ -505,7 +485,7 @@ class LoopWriter(CascadeWriter):
 
     def shared(self) -> Shares | None:
         amount = self.work((*self.k.outer, *self.k.inner), self.cost)
-        small = amount is not None and amount < SERIAL_SHARED
+        small = amount is not None and amount < CPU.serial_shared
         return None if small else Shares()
 
     def row_stage_chunked(self, stage: Sequence[Item]) -> None:
@@ -514,10 +494,10 @@ class LoopWriter(CascadeWriter):
         single = len(k.inner) == 1
         v = k.inner[-1]
         split = volume(k.inner if single else k.inner[:-1])
-        count, size, certain = self.chunks(split, 4096 if single else 1, 64 if single else 1)
-        partial = self.declare(reductions, CHUNKS, "part")
+        count, size, certain = self.chunks(split, CPU.chunk if single else 1, CPU.chunk_even if single else 1)
+        partial = self.declare(reductions, CPU.chunks, "part")
         chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
-        marker = Sym(chunk, CHUNKS)
+        marker = Sym(chunk, CPU.chunks)
         with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (marker,),
                         how=self.shared()):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
@@ -525,7 +505,7 @@ class LoopWriter(CascadeWriter):
             lanes = self.lanes(reductions, v.size) if reductions else 1
             arrays = self.declare(reductions, lanes)
             steps = certain if single or certain is None else certain * v.size
-            levels = self.levels(reductions, arrays, lanes, steps and ceildiv(steps, FEW * lanes), 1)
+            levels = self.levels(reductions, arrays, lanes, steps and ceildiv(steps, CPU.additions * lanes), 1)
             if single:
                 self.row_parts(stage, arrays, lanes, lo, hi, levels)
             else:
@@ -557,14 +537,8 @@ class LoopWriter(CascadeWriter):
         v = k.vector
         assert v is not None
         others = tuple(x for x in k.outer if x is not v)
-        width = max(1, min(BLOCK, v.size.const)) if v.size.is_const else BLOCK
-        if k.bounds is not None:
-            width = self.in_registers(v.size, width)
+        width, long = k.form.width, k.form.name == "shared columns"
         blocks = ceildiv(v.size, width) * volume(others)
-        long = self.is_long(blocks)
-        if long:
-            state = sum(self.dtype_of[n].itemsize for n, level in self.level_of.items() if level == "outer")
-            width = min(width, max(16, STACK // (CHUNKS * state) // 16 * 16))
         self.width = width
         single = blocks.is_const and v.size.is_const and v.size.const == width
         block = Sym(f"{v.name}b", v.size)
@@ -576,14 +550,6 @@ class LoopWriter(CascadeWriter):
                 if level == "outer":
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
             self.stages(self.column_stage_chunked if long else self.column_stage, self.column_outer)
-
-    def in_registers(self, columns: Index, width: int) -> int:
-        """The rows of a segment come from anywhere, so a narrow block costs nothing, and its states need not leave the
-        registers: the widest that has room there and divides the columns, if there is one."""
-        state = max(self.dtype_of[n].itemsize for n, level in self.level_of.items() if level == "outer")
-        most = REGISTERS // state
-        fitting = [w for w in range(most // 4, most + 1) if columns.is_const and columns.const % w == 0]
-        return fitting[-1] if width > most and fitting else width
 
     def column_loop(self) -> AbstractContextManager[Scope]:
         assert self.k.vector is not None and self.origin is not None
@@ -614,14 +580,14 @@ class LoopWriter(CascadeWriter):
         """Those that are written out: where states go through memory, nothing but sums happens, and not much."""
         exprs = exprs_of(stage)
         last = self.k.inner[-1].size
-        if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * ROWS:
+        if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * CPU.joined_rows:
             return 1
-        if self.width * sum(self.dtype_of[n].itemsize for i in stage for n in i.names) <= IN_STEP:
+        if self.width * sum(self.dtype_of[n].itemsize for i in stage for n in i.names) <= CPU.held_bytes:
             return 1
         if self.of_halves(stage):  # several rows of these are unpacked more slowly
             return 1
         inner = any(e.op == "local" and self.level_of[e.attr] != "outer" for e in walk(*exprs))
-        return 1 if inner or ROWS * written(exprs) > COPIED else ROWS
+        return 1 if inner or CPU.joined_rows * written(exprs) > CPU.copied else CPU.joined_rows
 
     def column_rows(self, stage: Sequence[Item], arrays: dict[str, str], lo: str, hi: str, rows: int) -> None:
         """The rows of the innermost reduced variable from lo to hi."""
@@ -666,7 +632,7 @@ class LoopWriter(CascadeWriter):
 
     def part(self, stage: Sequence[Item], rows: int) -> int:
         """Rows of columns after which states rise. The errors of halves themselves are much larger than their sum's."""
-        return rows * JOINS if rows > 1 else 4 * FEW if self.of_halves(stage) else FEW
+        return rows * CPU.joins if rows > 1 else 4 * CPU.additions if self.of_halves(stage) else CPU.additions
 
     def column_finish(self, reductions: Sequence[Item]) -> None:
         """States are the outer values themselves; what others want goes to memory."""
@@ -687,7 +653,7 @@ class LoopWriter(CascadeWriter):
         arrays = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         self.set_identity(reductions, arrays)
         assert k.vector is not None and self.origin is not None
-        if k.bounds is None and gain(exprs_of(stage), k.inner, k.vector) >= WORTH:
+        if k.bounds is None and gain(exprs_of(stage), k.inner, k.vector) >= CPU.shared_work:
             stage = offset_items(stage, k.inner, k.vector)
             values = shared_values(exprs_of(stage), k.inner, k.vector)
             self.shared_by_rows = self.side_by_side(values, k.vector, self.origin, self.end, self.width)
@@ -715,14 +681,14 @@ class LoopWriter(CascadeWriter):
         rows = self.rows_at_a_time(stage)
         if len(k.inner) > 1 and not (total.is_const and v.size.const % rows == 0):
             rows = 1
-        count, size, certain = self.chunks(total, 32, rows)
+        count, size, certain = self.chunks(total, CPU.column_chunk, rows)
         states = {n: f"o_{self.slot(n)}" for i in reductions for n in i.names}
         partial: dict[str, str] = {}
         for n in states:
             partial[n] = self.fresh("part")
-            self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {partial[n]}[{CHUNKS}][{self.width}];")
+            self.line(f"alignas(64) {self.d.types[self.dtype_of[n]]} {partial[n]}[{CPU.chunks}][{self.width}];")
         chunk, lo, hi = self.fresh("ch"), self.fresh("lo"), self.fresh("hi")
-        with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (Sym(chunk, CHUNKS),),
+        with self.scope(f"for ({self.d.long} {chunk} = 0; {chunk} < {count}; ++{chunk}) {{", (Sym(chunk, CPU.chunks),),
                         how=self.shared()):
             self.line(f"const {self.d.long} {lo} = {chunk} * {size}, "
                       f"{hi} = {self.fl}imin({lo} + {size}, {self.index(total)});")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from flambeau.ir.index import Index, Sym
+from flambeau.ir.index import Sym
 from flambeau.ir.program import Item
 
 from ..c.loops import LoopWriter
@@ -72,18 +72,12 @@ def trips(lo: str, hi: str, step: str) -> str:
 
 
 class ThreadLoops(Threads, LoopWriter):
-    def is_long(self, points: Index) -> bool:
-        return False
-
     def settled(self, items: list[Item], v: Sym) -> list[Item]:
         return items  # every work-item would have to look at all of them
 
 
 class ThreadScan(Threads, ScanWriter):
-    def rows(self) -> None:
-        k = self.k
-        with self.nest(k.outer, self.parallel((*k.outer, k.axis), self.cost, 1) if k.outer else None):
-            self.stretch(self.declare(self.needed))
+    pass
 
 
 class ThreadScatter(Threads, ScatterWriter):

@@ -20,7 +20,6 @@ from flambeau.ir.program import Kernel
 
 from ..writer import CLike, Writer
 
-VECTOR = 32  # bytes of a vector, on CPUs
 WRAPPING = ("add", "sub", "mul")
 UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
 

@@ -21,6 +21,7 @@ from flambeau.ir.program import (
     identities_of,
     reductions_of,
 )
+from flambeau.ir.tuning import POINTS
 
 from ..c.nest import NestWriter
 from ..c.scans import ScanWriter
@@ -28,8 +29,6 @@ from ..c.scatters import JOIN, ScatterWriter
 from ..writer import Dialect, Scope
 from .dialect import Exchange, LaunchDraft, Shape, SimtWriter
 
-CASCADE = 128  # points that are reduced on their own, so that rounding errors do not pile up
-SHORT = 64  # points of a row that one work-item takes
 SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is larger, and smaller than 1 / SMALL
 
 
@@ -114,7 +113,7 @@ class PointLoops(Points):
             lo, hi = (self.value(b) for b in self.k.bounds)
             with self.loop(first, lo, hi):
                 self.body(stage, states)
-        elif reductions and not (first.size.is_const and first.size.const < 2 * CASCADE):
+        elif reductions and not (first.size.is_const and first.size.const < 2 * POINTS.cascade):
             self.cascade(stage, reductions, states)
         else:
             self.nested(self.k.inner, lambda: self.body(stage, states))
@@ -131,9 +130,10 @@ class PointLoops(Points):
     def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
         v = self.k.inner[0]
         group, last = Sym(f"{v.name}c", v.size), self.fresh("e")
-        with self.loop(group, "0", self.extent(v), str(CASCADE)):
+        with self.loop(group, "0", self.extent(v), str(POINTS.cascade)):
             parts = self.declare(reductions)
-            self.line(f"const {self.d.long} {last} = {self.fl}imin({self.sym(group)} + {CASCADE}, {self.extent(v)});")
+            end = f"{self.sym(group)} + {POINTS.cascade}"
+            self.line(f"const {self.d.long} {last} = {self.fl}imin({end}, {self.extent(v)});")
             with self.loop(v, self.sym(group), last):
                 self.nested(self.k.inner[1:], lambda: self.body(stage, parts))
             for i in reductions:

@@ -21,13 +21,12 @@ from flambeau.ir.index import Dyn, Index, Sym, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
+from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
 from ..source import BlockSource, Part, host_text, site_table
-from ..tuning import HEURISTIC, Tuning
 from ..writer import Dialect, Pipelined, Scope, Steps, Writer
 
 NARROW = 1 << 31  # indices below it are 32 bits wide
-WIDE, WIDEST = 4, 16  # elements of an access of 16 bytes: of the widest dtype that is common, and of the narrowest
 
 
 class Triton(Dialect):
@@ -44,6 +43,7 @@ class Triton(Dialect):
     divisor = "{0}"
     end = ""
     function = "fl.{}"
+    unroll = BLOCKS.unroll
 
     def bitcast(self, text: str, dtype: DType) -> str:
         return f"{text}.to({self.types[dtype]}, bitcast=True)"
@@ -76,9 +76,9 @@ SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
-CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=16384, programs=1024,
+CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=BLOCKS.row, programs=1024,
                             serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
-                            masked_reads=True, gathers_rows=True, waits_for_memory=True, tables=True)
+                            masked_reads=True, gathers_rows=True, waits_for_memory=True, tables=True, tuning=BLOCKS)
 POINTER = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
@@ -223,9 +223,9 @@ class BlockWriter(Writer):
         """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
         own end is dropped, and lies in the same 16 bytes as what is not."""
         v = self.gathered
-        if v is None or self.axes.get(v) not in self.masks or not is_line(address, v, WIDE):
+        if v is None or self.axes.get(v) not in self.masks or not is_line(address, v, BLOCKS.access):
             return self.masks
-        whole = -(-v.size.const // WIDE) * WIDE
+        whole = -(-v.size.const // BLOCKS.access) * BLOCKS.access
         return {**self.masks, self.axes[v]: f"({self.sym(v)} < {whole})"}
 
     def branched(self, inside: str | None, vars: Iterable[Sym], free: Iterable[int], write: Callable[[], list[str]]
@@ -443,7 +443,7 @@ def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sy
     return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
 
 
-def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSource:
+def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource:
     """The text of one kernel, in the block shape that the heuristics say or one beside it."""
     from .loops import LoopBlocks
     from .scans import ScanBlocks
@@ -455,7 +455,7 @@ def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSou
     else:
         kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks]] = {
             LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks}
-        drafts = [kinds[type(kernel)](kernel, tuning).render()]
+        drafts = [kinds[type(kernel)](kernel, scale).render()]
     arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
     arguments += ["work"] if any(d.workspace for d in drafts) else []
     workspace = ""
@@ -466,7 +466,7 @@ def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSou
                 *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
                 *("    " + x for x in d.writer.scopes[0].lines), ""]
         lines += text
-        parts.append(Part(f"part{k}", d.grid, tuning.warped(d.warps)))
+        parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps)))
         workspace = workspace or d.workspace
     return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
                        tuple("i64" for _ in kernel.sizes), tuple(parts), workspace,

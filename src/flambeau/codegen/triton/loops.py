@@ -15,32 +15,18 @@ from flambeau.ir.expr import Expr, cast, walk
 from flambeau.ir.index import Index, Op, Sym, as_index, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of, sites_of
+from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
-from ..tuning import HEURISTIC, Tuning
 from ..writer import Pipelined
-from .blocks import WIDE, WIDEST, BlockWriter, Draft, is_wide, padded_read, power
+from .blocks import BlockWriter, Draft, is_wide, padded_read, power
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
 
-THREADS = 128  # of a program that maps: four warps
-WINDOWS = 128  # of one that gives each point a thread
-ABREAST = 64  # of one whose points compute several windows
-TILE = 1024  # its elements, at most: two 16-byte accesses for each thread
-SQUARE = 64  # side of the tile of a transposition
-ROW = 16384  # elements of a row that is held whole
-PIECE = 2048  # elements of a row that goes by in pieces
-COLUMNS = 64  # columns side by side where they are what is contiguous
-MANY, FEW = 16, 16  # programs that are too few, and how many columns each has then
-GATHERED = 8  # items of a segment read at once
-BAGS = 256  # elements of the segments that one program reduces side by side
-STAGES = 4  # pieces of a row on their way at once
-SHARED = 96 << 10  # bytes of shared memory that they may take: two programs on a processor
 
-
-def stages_for(exprs: Iterable[Expr], elements: int, tuning: Tuning) -> int:
+def stages_for(exprs: Iterable[Expr], elements: int, scale: Scale) -> int:
     """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory."""
     piece = sum(e.dtype.itemsize * elements for e in {e for e in walk(*exprs) if e.op == "load"})
-    return min(tuning.staged(STAGES), 1 + SHARED // piece) if piece else 1
+    return min(scale.staged(BLOCKS.stages), 1 + BLOCKS.shared_bytes // piece) if piece else 1
 
 
 def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
@@ -55,8 +41,8 @@ def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
 
 
 class LoopBlocks(BlockWriter):
-    def __init__(self, k: LoopKernel, tuning: Tuning = HEURISTIC) -> None:
-        self.tuning = tuning
+    def __init__(self, k: LoopKernel, scale: Scale = UNSCALED) -> None:
+        self.scale = scale
         lanes, self.guards = shared_lanes(k)
         formed = self.formed(lanes)
         if any(v not in formed.outer for v in self.guards):  # written out: phases guard what they write by themselves
@@ -126,38 +112,31 @@ class LoopBlocks(BlockWriter):
         if self.rows:
             return self.rows.blocks
         if k.tile is not None and k.vector is not None:
-            pair = {v: min(SQUARE, power(v.size.const)) if v.size.is_const else SQUARE
+            pair = {v: min(BLOCKS.transpose_side, power(v.size.const)) if v.size.is_const else BLOCKS.transpose_side
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
         exprs = k.everything()
-        windows = ABREAST if self.phases and self.phases.abreast else WINDOWS
-        room = self.tuning.sized(windows if self.apart else THREADS * per_thread(exprs))
+        windows = BLOCKS.neighbour_threads if self.phases and self.phases.abreast else BLOCKS.window_threads
+        room = self.scale.sized(windows if self.apart else BLOCKS.threads * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
 
     def row_length(self) -> tuple[int, bool]:
         """Elements of the reduced axis in one tile, and whether that is all of it."""
         k = self.k
-        if k.bounds is not None:
+        if k.form.name == "segments":
             parts = max(len(i.names) for i in reductions_of(k.items))
-            return max(2, GATHERED // parts), False
-        contiguous = k.vector in k.inner
-        most = ROW if contiguous or k.scratch else 64
-        if self.inner.is_const and self.inner.const <= most:
+            return max(2, BLOCKS.segment_items // parts), False
+        if k.form.name == "whole rows":
             return power(self.inner.const), True
-        piece = self.tuning.sized(PIECE if contiguous else PIECE // self.columns())
+        piece = self.scale.sized(BLOCKS.piece // k.form.width)
         return (min(piece, power(self.inner.const)) if self.inner.is_const else piece), False
 
     def rows_abreast(self, length: int) -> int:
         if self.k.bounds is not None:
-            return self.tuning.sized(BAGS)
-        rows = self.tuning.sized(TILE) // length
-        return max(1 if self.k.vector in self.k.inner else self.columns(), rows)
-
-    def columns(self) -> int:
-        """Side by side: fewer, where there are too few for many programs."""
-        total = volume(self.k.outer)
-        return FEW if total.is_const and total.const <= MANY * COLUMNS else COLUMNS
+            return self.scale.sized(BLOCKS.segment_elements)
+        rows = self.scale.sized(BLOCKS.tile) // length
+        return max(self.k.form.width, rows)
 
     def all_inside(self) -> str | None:
         """What holds where the whole tile is inside, if accesses are wider then: neighbours in memory, aligned rows."""
@@ -165,10 +144,10 @@ class LoopBlocks(BlockWriter):
         if not self.masks or self.rows or k.tile is not None:
             return None
         last = k.outer[-1]
-        if last.size.is_const and last.size.const % WIDEST == 0 and not self.guards:
+        if last.size.is_const and last.size.const % BLOCKS.access_most == 0 and not self.guards:
             return None
         accessed = [a for e in walk(*k.everything()) if e.op == "load" for a in e.attr[1]] + [a for _, a in k.stores]
-        if not any(is_line(a, last, WIDE) for a in accessed):
+        if not any(is_line(a, last, BLOCKS.access) for a in accessed):
             return None
         ends: dict[Sym, Index] = {}
         for v, axis in self.axes.items():
@@ -290,7 +269,7 @@ class LoopBlocks(BlockWriter):
                 self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
             taken = self.carries(items)
             first = Sym(f"base{n}", self.inner)
-            ahead = Pipelined(stages_for(exprs_of(items), math.prod(self.blocks), self.tuning))
+            ahead = Pipelined(stages_for(exprs_of(items), math.prod(self.blocks), self.scale))
             with self.loop(first, "0", self.index(self.inner), str(length), how=ahead) as s:
                 s.vars.update(k.inner)
                 self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)

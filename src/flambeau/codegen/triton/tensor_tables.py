@@ -6,22 +6,22 @@ from collections.abc import Iterable, Sequence
 
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import CHUNK, Item, TableKernel, reductions_of
+from flambeau.ir.tuning import BLOCKS, Scale
 
-from ..tuning import Tuning
 from .blocks import BlockWriter, Draft
-from .loops import THREADS, per_thread
+from .loops import per_thread
 
-WARPS = THREADS // 32
+WARPS = BLOCKS.threads // 32
 
 
 class TableBlocks(BlockWriter):
     """Addresses come out of memory, so nothing is known of them: blocks that are whole and of aligned tensors are told
     so, which is what accesses of 16 bytes take; the others go element by element."""
 
-    def __init__(self, k: TableKernel, tuning: Tuning) -> None:
+    def __init__(self, k: TableKernel, scale: Scale) -> None:
         super().__init__(k.params, k.sizes, wide=False)
         self.kernel, self.k = k, k.body
-        self.tuning = tuning
+        self.scale = scale
         self.steps = k.steps()
         self.dtypes |= {p.name: p.dtype for p in self.k.params}
         self.columns = k.columns
@@ -43,7 +43,7 @@ class TableBlocks(BlockWriter):
             self.maps(k.items)
             return Draft(self, self.grid(), 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
-        size = self.tuning.sized(THREADS * per_thread(k.everything()))
+        size = self.scale.sized(BLOCKS.threads * per_thread(k.everything()))
         self.blocks, self.axes = [size], {vars[0]: 0}
         aligned = " | ".join(f"a{at}" for at in moving)
         for header, whole in ((f"if (length == {CHUNK}) & ((({aligned}) & 15) == 0):", True), ("else:", False)):
