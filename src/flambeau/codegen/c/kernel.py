@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,8 +13,11 @@ from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel
 
 from ..source import KernelSource, site_table
 from ..writer import TEAM, CLike, Lanes, Shares, Steps
+from .columns import ColumnWriter, SharedColumnWriter
 from .loops import LoopWriter
+from .maps import MapWriter
 from .nest import extent_names
+from .rows import RowWriter, SharedRowWriter
 from .scans import ScanWriter
 from .scatters import ScatterWriter
 from .tensor_tables import TableWriter
@@ -84,14 +88,18 @@ class BoundedCpp(Cpp):
 
 CPP = Cpp()
 BOUNDED = BoundedCpp()
-WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter | ScanWriter | ScatterWriter]] = {
-    LoopKernel: LoopWriter, ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter}
+LOOPS: dict[str, Callable[..., LoopWriter[Any]]] = {
+    **dict.fromkeys(("points", "lines", "chunks", "tiles"), MapWriter), "rows": RowWriter,
+    "shared rows": SharedRowWriter, "columns": ColumnWriter, "shared columns": SharedColumnWriter}
+WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter[Any] | ScanWriter | ScatterWriter]] = {
+    ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter}
 
 
 def render(kernel: AnyKernel, name: str, bounded: bool = False) -> KernelSource:
     """The text of one kernel; `bounded`: one that checks its accesses."""
     bounded = bounded and not isinstance(kernel, TableKernel)
-    writer = WRITERS[type(kernel)](BOUNDED if bounded else CPP, kernel)
+    write = LOOPS[kernel.form.name] if isinstance(kernel, LoopKernel) else WRITERS[type(kernel)]
+    writer = write(BOUNDED if bounded else CPP, kernel)
     body = writer.render()
     lines = ['extern "C" int64_t KERNEL_NAME(void** p, const int64_t* n) {', "  int64_t bad = 0;"]
     # Names of buffers differ between graphs; equal kernels must have equal text.

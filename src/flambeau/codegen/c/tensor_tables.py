@@ -6,10 +6,10 @@ from flambeau.ir.program import CHUNK, TableKernel
 from flambeau.ir.tuning import CPU
 
 from ..writer import Dialect, Shares
-from .loops import LoopWriter
+from .rows import RowWriter
 
 
-class TableWriter(LoopWriter):
+class TableWriter(RowWriter):
     """Writes the body for one block; its own names are those of the row's pointers."""
 
     def __init__(self, dialect: Dialect, kernel: TableKernel) -> None:

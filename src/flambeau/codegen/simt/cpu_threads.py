@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from flambeau.ir.index import Sym
 from flambeau.ir.program import Item
 
-from ..c.loops import LoopWriter
+from ..c.columns import ColumnWriter
+from ..c.maps import MapWriter
 from ..c.nest import NestWriter
+from ..c.rows import RowWriter
 from ..c.scans import ScanWriter
 from ..c.scatters import ScatterWriter
 from ..writer import TEAM, Scope, Shares, Steps
@@ -71,9 +73,17 @@ def trips(lo: str, hi: str, step: str) -> str:
     return span if step == "1" else f"(({span} + {step} - 1) / {step})"
 
 
-class ThreadLoops(Threads, LoopWriter):
+class ThreadMap(Threads, MapWriter):
     def settled(self, items: list[Item], v: Sym) -> list[Item]:
         return items  # every work-item would have to look at all of them
+
+
+class ThreadRows(Threads, RowWriter):
+    pass
+
+
+class ThreadColumns(Threads, ColumnWriter):
+    pass
 
 
 class ThreadScan(Threads, ScanWriter):
@@ -89,3 +99,7 @@ class ThreadScatter(Threads, ScatterWriter):
 
 class ThreadStart(Threads, ScatterWriter):
     pass
+
+
+LOOPS: dict[str, type[ThreadMap | ThreadRows | ThreadColumns]] = {
+    **dict.fromkeys(("points", "lines", "chunks", "tiles"), ThreadMap), "rows": ThreadRows, "columns": ThreadColumns}

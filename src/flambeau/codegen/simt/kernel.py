@@ -22,7 +22,8 @@ from ..source import Range, RangeSource, host_text, site_table
 from ..writer import Writer
 from .contraction_blocks import Blocks
 from .contraction_tiles import Tiles
-from .cpu_threads import ThreadLoops, ThreadScan, ThreadScatter, ThreadStart
+from .cpu_threads import LOOPS as THREAD_LOOPS
+from .cpu_threads import ThreadScan, ThreadScatter, ThreadStart
 from .dialect import LaunchDraft, Shape, SimtDialect
 from .points import PointLoops, PointScan, PointScatter, PointStart
 from .rows import RowLoops
@@ -99,7 +100,7 @@ def write_threads(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDr
     if isinstance(kernel, ContractKernel):
         return [Blocks(d, kernel, shape).write()]
     if isinstance(kernel, LoopKernel | ScanKernel):
-        one = ThreadLoops(d, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(d, kernel)
+        one = THREAD_LOOPS[kernel.form.name](d, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(d, kernel)
         one.render()
         return [one.draft()]
     assert isinstance(kernel, ScatterKernel)

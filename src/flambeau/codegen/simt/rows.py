@@ -13,12 +13,12 @@ from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Sym, volume
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of, reductions_of
+from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of
 from flambeau.ir.tuning import POINTS
 
 from ..writer import Dialect, Scope
 from .dialect import Shape
-from .points import PointLoops
+from .points import PointLoops, States
 from .wide_access import Several
 
 
@@ -126,17 +126,11 @@ class RowLoops(Rows, PointLoops):
             return len(self.scopes) - 1, self.as_value(f"{array}[{self.current}]", e.dtype)
         return super().emit(e)
 
-    def stage(self, stage: Sequence[Item]) -> None:
-        if stage[0].level == "outer" and stage[0].combine is None:
-            for i in stage:
-                self.map_item(i)
-            return
-        reductions = reductions_of(stage)
-        stored = [n for i in stage if i.combine is None for n in i.names if n in self.full]
-        states = self.declare(reductions)
+    def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: States) -> None:
+        stored = [n for i in items if i.combine is None for n in i.names if n in self.full]
         # A work-item meets the same points in every stage: what it stored, it may read again.
         with self.stretches() as base:
-            reads = self.ahead(exprs_of(stage))
+            reads = self.ahead(exprs_of(items))
             if self.is_held():
                 reads = [e for e in reads if e not in self.held]
             else:
@@ -145,12 +139,10 @@ class RowLoops(Rows, PointLoops):
             for _ in self.in_parts(bool(reads) and self.is_held()):
                 self.fetch(reads, base)
                 with self.every() as self.current, self.element(self.current, base, "skip"):
-                    self.body(stage, states)
+                    self.body(items, states)
                 self.flush(stored, base)
         for i in reductions:
-            joined = self.joined(i.joins, [states[n] for n in i.names])
-            states.update(zip(i.names, joined, strict=True))
-        self.finish(reductions, states)
+            states.update(zip(i.names, self.joined(i.joins, [states[n] for n in i.names]), strict=True))
 
     def map_item(self, item: Item) -> None:
         name = item.names[0]

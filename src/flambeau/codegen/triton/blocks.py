@@ -313,7 +313,7 @@ class BlockWriter(Writer):
     def shaped(self, text: str) -> str:
         return self.spread(text, self.loop_axes)
 
-    def keep(self, name: str, e: Expr) -> str:
+    def keep_value(self, name: str, e: Expr) -> str:
         """The text of an expression, which goes by a name from here on."""
         text = self.value(e)
         self.local_axes[name] = self.axes_of(e)
