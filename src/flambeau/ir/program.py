@@ -115,7 +115,7 @@ class LoopKernel:
                        for stage in self.stages)
         return replace(self, stages=stages, stores=tuple((name, at.subs(mapping or {})) for name, at in self.stores))
 
-    def turned(self) -> list[Expr]:
+    def transposed_reads(self) -> list[Expr]:
         """What a map reads along the second variable of its tiles, at places that need no computing."""
         if self.tile is None or self.vector is None:
             return []

@@ -15,7 +15,7 @@ from flambeau.ir.program import ContractKernel, Item
 from flambeau.ir.tuning import Tuning
 
 from .fuse import Group, member_exprs
-from .loop_nests import Draft, draft_group, merge, order, params_of, sizes_of, split_dims
+from .loop_nests import NestDraft, draft_group, merge, order, params_of, sizes_of, split_dims
 
 
 def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
@@ -93,7 +93,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
     split_dims(d, [batch, rows, columns, depth])
     batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
     depth = merge(inside_first(depth, d), d)
-    # Draft.substitute has renamed what was merged.
+    # NestDraft.substitute has renamed what was merged.
     (a, b), items = d.items[0].exprs, d.items[1:]
     if cost(d, b, rows, columns, depth, t) > cost(d, a, columns, rows, depth, t):
         a, b, rows, columns = b, a, columns, rows
@@ -103,7 +103,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
                           tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
 
 
-def roles(d: Draft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
+def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
     """Rows, columns and batch. A factor that is the same along a variable (its step in memory is zero) does not depend
     on it; what neither depends on is what the product as it was `asked` for says."""
     left, right = (e.symbols() for e in d.items[0].exprs)
@@ -117,7 +117,7 @@ def roles(d: Draft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
     return rows, columns, batch
 
 
-def inside_first(depth: list[Sym], d: Draft) -> list[Sym]:
+def inside_first(depth: list[Sym], d: NestDraft) -> list[Sym]:
     """The summed variable that is contiguous in a factor goes innermost."""
     for e in loads(*d.items[0].exprs):
         for v in depth:
@@ -126,7 +126,8 @@ def inside_first(depth: list[Sym], d: Draft) -> list[Sym]:
     return depth
 
 
-def cost(d: Draft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym], t: Tuning) -> int:
+def cost(d: NestDraft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym], t: Tuning
+         ) -> int:
     """Of a kernel with these columns, which are vectors: they should be many, and next to each other in memory."""
     high, wide, deep = (size_of(vars, 1024) for vars in (rows, columns, depth))
     work = -(-high // t.tile_high) * t.tile_high * (-(-wide // t.tile_wide) * t.tile_wide) * deep

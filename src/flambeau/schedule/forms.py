@@ -93,7 +93,7 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
         return Form("rows")  # what is contiguous is reduced, and long enough for a group
     windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
     many = not k.inner and not (points.is_const and points.const < t.streamed_points) and not windows
-    if many and k.turned():
+    if many and k.transposed_reads():
         return Form("transpose")
     memory = cost_of(exprs) <= t.streamed_work and 0 < len(loads(*exprs)) * t.access_bytes // 4 <= t.registers
     return Form("streamed" if many and k.outer and k.bounds is None and memory else "points")

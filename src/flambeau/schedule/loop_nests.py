@@ -62,7 +62,7 @@ def has_elements(b: Buffer, index: Sequence[Index]) -> Expr | None:
 
 
 @dataclass
-class Draft:
+class NestDraft:
     """A kernel while its loops are being shaped."""
 
     outer: list[Sym]
@@ -96,7 +96,7 @@ class Draft:
         return [i for e in walk(*self.exprs()) for i in e.own_indices()] + list(self.stores.values())
 
 
-def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Draft:
+def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> NestDraft:
     # Everything is in the order of its making: equal layers get equal text, in every process.
     made = dict.fromkeys(n for m in g.members for n in m.node.names)
     items: list[Item] = []
@@ -110,7 +110,7 @@ def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Draft
             items.append(Item(m.node.names, m.level, exprs, combine))
     vars = g.vars
     stores = {name: address_of(buffers[name], g.written[name][0]) for name in made if name in stored}
-    d = Draft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
+    d = NestDraft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
               stores)
     if g.segment is not None:
         m = g.members[0]
@@ -131,7 +131,7 @@ def locals_in(exprs: Sequence[Expr]) -> set[str]:
     return {e.attr for e in walk(*exprs) if e.op == "local"}
 
 
-def stage(d: Draft, g_has_axes: bool) -> None:
+def stage(d: NestDraft, g_has_axes: bool) -> None:
     """When each item runs: full stages are even, outer stages odd; a reduction is ready one stage later."""
     made: dict[str, tuple[int, str]] = {}
     for i in d.items:
@@ -151,7 +151,7 @@ def stage(d: Draft, g_has_axes: bool) -> None:
             d.stage_of[name] = t
 
 
-def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of: dict[str, DType]
+def bring_forward(d: NestDraft, row_bytes: int | None, caps: Capabilities, dtype_of: dict[str, DType]
                   ) -> tuple[set[str], set[str]]:
     """Full-level values that a later stage reads: computed again, kept in a scratch row, or stored.
 
@@ -190,7 +190,7 @@ def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of:
 # ---- the shape of the loops ------------------------------------------------------------------------------
 
 
-def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
+def split_dims(d: NestDraft, lists: Sequence[list[Sym]]) -> None:
     """x // k and x % k of a variable: two variables instead, where k divides its size."""
     for _ in range(16):
         found = next(((v, k) for i in d.indices() for v, k in i.divisions()
@@ -206,7 +206,7 @@ def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
                 vs[at:at + 1] = [big, small]
 
 
-def choose_vector(d: Draft, candidates: Sequence[Sym], t: Tuning) -> Sym | None:
+def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | None:
     """The variable that is contiguous in most accesses; stores count double, jumps count against.
 
     What a kernel touches once per outer point (the result of a row's reduction) hardly counts."""
@@ -237,7 +237,7 @@ def choose_vector(d: Draft, candidates: Sequence[Sym], t: Tuning) -> Sym | None:
     return best
 
 
-def span(v: Sym, d: Draft) -> Index:
+def span(v: Sym, d: NestDraft) -> Index:
     """The extent of a variable together with those before it that will be merged with it."""
     vars = d.inner if v in d.inner else d.outer
     at = vars.index(v)
@@ -251,7 +251,7 @@ def span(v: Sym, d: Draft) -> Index:
         at -= 1
 
 
-def order(vars: list[Sym], d: Draft, vector: Sym | None) -> list[Sym]:
+def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
     """Largest step of the main access outermost, the vector variable innermost."""
     stores = [a for _, a, s in d.accesses() if s]
     main = stores or [a for _, a, _ in d.accesses()]
@@ -271,7 +271,7 @@ def order(vars: list[Sym], d: Draft, vector: Sym | None) -> list[Sym]:
     return placed
 
 
-def merge(vars: list[Sym], d: Draft) -> list[Sym]:
+def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
     """Neighbours that every access walks as one become one."""
     for k in range(len(vars) - 2, -1, -1):
         a, b = vars[k], vars[k + 1]
@@ -282,11 +282,11 @@ def merge(vars: list[Sym], d: Draft) -> list[Sym]:
     return vars
 
 
-def mergeable(a: Sym, b: Sym, d: Draft) -> bool:
+def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
     return all(walks_as_one(i, a, b) for i in d.indices())
 
 
-def choose_tile(d: Draft, vars: Sequence[Sym], vector: Sym | None, t: Tuning) -> Sym | None:
+def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning) -> Sym | None:
     """A second variable that is contiguous where the vector variable jumps: a transposition."""
     if vector is None or not _at_least(vector, t.transpose_least):
         return None
@@ -365,7 +365,7 @@ def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Bu
     return tuple(Param(n, buffers[n].dtype, n in written) for n in dict.fromkeys(n for n, _, _ in accesses))
 
 
-def sizes_of(d: Draft) -> tuple[Sym, ...]:
+def sizes_of(d: NestDraft) -> tuple[Sym, ...]:
     """Run-time sizes that the kernel needs."""
     loop = {*d.outer, *d.inner}
     free: set[Sym] = set()
@@ -391,7 +391,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     at = tuple(ones.get(v, as_index(v)) for v in n.vars)
     stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
     outer = [v for v in n.vars if v is not axis and v.size is not ONE]
-    d = Draft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
+    d = NestDraft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
     split_dims(d, [d.outer])
     vector = choose_vector(d, [*d.outer, axis], caps.tuning)
     row = vector is axis or vector is None
@@ -402,8 +402,8 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
         vector = d.outer[-1] if vector is last else None
         row = vector is None
     needed = n.combine.needed([e for name, e in zip(n.names, n.finish, strict=True) if name in stored])
-    simple, dear = len(n.combine.chained(needed)) == 1, cost_of(n.combine.result) > caps.tuning.expensive_combine
-    if row and d.outer and _at_least(d.outer[-1], caps.tuning.scan_side_by_side) and (simple or dear):
+    simple, expensive = len(n.combine.chained(needed)) == 1, cost_of(n.combine.result) > caps.tuning.expensive_combine
+    if row and d.outer and _at_least(d.outer[-1], caps.tuning.scan_side_by_side) and (simple or expensive):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     ordered = caps.deterministic and any(map(is_float, n.combine.dtypes))
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
@@ -454,7 +454,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     out_vars.sort(key=lambda v: -c.const if (c := init_address.coefficient(v)) is not None and c.is_const else 0)
     reads = [init, value, *(() if mask is None else (mask,)),
              *(Expr("index", _INT64, (), t) for t in target if any(isinstance(a, Dyn) for a in t.atoms()))]
-    d = Draft(vars, out_vars, [Item((out,), "full", tuple(reads))], {out: address, out + "'": init_address})
+    d = NestDraft(vars, out_vars, [Item((out,), "full", tuple(reads))], {out: address, out + "'": init_address})
     if owner is not None:
         d.stores[out + "''"] = owner
     d.outer = []

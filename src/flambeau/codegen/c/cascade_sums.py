@@ -17,7 +17,7 @@ from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Item, identities_of
 from flambeau.ir.tuning import CPU
 
-from ..writer import LANES
+from ..dialect import LANES
 from .window_loops import WindowWriter
 
 

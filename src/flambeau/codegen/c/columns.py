@@ -13,7 +13,8 @@ from flambeau.ir.index import Sym, as_index, ceildiv, volume
 from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
 from flambeau.ir.tuning import CPU
 
-from ..writer import LANES, Dialect, Scope
+from ..dialect import LANES, Dialect
+from ..writer import Scope
 from .loop_splitting import written
 from .loops import LoopWriter, offset_items
 from .row_invariants import gain, shared_values

@@ -18,8 +18,8 @@ from flambeau.ir.index import Index, Sym, as_index, is_positive
 from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
 from flambeau.ir.tuning import CPU
 
+from ..dialect import LANES, Dialect, Lanes, Shares, Steps
 from ..stages import S, StageWriter
-from ..writer import LANES, Dialect, Lanes, Shares, Steps
 from .cascade_sums import CascadeWriter, Levels
 from .loop_splitting import affordable, pieces, written
 from .row_invariants import with_offsets

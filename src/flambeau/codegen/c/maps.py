@@ -10,7 +10,7 @@ from flambeau.ir.index import Sym, is_positive, volume
 from flambeau.ir.program import Item, exprs_of
 from flambeau.ir.tuning import CPU
 
-from ..writer import APART, LANES
+from ..dialect import APART, LANES
 from .loop_splitting import affordable, pieces
 from .loops import LoopWriter, offset_items
 from .row_invariants import best_shared, shared_values
@@ -114,27 +114,27 @@ class MapWriter(LoopWriter[None]):
     def tiles(self) -> None:
         """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache.
 
-        What is contiguous along the second one is turned around first: lines that lie a power of two apart would want
-        the same place in the cache, and so each of them is read and written as a whole."""
+        What is contiguous along the second one is transposed in a small array first: lines that lie a power of two
+        apart would want the same place in the cache, and so each of them is read and written as a whole."""
         v, t = self.k.vector, self.k.tile
         assert v is not None and t is not None
         others = tuple(x for x in self.k.outer if x is not v and x is not t)
         tb, vb = Sym(f"{t.name}b", t.size), Sym(f"{v.name}b", v.size)
         how = self.parallel(self.k.outer, self.cost, len(others) + 2)
-        turned = {e: self.fresh("turned") for e in self.k.turned()}
-        side = CPU.transpose_side if turned else CPU.transpose_side // 2
-        high = max(CPU.transpose_bytes // sum(e.dtype.itemsize for e in turned), 1) if turned else side
+        transposed = {e: self.fresh("turned") for e in self.k.transposed_reads()}
+        side = CPU.transpose_side if transposed else CPU.transpose_side // 2
+        high = max(CPU.transpose_bytes // sum(e.dtype.itemsize for e in transposed), 1) if transposed else side
         with self.nest(others, how, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
             ends = {}
             for b, x, n in ((tb, t, high), (vb, v, side)):
                 ends[x] = self.end_of(self.sym(b), n, x.size)
             place = f"[({self.sym(t)} - {self.sym(tb)}) * {side + CPU.transpose_gap} + {self.sym(v)} - {self.sym(vb)}]"
-            for e, array in turned.items():
+            for e, array in transposed.items():
                 self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * (side + CPU.transpose_gap)}];")
                 with self.loop(v, self.sym(vb), ends[v]), self.loop(t, self.sym(tb), ends[t], how=APART):
                     self.line(f"{array}{place} = {self.value(e)};")
             with self.loop(t, self.sym(tb), ends[t]), \
                     self.loop(v, self.sym(vb), ends[v], how=LANES) as scope:
-                scope.known.update({e: array + place for e, array in turned.items()})
+                scope.known.update({e: array + place for e, array in transposed.items()})
                 for i in self.k.items:
                     self.map_item(i)

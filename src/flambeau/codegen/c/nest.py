@@ -15,7 +15,8 @@ from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Kernel, sites_of
 from flambeau.ir.tuning import CPU
 
-from ..writer import Dialect, Scope, Shares, Steps, Writer
+from ..dialect import Dialect, Shares, Steps
+from ..writer import Scope, Writer
 from .prefetch import coming
 
 

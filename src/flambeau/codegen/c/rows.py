@@ -13,8 +13,8 @@ from flambeau.ir.index import Index, Sym, as_index, ceildiv, volume
 from flambeau.ir.program import Item, exprs_of
 from flambeau.ir.tuning import CPU
 
+from ..dialect import LANES
 from ..stages import S
-from ..writer import LANES
 from .cascade_sums import Levels
 from .loops import LoopWriter, widest_of
 

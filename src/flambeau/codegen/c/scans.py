@@ -12,7 +12,8 @@ from flambeau.ir.index import ONE, Sym
 from flambeau.ir.program import ScanKernel
 from flambeau.ir.tuning import CPU
 
-from ..writer import LANES, Dialect, Scope
+from ..dialect import LANES, Dialect
+from ..writer import Scope
 from .nest import NestWriter
 
 
@@ -163,18 +164,18 @@ class ScanWriter(NestWriter):
 
     def parts(self, states: dict[int, str], size: str, components: Sequence[int], store: bool) -> None:
         k = self.k
-        abreast = 1 if self.exact() else CPU.scan_side_by_side
+        together = 1 if self.exact() else CPU.scan_side_by_side
         b, n = self.fresh("b"), self.extent(k.axis)
-        head = f"for ({self.d.long} {b} = 0; {b} < {CPU.scan_parts}; {b} += {abreast}) {{"
+        head = f"for ({self.d.long} {b} = 0; {b} < {CPU.scan_parts}; {b} += {together}) {{"
         with self.scope(head, how=self.parallel((*k.outer, k.axis), self.cost, 1)):
-            if abreast == 1:
+            if together == 1:
                 slots = self.copied({j: f"{states[j]}[{b}]" for j in components})
                 lo, hi = f"{b} * {size}", f"({b} + 1) * {size}"
                 self.stretch(slots, lo, hi, store)
                 ends = {j: f"{states[j]}[{b}] = {slot};" for j, slot in slots.items()}
             else:
-                arrays = self.declare(components, abreast)
-                each = f"for (int l = 0; l < {abreast}; ++l)"
+                arrays = self.declare(components, together)
+                each = f"for (int l = 0; l < {together}; ++l)"
                 for j, array in arrays.items():
                     self.line(f"{each} {array}[l] = {states[j]}[{b} + l];")
                 with self.scope(f"for ({self.d.long} w = 0; w < {size}; ++w) {{"), \
@@ -206,7 +207,7 @@ class ScanWriter(NestWriter):
             b = self.sym(block)
             end = self.end_of(b, width, v.size)
             arrays = self.declare(self.needed, width)
-            # To gather and scatter takes longer than to go one by one, unless what is between them is dear.
+            # To gather and scatter takes longer than to go one by one, unless what is between them is expensive.
             one_by_one = apart and cost_of(k.combine.result) <= CPU.expensive_combine
             slots = {j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()}
             if one_by_one:

@@ -17,7 +17,7 @@ from flambeau.ir.index import Dyn, Index, Sym, as_index, volume
 from flambeau.ir.program import ScatterKernel
 from flambeau.ir.tuning import CPU
 
-from ..writer import LANES, TEAM, Dialect
+from ..dialect import LANES, TEAM, Dialect
 from .nest import NestWriter
 from .row_invariants import number
 
@@ -114,7 +114,7 @@ class ScatterWriter(NestWriter):
             self.write()
             return
         v, rest = vars[0], vars[1:]
-        if not hi and self.is_dear(v, rest):
+        if not hi and self.is_expensive(v, rest):
             self.prepared(v, rest)
             return
         if rest:
@@ -126,7 +126,7 @@ class ScatterWriter(NestWriter):
         with self.loop(v, lo, hi or self.extent(v), how=lanes):
             self.write()
 
-    def is_dear(self, v: Sym, taps: Sequence[Sym]) -> bool:
+    def is_expensive(self, v: Sym, taps: Sequence[Sym]) -> bool:
         """Whether to find places and values takes longer than to write, for a few elements at each point of v."""
         k = self.k
         count = volume(taps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flambeau.ir.program import CHUNK, TableKernel
 from flambeau.ir.tuning import CPU
 
-from ..writer import Dialect, Shares
+from ..dialect import Dialect, Shares
 from .rows import RowWriter
 
 

@@ -14,7 +14,7 @@ from flambeau.ir.index import Index, Sym
 from flambeau.ir.program import Kernel
 from flambeau.ir.tuning import CPU
 
-from ..writer import Dialect, Steps
+from ..dialect import Dialect, Steps
 from .nest import NestWriter
 
 

@@ -15,7 +15,7 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import CPU
 
-from ..writer import LANES
+from ..dialect import LANES
 from .contractions import ContractWriter
 from .cpu_threads import SHARES
 from .dialect import LaunchDraft, Shape, SimtDialect

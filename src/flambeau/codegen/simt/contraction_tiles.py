@@ -15,7 +15,7 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import POINTS
 
-from ..writer import UNROLLED
+from ..dialect import UNROLLED
 from .contractions import ContractWriter
 from .dialect import LaunchDraft, Shape, SimtDialect
 

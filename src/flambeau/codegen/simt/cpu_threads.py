@@ -19,7 +19,8 @@ from ..c.nest import NestWriter
 from ..c.rows import RowWriter
 from ..c.scans import ScanWriter
 from ..c.scatters import ScatterWriter
-from ..writer import TEAM, Scope, Shares, Steps
+from ..dialect import TEAM, Shares, Steps
+from ..writer import Scope
 from .dialect import LaunchDraft, SimtWriter
 
 SHARES = "4 * units"  # several for each core: they need not take equally long

@@ -15,8 +15,8 @@ from flambeau.ir.expr import SPECIAL
 from flambeau.ir.program import Kernel
 from flambeau.ir.tuning import CPU
 
+from ..dialect import APART, UNROLLED, Lanes, Steps
 from ..source import RangeSource
-from ..writer import APART, UNROLLED, Lanes, Steps
 from .dialect import Exchange, Shape, SimtDialect
 from .kernel import render_in
 

@@ -25,8 +25,9 @@ from flambeau.ir.tuning import POINTS
 from ..c.nest import NestWriter
 from ..c.scans import ScanWriter
 from ..c.scatters import JOIN, ScatterWriter
+from ..dialect import Dialect
 from ..stages import StageWriter
-from ..writer import Dialect, Scope
+from ..writer import Scope
 from .dialect import Exchange, LaunchDraft, Shape, SimtWriter
 
 SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is larger, and smaller than 1 / SMALL

@@ -16,7 +16,8 @@ from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of
 from flambeau.ir.tuning import POINTS
 
-from ..writer import Dialect, Scope
+from ..dialect import Dialect
+from ..writer import Scope
 from .dialect import Shape
 from .points import PointLoops, States
 from .wide_access import Several

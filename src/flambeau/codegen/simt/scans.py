@@ -13,7 +13,7 @@ from flambeau.ir.program import ScanKernel
 from flambeau.ir.tuning import POINTS
 
 from ..c.scans import ScanWriter
-from ..writer import UNROLLED
+from ..dialect import UNROLLED
 from .dialect import Shape, SimtDialect
 from .rows import Rows, power_below
 

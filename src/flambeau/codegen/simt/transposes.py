@@ -10,7 +10,7 @@ from flambeau.ir.index import Sym, ceildiv, volume
 from flambeau.ir.program import LoopKernel
 from flambeau.ir.tuning import POINTS
 
-from ..writer import Dialect
+from ..dialect import Dialect
 from .dialect import Shape
 from .points import PointLoops
 from .wide_access import Several
@@ -21,7 +21,7 @@ class Transpose(Several, PointLoops):
         super().__init__(dialect, kernel, shape)
         assert kernel.vector is not None and kernel.tile is not None
         self.along, self.across = kernel.vector, kernel.tile
-        self.reads = kernel.turned()
+        self.reads = kernel.transposed_reads()
         side = POINTS.transpose_side
         while side > 1 and self.bytes(side) > shape.local:
             side //= 2

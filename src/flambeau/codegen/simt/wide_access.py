@@ -17,7 +17,8 @@ from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
 from flambeau.ir.tuning import POINTS
 
-from ..writer import UNROLLED, Dialect, Scope
+from ..dialect import UNROLLED, Dialect
+from ..writer import Scope
 from .dialect import Shape
 from .points import PointLoops, Points
 

@@ -9,7 +9,7 @@ from flambeau.ir.program import AnyKernel, ScatterKernel, TableKernel
 from flambeau.ir.tuning import AROUND
 
 from ..source import BlockSource, host_text
-from .blocks import render
+from .kernel import render
 
 
 def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:

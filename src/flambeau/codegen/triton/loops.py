@@ -17,9 +17,9 @@ from flambeau.ir.lines import is_line
 from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of, sites_of
 from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
+from ..dialect import Pipelined
 from ..stages import StageWriter
-from ..writer import Pipelined
-from .blocks import BlockWriter, Draft, is_wide, padded_read, power
+from .blocks import BlockWriter, PartDraft, is_wide, padded_read, power
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
 
@@ -74,7 +74,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         self.phases = written_out(k)
         return self.phases.kernel if self.phases else k
 
-    def render(self) -> Draft:
+    def render(self) -> PartDraft:
         k = self.k
         if not k.inner:
             blocks = self.map_tile()
@@ -87,21 +87,21 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             else:
                 self.branched(self.all_inside(), k.outer, self.full(), self.stages)
             if self.rows:
-                return Draft(self, grid, self.rows.warps)
-            return Draft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
+                return PartDraft(self, grid, self.rows.warps)
+            return PartDraft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
         length, whole = self.row_length()
-        blocks = spans(k.outer, self.rows_abreast(length))
+        blocks = spans(k.outer, self.rows_side_by_side(length))
         grid = self.tile(k.outer, blocks, length)
         if k.bounds is not None:
             self.open_segment()
             self.all_stages()
             # A warp for each 512 bytes next to each other: what it reads of all items, it reduces without the others.
-            return Draft(self, grid, max(1, min(4, self.elements() // length // 128)))
+            return PartDraft(self, grid, max(1, min(4, self.elements() // length // 128)))
         if whole:
             self.whole_row()
         else:
             self.all_stages()
-        return Draft(self, grid, warps_for(self.elements()))
+        return PartDraft(self, grid, warps_for(self.elements()))
 
     # ---- the tile --------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
         exprs = k.everything()
-        windows = BLOCKS.neighbour_threads if self.phases and self.phases.abreast else BLOCKS.window_threads
+        windows = BLOCKS.neighbour_threads if self.phases and self.phases.neighbours else BLOCKS.window_threads
         room = self.scale.sized(windows if self.apart else BLOCKS.threads * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
@@ -139,7 +139,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         piece = self.scale.sized(BLOCKS.piece // k.form.width)
         return (min(piece, power(self.inner.const)) if self.inner.is_const else piece), False
 
-    def rows_abreast(self, length: int) -> int:
+    def rows_side_by_side(self, length: int) -> int:
         if self.k.bounds is not None:
             return self.scale.sized(BLOCKS.segment_elements)
         rows = self.scale.sized(BLOCKS.tile) // length

@@ -28,7 +28,7 @@ class Phases:
     buffers: dict[str, str]  # name of an element's value -> buffer it is stored in
     holds: dict[str, Expr]  # what must hold for its store
     joined: tuple[tuple[str, ...], ...]  # elements next to each other in memory
-    abreast: bool = False  # not phases, but windows next to each other
+    neighbours: bool = False  # not phases, but windows next to each other
 
 
 def written_out(k: LoopKernel) -> Phases | None:
@@ -48,11 +48,11 @@ def written_out(k: LoopKernel) -> Phases | None:
     chosen = phase_variables(k)
     if chosen or BLOCKS.neighbours == 1 or checked:
         return unrolled(k, chosen, limits) if chosen else None
-    k, chosen, limits = abreast(k)
-    return replace(unrolled(k, chosen, limits), abreast=True) if chosen else None
+    k, chosen, limits = side_by_side(k)
+    return replace(unrolled(k, chosen, limits), neighbours=True) if chosen else None
 
 
-def abreast(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
+def side_by_side(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
     """Windows one above the other share most of what they read, and have more of it on its way at once."""
     lows: list[Sym] = []
     limits: Limits = {}

@@ -3,7 +3,7 @@
 Where there are programs enough without cutting the axis, one program walks all pieces of its rows. Otherwise each
 piece has a program of its own, in a single pass over memory: a piece publishes its own total at once, looks back over
 the totals and prefixes of those before it, and publishes its prefix ("decoupled look-back"). Programs take their
-number from a counter, so that whoever a program waits for is already running. Where it finds the first prefix depends
+number from a counter, so that the programs it waits for are already running. Where it finds the first prefix depends
 on the others' speed, and so does rounding; single rows, and `ordered` scans, look for it at places that are fixed.
 """
 
@@ -20,8 +20,8 @@ from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel, sites_of
 from flambeau.ir.tuning import BLOCKS, Scale
 
-from ..writer import Pipelined
-from .blocks import BlockWriter, Draft, count_text, is_wide, power
+from ..dialect import Pipelined
+from .blocks import BlockWriter, PartDraft, count_text, is_wide, power
 from .loops import spans, stages_for
 
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
@@ -37,7 +37,7 @@ class ScanBlocks(BlockWriter):
         self.inside_text: str | None = None  # what holds where the piece at hand is whole
         self.length: Index = k.axis.size
 
-    def render(self) -> Draft:
+    def render(self) -> PartDraft:
         k = self.k
         rows = k.form.name == "rows"
         outer = list(k.outer)
@@ -49,12 +49,13 @@ class ScanBlocks(BlockWriter):
         piece = min(max(2, power(self.length.const)), most) if self.length.is_const else most
         blocks = spans(outer, max(1, self.scale.sized(BLOCKS.scan_piece) // piece))
         cut = self.length.const > piece if self.length.is_const else True
-        self.dear = cost_of(k.combine.result) > BLOCKS.scan_combine
-        look_back = cut and self.programs(outer, blocks) < BLOCKS.scan_programs * (8 if self.dear else 1)
+        self.expensive = cost_of(k.combine.result) > BLOCKS.scan_combine
+        look_back = cut and self.programs(outer, blocks) < BLOCKS.scan_programs * (8 if self.expensive else 1)
         if look_back and rows:
             piece = min(piece, self.scale.sized(BLOCKS.scan_alone // len(k.combine.left)))
             blocks = spans(outer, 1)
-        elif look_back and self.length.is_const and not self.dear:  # pieces wait for one another: not too many in a row
+        elif look_back and self.length.is_const and not self.expensive:
+            # Pieces wait for one another: not too many in a row.
             piece = min(BLOCKS.scan_longest, max(piece, power(-(-self.length.const // BLOCKS.scan_in_a_row))))
         self.blocks = [*blocks.values(), piece]
         self.row = len(blocks)
@@ -190,7 +191,7 @@ class ScanBlocks(BlockWriter):
 
     # ---- one program for a row ---------------------------------------------------------------------------
 
-    def walking(self, outer: list[Sym], blocks: dict[Sym, int], cut: bool) -> Draft:
+    def walking(self, outer: list[Sym], blocks: dict[Sym, int], cut: bool) -> PartDraft:
         grid = self.open_tile(outer, blocks)
         size = self.blocks[self.row]
         if not cut:
@@ -207,14 +208,14 @@ class ScanBlocks(BlockWriter):
                 totals = self.totals(scanned, "first")
                 self.put_after(carry, scanned)
                 self.assign(carry, self.combined(self.k.combine, carry, totals))
-        return Draft(self, grid, self.warps(math.prod(self.blocks), True))
+        return PartDraft(self, grid, self.warps(math.prod(self.blocks), True))
 
     def place(self, step: str, count: str) -> str:
         return f"({count} - 1 - {step})" if self.k.reverse else step
 
     # ---- a program for each piece ------------------------------------------------------------------------
 
-    def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> Draft:
+    def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> PartDraft:
         """Workspace: a counter, then the states of all pieces."""
         k, size = self.k, self.blocks[self.row]
         lanes = math.prod(blocks.values())
@@ -241,7 +242,7 @@ class ScanBlocks(BlockWriter):
         self.put_after(before, scanned)
         strips = " * ".join(count_text(n, b, self.host) for n, b in sizes) or "1"
         total = f"{strips} * {count_text(self.length, size, self.host)}"
-        return Draft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
+        return PartDraft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
 
     def side(self) -> str:
         """The position of each row of the tile among the tile's rows."""
@@ -263,7 +264,7 @@ class ScanBlocks(BlockWriter):
 
     def look_in_groups(self, before: list[str], totals: list[str], state: State) -> None:
         """In groups that the numbers of the pieces decide: the last piece of a group tells its prefix, the others tell
-        their totals and nothing else. So a prefix is always joined from the same parts, whoever was ready first."""
+        their totals and nothing else. So a prefix is always joined from the same parts, whichever was ready first."""
         c, group = self.k.combine, BLOCKS.scan_window if state.lanes == 1 else BLOCKS.scan_group
         self.line(f"begin = step // {group} * {group}")
         with self.scope(f"if step - begin < {group - 1}:", footer=""):
@@ -303,7 +304,7 @@ class ScanBlocks(BlockWriter):
 class State:
     """What a piece tells the others: its total (flag 1), later its prefix (flag 2).
 
-    Every 32 bits of it stand in a word with their flag, which is written and read at once; whoever reads words whose
+    Every 32 bits of it stand in a word with their flag, which is written and read at once; a reader of words whose
     flags differ reads again. So no access has to wait for another."""
 
     def __init__(self, w: ScanBlocks, lanes: int) -> None:

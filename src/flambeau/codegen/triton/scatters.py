@@ -13,13 +13,13 @@ from flambeau.ir.index import ONE, Index, Sym, as_index, volume
 from flambeau.ir.program import Form, Item, LoopKernel, ScatterKernel, sites_of
 from flambeau.ir.tuning import BLOCKS
 
-from .blocks import BlockWriter, Draft, is_wide
+from .blocks import BlockWriter, PartDraft, is_wide
 from .loops import LoopBlocks, spans, warps_for
 
 ATOMIC = {"add": "tl.atomic_add", "min": "tl.atomic_min", "max": "tl.atomic_max"}
 
 
-def write_scatter(k: ScatterKernel) -> list[Draft]:
+def write_scatter(k: ScatterKernel) -> list[PartDraft]:
     drafts = []
     if k.init is not None:
         drafts.append(LoopBlocks(start_of(k, k.init)).render())
@@ -50,7 +50,7 @@ class ScatterBlocks(BlockWriter):
         self.k = k
         self.sites = sites_of(k)
 
-    def render(self) -> Draft:
+    def render(self) -> PartDraft:
         k = self.k
         taps = taps_of(k)
         vars = [v for v in k.vars if v not in taps]
@@ -65,7 +65,7 @@ class ScatterBlocks(BlockWriter):
             mask = None if k.mask is None else k.mask.subs(point)
             self.write(k.address.subs(point), k.value.subs(point), k.mode, mask)
         elements = math.prod(self.blocks)
-        return Draft(self, grid, max(1, elements // (32 if anywhere else 512)) if anywhere or taps
+        return PartDraft(self, grid, max(1, elements // (32 if anywhere else 512)) if anywhere or taps
                      else warps_for(elements))
 
     def write(self, address: Index, value: Expr, mode: str, mask: Expr | None) -> None:

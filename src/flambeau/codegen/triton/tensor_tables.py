@@ -8,7 +8,7 @@ from flambeau.ir.program import CHUNK, Item, TableKernel
 from flambeau.ir.tuning import BLOCKS, Scale
 
 from ..stages import StageWriter
-from .blocks import BlockWriter, Draft
+from .blocks import BlockWriter, PartDraft
 from .loops import Carries, per_thread
 
 WARPS = BLOCKS.threads // 32
@@ -29,7 +29,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
         self.is_whole = False  # whether all elements of the block are there
         self.short |= {p.name: f"q{at}" for at, p in enumerate(self.columns)}
 
-    def render(self) -> Draft:
+    def render(self) -> PartDraft:
         k = self.k
         self.line("rows = rows2 >> 1")
         self.line("block = tl.program_id(0)")
@@ -43,7 +43,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
         vars = (*k.outer, *k.inner)
         if not vars:
             self.once(k.items)
-            return Draft(self, self.grid(), 1)
+            return PartDraft(self, self.grid(), 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
         size = self.scale.sized(BLOCKS.threads * per_thread(k.everything()))
         self.blocks, self.axes = [size], {vars[0]: 0}
@@ -59,7 +59,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
                         self.stage(items)
                     else:
                         self.walk(items, (), {})
-        return Draft(self, self.grid(), WARPS)
+        return PartDraft(self, self.grid(), WARPS)
 
     def grid(self) -> str:
         """A program for each block: the size says 2n + 1 for n of them."""
