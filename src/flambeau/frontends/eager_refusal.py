@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from flambeau.torch_compat.ops import OpOverload
+
 from .devices import CPU
 from .eager_dtypes import SMALL, attempt, trusting
 from .eager_graph import Number, TensorLike
@@ -25,7 +27,7 @@ _CHECKS = ("aten::_index_put_impl_", "aten::_index_put_impl")
 _MASKS = (torch.bool, torch.uint8)
 
 
-def refusal(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Exception | None:
+def refusal(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:
     """The error that eager raises for such a call whatever is in its tensors: with zeros, and with ones as well."""
     tensors = list(_tensors(args))
     if sum(max(reach(t.shape, t.strides), 1) for t in tensors) > _ELEMENTS:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from flambeau.ops import LOWERINGS
+from flambeau.torch_compat.dispatch import no_python_dispatcher
+from flambeau.torch_compat.fake import FakeTensor, unset_fake_temporarily
+from flambeau.torch_compat.ops import OpOverload
 
 from .devices import flat
 from .storage import is_view, view_root
@@ -208,7 +209,7 @@ def settle_strides(graph: fx.Graph) -> None:
             continue
         if n.target is operator.getitem:
             new = n.args[0].meta["val"][n.args[1]] if n.args[0] in changed else val
-        elif isinstance(n.target, torch._ops.OpOverload) and not NEW_SIZES & set(n.target.tags):
+        elif isinstance(n.target, OpOverload) and not NEW_SIZES & set(n.target.tags):
             new = traced(n) if changed.intersection(n.all_input_nodes) else val
             rule = rule_of(n.target)
             new = ruled(n, new, rule) if rule is not None else new
