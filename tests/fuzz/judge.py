@@ -196,8 +196,9 @@ def judge(program: Program, target: str, backend: Backend = "flambeau") -> list[
     return out
 
 
-# What torch itself changes shows with these backends as well.
-TORCH = ("aot_eager",)
+# What torch itself changes shows with this backend as well. Device tensors are laid out by torch's metadata.
+TORCH: dict[str, tuple[Backend, ...]] = {"device": ("aot_eager", by_metadata)}
+AOT: tuple[Backend, ...] = ("aot_eager",)
 
 
 def same_way(f: Finding) -> tuple[str, str]:
@@ -211,11 +212,12 @@ def findings(program: Program, target: str) -> tuple[list[Finding], list[Finding
     backend = "eager" if target == "device" and program.seed % 3 and program.seed >= 0 else "flambeau"
     ours = judge(program, target, backend)
     theirs: list[Finding] = []
-    # The device lays its results out by the same metadata, without tracing.
-    for other in TORCH if backend == "flambeau" else (by_metadata,):
+    for other in TORCH.get(target, AOT) if backend == "flambeau" else (by_metadata,):
         if not ours:
             break
-        known = {same_way(f) for f in judge(program, "cpu", other)}
+        # As the backend does: torch 2.11 would have gradients contiguous, newer ones as the results are.
+        with torch._functorch.config.patch(guess_tangent_strides_as_outputs=True):
+            known = {same_way(f) for f in judge(program, "cpu", other)}
         theirs += [f for f in ours if same_way(f) in known]
         ours = [f for f in ours if same_way(f) not in known]
     return sorted(ours, key=lambda f: KINDS.index(f.kind)), theirs

@@ -119,6 +119,10 @@ class Storage:
         above = self.of(up)
         if n.target is operator.getitem:
             return above[n.args[1]]
+        lazy = self.lowering.env[n]
+        if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype:
+            # No index leads there, whatever a lowering made of it.
+            return Value(above.buffer, lazy.shape, lazy.dtype, (ZERO,) * len(self.g.buffers[above.buffer].shape))
         return self.view(n, up, above)
 
     def view(self, n: fx.Node, up: fx.Node, above: Value) -> Any:
@@ -233,8 +237,8 @@ def inside(x: Any, above: Value) -> bool:
 def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:
     """Whether a value has these strides in its buffer; in dimensions of one element they are a matter of names."""
     have = strided(v, b)
-    return have is not None and all(
-        h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True))
+    return have is not None and (v.numel is ZERO or all(
+        h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True)))
 
 
 def as_laid(v: Value, b: Buffer, want: Sequence[Index]) -> tuple[Index, ...] | None:
