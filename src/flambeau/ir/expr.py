@@ -410,10 +410,11 @@ def require(value: Expr, holds: Expr, fault: Fault) -> Expr:
     return value if _is_true(holds) else Expr("require", value.dtype, (value, holds), fault)
 
 
-def held(value: Expr, indices: Iterable[Index]) -> Expr:
-    """The value at some place, and the checks of its indices: also of those that it does not look at, such as along a
+def held(value: Expr, indices: Iterable[Index], masks: tuple[Expr, ...] = ()) -> Expr:
+    """What is at some place, and the checks of where that is: also of indices that it does not look at, such as along a
     dimension of size one, or of what is the same everywhere."""
     checks = dict.fromkeys(a.expr for i in indices for a in i.atoms() if isinstance(a, Dyn) and a.expr.op == "check")
+    checks.update(dict.fromkeys(e for e in walk(*masks) if e.op == "check"))
     if checks:
         there = {e for e in walk(value) if e.op == "check"}
         for c in checks:

@@ -74,6 +74,7 @@ class Value:
     number: bool = False  # a Python number known only at the run: promotes as a number, not as a tensor
     host: bool = False  # a scalar that is the host's beside tensors of a device
     strides: tuple[Index, ...] | None = None  # of a result: an index says nothing of dimensions of size one
+    offset: Index | None = None  # of a result without elements, where an index says nothing at all
     twin: bool = False  # of a result: another object than an equal one before it, as the view of a tensor is
 
     @property

@@ -165,7 +165,7 @@ def _inline_into(n: Node, caps: Capabilities, bodies: dict[str, Body], uses: Cou
         b = bodies[e.attr[0]]
         mapping = dict(zip(b.node.vars, e.attr[1], strict=True))
         body = b.expr.subs(mapping)
-        return held(masked(body, e.args[0]) if e.args else body, e.attr[1])
+        return held(masked(body, e.args[0]) if e.args else body, e.attr[1], e.args)
 
     memo: dict[Expr, Expr] = {}
     made = map_exprs(n, lambda e: rewrite(e, put, None, memo))
