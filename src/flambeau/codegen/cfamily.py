@@ -36,6 +36,7 @@ class Dialect:
     fused = ""  # the function for a * b + c, with one rounding where the machine can
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
     narrow = ""  # a variable of a 32-bit index
+    rounded = "{0}"  # an integer (of a type) that was a float before and becomes one again
     end = ";"  # of a statement
     long = "int64_t"
     bounded = False  # every access is checked: `nest.py` says against what
@@ -125,6 +126,13 @@ class CLike(Dialect):
         if is_float(src) and not is_float(dst):
             return self.whole(text, src, dst)
         return f"({self.types[dst]})({text})"
+
+
+def was_float(e: Expr) -> bool:
+    """Whether it is an integer that a float was cut to."""
+    if e.op != "cast" or not is_int(e.dtype):
+        return False
+    return is_float(e.args[0].dtype) or was_float(e.args[0])
 
 
 @dataclass
@@ -362,7 +370,10 @@ class Writer:
         if self._is_narrow(e):
             return self.index(e.args[0].attr, d.narrow)
         if e.op == "cast":
-            return d.cast(args[0], e.args[0].dtype, e.dtype)
+            whole = e.args[0]
+            if is_float(e.dtype) and was_float(whole):
+                args = [d.rounded.format(args[0], d.types[whole.dtype])]
+            return d.cast(args[0], whole.dtype, e.dtype)
         if e.op == "where":
             cond, yes, no = (self.emit(a)[0] for a in e.args)
             return (d.choice if cond < max(yes, no) else "{} ? {} : {}").format(*args)

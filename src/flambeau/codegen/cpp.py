@@ -37,6 +37,9 @@ class Cpp(CLike):
     choice = "fl::choose({}, {}, {})"
     # Half as wide as a 64-bit sum; and where that sum is cut to 32 bits, g++ 12 gives up on the vectors.
     narrow = "(int32_t){}"
+    # With -fno-trapping-math g++ 12 takes (float)(int)x for trunc(x), of which a zero keeps the sign of x. A zero that
+    # it knows nothing of stands between the two.
+    rounded = "({0} | ({1})unknown_zero)"
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
     def endless(self, value: float, single: bool) -> str:
@@ -88,6 +91,8 @@ def render(kernel: AnyKernel, name: str, bounded: bool = False) -> KernelSource:
     if bounded:
         names = [n for p in short.values() for n in extent_names(p)]
         lines += [f"  const int64_t {n} = n[{k}];" for k, n in enumerate(names, len(kernel.sizes))]
+    if any("unknown_zero" in x for x in body):
+        lines.append('  int64_t unknown_zero = 0; asm("" : "+r"(unknown_zero));')
     lines += ["  " + x for x in body]
     lines += ["  return bad;", "}"]
     headers = ("prelude.h", "special.h") if writer.functions & SPECIAL else ("prelude.h",)
