@@ -209,7 +209,7 @@ def as_made(rule: Rule) -> Asked:
     """By a rule for the first result. Several of one shape lie alike: a maximum and its place."""
 
     def asked(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
-        args, named = fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
+        args, named = arguments(n, samples, k)
         first, *rest = (bare(t, samples, k) for t in made)
         strides = rule(first, *args, **named)
         return [(strides if t.shape == first.shape else t.stride(), 0) for t in (first, *rest)]
@@ -219,11 +219,11 @@ def as_made(rule: Rule) -> Asked:
 
 def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
     """By ATen's code for views, on an array of which nothing but shape and strides is known."""
-    args, named = fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
+    args, named = arguments(n, samples, k)
     new = tensors_in(n.target(*args, **named))  # type: ignore[operator]
     if len(new) != len(made) or any(t.dtype is not args[0].dtype for t in new):
         raise ValueError("other elements")
-    return [(t.stride(), t.storage_offset()) for t in new]
+    return [(t.stride(), int(t.storage_offset())) for t in new]
 
 
 def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
@@ -313,8 +313,8 @@ def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tenso
            ) -> torch.Tensor:
     """A tensor like t that lies so at each sample; t itself if it does, or if nobody can say so of all sizes."""
     start = given[0].storage_offset() if view else 0
-    have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(t.storage_offset() - start, k) if view else 0)
-            for k in range(len(samples))]
+    behind = t.storage_offset() - start if view else 0
+    have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(behind, k)) for k in range(len(samples))]
     if have == list(wanted):
         return t
     strides = samples.written([w for w, _ in wanted], (t.stride(), *(x.stride() for x in given)), t.shape)
@@ -325,6 +325,11 @@ def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tenso
     with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext():
         return t.as_strided(t.shape, strides, offset) if view else torch.empty_strided(
             t.shape, strides, dtype=t.dtype, device=t.device)
+
+
+def arguments(n: fx.Node, samples: SizeSamples, k: int) -> Any:
+    """Those of a node, by position and by name, at the numbers of sample k."""
+    return fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
 
 
 def plain(x: Any, samples: SizeSamples, k: int) -> Any:
