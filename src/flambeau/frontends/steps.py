@@ -133,6 +133,8 @@ def passing(ours_always: frozenset[str], ours_exact: frozenset[str], ours: Calla
         with collecting_later(), routes.tracing(), intact.kept_whole(is_exact):
             return convert(self, frame, *rest)
 
+    # Dynamo looks up the stack for who called a frame (`torch.compiler.disable(recursive=False)`), past its own file.
+    __call__.__code__ = __call__.__code__.replace(co_filename=convert.__code__.co_filename)
     return __call__
 
 
