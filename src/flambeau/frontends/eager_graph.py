@@ -34,6 +34,7 @@ from .eager_ops import Form
 from .geometry import is_dense, overlapping
 from .package import Run
 from .pipeline import Options, compiled
+from .strides import settle_strides
 
 aten = torch.ops.aten
 
@@ -180,6 +181,7 @@ class _Graph:
             given["dtype"] = targets[0].meta["val"].dtype
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
+        settle_strides(self.graph)
         if targets:
             self.check([x for k in form.written for x in flat(self.args[k])], results)
             for target, result in zip(targets, results, strict=True):

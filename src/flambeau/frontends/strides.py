@@ -132,6 +132,14 @@ def as_suggested(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: A
     return torch.empty_like(result, memory_format=suggested(x)).stride()
 
 
+def as_pooled(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    last = torch.channels_last_3d
+    if x.dim() == 5:
+        return as_suggested(result, x)
+    return torch.empty_like(result[None], memory_format=last).stride()[1:] if x[None].is_contiguous(
+        memory_format=last) else contiguous(result.shape)
+
+
 def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
     return contiguous(x.shape) if x.is_contiguous() else as_suggested(result, x)
 
@@ -164,10 +172,11 @@ def expanded(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
                      aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default), as_normalised),
-    **dict.fromkeys((aten.native_group_norm.default, aten.max_pool3d_with_indices.default, aten.max_unpool2d.default,
-                     aten.reflection_pad3d.default, aten.replication_pad3d.default, aten.upsample_nearest2d.default,
+    **dict.fromkeys((aten.native_group_norm.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
+                     aten.replication_pad3d.default, aten.upsample_nearest2d.default,
                      aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
                      aten.upsample_bicubic2d.default), as_suggested),
+    aten.max_pool3d_with_indices.default: as_pooled,
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), viewed),
     **dict.fromkeys((aten.flip.default, aten.hardtanh.default, aten.frexp.Tensor, aten.fill.Scalar,
                      aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -200,7 +209,8 @@ def rule_of(op: Any) -> Rule | None:
 
 
 def settle_strides(graph: fx.Graph) -> None:
-    """Put eager's strides into the metadata of a graph whose tensors are on the CPU."""
+    """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device that does as the
+    CPU does."""
     changed: set[fx.Node] = set()
     for n in graph.nodes:
         val = n.meta.get("val")
@@ -252,7 +262,8 @@ def ruled(n: fx.Node, val: Any, rule: Rule) -> Any:
     first, *rest = val if isinstance(val, (list, tuple)) else [val]
     args, named = fx.node.map_aggregate((n.args, n.kwargs), plain)
     tensors = [first, *(a.meta["val"] for a in n.all_input_nodes)]
-    if any(not isinstance(t, FakeTensor) or t.device.type != "cpu" or t.layout is not torch.strided or not all(
+    here = ("cpu", torch._C._get_privateuse1_backend_name())
+    if any(not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided or not all(
             isinstance(s, int) for s in (*t.shape, *t.stride())) for t in tensors):
         return val
     try:
