@@ -310,6 +310,16 @@ def test_strides_are_the_cpu_s(use: Any) -> None:
     assert use(x.to(DEV)).stride() == use(x).stride()
 
 
+@pytest.mark.parametrize("fill", [
+    lambda out: torch.arange(4, out=out), lambda out: torch.linspace(0, 3, 4, out=out),
+    lambda out: torch.logspace(0, 3, 4, out=out)], ids=["arange", "linspace", "logspace"])
+def test_ranges_keep_the_shape_of_what_they_fill(fill: Any) -> None:
+    for part in (slice(1, 3), slice(0, 3)):  # as many elements, and others
+        expected, x = torch.zeros(2, 3), torch.zeros(2, 3, device=DEV)
+        assert fill(x[:, part]).shape == fill(expected[:, part]).shape
+        same(x, expected)
+
+
 def test_copies_of_numbers() -> None:
     x = torch.zeros(3, 4, device=DEV)
     x.copy_(2.5)
