@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from flambeau.ops import LOWERINGS
+from flambeau.torch_compat.device import backend_name
 from flambeau.torch_compat.dispatch import no_python_dispatcher
 from flambeau.torch_compat.fake import FakeTensor, unset_fake_temporarily
 from flambeau.torch_compat.ops import OpOverload
@@ -136,6 +137,14 @@ def as_suggested(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: A
     return torch.empty_like(result, memory_format=suggested(x)).stride()
 
 
+def as_pooled(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    last = torch.channels_last_3d
+    if x.dim() == 5:
+        return as_suggested(result, x)
+    return torch.empty_like(result[None], memory_format=last).stride()[1:] if x[None].is_contiguous(
+        memory_format=last) else contiguous(result.shape)
+
+
 def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
     return contiguous(x.shape) if x.is_contiguous() else as_suggested(result, x)
 
@@ -164,10 +173,11 @@ def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options:
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
                      aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default), as_normalised),
-    **dict.fromkeys((aten.native_group_norm.default, aten.max_pool3d_with_indices.default, aten.max_unpool2d.default,
-                     aten.reflection_pad3d.default, aten.replication_pad3d.default, aten.upsample_nearest2d.default,
+    **dict.fromkeys((aten.native_group_norm.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
+                     aten.replication_pad3d.default, aten.upsample_nearest2d.default,
                      aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
                      aten.upsample_bicubic2d.default), as_suggested),
+    aten.max_pool3d_with_indices.default: as_pooled,
     **dict.fromkeys(COPY_STORAGE, copied_storage),
     **dict.fromkeys((aten.flip.default, aten.sort.default, aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor,
                      aten.fill.Scalar, aten.zero.default, aten.empty_like.default, aten.zeros_like.default,
@@ -228,8 +238,9 @@ def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k:
 
 
 def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
-    """Put eager's strides into the metadata of a graph whose tensors are on the CPU. `names_only`: along dimensions of
-    size one alone, where others have been told how the graph's results lie."""
+    """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device, which does as
+    the CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
+    lie."""
     samples = SizeSamples(graph)
     changed: set[fx.Node] = set()
     for n in graph.nodes:
@@ -295,7 +306,7 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
     made = tensors_in(val)
     given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
     if rule is None or not made or any(
-            not isinstance(t, FakeTensor) or t.device.type != "cpu" or t.layout is not torch.strided
+            not isinstance(t, FakeTensor) or t.device.type not in ("cpu", backend_name()) or t.layout is not torch.strided
             for t in (*made, *given)):
         return val
     try:
