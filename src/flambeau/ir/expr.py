@@ -397,8 +397,8 @@ def check(value: Expr, size: Index | int, mask: Expr | None = None, fault: Fault
     return from_atom(Dyn(e, 0, None if hi is None else max(hi - 1, 1)))
 
 
-def is_checked(i: Index) -> bool:
-    return any(isinstance(a, Dyn) and a.expr.op == "check" for a in i.atoms())
+def checks_in(i: Index) -> list[Expr]:
+    return [a.expr for a in i.atoms() if isinstance(a, Dyn) and a.expr.op == "check"]
 
 
 def computed(value: Expr, lo: int | None = None, hi: int | None = None) -> Index:
