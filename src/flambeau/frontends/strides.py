@@ -155,10 +155,10 @@ def as_contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
 
 def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Strides:
     """The CPU's kernel joins two parts, along one dimension after the other."""
-    if x.numel() == 0:
-        return x.clone().stride()
     if not dims:
         return contiguous(x.shape)
+    if x.numel() == 0:
+        return preserved(x)
     for shift, dim in zip(shifts, dims, strict=True):
         start = -shift % x.shape[dim]
         x = torch.cat([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
@@ -180,12 +180,13 @@ RULES: dict[Any, Rule] = {
     aten.max_pool3d_with_indices.default: as_pooled,
     **dict.fromkeys(COPY_STORAGE, copied_storage),
     **dict.fromkeys((aten.flip.default, aten.sort.default, aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor,
-                     aten.fill.Scalar, aten.zero.default, aten.empty_like.default, aten.zeros_like.default,
-                     aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+                     aten.index_put.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.put.default,
+                     aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.empty_like.default,
+                     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
                      aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype), as_preserved),
     **dict.fromkeys((aten.normal.Tensor_Tensor, aten.im2col.default, aten.log_sigmoid_forward.default,
                      aten.index_copy.default, aten.tril.default, aten.triu.default, aten.masked_fill.Scalar,
-                     aten.masked_fill.Tensor), as_contiguous),
+                     aten.masked_fill.Tensor, aten.masked_scatter.default), as_contiguous),
     **dict.fromkeys((aten.deg2rad.default, aten.rad2deg.default), lambda result, x: elementwise(result, x, 1.0)),
     aten.roll.default: rolled,
 }
@@ -193,8 +194,8 @@ RULES: dict[Any, Rule] = {
 OPERANDS = {
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
     **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
-    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.celu.default, aten.clamp.default, aten.clamp_min.default,
-                     aten.clamp_max.default), 1),
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.nan_to_num.default, aten.celu.default, aten.clamp.default,
+                     aten.clamp_min.default, aten.clamp_max.default), 1),
     aten.lerp.Scalar: 2, aten.where.self: 3,
 }
 
