@@ -306,8 +306,9 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
     rule = rule_of(n.target)
     made = tensors_in(val)
     given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
+    here = ("cpu", backend_name())
     if rule is None or not made or any(
-            not isinstance(t, FakeTensor) or t.device.type not in ("cpu", backend_name()) or t.layout is not torch.strided
+            not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided
             for t in (*made, *given)):
         return val
     try:
