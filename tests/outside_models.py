@@ -241,10 +241,10 @@ def main() -> int:
             rows.append(row)
             print(json.dumps(asdict(row)), file=sys.stderr, flush=True)
             if args.json:
-                from flambeau.bench.harness import write_json
+                from flambeau.results_file import write_results
 
                 device = os.environ.get("FLAMBEAU_DEVICE", "opencl")
-                write_json(args.json, "outside-models", rows, {"steps": STEPS}, device)
+                write_results(args.json, "outside-models", rows, {"steps": STEPS}, device)
     print(f"{sum(r.ok for r in rows)} of {len(rows)} train as on the CPU")
     return 0 if all(r.ok for r in rows) else 1
 

@@ -64,6 +64,7 @@ class Dialect:
     fused = ""  # the function for a * b + c, with one rounding where the machine can
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
     narrow = ""  # a variable of a 32-bit index
+    rounded = "{0}"  # an integer (of a type) that was a float before and becomes one again
     end = ";"  # of a statement
     unroll = CPU.unroll  # steps of a constant window that are written out
     long = "int64_t"

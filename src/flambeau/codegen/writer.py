@@ -20,6 +20,13 @@ from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, as_index, is_positive
 from .dialect import Dialect, Lanes, Steps
 
 
+def was_float(e: Expr) -> bool:
+    """Whether it is an integer that a float was cut to."""
+    if e.op != "cast" or not is_int(e.dtype):
+        return False
+    return is_float(e.args[0].dtype) or was_float(e.args[0])
+
+
 @dataclass
 class Scope:
     lines: list[str] = field(default_factory=list)
@@ -46,6 +53,7 @@ class Writer:
         self.count = 0
         self.unroll = dialect.unroll
         self.functions: set[str] = set()
+        self.recast = False  # whether an integer that was a float becomes one again
         self.sites: Mapping[Bound, int] = {}  # what indices are checked against, and the numbers that report it
 
     # ---- scopes --------------------------------------------------------------------------------------
@@ -250,7 +258,11 @@ class Writer:
         if self._is_narrow(e):
             return self.index(e.args[0].attr, d.narrow)
         if e.op == "cast":
-            return d.cast(args[0], e.args[0].dtype, e.dtype)
+            whole = e.args[0]
+            if is_float(e.dtype) and was_float(whole):
+                self.recast = True
+                args = [d.rounded.format(args[0], d.types[whole.dtype])]
+            return d.cast(args[0], whole.dtype, e.dtype)
         if e.op == "where":
             cond, yes, no = (self.emit(a)[0] for a in e.args)
             return (d.choice if cond < max(yes, no) else "{} ? {} : {}").format(*args)

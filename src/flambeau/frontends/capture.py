@@ -22,6 +22,7 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
 from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
+from flambeau.torch_compat.ops import OpOverload
 
 from . import replay
 from .devices import CPU, flat, movable
@@ -29,7 +30,7 @@ from .eager_dtypes import eager_has_kernel
 from .elsewhere import Elsewhere
 from .in_place import in_place_form
 from .package import DONATED, Held, as_number
-from .storage import Storage, dense, is_view
+from .storage import Storage, dense, is_view, writes_twice
 from .symbols import Host, Symbols
 
 aten = torch.ops.aten
@@ -222,7 +223,9 @@ class Lowering:
             return args[0]  # nobody writes to it, and who returns it makes a copy
         if target in READ_MEMORY:
             args = self.in_memory(n, args)
-        if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
+        if writes_twice(n):
+            return self.storage.called(n)
+        if isinstance(target, OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
@@ -243,8 +246,9 @@ class Lowering:
         if not isinstance(x, fx.Node):
             return args
         schema = n.target._schema.arguments  # type: ignore[union-attr]
-        from_start = any(a.name == "storage_offset" and y is not None for a, y in zip(schema, args, strict=False))
-        return (self.storage.from_start(x) if from_start else self.storage.strided(x), *args[1:])
+        # By strides of its own it may go beyond the elements of its argument, whether it names where it begins or not.
+        beyond = any(a.name == "storage_offset" for a in schema)
+        return (self.storage.from_start(x) if beyond else self.storage.strided(x), *args[1:])
 
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""
@@ -277,7 +281,7 @@ class Lowering:
             return self.c.symbols.index(x)
         return x
 
-    def lowerable(self, n: fx.Node, target: torch._ops.OpOverload) -> bool:
+    def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
         if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
@@ -296,7 +300,7 @@ class Lowering:
         metas = list(val) if isinstance(val, (list, tuple)) else [val]
         if len(values) != len(metas):
             raise AssertionError(f"lowering of {n.target} returns {len(values)} values, torch says {len(metas)}")
-        for v, m in zip(values, metas, strict=True):
+        for k, (v, m) in enumerate(zip(values, metas, strict=True)):
             if not isinstance(v, Value) or not isinstance(m, torch.Tensor):
                 continue
             shape = tuple(self.c.symbols.index(s) for s in m.shape)
@@ -308,7 +312,11 @@ class Lowering:
             strides = tuple(self.c.symbols.index(s) for s in m.stride())
             if b.strides is None and v.is_whole(b) and dense(shape, strides):
                 b.strides = strides
-        return out
+            # A size that is a number by a guard is that number: by it lowerings broadcast.
+            known = tuple(a if a.is_const else b for a, b in zip(shape, v.shape, strict=True))
+            if known != v.shape:
+                values[k] = v.view(known, lambda i: i)
+        return values if isinstance(out, (list, tuple)) else values[0]
 
     def mutate(self, dst: Value, src: Value, negated: bool) -> Value:
         """`negated`: the input's memory holds the opposites of its values."""

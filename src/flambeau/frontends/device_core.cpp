@@ -786,6 +786,36 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
   return self;
 }
 
+// What the host knows of a tensor, it knows of a view of all of its elements.
+Tensor shared(const Tensor& self, Tensor view) {
+  auto meta = self.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
+  if (meta != nullptr) view.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
+  return view;
+}
+
+Tensor view(const Tensor& self, at::IntArrayRef size) { return shared(self, at::native::view(self, size)); }
+
+Tensor reshape_alias(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
+  return shared(self, at::native::_reshape_alias(self, size, stride));
+}
+
+// Dimensions longer than one, in the order of their strides.
+std::vector<std::pair<int64_t, int64_t>> steps(at::IntArrayRef size, at::IntArrayRef stride) {
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (size_t i = 0; i < size.size(); ++i)
+    if (size[i] != 1) found.emplace_back(stride[i], size[i]);
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+Tensor as_strided(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+  Tensor made = at::native::as_strided_tensorimpl(self, size, stride, offset);
+  if (self.unsafeGetTensorImpl()->get_backend_meta() == nullptr || made.storage_offset() != self.storage_offset() ||
+      steps(made.sizes(), made.strides()) != steps(self.sizes(), self.strides()))
+    return made;
+  return shared(self, std::move(made));
+}
+
 // Whether `tensor.data = from` keeps the tensor and gives it other memory, as it does between the CPU and CUDA. Sparse
 // tensors take parts of their own kind only.
 bool can_take_over(const Tensor& self, const Tensor& from) {
@@ -821,9 +851,9 @@ void record_stream(Tensor& self, Stream stream) { memory().recordStream(self.sto
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
-  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
-  m.impl("view", TORCH_FN(at::native::view));
-  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("as_strided", TORCH_FN(as_strided));
+  m.impl("view", TORCH_FN(view));
+  m.impl("_reshape_alias", TORCH_FN(reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));

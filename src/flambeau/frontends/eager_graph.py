@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.config import config
@@ -26,6 +24,9 @@ from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.targets.base import get_target
+from flambeau.torch_compat.fake import FakeTensorMode, unset_fake_temporarily
+from flambeau.torch_compat.fx import LazyGraphModule
+from flambeau.torch_compat.ops import OpOverload
 
 from .capture import Captured, RunNumber
 from .decompositions import table
@@ -34,6 +35,7 @@ from .eager_ops import Form
 from .geometry import is_dense, overlapping
 from .package import Run
 from .pipeline import Options, compiled
+from .strides import settle_strides
 
 aten = torch.ops.aten
 
@@ -93,6 +95,34 @@ def described(args: Arguments, same: Iterable[int] | None = None, numbers: bool 
     return tuple(describe(x) for x in args)
 
 
+def is_number(x: Any, kind: str) -> bool:
+    """Whether an argument is among the numbers of a call, as a gate counts them; `kind`: its type in the schema."""
+    return isinstance(x, Number) or (isinstance(x, (int, float)) and (
+        kind == "number" and not isinstance(x, bool) or kind in ("Tensor", "Optional[Tensor]")))
+
+
+def plain(x: Any) -> bool | int | float:
+    return x.value if isinstance(x, Number) else x
+
+
+def map_numbers(op: OpOverload, args: Arguments, change: Callable[[int, Any], Any]) -> Arguments:
+    """The call with what `change` makes of the position and the value of each of its numbers."""
+    position = count()
+
+    def mapped(x: Any, kind: str) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(mapped(y, "") for y in x)
+        return change(next(position), x) if is_number(x, kind) else x
+
+    return tuple(mapped(x, str(a.type)) for a, x in zip(op._schema.arguments, args, strict=True))
+
+
+def numbers_of(op: OpOverload, args: Arguments) -> list[Any]:
+    found: list[Any] = []
+    map_numbers(op, args, lambda k, x: found.append(x))
+    return found
+
+
 # ---- programs --------------------------------------------------------------------------------------------
 
 
@@ -102,6 +132,9 @@ class OtherShapes(Exception):
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.shapes = shapes
 
+
+# They fill what they write to, row by row, and resize it only if it has another number of elements.
+KEEP_SHAPE = {aten.arange.out, aten.arange.start_out, aten.range.out, aten.linspace.out, aten.logspace.out}
 
 Range = tuple[int, int, int]  # a tensor of the call, and the least and the most that its values may be
 
@@ -116,7 +149,7 @@ def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) ->
     """
     made = compiled(graph_of(form, args, lift, into_any), Options(config.numerics))
     if made.captured.externs or any(
-            isinstance(s, Call) and isinstance(s.target, torch._ops.OpOverload) for s in made.program.steps):
+            isinstance(s, Call) and isinstance(s.target, OpOverload) for s in made.program.steps):
         graph = made.captured.graph
         if lacking := {b.dtype for b in graph.buffers.values()} - graph.capabilities.dtypes:
             raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
@@ -180,13 +213,26 @@ class _Graph:
             given["dtype"] = targets[0].meta["val"].dtype
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
+        settle_strides(self.graph)
+        if form.op in KEEP_SHAPE and self.into_any:
+            results = [self.shaped(result, target.meta["val"].shape)
+                       for result, target in zip(results, targets, strict=True)]
         if targets:
             self.check([x for k in form.written for x in flat(self.args[k])], results)
             for target, result in zip(targets, results, strict=True):
                 node = self.graph.call_function(aten.copy_.default, (target, result))
                 node.meta["val"] = target.meta["val"]
         self.graph.output([] if targets else results)
-        return _LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
+        return LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
+
+    def shaped(self, result: fx.Node, shape: torch.Size) -> fx.Node:
+        """The result in that shape, if it has as many elements."""
+        val = result.meta["val"]
+        if val.shape == shape or val.numel() != shape.numel():
+            return result
+        node = self.graph.call_function(aten.view.default, (result, list(shape)))
+        node.meta["val"] = val.view(shape)
+        return node
 
     def placeholder(self, x: Any, kind: str) -> Any:
         if isinstance(x, (list, tuple)):
@@ -208,13 +254,11 @@ class _Graph:
         return self.later(x, RunNumber(torch.int64 if isinstance(x, int) else torch.float64, True)) if lifted else x
 
     def is_lifted(self, x: Any, kind: str) -> bool:
-        counts = isinstance(x, Number) or (isinstance(x, (int, float)) and (
-            kind == "number" and not isinstance(x, bool) or kind in ("Tensor", "Optional[Tensor]")))
-        if not counts:
+        if not is_number(x, kind):
             return False
         self.count += 1
         lifted = bool(self.lift >> (self.count - 1) & 1)
-        if lifted and isinstance(x.value if isinstance(x, Number) else x, bool):
+        if lifted and isinstance(plain(x), bool):
             raise UnsupportedError("a truth value is part of a program")
         return lifted
 

@@ -19,6 +19,7 @@ from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
 from flambeau.schedule.memory import lifetimes, nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
+from flambeau.torch_compat.ops import OpOverload
 
 from .calls import TENSOR, Prepared, Strided, by_schema, is_constant
 from .package import Package, Step, Table, View, is_operator, operator_path
@@ -112,6 +113,8 @@ class Writer:
             s is t or n.at_most_one() for s, t, n in zip(strides, b.strides, b.shape, strict=True))
         if v.strides is not None:
             strides, same = v.strides, same and v.strides == b.strides
+        if v.offset is not None:
+            offset = v.offset
         if same and offset.is_const and offset.const == 0:
             return None
         return strides, offset, b.place in ("input", "arena", "extern", "over")
@@ -310,7 +313,7 @@ class Writer:
     def prepared(self, c: Call) -> str | None:
         """The text of a call of which all is known but its tensors; None if there is more."""
         op = c.target if c.out is None else c.out
-        if not isinstance(op, torch._ops.OpOverload):
+        if not isinstance(op, OpOverload):
             return None
         outputs = () if c.out is not None or not c.names else c.outputs
         found = by_schema(op, c.args, {**dict(c.kwargs), **({} if c.out is None else {"out": c.names[0]})}, outputs)

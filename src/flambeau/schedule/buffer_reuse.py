@@ -39,9 +39,13 @@ HEAVY = 1 << 20  # bytes of a result that is worth it
 
 def write_mutations(p: Program, graph: Graph) -> None:
     """New values of inputs: written there by the kernels that compute them, else copied at the end."""
-    users: dict[str, list[int]] = {}  # the steps that read or write a buffer
+    users: dict[str, list[int]] = {}  # the steps that read or write a buffer, or what a call made of its memory
+    lies_in: dict[str, set[str]] = {}
     for k, step in enumerate(p.steps):
-        for b in buffers_read(step):
+        read = buffers_read(step)
+        if isinstance(step, Call) and step.aliases:
+            lies_in |= {name: set(read).union(*(lies_in.get(b, ()) for b in read)) - {name} for name in step.names}
+        for b in {x for name in read for x in (name, *lies_in.get(name, ()))}:
             users.setdefault(b, []).append(k)
     returned = {x.buffer for x in values_in(p.outputs)}
     for name, v in graph.mutations:

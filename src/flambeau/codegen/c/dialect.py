@@ -28,6 +28,9 @@ class Cpp(CLike):
     choice = "fl::choose({}, {}, {})"
     # Half as wide as a 64-bit sum; and where that sum is cut to 32 bits, g++ 12 gives up on the vectors.
     narrow = "(int32_t){}"
+    # With -fno-trapping-math g++ 12 takes (float)(int)x for trunc(x), of which a zero keeps the sign of x. A zero that
+    # it knows nothing of stands between the two.
+    rounded = "({0} | ({1})unknown_zero)"
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
     prefetch = "fl::prefetch<{}>(&{});"

@@ -44,6 +44,8 @@ def render(kernel: AnyKernel, name: str, bounded: bool = False) -> KernelSource:
     if bounded:
         names = [n for p in short.values() for n in extent_names(p)]
         lines += [f"  const int64_t {n} = n[{k}];" for k, n in enumerate(names, len(kernel.sizes))]
+    if writer.recast:
+        lines.append('  int64_t unknown_zero = 0; asm("" : "+r"(unknown_zero));')
     lines += ["  " + x for x in body]
     lines += ["  return bad;", "}"]
     headers = ("prelude.h", "special.h") if writer.functions & SPECIAL else ("prelude.h",)
