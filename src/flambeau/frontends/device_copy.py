@@ -99,7 +99,9 @@ class Copies:
         self.write(made.device.index, made.data_ptr(), host)
         return made
 
-    def copy_from(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    def copy_from(self, source: Tensor | complex, target: Tensor, non_blocking: bool = False) -> Tensor:
+        if not isinstance(source, Tensor):  # PyTorch hands a tensor that it made of a number on as the number
+            return target.fill_(source)
         source_here, target_here = source.device.type == self.kind, target.device.type == self.kind
         if target.numel() == 0:
             return target
@@ -117,6 +119,8 @@ class Copies:
         return self.copy_from(source, target)
 
     def item(self, t: Tensor) -> Any:
+        if t.numel() == 0:
+            raise RuntimeError("_local_scalar_dense: Empty tensor not supported")
         return as_marked(self.to_host(t), t).item()
 
     def _within(self, source: Tensor, target: Tensor) -> None:

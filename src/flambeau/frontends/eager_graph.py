@@ -35,6 +35,7 @@ from .eager_ops import Form
 from .geometry import is_dense, overlapping
 from .package import Run
 from .pipeline import Options, compiled
+from .strides import settle_strides
 
 aten = torch.ops.aten
 
@@ -132,6 +133,9 @@ class OtherShapes(Exception):
         self.shapes = shapes
 
 
+# They fill what they write to, row by row, and resize it only if it has another number of elements.
+KEEP_SHAPE = {aten.arange.out, aten.arange.start_out, aten.range.out, aten.linspace.out, aten.logspace.out}
+
 Range = tuple[int, int, int]  # a tensor of the call, and the least and the most that its values may be
 
 
@@ -209,6 +213,10 @@ class _Graph:
             given["dtype"] = targets[0].meta["val"].dtype
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
+        settle_strides(self.graph)
+        if form.op in KEEP_SHAPE and self.into_any:
+            results = [self.shaped(result, target.meta["val"].shape)
+                       for result, target in zip(results, targets, strict=True)]
         if targets:
             self.check([x for k in form.written for x in flat(self.args[k])], results)
             for target, result in zip(targets, results, strict=True):
@@ -216,6 +224,15 @@ class _Graph:
                 node.meta["val"] = target.meta["val"]
         self.graph.output([] if targets else results)
         return LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
+
+    def shaped(self, result: fx.Node, shape: torch.Size) -> fx.Node:
+        """The result in that shape, if it has as many elements."""
+        val = result.meta["val"]
+        if val.shape == shape or val.numel() != shape.numel():
+            return result
+        node = self.graph.call_function(aten.view.default, (result, list(shape)))
+        node.meta["val"] = val.view(shape)
+        return node
 
     def placeholder(self, x: Any, kind: str) -> Any:
         if isinstance(x, (list, tuple)):
