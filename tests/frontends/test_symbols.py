@@ -34,6 +34,17 @@ def test_the_last_element_of_what_was_flattened() -> None:
         assert compiled(x) == last(x)
 
 
+def test_a_size_that_a_guard_holds_at_one_is_broadcast() -> None:
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 4) * y.view(-1, 4)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(product, backend="flambeau", dynamic=True)
+    for n, m in ((4, 8), (8, 4), (8, 8), (4, 12), (12, 12)):
+        x, y = torch.randn(n), torch.randn(m)
+        torch.testing.assert_close(compiled(x, y), product(x, y))
+
+
 def test_starts_that_only_the_run_knows() -> None:
     """A number may be counted from the end: known by its range, or by its value alone."""
 

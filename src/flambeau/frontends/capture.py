@@ -299,7 +299,7 @@ class Lowering:
         metas = list(val) if isinstance(val, (list, tuple)) else [val]
         if len(values) != len(metas):
             raise AssertionError(f"lowering of {n.target} returns {len(values)} values, torch says {len(metas)}")
-        for v, m in zip(values, metas, strict=True):
+        for k, (v, m) in enumerate(zip(values, metas, strict=True)):
             if not isinstance(v, Value) or not isinstance(m, torch.Tensor):
                 continue
             shape = tuple(self.c.symbols.index(s) for s in m.shape)
@@ -311,7 +311,11 @@ class Lowering:
             strides = tuple(self.c.symbols.index(s) for s in m.stride())
             if b.strides is None and v.is_whole(b) and dense(shape, strides):
                 b.strides = strides
-        return out
+            # A size that is a number by a guard is that number: by it lowerings broadcast.
+            known = tuple(a if a.is_const else b for a, b in zip(shape, v.shape, strict=True))
+            if known != v.shape:
+                values[k] = v.view(known, lambda i: i)
+        return values if isinstance(out, (list, tuple)) else values[0]
 
     def mutate(self, dst: Value, src: Value, negated: bool) -> Value:
         """`negated`: the input's memory holds the opposites of its values."""

@@ -109,6 +109,8 @@ def passing(convert: Callable[..., Any], ours_always: frozenset[str], ours_exact
         with collecting_later():
             return convert(self, frame, *rest)
 
+    # Dynamo looks up the stack for who called a frame (`torch.compiler.disable(recursive=False)`), past its own file.
+    __call__.__code__ = __call__.__code__.replace(co_filename=convert.__code__.co_filename)
     return __call__
 
 

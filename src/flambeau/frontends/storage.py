@@ -135,7 +135,7 @@ class Storage:
         with build.building(self.g, n.name):
             out = LOWERINGS[n.target](above, *args[1:], **named) if n.target in LOWERINGS else NotImplemented
             if out is not NotImplemented and inside(out, above):
-                return out
+                return self.lowering.settle(n, out)
             del self.g.nodes[before:]  # it would compute what is to be a view
             return self.lowering.extern(n, (self.strided(up), *args[1:]), named, counted=n.target not in LOWERINGS)
 

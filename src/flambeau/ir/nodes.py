@@ -15,7 +15,7 @@ import torch
 
 from .capabilities import Capabilities
 from .dtypes import DType
-from .expr import Expr, binary, checks_in, index_value, load, loads, restart_names, walk
+from .expr import Expr, held, load, loads, restart_names, walk
 from .index import ONE, ZERO, Dyn, Index, IndexLike, Sym, as_index, is_positive, product
 from .numerics import FAST, Policy
 
@@ -90,16 +90,7 @@ class Value:
         return tuple(i.subs(mapping) for i in self.index)
 
     def load(self, where: Sequence[IndexLike], mask: Expr | None = None) -> Expr:
-        index = self.at(where)
-        used = {a for i in index for a in i.atoms()}
-        for n, i in zip(self.shape, where, strict=True):
-            # Where there is one place, as along a dimension of size one or in what is expanded, no index is needed; a
-            # checked index is checked still.
-            for e in checks_in(at := as_index(i)):
-                if n is ONE or not used.issuperset(at.atoms()):
-                    inside = binary("eq", index_value(at), 0) if n is ONE else binary("ge", e, 0)
-                    mask = inside if mask is None else mask & inside
-        return load(self.buffer, index, self.dtype, mask)
+        return held(load(self.buffer, self.at(where), self.dtype, mask), map(as_index, where))
 
     def view(self, shape: Sequence[IndexLike], fn: Callable[[tuple[Index, ...]], Sequence[IndexLike]]) -> Value:
         """The value of `shape` whose element i is element fn(i) of this one."""

@@ -16,7 +16,7 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import OPS, Expr, binary, index_children, masked, rewrite, walk
+from flambeau.ir.expr import OPS, Expr, held, index_children, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, as_index
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 
@@ -165,23 +165,12 @@ def _inline_into(n: Node, caps: Capabilities, bodies: dict[str, Body], uses: Cou
         b = bodies[e.attr[0]]
         mapping = dict(zip(b.node.vars, e.attr[1], strict=True))
         body = b.expr.subs(mapping)
-        body = masked(body, e.args[0]) if e.args else body
-        return checked(body, e) if b.reads == 0 else body
+        return held(masked(body, e.args[0]) if e.args else body, e.attr[1], e.args)
 
     memo: dict[Expr, Expr] = {}
     made = map_exprs(n, lambda e: rewrite(e, put, None, memo))
     origins = dict.fromkeys(o for name in seen if name in chosen for o in bodies[name].node.origins)
     return replace(made, inlined=(*origins, *n.inlined))
-
-
-def checked(body: Expr, read: Expr) -> Expr:
-    """What is put in the place of a read, with the checks of where that would read: a constant asks for no place."""
-    asked = [e for e in walk(read) if e.op == "check"]
-    there = set(walk(body)) if asked else ()
-    for lost in asked:
-        if lost not in there:
-            body = Expr("require", body.dtype, (body, binary("ge", lost, 0)), lost.attr.fault)
-    return body
 
 
 def depth_of(everything: list[Expr]) -> int:
