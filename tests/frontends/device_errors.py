@@ -68,6 +68,17 @@ def test_forms_that_pytorch_puts_together() -> None:
     assert torch.linalg.solve(a.to(DEV), b.to(DEV)).tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 3, 3), (1, 2, 7)], ids=str)
+def test_a_gradient_of_another_shape(shape: tuple[int, ...]) -> None:
+    said = []
+    for device in ("cpu", DEV):
+        x = torch.ones(1, 2, 7, 7, device=device)
+        with pytest.raises(RuntimeError) as error:
+            torch.ops.aten.adaptive_max_pool2d_backward(x, x, torch.ones(shape, dtype=torch.int64, device=device))
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("use", [lambda x, m: x[m], lambda x, m: x.index_put((m,), x[0]), lambda x, m: x[:, m[:3]]],
                          ids=["read", "write", "second"])
 def test_masks_of_bytes(use: Any) -> None:

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from .files import DEVICE, KINDS, File, chosen, common_name
 
-BATCH = 80  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
+BATCH = 30  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
 BAD = ("failed", "crashed", "hung")
 LOADING = "file.load"  # stands for all tests of a file that cannot be loaded
 
@@ -202,7 +202,7 @@ class Suite:
         if time.monotonic() >= stop:
             return []
         state.add({"test": LOADING, "status": "passed", "seconds": 0, "selected": len(names)})
-        left = [test for test in names if not self._known(file, test)]
+        left = [test for test in names if not (self._known(file, test) and self._judged(file, test))]
         self.show(f"{file.path}: {len(names)} tests, {len(left)} to run")
         return left
 
@@ -210,6 +210,11 @@ class Suite:
         """Ours, or that there is nothing to compare with."""
         ours = self.states[file, DEVICE].tests.get(test)
         return ours["status"] not in self.settings.redo if ours else self._no_reference(file, test)
+
+    def _judged(self, file: File, test: str) -> bool:
+        ours = self.states[file, DEVICE].tests.get(test, {})
+        return ours.get("status") not in BAD or all(
+            test in self.states[file, side].tests for side in KINDS[file.kind].judges)
 
     def _no_reference(self, file: File, test: str) -> bool:
         found = (self.states[file, side].tests.get(test) for side in KINDS[file.kind].beside)

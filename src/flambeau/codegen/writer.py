@@ -415,7 +415,7 @@ class Writer:
             cond, yes, no = (self.emit(a)[0] for a in e.args)
             return (d.choice if cond < max(yes, no) else "{} ? {} : {}").format(*args)
         if e.op == "philox":
-            return f"({d.long}){d.function.format('philox')}({', '.join(args)}, {e.attr})"
+            return f"({d.types[torch.int64]}){d.function.format('philox')}({', '.join(args)}, {e.attr})"
         if e.op == "bitcast":
             return d.bitcast(args[0], e.dtype)
         if e.op in d.infix and not (e.op == "div" and not is_float(e.dtype)):

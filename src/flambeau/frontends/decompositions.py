@@ -11,11 +11,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions, decomposition_table
-from torch._prims_common import suggest_memory_format
 
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.torch_compat.decomp import core_aten_decompositions, decomposition_table, suggest_memory_format
 
 aten = torch.ops.aten
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from flambeau.ops import LOWERINGS
+from flambeau.torch_compat.device import backend_name
+from flambeau.torch_compat.dispatch import no_python_dispatcher
+from flambeau.torch_compat.fake import FakeTensor, unset_fake_temporarily
+from flambeau.torch_compat.ops import OpOverload
 
 from .devices import flat
 from .size_samples import SizeSamples
@@ -135,6 +137,14 @@ def as_suggested(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: A
     return torch.empty_like(result, memory_format=suggested(x)).stride()
 
 
+def as_pooled(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    last = torch.channels_last_3d
+    if x.dim() == 5:
+        return as_suggested(result, x)
+    return torch.empty_like(result[None], memory_format=last).stride()[1:] if x[None].is_contiguous(
+        memory_format=last) else contiguous(result.shape)
+
+
 def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
     return contiguous(x.shape) if x.is_contiguous() else as_suggested(result, x)
 
@@ -163,10 +173,11 @@ def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options:
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
                      aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default), as_normalised),
-    **dict.fromkeys((aten.native_group_norm.default, aten.max_pool3d_with_indices.default, aten.max_unpool2d.default,
-                     aten.reflection_pad3d.default, aten.replication_pad3d.default, aten.upsample_nearest2d.default,
+    **dict.fromkeys((aten.native_group_norm.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
+                     aten.replication_pad3d.default, aten.upsample_nearest2d.default,
                      aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
                      aten.upsample_bicubic2d.default), as_suggested),
+    aten.max_pool3d_with_indices.default: as_pooled,
     **dict.fromkeys(COPY_STORAGE, copied_storage),
     **dict.fromkeys((aten.flip.default, aten.sort.default, aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor,
                      aten.index_put.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.put.default,
@@ -228,8 +239,9 @@ def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k:
 
 
 def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
-    """Put eager's strides into the metadata of a graph whose tensors are on the CPU. `names_only`: along dimensions of
-    size one alone, where others have been told how the graph's results lie."""
+    """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device, which does as
+    the CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
+    lie."""
     samples = SizeSamples(graph)
     changed: set[fx.Node] = set()
     for n in graph.nodes:
@@ -238,7 +250,7 @@ def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
             continue
         if n.target is operator.getitem:
             new = n.args[0].meta["val"][n.args[1]] if n.args[0] in changed else val
-        elif isinstance(n.target, torch._ops.OpOverload) and not NEW_SIZES & set(n.target.tags):
+        elif isinstance(n.target, OpOverload) and not NEW_SIZES & set(n.target.tags):
             new = settled(n, traced(n) if changed.intersection(n.all_input_nodes) else val, samples)
         else:
             continue
@@ -294,8 +306,9 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
     rule = rule_of(n.target)
     made = tensors_in(val)
     given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
+    here = ("cpu", backend_name())
     if rule is None or not made or any(
-            not isinstance(t, FakeTensor) or t.device.type != "cpu" or t.layout is not torch.strided
+            not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided
             for t in (*made, *given)):
         return val
     try:

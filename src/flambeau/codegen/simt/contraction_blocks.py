@@ -15,9 +15,9 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
 from ..writer import LANES
-from .contractions import FUSED, ContractWriter
+from .contractions import ContractWriter
 from .cpu_threads import SHARES
-from .kernel import VECTOR, Draft, OpenCL, Shape
+from .dialect import VECTOR, LaunchDraft, Shape, SimtDialect
 from .range_guards import guard_of
 
 ROWS, VECTORS = 6, 2  # so many vectors for sums: 16 registers are enough
@@ -28,11 +28,11 @@ SMALL = 1 << 16  # products below which there is nothing to divide
 
 
 class Blocks(ContractWriter):
-    def __init__(self, dialect: OpenCL, kernel: ContractKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
         size = self.dtype.itemsize
         self.lanes = VECTOR // size
-        self.vector = f"{self.kind}{self.lanes}"
+        self.vector = dialect.vector(self.kind, self.lanes)
         self.wide = VECTORS * self.lanes
         rows, columns, depth = (volume(vars) for vars in (kernel.rows, kernel.columns, kernel.depth))
         self.high = best_height(rows.const) if rows.is_const else ROWS
@@ -71,7 +71,7 @@ class Blocks(ContractWriter):
 
     # ---- the whole -------------------------------------------------------------------------------------
 
-    def write(self) -> Draft:
+    def write(self) -> LaunchDraft:
         k = self.k
         arrays = {"lefts": (self.block_rows if self.deep_left else self.depth) * self.left_row,
                   "rights": self.depth * self.right_row, "sums": self.block_rows * self.block_columns}
@@ -79,29 +79,30 @@ class Blocks(ContractWriter):
             self.line(f"{self.kind} {name}[{length}] alignas(64);")
         rows, columns = self.length(k.rows), self.length(k.columns)
         high, wide = (f"(({n} + {b - 1}) / {b})" for n, b in ((rows, self.block_rows), (columns, self.block_columns)))
-        self.line(f"const long all = {high} * {wide} * {self.length(k.batch)};")
-        self.line("const long last = all * (fl_thread() + 1) / fl_threads();")
-        with self.scope("for (long block = all * fl_thread() / fl_threads(); block < last; ++block) {", k.batch):
-            self.line(f"const long c0 = block % {wide} * {self.block_columns}, line = block / {wide};")
-            self.line(f"const long r0 = line % {high} * {self.block_rows};")
-            self.line(f"const long r1 = fl_imin(r0 + {self.block_rows}, {rows});")
-            self.line(f"const long c1 = fl_imin(c0 + {self.block_columns}, {columns});")
-            self.line(f"const long item = line / {high};")
+        self.line(f"const {self.d.long} all = {high} * {wide} * {self.length(k.batch)};")
+        self.line(f"const {self.d.long} last = all * ({self.d.thread} + 1) / {self.d.threads};")
+        first = f"all * {self.d.thread} / {self.d.threads}"
+        with self.scope(f"for ({self.d.long} block = {first}; block < last; ++block) {{", k.batch):
+            self.line(f"const {self.d.long} c0 = block % {wide} * {self.block_columns}, line = block / {wide};")
+            self.line(f"const {self.d.long} r0 = line % {high} * {self.block_rows};")
+            self.line(f"const {self.d.long} r1 = {self.fl}imin(r0 + {self.block_rows}, {rows});")
+            self.line(f"const {self.d.long} c1 = {self.fl}imin(c0 + {self.block_columns}, {columns});")
+            self.line(f"const {self.d.long} item = line / {high};")
             self.decompose("item", k.batch)
             self.multiply()
             with self.walk(self.rows, "r0", "r1") as r, self.walk(self.columns, "c0", "c1", LANES) as c:
                 self.finish(f"sums[{r} * {self.block_columns} + {c}]")
-        return Draft(self, "1" if self.small else SHARES, before=tuple(self.tile()))
+        return LaunchDraft(self, "1" if self.small else SHARES, before=tuple(self.tile()))
 
     def multiply(self) -> None:
         """The sums of a block, stretch by stretch of the depth."""
         depth = self.length(self.k.depth)
-        with self.scope(f"for (long k0 = 0; k0 < fl_imax({depth}, 1); k0 += {self.depth}) {{"):
-            self.line(f"const long k1 = fl_imin(k0 + {self.depth}, {depth});")
+        with self.scope(f"for ({self.d.long} k0 = 0; k0 < {self.fl}imax({depth}, 1); k0 += {self.depth}) {{"):
+            self.line(f"const {self.d.long} k1 = {self.fl}imin(k0 + {self.depth}, {depth});")
             self.bring_left()
             self.bring_right()
-            with self.scope(f"for (long c = 0; c < c1 - c0; c += {self.wide}) "
-                            f"for (long r = 0; r < r1 - r0; r += {self.high}) {{"):
+            with self.scope(f"for ({self.d.long} c = 0; c < c1 - c0; c += {self.wide}) "
+                            f"for ({self.d.long} r = 0; r < r1 - r0; r += {self.high}) {{"):
                 left = f"r * {self.left_row}" if self.deep_left else "r"
                 self.line(f"KERNEL_NAME_tile(sums + r * {self.block_columns} + c, lefts + {left}, rights + c, "
                           "k1 - k0, k0 == 0);")
@@ -125,7 +126,8 @@ class Blocks(ContractWriter):
         `deep`: in memory the depth is contiguous; `lined`: in the array the points are."""
         lo, hi = f"{name}0", f"{name}1"
         with self.scope(f"if (({hi} - {lo}) % {step} != 0) {{"):
-            self.line(f"for (long k = 0; k < k1 - k0; ++k) for (long x = {hi} - {lo}; x % {step} != 0; ++x) "
+            long = self.d.long
+            self.line(f"for ({long} k = 0; k < k1 - k0; ++k) for ({long} x = {hi} - {lo}; x % {step} != 0; ++x) "
                       f"{place.format(**{name: 'x', 'k': 'k'})} = 0;")
         lanes = LANES if deep != lined else None
         own, (factor,) = joined(own, factor)
@@ -148,11 +150,11 @@ class Blocks(ContractWriter):
         holds = "" if guard.holds.op == "const" else f"!{self.value(guard.holds)} ? {end} : "
         low = high = ""
         for bound in guard.lows:
-            low = f"fl_imax({low or first}, {self.index(bound)})"
+            low = f"{self.fl}imax({low or first}, {self.index(bound)})"
         for bound in guard.highs:
-            high = f"fl_imin({high or end}, {self.index(bound)})"
-        self.line(f"const long {lo} = {holds}fl_imin({low or first}, {end});")
-        self.line(f"const long {hi} = fl_imax({lo}, {high or end});")
+            high = f"{self.fl}imin({high or end}, {self.index(bound)})"
+        self.line(f"const {self.d.long} {lo} = {holds}{self.fl}imin({low or first}, {end});")
+        self.line(f"const {self.d.long} {hi} = {self.fl}imax({lo}, {high or end});")
         return [(first, lo, None), (lo, hi, guard.inside), (hi, end, None)]
 
     # ---- a tile ----------------------------------------------------------------------------------------
@@ -162,10 +164,11 @@ class Blocks(ContractWriter):
         v, each = self.vector, [(r, c) for r in range(self.high) for c in range(VECTORS)]
         left = "l[{} * " + str(self.left_row) + " + k]" if self.deep_left else "l[k * " + str(self.left_row) + " + {}]"
         place = f"*({v}*)(sums + {{}} * {self.block_columns} + {{}})"
-        out = [f"FL_INLINE void KERNEL_NAME_tile({self.kind}* sums, const {self.kind}* l, const {self.kind}* r, "
-               "long n, bool first) {", f"  {FUSED}"]
-        out += [f"  {v} s{r}_{c} = first ? ({v})(0) : {place.format(r, c * self.lanes)};" for r, c in each]
-        out.append("  for (long k = 0; k < n; ++k) {")
+        out = [f"{self.d.inlined} void KERNEL_NAME_tile({self.kind}* sums, const {self.kind}* l, const {self.kind}* r, "
+               f"{self.d.long} n, bool first) {{", f"  {self.d.contracted}"]
+        zeros = self.d.zeros.format(v)
+        out += [f"  {v} s{r}_{c} = first ? {zeros} : {place.format(r, c * self.lanes)};" for r, c in each]
+        out.append(f"  for ({self.d.long} k = 0; k < n; ++k) {{")
         out += [f"    const {v} v{c} = *(const {v}*)(r + k * {self.right_row} + {c * self.lanes});"
                 for c in range(VECTORS)]
         out += [f"    s{r}_{c} += {left.format(r)} * v{c};" for r, c in each]

@@ -15,28 +15,28 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 
 from ..writer import UNROLLED
-from .contractions import FUSED, ContractWriter
-from .kernel import Draft, OpenCL, Shape
+from .contractions import ContractWriter
+from .dialect import LaunchDraft, Shape, SimtDialect
 
 EACH = 4  # rows and columns of a work-item
 DEPTH = 16
 
 
 class Tiles(ContractWriter):
-    def __init__(self, dialect: OpenCL, kernel: ContractKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
         self.side = isqrt(shape.group)  # work-items
         self.group = self.side * self.side
         self.tile = EACH * self.side
         self.row = self.tile + 1  # neighbours are not in the same bank, whichever way they are written
 
-    def write(self) -> Draft:
+    def write(self) -> LaunchDraft:
         k, long, tile = self.k, self.d.long, self.tile
         counts = [volume(vars) for vars in (k.rows, k.columns, k.batch)]
         high, wide = ((n + (tile - 1)) // tile for n in counts[:2])
         rows, columns, depth = (self.length(vars) for vars in (k.rows, k.columns, k.depth))
-        self.line(f"__local {self.kind} lefts[{DEPTH * self.row}], rights[{DEPTH * self.row}];")
-        self.line(f"const {long} me = get_local_id(0), block = get_group_id(0);")
+        self.line(f"{self.d.local} {self.kind} lefts[{DEPTH * self.row}], rights[{DEPTH * self.row}];")
+        self.line(f"const {long} me = {self.d.lane}, block = {self.d.group};")
         self.line(f"const {long} mine_r = me / {self.side}, mine_c = me % {self.side};")
         with self.scope("{", k.batch):
             self.line(f"const {long} c0 = block % {self.index(wide)} * {tile}, line = block / {self.index(wide)};")
@@ -47,9 +47,9 @@ class Tiles(ContractWriter):
             with self.scope(f"for ({long} k0 = 0; k0 < {depth}; k0 += {DEPTH}) {{"):
                 self.bring("lefts", k.left, k.rows, "r0", rows)
                 self.bring("rights", k.right, k.columns, "c0", columns)
-                self.line("barrier(CLK_LOCAL_MEM_FENCE);")
+                self.line(self.d.barrier)
                 self.multiply()
-                self.line("barrier(CLK_LOCAL_MEM_FENCE);")
+                self.line(self.d.barrier)
             with self.scope(f"for (int s = 0; s < {EACH * EACH}; ++s) {{", how=UNROLLED):
                 self.line(f"const {long} row = r0 + mine_r + s / {EACH} * {self.side};")
                 self.line(f"const {long} column = c0 + mine_c + s % {EACH} * {self.side};")
@@ -57,7 +57,7 @@ class Tiles(ContractWriter):
                     self.decompose("row", self.rows)
                     self.decompose("column", self.columns)
                     self.finish("sums[s]")
-        return Draft(self, high * wide * counts[2] * self.group, self.group)
+        return LaunchDraft(self, high * wide * counts[2] * self.group, self.group)
 
     def bring(self, array: str, factor: Expr, own: Sequence[Sym], start: str, end: str) -> None:
         """A part of a factor into local memory, neighbours in memory by neighbours in the group."""
@@ -79,7 +79,7 @@ class Tiles(ContractWriter):
     def multiply(self) -> None:
         every = range(EACH)
         with self.scope(f"for (int k = 0; k < {DEPTH}; ++k) {{"):
-            self.line(FUSED)
+            self.line(self.d.contracted)
             for name, array, mine in (("l", "lefts", "mine_r"), ("r", "rights", "mine_c")):
                 for i in every:
                     self.line(f"const {self.kind} {name}{i} = {array}[k * {self.row} + {mine} + {i * self.side}];")

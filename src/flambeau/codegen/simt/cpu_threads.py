@@ -1,4 +1,4 @@
-"""OpenCL on CPUs: a work-item is a thread, and the loops are those of the C++ kernels.
+"""On CPUs a work-item is a thread, and the loops are those of the C++ kernels.
 
 Where C++ divides a nest of loops among OpenMP's threads, here each work-item takes its share of it. Work-items do not
 wait for each other, so what C++ does in several steps becomes several launches: a scatter's start and its writes, and
@@ -11,20 +11,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from flambeau.ir.index import Index, Sym
-from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.program import Item
 
 from ..c.loops import LoopWriter
 from ..c.nest import NestWriter
 from ..c.scans import ScanWriter
 from ..c.scatters import ScatterWriter
 from ..writer import TEAM, Scope, Shares, Steps
-from .kernel import ClWriter, Draft, OpenCL, Shape
+from .dialect import LaunchDraft, SimtWriter
 
 SHARES = "4 * units"  # several for each core: they need not take equally long
 EACH = "units"  # where every work-item passes over all that belongs to others
 
 
-class Threads(ClWriter, NestWriter):
+class Threads(SimtWriter, NestWriter):
     items = "1"
 
     @contextmanager
@@ -39,19 +39,19 @@ class Threads(ClWriter, NestWriter):
         bound = {v for v, *_ in loops} | {self.ranges[v][2] for v in vars if v in self.ranges}
         counts = [trips(lo, hi, step) for _, lo, hi, step in loops]
         total, at, end = (self.fresh(x) for x in ("all", "at", "end"))
-        self.line(f"const long {total} = {' * '.join(counts)};")
-        self.line(f"const long {end} = {total} * (fl_thread() + 1) / fl_threads();")
-        header = f"for (long {at} = {total} * fl_thread() / fl_threads(); {at} < {end}; ++{at}) {{"
+        self.line(f"const {self.d.long} {total} = {' * '.join(counts)};")
+        self.line(f"const {self.d.long} {end} = {total} * ({self.d.thread} + 1) / {self.d.threads};")
+        header = f"for ({self.d.long} {at} = {total} * {self.d.thread} / {self.d.threads}; {at} < {end}; ++{at}) {{"
         with self.scope(header, bound) as s:
             rest = at
             for k, ((v, lo, _, step), count) in enumerate(zip(reversed(loops), reversed(counts), strict=True)):
                 last = k == len(loops) - 1
                 place = rest if last else f"{rest} % ({count})"
                 place = place if step == "1" else f"({place}) * {step}"
-                self.line(f"const long {self.sym(v)} = {place if lo == '0' else f'{lo} + {place}'};")
+                self.line(f"const {self.d.long} {self.sym(v)} = {place if lo == '0' else f'{lo} + {place}'};")
                 if not last:
                     rest, before = self.fresh("q"), rest
-                    self.line(f"const long {rest} = {before} / ({count});")
+                    self.line(f"const {self.d.long} {rest} = {before} / ({count});")
             yield s
 
     @contextmanager
@@ -62,8 +62,8 @@ class Threads(ClWriter, NestWriter):
         with super().scope(header, vars, footer, how, counted) as s:
             yield s
 
-    def draft(self) -> Draft:
-        return Draft(self, self.items)
+    def draft(self) -> LaunchDraft:
+        return LaunchDraft(self, self.items)
 
 
 def trips(lo: str, hi: str, step: str) -> str:
@@ -95,23 +95,3 @@ class ThreadScatter(Threads, ScatterWriter):
 
 class ThreadStart(Threads, ScatterWriter):
     pass
-
-
-def write_threads(kernel: Kernel, shape: Shape) -> list[Draft]:
-    from .contraction_blocks import Blocks
-
-    dialect = OpenCL(bounded=shape.bounded)
-    if isinstance(kernel, ContractKernel):
-        return [Blocks(dialect, kernel, shape).write()]
-    if isinstance(kernel, LoopKernel | ScanKernel):
-        one = ThreadLoops(dialect, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(dialect, kernel)
-        one.render()
-        return [one.draft()]
-    assert isinstance(kernel, ScatterKernel)
-    writes = ThreadScatter(dialect, kernel)
-    writes.render()
-    if not writes.begins:
-        return [writes.draft()]
-    start = ThreadStart(dialect, kernel)
-    start.start()
-    return [start.draft(), writes.draft()]

@@ -1,4 +1,4 @@
-"""OpenCL on GPUs: a row is the work of one group, whose work-items read what lies side by side.
+"""On GPUs a row is the work of one group, whose work-items read what lies side by side.
 
 A reduction leaves a state with each work-item; these are joined in local memory. A row that fits into the registers
 of a group is read once, whatever is done with it. Scans of rows are in `scans.py`.
@@ -16,14 +16,13 @@ from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of, reductions_of
 
 from ..writer import Dialect, Scope
-from .kernel import Shape
+from .dialect import Shape
 from .points import SHORT, PointLoops
 from .wide_access import FULL, Several
 
 LEAST = 32  # work-items of a group
 LINES = 4  # accesses of a work-item that are under way at once: with more work-items there is more to join
 STEP = 16  # elements of a work-item in each part of a row that does not fit into registers
-BARRIER = "barrier(CLK_LOCAL_MEM_FENCE);"
 
 
 def is_row(k: LoopKernel) -> bool:
@@ -75,8 +74,8 @@ class Rows(Several):
     def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
         self.total = volume(vars) * self.group
         row = self.fresh("row")
-        self.line(f"const int {self.me} = get_local_id(0);")
-        self.line(f"const {self.d.long} {row} = get_group_id(0);")
+        self.line(f"const int {self.me} = {self.d.lane};")
+        self.line(f"const {self.d.long} {row} = {self.d.group};")
         with self.scope("{", vars) as s:
             self.decompose(row, vars)
             yield s
@@ -89,7 +88,7 @@ class Rows(Several):
             if key not in self._arrays:
                 self._arrays[key] = self.fresh("r")
                 # The function's own scope is the only one where they may stand.
-                self.scopes[0].lines.append(f"__local {key[0]} {self._arrays[key]}[{times * self.group}];")
+                self.scopes[0].lines.append(f"{self.d.local} {key[0]} {self._arrays[key]}[{times * self.group}];")
         return [self._arrays[key] for key in keys]
 
 
@@ -118,7 +117,7 @@ class RowLoops(Rows, PointLoops):
     def write(self) -> None:
         exprs = self.k.everything()
         held = self.is_held()
-        place = "" if held else "__local "
+        place = "" if held else f"{self.d.local} "
         for name in sorted(self.k.scratch):
             size = str(self.each) if held else self.index(volume(self.k.inner))
             self.line(f"{place}{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{size}];")
@@ -133,7 +132,7 @@ class RowLoops(Rows, PointLoops):
     def emit(self, e: Expr) -> tuple[int, str]:
         if e.op == "local" and self.is_held() and self.local(e.attr) is None:
             array = self.scratch(e.attr) if e.attr in self.k.scratch else self.kept[e.attr]
-            return len(self.scopes) - 1, self.stored_as(f"{array}[{self.current}]", e.dtype)
+            return len(self.scopes) - 1, self.as_value(f"{array}[{self.current}]", e.dtype)
         return super().emit(e)
 
     def stage(self, stage: Sequence[Item]) -> None:
@@ -176,7 +175,7 @@ class RowLoops(Rows, PointLoops):
         arrays = self.shared(c.dtypes)
         for array, state in zip(arrays, states, strict=True):
             self.line(f"{array}[{self.me}] = {state};")
-        self.line(BARRIER)
+        self.line(self.d.barrier)
         bits = self.group.bit_length() - 1
         if bits % 2:
             self.fold(c, arrays, str(self.group // 2), 2)
@@ -186,7 +185,7 @@ class RowLoops(Rows, PointLoops):
         for array, dtype in zip(arrays, c.dtypes, strict=True):
             names.append(self.fresh("v"))
             self.line(f"const {self.d.types[dtype]} {names[-1]} = {array}[0];")
-        self.line(BARRIER)
+        self.line(self.d.barrier)
         return names
 
     def fold(self, c: Combine, arrays: Sequence[str], left: str, fan: int) -> None:
@@ -194,7 +193,7 @@ class RowLoops(Rows, PointLoops):
             for k in range(1, fan):
                 self.combine_into(c, [f"{a}[{self.me}]" for a in arrays],
                                   [f"{a}[{self.me} + {k} * {left}]" for a in arrays])
-        self.line(BARRIER)
+        self.line(self.d.barrier)
 
     def keep(self, name: str, level: str, text: str) -> None:
         if level == "full":

@@ -1,4 +1,4 @@
-"""OpenCL on GPUs: a scan of a row, or of some columns side by side, is the work of one group.
+"""On GPUs a scan of a row, or of some columns side by side, is the work of one group.
 
 It goes through them part by part, and carries what the elements before it came to.
 """
@@ -12,10 +12,10 @@ from flambeau.ir.index import ONE, Sym, ceildiv, volume
 from flambeau.ir.program import ScanKernel
 
 from ..c.scans import ScanWriter
-from ..writer import UNROLLED, Dialect
-from .kernel import Draft, Shape
+from ..writer import UNROLLED
+from .dialect import LaunchDraft, Shape, SimtDialect
 from .points import SHORT, PointScan
-from .rows import BARRIER, Rows, power_below
+from .rows import Rows, power_below
 from .wide_access import FULL
 
 FEW = 4096  # rows that would leave a GPU idle if each were one work-item's
@@ -24,7 +24,7 @@ WIDE, NARROW = 32, 8  # columns of a group, and where there are few
 
 
 class GroupScan(Rows, ScanWriter):
-    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         self.flat, self.number, self.around = (kernel.axis,), kernel.axis.size, frozenset(kernel.outer)
         needed = kernel.combine.needed([*self.stored.values()], stretches=True)
@@ -64,13 +64,13 @@ class RowScan(GroupScan):
 
     runs = True
 
-    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         self.choose_lanes(kernel.exprs, self.address.items())
         if kernel.reverse and not (self.number.is_const and self.number.const % self.lanes == 0):
             self.lined = False  # counted from the end, lines do not begin where accesses may
         self.lanes = self.lanes if self.lined else RUN
-        self.turned = f".s{'fedcba9876543210'[-self.lanes:]}" if kernel.reverse else ""
+        self.backward = kernel.reverse
         self.divide(shape, 2 * self.words)
         while self.each > self.lanes and self.each // self.lanes * self.group * 4 * self.words > shape.local:
             self.each = max(self.each // 2 // self.lanes, 1) * self.lanes
@@ -90,13 +90,13 @@ class RowScan(GroupScan):
                 with self.each_line() as line:
                     last = f"({line} + 1) * {self.lanes} - 1"
                     self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{last}]" for j in own})
-                self.line(BARRIER)
+                self.line(self.d.barrier)
                 self.tree(sums)
                 self.kept = {name: self.array(self.dtypes[name], "w") for name in self.stored}
                 with self.each_line() as line:
                     self.join(own, sums, carry, line)
                 if not self.is_held():
-                    self.line(BARRIER)
+                    self.line(self.d.barrier)
                 self.flush([*self.stored], base)
 
     def each_line(self) -> AbstractContextManager[str]:
@@ -118,10 +118,10 @@ class RowScan(GroupScan):
                 for f in (1, 2, 3):
                     with self.scope(f"if ({self.me} >= {f} * h) {{"):
                         self.put(now, self.joined({j: self.at(sums[j], line, f"me - {f} * h") for j in own}, now))
-            self.line(BARRIER)
+            self.line(self.d.barrier)
             with self.each_line() as line:
                 self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{line}]" for j in own})
-            self.line(BARRIER)
+            self.line(self.d.barrier)
 
     def join(self, own: Mapping[int, str], sums: Mapping[int, str], carry: Mapping[int, str], line: str) -> None:
         """A run with all that lies before it, to be stored."""
@@ -140,7 +140,7 @@ class RowScan(GroupScan):
 class ColumnScan(GroupScan):
     """Columns that lie side by side; of each, a work-item has a stretch of elements below each other."""
 
-    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         column = column_of(kernel)
         assert column is not None
@@ -161,21 +161,22 @@ class ColumnScan(GroupScan):
         others = [x for x in self.k.outer if x is not v]
         blocks = ceildiv(v.size, self.wide)
         self.total = volume(others) * blocks * self.group
-        self.line(f"const int {self.me} = get_local_id(0);")
-        self.line(f"const {long} block = get_group_id(0), other = block / {self.index(blocks)};")
+        self.line(f"const int {self.me} = {self.d.lane};")
+        self.line(f"const {long} block = {self.d.group}, other = block / {self.index(blocks)};")
         self.line(f"const {long} column = block % {self.index(blocks)} * {self.wide} + {self.me} % {self.wide};")
         sums = dict(zip(self.kinds, self.shared([*self.kinds.values()]), strict=True))
         with self.scope("{", self.k.outer):
             self.decompose("other", others)
             # Beyond the last column it is scanned once more, and not stored.
-            self.line(f"const {long} {self.sym(v)} = min(column, ({long})({self.extent(v)} - 1));")
+            last = self.d.minimum.format("column", f"({long})({self.extent(v)} - 1)")
+            self.line(f"const {long} {self.sym(v)} = {last};")
             carry = self.declare([*self.kinds])
             with self.stretches() as base:
                 self.fetched.clear()
                 self.fetch(self.ahead(self.k.exprs), base)
                 own = self.run_elements(base)
                 self.put({j: f"{sums[j]}[{self.me}]" for j in own}, {j: f"{own[j]}[{self.each - 1}]" for j in own})
-                self.line(BARRIER)
+                self.line(self.d.barrier)
                 before = self.join(sums, carry)
                 self.kept = {name: self.array(self.dtypes[name], "w") for name in self.stored}
                 with self.every() as s:
@@ -185,7 +186,7 @@ class ColumnScan(GroupScan):
                 with self.scope(f"if (column < {self.extent(v)}) {{"):
                     self.flush([*self.stored], base)
                 if not self.is_held():
-                    self.line(BARRIER)
+                    self.line(self.d.barrier)
 
     def join(self, sums: Mapping[int, str], carry: Mapping[int, str]) -> dict[int, str]:
         """What lies before the stretch of the work-item; and what is carried on."""
@@ -203,7 +204,7 @@ def column_of(k: ScanKernel) -> Sym | None:
     return next((v for v in k.outer if all(a.coefficient(v) is ONE for _, a in k.stores)), None)
 
 
-def write_scan(dialect: Dialect, k: ScanKernel, shape: Shape) -> Draft:
+def write_scan(dialect: SimtDialect, k: ScanKernel, shape: Shape) -> LaunchDraft:
     short = k.axis.size.is_const and k.axis.size.const <= SHORT
     rows = volume(k.outer)
     contiguous = any(a.coefficient(k.axis) is ONE for _, a in k.stores)

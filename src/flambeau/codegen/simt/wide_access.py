@@ -1,4 +1,4 @@
-"""OpenCL on GPUs: a work-item takes several elements, reads all of them before it computes, and writes them at last.
+"""On GPUs a work-item takes several elements, reads all of them before it computes, and writes them at last.
 
 Memory is far away, and its bandwidth is what is under way at once. Elements side by side are one access of 16 bytes
 where strides allow it and, which the kernel looks at, the offsets of its tensors do. Otherwise the elements of a
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from flambeau.ir.cost import cost_of
-from flambeau.ir.dtypes import DType, is_bool
+from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
 
 from ..writer import UNROLLED, Dialect, Scope
-from .kernel import Shape
+from .dialect import Shape
 from .points import PointLoops, Points
 
 BYTES = 16  # of an access
@@ -40,7 +40,7 @@ class Several(Points):
     number: Index = ONE
     me = "me"
     part: tuple[int, int] | None = None  # of these elements, the ones that are dealt with now
-    turned = ""  # how a line is turned around where elements count downward
+    backward = False  # whether elements count downward: lines are reversed on their way
     address: dict[str, Index]
 
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
@@ -84,8 +84,8 @@ class Several(Points):
         if not self.lined:
             return
         names = [e.attr[0] for e in reads if is_line(e.attr[1][0], self.flat[-1], self.lanes)] + [*stores]
-        offsets = sorted({self.short[name].replace("p", "o") for name in names})
-        self.line(f"const bool wide = (({' | '.join(offsets)}) & {self.lanes - 1}) == 0;")
+        pointers = sorted({[*self.short].index(name) for name in names}, key=str)
+        self.line(f"const bool wide = {self.d.aligned(pointers, self.lanes)};")
 
     # ---- elements --------------------------------------------------------------------------------------
 
@@ -114,18 +114,16 @@ class Several(Points):
         at, text, guard = self.fresh("q"), self.place(s, base), "{"
         if not self.is_whole():
             if beyond == "clamp":
-                text = f"min(({self.d.long})({text}), ({self.d.long})({self.index(self.number)} - 1))"
+                end = f"({self.d.long})({self.index(self.number)} - 1)"
+                text = self.d.minimum.format(f"({self.d.long})({text})", end)
             else:
                 guard = f"if ({at} < {self.index(self.number)}) {{"
         self.line(f"const {self.d.long} {at} = {text};")
         with self.scope(guard, self.flat) as scope:
             self.bind(at)
             for e, array in self.fetched.items():
-                scope.known[e] = self.stored_as(f"{array}[{s}]", e.dtype)
+                scope.known[e] = self.as_value(f"{array}[{s}]", e.dtype)
             yield scope
-
-    def stored_as(self, text: str, dtype: DType) -> str:
-        return f"({text} != 0)" if is_bool(dtype) else text
 
     @contextmanager
     def every(self, step: int = 1, end: int = 0) -> Iterator[str]:
@@ -159,8 +157,7 @@ class Several(Points):
 
         def wide(s: str) -> None:
             for e in lines:
-                line = f"(*({self.line_at(e.attr[0], e.attr[1][0], 'const ')})){self.turned}"
-                self.line(f"vstore{self.lanes}({line}, 0, {arrays[e]} + {s});")
+                self.line(self.d.read_line(*self.line_at(e.attr[0], e.attr[1][0]), f"{arrays[e]} + {s}", self.backward))
 
         def one(s: str, which: Sequence[Expr]) -> None:
             for e in which:
@@ -179,8 +176,8 @@ class Several(Points):
 
         def wide(s: str) -> None:
             for name in names:
-                line = f"vload{self.lanes}(0, {self.kept[name]} + {s}){self.turned}"
-                self.line(f"*({self.line_at(name, self.address[name])}) = {line};")
+                place = self.line_at(name, self.address[name])
+                self.line(self.d.write_line(*place, f"{self.kept[name]} + {s}", self.backward))
 
         def one(s: str) -> None:
             for name in names:
@@ -189,9 +186,9 @@ class Several(Points):
         if names:
             self.transfer(base, "skip", wide, one)
 
-    def line_at(self, name: str, address: Index, qualifier: str = "") -> str:
-        kind = f"{self.d.stored[self.dtypes[name]]}{self.lanes}"
-        return f"(__global {qualifier}{kind}*)({self.short[name]} + {self.index(address)})"
+    def line_at(self, name: str, address: Index) -> tuple[str, int, str]:
+        """Type, number and place of elements side by side."""
+        return self.d.stored[self.dtypes[name]], self.lanes, f"{self.short[name]} + {self.index(address)}"
 
     def transfer(self, base: str, beyond: str, wide: Callable[[str], None], one: Callable[[str], None]) -> None:
         """Accesses to all elements: lines of them where that can be, otherwise one by one."""
@@ -204,7 +201,7 @@ class Several(Points):
             self.line(f"const {self.d.long} {at} = {self.place(s, base)};")
             inside = "" if self.is_whole() else f" && {at} + {self.lanes} <= {self.index(self.number)}"
             with self.scope(f"if (wide{inside}) {{", self.flat):
-                self.bind(f"{at} + {self.lanes - 1}" if self.turned else at)
+                self.bind(f"{at} + {self.lanes - 1}" if self.backward else at)
                 wide(s)
             with self.scope("else {"), self.scope(f"for (int {j} = {s}; {j} < {s} + {self.lanes}; ++{j}) {{",
                                                   how=UNROLLED), self.element(j, base, beyond):
@@ -227,7 +224,7 @@ class SeveralPoints(Several, PointLoops):
     def write(self) -> None:
         chunk, long = self.at_once(), self.d.long
         self.total = ceildiv(self.number, chunk) * self.group
-        self.line(f"const {long} {self.me} = get_local_id(0), base = ({long})get_group_id(0) * {chunk};")
+        self.line(f"const {long} {self.me} = {self.d.lane}, base = ({long}){self.d.group} * {chunk};")
         self.look(self.reads, self.address)
         self.fetch(self.reads, "base")
         self.kept = {name: self.array(self.dtypes[name], "w") for name in self.address}
