@@ -190,6 +190,16 @@ def test_what_only_data_decide(use: Any) -> None:
     assert torch.ones(3, device=DEV).sum().item() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bits_of_small_floats(dtype: torch.dtype) -> None:
+    """GPUs have kernels for small floats that the CPU lacks, but not these."""
+    x = torch.ones(3, dtype=dtype, device=DEV)
+    for use in (lambda x: x.bitwise_not(), torch.compile(lambda x: (x * 2).bitwise_not(), backend="flambeau")):
+        with warnings.catch_warnings(), pytest.raises(NotImplementedError, match="not implemented for"):
+            warnings.simplefilter("error")
+            use(x)
+
+
 NUMBERS: dict[str, tuple[Any, torch.dtype, Any, tuple[Any, ...]]] = {
     "fill": (lambda x, n: x.fill_(n), torch.uint8, range(5), (300, -1)),
     "power": (lambda x, n: x.pow(n), torch.int64, range(5), (-1,)),
