@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from torch_suite import report
 from torch_suite.files import DEVICE, DTYPES, File, chosen, common_name, dtypes_of
 from torch_suite.reasons import UNEXPLAINED
-from torch_suite.runner import Settings, State, run_file, run_tests
+from torch_suite.runner import LOADING, Settings, State, Suite, in_turn, run_tests
 
 # Needs no torch, so that its processes start at once.
 ENDINGS = '''
@@ -89,10 +91,28 @@ def test_names() -> None:
     assert set.union(*shards) == {name for name in names if "int8" not in name} and sum(map(len, shards)) == 60
 
 
+def test_a_stopped_run_is_a_sample_of_every_file() -> None:
+    tests = {File(f"{name}.py", "device"): [f"T.{name}{k}" for k in range(count)]
+             for name, count in (("a", 3), ("b", 400), ("c", 2000))}
+    batches = in_turn(tests)
+    assert {*itertools.chain(*(batch for _, batch in batches))} == {*itertools.chain(*tests.values())}
+    half = batches[:len(batches) // 2]
+    for file, names in [*tests.items()][1:]:
+        assert 0.3 < sum(len(batch) for other, batch in half if other == file) / len(names) < 0.7
+
+
+def test_a_run_stops_in_time(tmp_path: Path) -> None:
+    settings, file = written(tmp_path, ENDINGS, kind="compile")
+    began, state = time.monotonic(), State(settings, file, "stock")
+    run_tests(settings, file, "stock", lambda tests: ["TestEndings.test_passes", "TestEndings.test_hangs"], state,
+              stop=began + 3)
+    assert time.monotonic() - began < 10 and [*state.tests] == ["TestEndings.test_passes"]  # the other is no result
+
+
 def test_every_ending_is_a_result(tmp_path: Path) -> None:
     settings, file = written(tmp_path, ENDINGS, kind="compile", limit=1.5)
     state = State(settings, file, "stock")
-    assert run_tests(settings, file, "stock", lambda tests: tests, state) == 10
+    run_tests(settings, file, "stock", lambda tests: tests, state)
     found = {test.partition(".test_")[2]: row["status"] for test, row in State(settings, file, "stock").tests.items()}
     assert found == {
         "passes": "passed", "fails": "failed", "is_skipped": "skipped", "fails_as_expected": "expected",
@@ -113,8 +133,8 @@ def test_a_file_that_does_not_load(tmp_path: Path) -> None:
 def test_devices(tmp_path: Path) -> None:
     settings, file = written(tmp_path, DEVICES, kind="device")
     lines: list[str] = []
-    run_file(settings, file, lines.append)
-    ours = {test: row["status"] for test, row in State(settings, file, DEVICE).tests.items()}
+    Suite(settings, [file], lines.append).run()
+    ours = {test: row["status"] for test, row in State(settings, file, DEVICE).tests.items() if test != LOADING}
     assert ours == {"TestDevices.test_add_float32": "passed", "TestDevices.test_is_the_cpu": "failed"}, lines
     found = report.results(settings, [file])
     assert [row["test"] for row in report.unexplained(found)] == ["TestDevices.test_is_the_cpu"]
@@ -122,15 +142,15 @@ def test_devices(tmp_path: Path) -> None:
     page = report.page(f"before {report.BEGIN} old {report.END} after", found)
     assert page.startswith("before ") and page.endswith(" after") and UNEXPLAINED in page and " old " not in page
     lines.clear()
-    run_file(settings, file, lines.append)  # all is known
-    assert all("0 to run" in line for line in lines)
+    Suite(settings, [file], lines.append).run()  # all is known
+    assert lines == ["test_small.py: 2 tests, 0 to run"]
 
 
 @pytest.mark.slow
 def test_backends(tmp_path: Path) -> None:
     settings, file = written(tmp_path, COMPILED, kind="compile")
     lines: list[str] = []
-    run_file(settings, file, lines.append)
+    Suite(settings, [file], lines.append).run()
     row, = report.results(settings, [file])["files"]
     assert (row["passed"], row["failed"], row["not applicable"]) == (1, 0, 1), lines
     assert row["failures"][0]["reason"] == "fails with aot_eager as well"

@@ -152,6 +152,7 @@ class Config:
     region_count   = Setting("FLAMBEAU_REGION_COUNT", _positive, 6, "how often they repeat at least (cuts cost time)")
     search         = Setting("FLAMBEAU_SEARCH", _boolean, False, "time block shapes at first calls, keep the fastest")
     graphs         = Setting("FLAMBEAU_GRAPHS", _boolean, False, "record runs and replay them (NVIDIA GPUs)")
+    patches        = Setting("FLAMBEAU_PATCHES", _boolean, True, "0: nothing in torch is changed that others could see")
     progress       = Setting("FLAMBEAU_PROGRESS", _boolean, True, "a bar on the terminal while compiles take long")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
     # fmt: on

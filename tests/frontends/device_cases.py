@@ -302,6 +302,34 @@ def test_gaps_of_a_target_stay() -> None:
     same(whole, wanted)
 
 
+@pytest.mark.parametrize("use", [
+    lambda x: x.roll(1, 2), lambda x: nn.functional.logsigmoid(x), lambda x: nn.functional.max_pool3d(x[0], 2),
+    lambda x: nn.functional.pad(x, (1,) * 6, mode="reflect"), lambda x: torch.normal(x, x.abs())])
+def test_strides_are_the_cpu_s(use: Any) -> None:
+    x = numbers(2, 3, 4, 5, 6).contiguous(memory_format=torch.channels_last_3d)
+    assert use(x.to(DEV)).stride() == use(x).stride()
+
+
+@pytest.mark.parametrize("fill", [
+    lambda out: torch.arange(4, out=out), lambda out: torch.linspace(0, 3, 4, out=out),
+    lambda out: torch.logspace(0, 3, 4, out=out)], ids=["arange", "linspace", "logspace"])
+def test_ranges_keep_the_shape_of_what_they_fill(fill: Any) -> None:
+    for part in (slice(1, 3), slice(0, 3)):  # as many elements, and others
+        expected, x = torch.zeros(2, 3), torch.zeros(2, 3, device=DEV)
+        assert fill(x[:, part]).shape == fill(expected[:, part]).shape
+        same(x, expected)
+
+
+def test_copies_of_numbers() -> None:
+    x = torch.zeros(3, 4, device=DEV)
+    x.copy_(2.5)
+    x[:, ::2].copy_(torch.inf)
+    same(x, torch.tensor([[torch.inf, 2.5, torch.inf, 2.5]] * 3))
+    same(torch.zeros(2, dtype=torch.int64, device=DEV).copy_(7), torch.tensor([7, 7]))
+    with pytest.raises(RuntimeError, match="Empty tensor not supported"):
+        torch.ops.aten._local_scalar_dense(x[:0])
+
+
 def test_copies_that_broadcast_or_overlap() -> None:
     x = torch.empty(3, 4, device=DEV).copy_(numbers(4))
     same(x, numbers(4).expand(3, 4))

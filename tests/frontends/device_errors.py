@@ -69,6 +69,17 @@ def test_forms_that_pytorch_puts_together() -> None:
     assert torch.linalg.solve(a.to(DEV), b.to(DEV)).tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 3, 3), (1, 2, 7)], ids=str)
+def test_a_gradient_of_another_shape(shape: tuple[int, ...]) -> None:
+    said = []
+    for device in ("cpu", DEV):
+        x = torch.ones(1, 2, 7, 7, device=device)
+        with pytest.raises(RuntimeError) as error:
+            torch.ops.aten.adaptive_max_pool2d_backward(x, x, torch.ones(shape, dtype=torch.int64, device=device))
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("use", [lambda x, m: x[m], lambda x, m: x.index_put((m,), x[0]), lambda x, m: x[:, m[:3]]],
                          ids=["read", "write", "second"])
 def test_masks_of_bytes(use: Any) -> None:
@@ -91,7 +102,8 @@ def test_masks_of_bytes(use: Any) -> None:
         (torch.tensor([5]),), x[0]), lambda x, d: x.__setitem__([9], 1.0),
     lambda x, d: x.index_select(1, torch.tensor([3]).to(d)), lambda x, d: x.gather(0, torch.tensor([[5]]).to(d)),
     lambda x, d: x.scatter_add(0, torch.tensor([[5]]).to(d), x), lambda x, d: x.take(torch.tensor([15]).to(d)),
-    lambda x, d: nn.functional.embedding(torch.tensor([5]).to(d), x),
+    lambda x, d: nn.functional.embedding(torch.tensor([5]).to(d), x), lambda x, d: nn.functional.embedding_bag(
+        torch.tensor([[0, 5]]).to(d), x), lambda x, d: x[torch.tensor([[0], [7]]).to(d).t()[None].reshape(-1)],
     lambda x, d: x[:0][[0]], lambda x, d: x[:, :0][:, [0, 1]], lambda x, d: x[:, :0].index_select(1, torch.zeros(
         1, dtype=torch.int64, device=d)), lambda x, d: x[:0].gather(0, torch.zeros(1, 3, dtype=torch.int64, device=d)),
 ])
@@ -113,6 +125,10 @@ def test_indices_that_the_host_knew() -> None:
     at = torch.tensor([7]).to(DEV)
     at.data.sub_(5)  # and this it does not notice
     assert x[at].item() == 2
+    at = torch.tensor([[3, 7]]).to(DEV)
+    view = at.view(-1)
+    at.sub_(5)
+    assert x[view].tolist() == [3, 2] and x[torch.tensor([7, 1]).to(DEV)[1:]].item() == 1
     assert x[torch.tensor([], dtype=torch.int64)].shape == (0,) and x[:0][[]].shape == (0,)
 
 

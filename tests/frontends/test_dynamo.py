@@ -561,3 +561,21 @@ def test_no_warning_in_ordinary_use() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         same(lambda x, w: F.cross_entropy(x @ w, torch.tensor([1, 0, 2])), leaf(3, 4), leaf(4, 3))
+
+
+@pytest.mark.parametrize("backend", ["flambeau", "eager"])
+def test_a_function_that_is_not_compiled_but_what_it_calls_is(backend: str) -> None:
+    torch._dynamo.reset()
+    torch.compile(torch.sin, backend="flambeau")(torch.ones(3))
+    counter = CompileCounterWithBackend(backend)
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        return x.cos()
+
+    @torch._dynamo.disable(recursive=False)
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        return inside(x) * 2
+
+    x = torch.ones(3)
+    torch.testing.assert_close(torch.compile(lambda x: outside(x), backend=counter)(x), x.cos() * 2)
+    assert counter.op_count == 1

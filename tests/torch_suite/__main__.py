@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import report
 from .files import DTYPES, FILES
-from .runner import Settings, run_file
+from .runner import Settings, Suite
 
 PROJECT = Path(__file__).parents[2]
 
@@ -21,9 +20,9 @@ def main() -> int:
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="tests of these dtypes, and those that name none")
     parser.add_argument("--only", default="", metavar="PART", help="tests whose name has this part")
     parser.add_argument("--limit", type=float, default=120, help="seconds for a test")
-    parser.add_argument("--file-limit", type=float, default=float("inf"), help="seconds for a file on each side")
+    parser.add_argument("--time", type=float, default=float("inf"), help="seconds for all: the report is of what ran")
     parser.add_argument("--shard", default="1/1", help="k/n: the k-th of n parts of each file")
-    parser.add_argument("--jobs", type=int, default=1, help="files at once")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--redo", default="", help="statuses that are run again: failed,crashed,hung,passed,skipped")
     parser.add_argument("--state", type=Path, default=PROJECT / "build" / "torch-tests", help="what is known so far")
     parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
@@ -31,12 +30,14 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     part, parts = (int(number) for number in args.shard.split("/"))
     settings = Settings(args.root.resolve(), args.state, tuple(args.dtypes.split(",")), limit=args.limit,
-                        file_limit=args.file_limit, shard=(part, parts), only=args.only,
+                        time=args.time, jobs=args.jobs, shard=(part, parts), only=args.only,
                         redo=tuple(filter(None, args.redo.split(","))))
     files = [file for file in FILES if not args.files or any(part in file.path for part in args.files)]
+    for file in [file for file in files if not (args.root / file.path).exists()]:
+        print(f"{file.path}: not in this version")
+        files.remove(file)
     if not args.report_only:
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(lambda file: run_file(settings, file, lambda text: print(text, flush=True)), files))
+        Suite(settings, files, lambda text: print(text, flush=True)).run()
     results = report.results(settings, files)
     if args.json:
         args.json.write_text(report.as_json(results))

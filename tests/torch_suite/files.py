@@ -8,19 +8,20 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 DEVICE = "flambeau"
+EXACT = "eager's numerics"  # this backend with numerics="eager", whose random numbers are eager's
 
 
 class Kind(NamedTuple):
     """What a file's tests are run as, beside us ("sides")."""
     beside: tuple[str, ...]  # all of them: what passes there counts
-    judges: tuple[str, ...]  # those that fail with us: whether they fail with whatever they were not made for
+    judges: tuple[str, ...]  # those that fail with us: whether they fail with whatever they were not made for, too
 
 
 KINDS = {
     "device": Kind(("cpu",), ()),
     # Inductor takes long, and what we pass needs no judge. A test that aot_eager fails, which computes nothing by
     # itself, looks at something else than results: Inductor's code, counters, messages.
-    "compile": Kind((), ("aot_eager", "stock")),
+    "compile": Kind((), ("aot_eager", "stock", EXACT)),
     "skeleton": Kind((), ()),  # written for one device
 }
 

@@ -6,10 +6,11 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from .files import DEVICE, File
+from .files import DEVICE, EXACT, File
 
 # Backends of Dynamo that give eager's results; a test names one of them because it must name some.
 _RESULTS_ONLY = ("eager", "eager_noexcept", "aot_eager", "aot_eager_decomp_partition", "inductor")
@@ -23,13 +24,15 @@ def before_torch(file: File, side: str) -> None:
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1" if side == DEVICE and file.kind != "compile" else "0"
     if file.kind == "compile":
         os.environ["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "cpu"
+    if side == EXACT:
+        os.environ["FLAMBEAU_NUMERICS"] = "eager"
 
 
 def prepare(file: File, side: str) -> Callable[[], None]:
     """Returns what waits for all that a test has started."""
     if file.kind == "compile":
         if side != "stock":
-            use_backend(side)
+            use_backend(DEVICE if side == EXACT else side)
     elif side == DEVICE:
         use_device()
         import torch
@@ -60,6 +63,7 @@ def use_device() -> None:
         if DEVICE not in module.NATIVE_DEVICES:
             module.NATIVE_DEVICES = (*module.NATIVE_DEVICES, DEVICE)
     compare_on_the_cpu()
+    freeze_generators()
 
 
 def compare_on_the_cpu() -> None:
@@ -72,6 +76,25 @@ def compare_on_the_cpu() -> None:
         compare(self, actual.detach().cpu(), expected.detach().cpu())
 
     _comparison.TensorLikePair._compare_values = on_cpu  # type: ignore[method-assign]
+
+
+def freeze_generators() -> None:
+    """PyTorch's tests hold the random state while they draw twice; before 2.13 those of the CPU and of CUDA alone."""
+    import torch
+    from torch.testing import _utils
+
+    freeze = _utils.freeze_rng_state
+
+    @contextmanager
+    def freeze_rng_state() -> Iterator[None]:
+        state = torch.get_device_module(DEVICE).get_rng_state()
+        try:
+            with freeze():
+                yield
+        finally:
+            torch.get_device_module(DEVICE).set_rng_state(state)
+
+    _utils.freeze_rng_state = freeze_rng_state
 
 
 def use_backend(name: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from .files import DEVICE, KINDS, File, common_name
 from .reasons import UNEXPLAINED, reason
-from .runner import BAD, Settings, State
+from .runner import BAD, LOADING, Settings, State
 
 BEGIN, END = "<!-- torch-tests: written by `make docs` -->", "<!-- /torch-tests -->"
 
@@ -36,15 +36,17 @@ def _row(settings: Settings, file: File) -> dict[str, Any] | None:
     ours = State(settings, file, DEVICE).tests
     beside = {side: State(settings, file, side).tests for side in kind.beside}
     judges = {side: State(settings, file, side).tests for side in kind.judges}
-    if not ours:
+    whole = ours.pop(LOADING, {})
+    if not ours and not whole:
         return None
-    counts: Counter[str] = Counter()
+    no_reference = {test for tests in beside.values() for test in {*ours, *tests}
+                    if test not in tests or tests[test]["status"] != "passed"}
+    counts = Counter({"no reference": len(no_reference)})
     failures, skips = [], Counter[str]()
     for test, report in sorted(ours.items()):
-        passes = all(tests.get(test, {}).get("status") == "passed" for tests in beside.values())
-        if not passes:
-            counts["no reference"] += 1
-        elif report["status"] == "passed":
+        if test in no_reference:
+            continue
+        if report["status"] == "passed":
             counts["passed"] += 1
         elif report["status"] not in BAD:
             counts["skipped"] += 1
@@ -55,7 +57,9 @@ def _row(settings: Settings, file: File) -> dict[str, Any] | None:
             counts["failed" if applies else "not applicable"] += 1
             failures.append({"test": common_name(report["test"]), "status": report["status"], "reason": why,
                              "counts": applies, "error": report["error"][:300]})
-    return {"file": file.path, "kind": file.kind, "tests": len(ours), "beside": [*kind.beside, *kind.judges],
+    ran = len(no_reference | ours.keys())
+    return {"file": file.path, "kind": file.kind, "tests": max(whole.get("selected", 0), ran), "ran": ran,
+            "beside": [*kind.beside, *kind.judges], "load error": whole.get("error", ""),
             "seconds": round(sum(report["seconds"] for report in ours.values())),
             **{name: counts[name] for name in ("passed", "failed", "not applicable", "skipped", "no reference")},
             "crashed": sum(report["status"] == "crashed" for report in ours.values()),

@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import IO, Any
 
 from .files import DEVICE, KINDS, File, chosen, common_name
 
-BATCH = 150  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
+BATCH = 30  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
 BAD = ("failed", "crashed", "hung")
 LOADING = "file.load"  # stands for all tests of a file that cannot be loaded
 
@@ -36,7 +37,8 @@ class Settings:
     dtypes: tuple[str, ...]
     limit: float = 120.0  # seconds for a test
     start_limit: float = 300.0  # seconds until a worker has loaded its file: the device's core may be compiled there
-    file_limit: float = float("inf")  # seconds for a file on one side; the rest of it is left for another run
+    time: float = float("inf")  # seconds for all; what is left then is left for another run
+    jobs: int = 1  # processes at once
     shard: tuple[int, int] = (1, 1)
     only: str = ""  # tests whose name has this part
     redo: tuple[str, ...] = ()  # statuses of ours that are run again
@@ -48,6 +50,7 @@ class State:
     def __init__(self, settings: Settings, file: File, side: str):
         self.path = settings.state / side / (file.path.replace("/", "+") + ".jsonl")
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = threading.Lock()
         lines = self.path.read_text().splitlines() if self.path.exists() else ()
         self.tests: dict[str, dict[str, Any]] = {}
         for line in lines:
@@ -56,8 +59,8 @@ class State:
                 self.tests[common_name(report["test"])] = report
 
     def add(self, report: dict[str, Any]) -> None:
-        self.tests[common_name(report["test"])] = report
-        with self.path.open("a") as out:
+        with self.lock, self.path.open("a") as out:
+            self.tests[common_name(report["test"])] = report
             out.write(json.dumps(report) + "\n")
 
 
@@ -110,39 +113,33 @@ class Worker:
 
 
 def run_tests(settings: Settings, file: File, side: str, choose: Callable[[list[str]], list[str]], state: State,
-              show: Callable[[dict[str, Any], int], None] = lambda report, total: None) -> int:
-    """Those of the file's tests that `choose` returns, and how many they are. RuntimeError if it cannot be loaded."""
-    stop = time.monotonic() + settings.file_limit
+              show: Callable[[dict[str, Any]], None] = lambda report: None, stop: float = float("inf")) -> None:
+    """Those of the file's tests that `choose` returns, until the time `stop`. RuntimeError if it cannot be loaded."""
     waiting: list[str] | None = None
-    total = 0
 
     def ended(report: dict[str, Any]) -> None:
         state.add(report)
-        show(report, total)
+        show(report)
 
-    while waiting is None or (waiting and time.monotonic() < stop):
+    while (waiting is None or waiting) and time.monotonic() < stop:
         with tempfile.TemporaryFile() as log:
             worker = Worker(settings, file, side, log)
             try:
-                loaded = worker.next(settings.start_limit)
+                loaded = worker.next(min(settings.start_limit, max(0, stop - time.monotonic())))
             except TimeoutError:
                 loaded = None
             if loaded is None:
                 worker.kill()
                 worker.end()
+                if time.monotonic() >= stop:
+                    return
                 raise RuntimeError(f"{file.path} does not load: {_tail(log)}")
             if waiting is None:
                 waiting = choose(loaded["tests"])
-                total = len(waiting)
-            batch, waiting = waiting[:BATCH], waiting[BATCH:]
-            worker.tell(batch)
-            left, crime = _follow(settings, worker, batch, ended, stop)
-            if time.monotonic() > stop:
-                break
-            if crime:
+            worker.tell(waiting)
+            waiting, crime = _follow(settings, worker, waiting, ended, stop)
+            if crime and time.monotonic() < stop:
                 ended(crime | {"trace": _tail(log)})
-            waiting = left + waiting
-    return total
 
 
 def _follow(settings: Settings, worker: Worker, batch: list[str], ended: Callable[[dict[str, Any]], None],
@@ -151,7 +148,7 @@ def _follow(settings: Settings, worker: Worker, batch: list[str], ended: Callabl
     left, current, why = dict.fromkeys(batch), "", "hung"
     try:
         while time.monotonic() < stop:
-            report = worker.next(settings.limit)
+            report = worker.next(min(settings.limit, max(0, stop - time.monotonic())))
             if report is None:
                 why = "crashed"
                 break
@@ -173,44 +170,111 @@ def _follow(settings: Settings, worker: Worker, batch: list[str], ended: Callabl
                      "error": word if why == "crashed" else f"no end within {settings.limit:g} seconds"}
 
 
-def run_file(settings: Settings, file: File, show: Callable[[str], None] = print) -> None:
-    """A file on all of its sides."""
-    kind = KINDS[file.kind]
-    known: dict[str, State] = {}
-    for side in (*kind.beside, DEVICE, *kind.judges):
-        state = known[side] = State(settings, file, side)
-        redo = settings.redo if side == DEVICE else ()
-        counts: Counter[str] = Counter()
-        began = time.monotonic()
+class Suite:
+    """The chosen tests of some files, in batches by chance, on all sides of their file."""
 
-        def choose(names: list[str], side: str = side, state: State = state, redo: tuple[str, ...] = redo) -> list[str]:
-            tests = [test for test in chosen(names, settings.dtypes, settings.shard) if settings.only in test]
-            if side in kind.judges:
-                ours = known[DEVICE].tests
-                tests = [test for test in tests if ours.get(common_name(test), {}).get("status") in BAD]
-            return [test for test in tests if common_name(test) not in state.tests
-                    or state.tests[common_name(test)]["status"] in redo]
+    def __init__(self, settings: Settings, files: Iterable[File], show: Callable[[str], None] = print):
+        self.settings, self.files, self.show = settings, tuple(files), show
+        self.states = {(file, side): State(settings, file, side) for file in self.files for side in sides(file)}
+        self.counts: Counter[tuple[str, str]] = Counter()  # (file, status) of ours
 
-        def one(report: dict[str, Any], total: int, side: str = side, counts: Counter[str] = counts) -> None:
-            counts[report["status"]] += 1
-            if report["status"] in BAD:
-                show(f"  {side} {report['status']}: {report['test']}: {report['error'][:160]!r}")
-            if counts.total() % 50 == 0:
-                show(f"{file.path} [{side}] {counts.total()} of {total}: {_words(counts)}")
+    def run(self) -> None:
+        stop = time.monotonic() + self.settings.time
+        with ThreadPoolExecutor(self.settings.jobs) as pool:
+            listed = list(pool.map(lambda file: self._list(file, stop), self.files))
+            list(pool.map(lambda batch: self._run(*batch, stop), in_turn(dict(zip(self.files, listed, strict=True)))))
+
+    def _list(self, file: File, stop: float) -> list[str]:
+        """The common names of the tests that are not known; what stands in the report on the file as a whole."""
+        names, state = [], self.states[file, DEVICE]
+
+        def take(found: list[str]) -> list[str]:
+            names.extend(common_name(test) for test in chosen(found, self.settings.dtypes, self.settings.shard)
+                         if self.settings.only in test)
+            return []
 
         try:
-            total = run_tests(settings, file, side, choose, state, one)
+            run_tests(self.settings, file, DEVICE, take, state, stop=stop)
         except RuntimeError as error:
             state.add({"test": LOADING, "status": "failed", "seconds": 0, "error": str(error)[-1000:], "trace": ""})
-            show(f"  {side}: {error}")
-            continue
-        if state.tests.get(LOADING, {}).get("status") == "failed":
-            state.add({"test": LOADING, "status": "passed", "seconds": 0})
-        show(f"{file.path} [{side}]: {total} to run: {_words(counts)}; {time.monotonic() - began:.0f} s")
+            self.show(f"  {file.path}: {error}")
+            return []
+        if time.monotonic() >= stop:
+            return []
+        state.add({"test": LOADING, "status": "passed", "seconds": 0, "selected": len(names)})
+        left = [test for test in names if not (self._known(file, test) and self._judged(file, test))]
+        self.show(f"{file.path}: {len(names)} tests, {len(left)} to run")
+        return left
+
+    def _known(self, file: File, test: str) -> bool:
+        """Ours, or that there is nothing to compare with."""
+        ours = self.states[file, DEVICE].tests.get(test)
+        return ours["status"] not in self.settings.redo if ours else self._no_reference(file, test)
+
+    def _judged(self, file: File, test: str) -> bool:
+        ours = self.states[file, DEVICE].tests.get(test, {})
+        return ours.get("status") not in BAD or all(
+            test in self.states[file, side].tests for side in KINDS[file.kind].judges)
+
+    def _no_reference(self, file: File, test: str) -> bool:
+        found = (self.states[file, side].tests.get(test) for side in KINDS[file.kind].beside)
+        return any(report is not None and report["status"] != "passed" for report in found)
+
+    def _run(self, file: File, batch: list[str], stop: float) -> None:
+        kind = KINDS[file.kind]
+        for side in sides(file):
+            state, wanted = self.states[file, side], batch
+            if side == DEVICE:
+                wanted = [test for test in batch if not self._known(file, test)]
+            elif side in kind.judges:
+                ours = self.states[file, DEVICE].tests
+                wanted = [test for test in batch if ours.get(test, {}).get("status") in BAD]
+            if side != DEVICE:
+                wanted = [test for test in wanted if test not in state.tests]
+            if not wanted:
+                continue
+            try:
+                run_tests(self.settings, file, side, _named(wanted), state, self._shown(file, side), stop)
+            except RuntimeError as error:
+                self.show(f"  {side}: {error}")
+
+    def _shown(self, file: File, side: str) -> Callable[[dict[str, Any]], None]:
+        def one(report: dict[str, Any]) -> None:
+            if report["status"] in BAD:
+                self.show(f"  {file.path} [{side}] {report['status']}: {report['test']}: {report['error'][:160]!r}")
+            if side != DEVICE:
+                return
+            self.counts[file.path, report["status"]] += 1
+            counts = Counter({status: count for (path, status), count in [*self.counts.items()] if path == file.path})
+            if counts.total() % 50 == 0:
+                words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+                self.show(f"{file.path}: {words}")
+
+        return one
 
 
-def _words(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing ran"
+def sides(file: File) -> tuple[str, ...]:
+    kind = KINDS[file.kind]
+    return (*kind.beside, DEVICE, *kind.judges)
+
+
+def in_turn(tests: dict[File, list[str]]) -> list[tuple[File, list[str]]]:
+    """Batches such that whenever a run is stopped, about the same share of every file has run."""
+    placed = []
+    for file, names in tests.items():
+        parts = max(1, round(len(names) / BATCH))
+        placed += [(k / parts, file.path, file, names[k::parts]) for k in range(parts) if names]
+    return [(file, batch) for *_, file, batch in sorted(placed)]
+
+
+def _named(wanted: Iterable[str]) -> Callable[[list[str]], list[str]]:
+    common = dict.fromkeys(wanted)
+
+    def choose(names: list[str]) -> list[str]:
+        found = {common_name(name): name for name in names}
+        return [found[name] for name in common if name in found]
+
+    return choose
 
 
 def _tail(log: IO[bytes]) -> str:

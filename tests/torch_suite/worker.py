@@ -142,6 +142,7 @@ def main() -> None:
     reports = Reports(descriptor, order["limit"], settle)
     reports.write(tests=list(tests))
     wanted = json.loads(sys.stdin.readline() or "[]")
+    # In unittest's own order: some tests leave things behind for those that come before them by name.
     unittest.TestSuite(tests[test] for test in sorted(wanted) if test in tests).run(reports)
     for test in wanted:
         if test not in reports.reported:

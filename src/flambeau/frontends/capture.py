@@ -22,6 +22,7 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
 from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
+from flambeau.torch_compat.ops import OpOverload
 
 from . import replay
 from .devices import CPU, flat, movable
@@ -224,7 +225,7 @@ class Lowering:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
-        if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
+        if isinstance(target, OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
@@ -280,7 +281,7 @@ class Lowering:
             return self.c.symbols.index(x)
         return x
 
-    def lowerable(self, n: fx.Node, target: torch._ops.OpOverload) -> bool:
+    def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
         if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
@@ -299,7 +300,7 @@ class Lowering:
         metas = list(val) if isinstance(val, (list, tuple)) else [val]
         if len(values) != len(metas):
             raise AssertionError(f"lowering of {n.target} returns {len(values)} values, torch says {len(metas)}")
-        for v, m in zip(values, metas, strict=True):
+        for k, (v, m) in enumerate(zip(values, metas, strict=True)):
             if not isinstance(v, Value) or not isinstance(m, torch.Tensor):
                 continue
             shape = tuple(self.c.symbols.index(s) for s in m.shape)
@@ -311,7 +312,11 @@ class Lowering:
             strides = tuple(self.c.symbols.index(s) for s in m.stride())
             if b.strides is None and v.is_whole(b) and dense(shape, strides):
                 b.strides = strides
-        return out
+            # A size that is a number by a guard is that number: by it lowerings broadcast.
+            known = tuple(a if a.is_const else b for a, b in zip(shape, v.shape, strict=True))
+            if known != v.shape:
+                values[k] = v.view(known, lambda i: i)
+        return values if isinstance(out, (list, tuple)) else values[0]
 
     def mutate(self, dst: Value, src: Value, negated: bool) -> Value:
         """`negated`: the input's memory holds the opposites of its values."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flambeau.torch_compat.ops import conj, neg_view
+
 from .device_native import Core, Driver
 from .device_sparse import is_sparse, joined, parts
 from .geometry import dense, reach
@@ -36,8 +38,8 @@ def host_memory(nbytes: int, dtype: torch.dtype, shape: Any, strides: Any, offse
 def as_marked(physical: Tensor, t: Tensor) -> Tensor:
     """The values that memory of t's stands for, if t is a conjugated or negated view of its memory."""
     if t.is_conj():
-        physical = torch._conj(physical)
-    return torch._neg_view(physical) if t.is_neg() else physical
+        physical = conj(physical)
+    return neg_view(physical) if t.is_neg() else physical
 
 
 def same_geometry(a: Tensor, b: Tensor) -> bool:
@@ -97,7 +99,9 @@ class Copies:
         self.write(made.device.index, made.data_ptr(), host)
         return made
 
-    def copy_from(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    def copy_from(self, source: Tensor | complex, target: Tensor, non_blocking: bool = False) -> Tensor:
+        if not isinstance(source, Tensor):  # PyTorch hands a tensor that it made of a number on as the number
+            return target.fill_(source)
         source_here, target_here = source.device.type == self.kind, target.device.type == self.kind
         if target.numel() == 0:
             return target
@@ -115,6 +119,8 @@ class Copies:
         return self.copy_from(source, target)
 
     def item(self, t: Tensor) -> Any:
+        if t.numel() == 0:
+            raise RuntimeError("_local_scalar_dense: Empty tensor not supported")
         return as_marked(self.to_host(t), t).item()
 
     def _within(self, source: Tensor, target: Tensor) -> None:

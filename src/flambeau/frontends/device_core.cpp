@@ -786,6 +786,36 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
   return self;
 }
 
+// What the host knows of a tensor, it knows of a view of all of its elements.
+Tensor shared(const Tensor& self, Tensor view) {
+  auto meta = self.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
+  if (meta != nullptr) view.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
+  return view;
+}
+
+Tensor view(const Tensor& self, at::IntArrayRef size) { return shared(self, at::native::view(self, size)); }
+
+Tensor reshape_alias(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
+  return shared(self, at::native::_reshape_alias(self, size, stride));
+}
+
+// Dimensions longer than one, in the order of their strides.
+std::vector<std::pair<int64_t, int64_t>> steps(at::IntArrayRef size, at::IntArrayRef stride) {
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (size_t i = 0; i < size.size(); ++i)
+    if (size[i] != 1) found.emplace_back(stride[i], size[i]);
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+Tensor as_strided(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+  Tensor made = at::native::as_strided_tensorimpl(self, size, stride, offset);
+  if (self.unsafeGetTensorImpl()->get_backend_meta() == nullptr || made.storage_offset() != self.storage_offset() ||
+      steps(made.sizes(), made.strides()) != steps(self.sizes(), self.strides()))
+    return made;
+  return shared(self, std::move(made));
+}
+
 // Whether `tensor.data = from` keeps the tensor and gives it other memory, as it does between the CPU and CUDA. Sparse
 // tensors take parts of their own kind only.
 bool can_take_over(const Tensor& self, const Tensor& from) {
@@ -821,9 +851,9 @@ void record_stream(Tensor& self, Stream stream) { memory().recordStream(self.sto
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
-  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
-  m.impl("view", TORCH_FN(at::native::view));
-  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("as_strided", TORCH_FN(as_strided));
+  m.impl("view", TORCH_FN(view));
+  m.impl("_reshape_alias", TORCH_FN(reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
@@ -838,7 +868,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // ----------------------------------------------------------------------------------------------- mixed precision
 
-// The policies that CUDA has, by the lists that PyTorch keeps for it. What CUDA refuses is in no list.
+// The policies that CUDA has, by the lists that PyTorch keeps for it. What CUDA refuses is in no list. Fourier transforms
+// are the CPU's, here as in the CPU's own policies: they know no bfloat16.
 namespace mixed {
 
 using namespace at;  // the lists expect it
@@ -847,6 +878,10 @@ using namespace at;  // the lists expect it
 #define FULL(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define FULL_BY_OPTION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+
+#define FOR_FOURIER(_)                                                                           \
+  _(fft_fft) _(fft_ifft) _(fft_fft2) _(fft_ifft2) _(fft_fftn) _(fft_ifftn) _(fft_rfft) _(fft_irfft) \
+  _(fft_rfft2) _(fft_irfft2) _(fft_rfftn) _(fft_irfftn) _(fft_hfft) _(fft_ihfft)
 
 Tensor refused(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) {
   TORCH_CHECK(false, "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
@@ -859,6 +894,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::m
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_LOWER_PRECISION_FP(LOWER)
   AT_FORALL_FP32(FULL)
+  FOR_FOURIER(FULL)
   AT_FORALL_FP32_SET_OPT_DTYPE(FULL_BY_OPTION)
   AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
   AT_FORALL_PROMOTE(WIDEST)

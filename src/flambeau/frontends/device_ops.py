@@ -13,11 +13,12 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes, has_kernel, has_kernel_for_key
+from flambeau.torch_compat.ops import OpOverload
 
 from .decompositions import table
 from .device_random import with_generator
@@ -75,7 +76,7 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> P
     """
     form = _FORMS[gate]
     try:
-        with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+        with disable_current_modes(), torch.no_grad(), DisableAutocast():
             call = described(args, same, numbers=True)
             if error := refusal(form.op, call):
                 REASONS[form.op.name()] = f"the CPU refuses it: {error}"
@@ -111,12 +112,12 @@ def device_forms() -> list[Form]:
     found = {form.op: form for name in names for form in forms(name, functional)}
     for name, compute in INSTEAD.items():
         op = getattr(aten, name).default
-        if op not in found or not isinstance(compute, torch._ops.OpOverload):
+        if op not in found or not isinstance(compute, OpOverload):
             found[op] = Form(op, compute, "", ())
     return [form for op, form in found.items() if _is_kernel(op)]
 
 
-def _is_kernel(op: torch._ops.OpOverload) -> bool:
+def _is_kernel(op: OpOverload) -> bool:
     """Whether a backend may have a kernel of its own for it: it makes tensors, of no others, and is no view."""
     schema = op._schema
     if not all("Tensor" in str(r.type) for r in schema.returns):
@@ -125,6 +126,6 @@ def _is_kernel(op: torch._ops.OpOverload) -> bool:
         return False
     if schema.name.startswith("aten::_foreach") or schema.name in _COPIES or op.is_view:
         return False
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return torch._C._dispatch_has_kernel(op.name()) and (
+    has = has_kernel_for_key
+    return has_kernel(op.name()) and (
         has(op.name(), "PrivateUse1") or not has(op.name(), "CompositeImplicitAutograd"))

@@ -14,8 +14,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-from torch.utils import _pytree as pytree
+
+from flambeau.torch_compat import pytree
+from flambeau.torch_compat.testing import OpInfo, SampleInput
 
 from .device import enable_device
 from .device_module import NAME
@@ -110,4 +111,4 @@ def _evaluate(op: OpInfo, sample: SampleInput, device: str, wants_grad: bool,
 
 if __name__ == "__main__":
     logging.getLogger("flambeau.frontends.fallback").setLevel(logging.ERROR)
-    print_table(check_on_device, __doc__.partition("\n")[0], limit=2)
+    print_table(check_on_device, __doc__.partition("\n")[0], limit=2, device=NAME)

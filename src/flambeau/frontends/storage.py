@@ -21,6 +21,7 @@ from flambeau.ir.index import ONE, ZERO, Index, as_index
 from flambeau.ir.nodes import Buffer, Value, contiguous_strides, dim_vars
 from flambeau.ops import LOWERINGS
 from flambeau.schedule.plan import strided
+from flambeau.torch_compat.ops import OpOverload
 
 from .geometry import overlapping
 
@@ -39,7 +40,7 @@ COPY_STORAGE = (aten.diagonal_scatter.default, aten.select_scatter.default, aten
 
 
 def is_view(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload) and (op.is_view or op in SECRET)
+    return isinstance(op, OpOverload) and (op.is_view or op in SECRET)
 
 
 def viewed(n: fx.Node) -> fx.Node | None:
@@ -135,7 +136,7 @@ class Storage:
         with build.building(self.g, n.name):
             out = LOWERINGS[n.target](above, *args[1:], **named) if n.target in LOWERINGS else NotImplemented
             if out is not NotImplemented and inside(out, above):
-                return out
+                return self.lowering.settle(n, out)
             del self.g.nodes[before:]  # it would compute what is to be a view
             return self.lowering.extern(n, (self.strided(up), *args[1:]), named, counted=n.target not in LOWERINGS)
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from flambeau.ops import LOWERINGS
+from flambeau.torch_compat.device import backend_name
+from flambeau.torch_compat.dispatch import no_python_dispatcher
+from flambeau.torch_compat.fake import FakeTensor, unset_fake_temporarily
+from flambeau.torch_compat.ops import OpOverload
 
 from .devices import flat
 from .size_samples import SizeSamples
@@ -135,6 +137,14 @@ def as_suggested(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: A
     return torch.empty_like(result, memory_format=suggested(x)).stride()
 
 
+def as_pooled(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    last = torch.channels_last_3d
+    if x.dim() == 5:
+        return as_suggested(result, x)
+    return torch.empty_like(result[None], memory_format=last).stride()[1:] if x[None].is_contiguous(
+        memory_format=last) else contiguous(result.shape)
+
+
 def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
     return contiguous(x.shape) if x.is_contiguous() else as_suggested(result, x)
 
@@ -145,10 +155,10 @@ def as_contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
 
 def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Strides:
     """The CPU's kernel joins two parts, along one dimension after the other."""
-    if x.numel() == 0:
-        return x.clone().stride()
     if not dims:
         return contiguous(x.shape)
+    if x.numel() == 0:
+        return preserved(x)
     for shift, dim in zip(shifts, dims, strict=True):
         start = -shift % x.shape[dim]
         x = torch.cat([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
@@ -163,18 +173,20 @@ def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options:
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
                      aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default), as_normalised),
-    **dict.fromkeys((aten.native_group_norm.default, aten.max_pool3d_with_indices.default, aten.max_unpool2d.default,
-                     aten.reflection_pad3d.default, aten.replication_pad3d.default, aten.upsample_nearest2d.default,
+    **dict.fromkeys((aten.native_group_norm.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
+                     aten.replication_pad3d.default, aten.upsample_nearest2d.default,
                      aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
                      aten.upsample_bicubic2d.default), as_suggested),
+    aten.max_pool3d_with_indices.default: as_pooled,
     **dict.fromkeys(COPY_STORAGE, copied_storage),
     **dict.fromkeys((aten.flip.default, aten.sort.default, aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor,
-                     aten.fill.Scalar, aten.zero.default, aten.empty_like.default, aten.zeros_like.default,
-                     aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+                     aten.index_put.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.put.default,
+                     aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.empty_like.default,
+                     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
                      aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype), as_preserved),
     **dict.fromkeys((aten.normal.Tensor_Tensor, aten.im2col.default, aten.log_sigmoid_forward.default,
                      aten.index_copy.default, aten.tril.default, aten.triu.default, aten.masked_fill.Scalar,
-                     aten.masked_fill.Tensor), as_contiguous),
+                     aten.masked_fill.Tensor, aten.masked_scatter.default), as_contiguous),
     **dict.fromkeys((aten.deg2rad.default, aten.rad2deg.default), lambda result, x: elementwise(result, x, 1.0)),
     aten.roll.default: rolled,
 }
@@ -182,8 +194,8 @@ RULES: dict[Any, Rule] = {
 OPERANDS = {
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
     **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
-    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.celu.default, aten.clamp.default, aten.clamp_min.default,
-                     aten.clamp_max.default), 1),
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.nan_to_num.default, aten.celu.default, aten.clamp.default,
+                     aten.clamp_min.default, aten.clamp_max.default), 1),
     aten.lerp.Scalar: 2, aten.where.self: 3,
 }
 
@@ -209,7 +221,7 @@ def as_made(rule: Rule) -> Asked:
     """By a rule for the first result. Several of one shape lie alike: a maximum and its place."""
 
     def asked(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
-        args, named = fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
+        args, named = arguments(n, samples, k)
         first, *rest = (bare(t, samples, k) for t in made)
         strides = rule(first, *args, **named)
         return [(strides if t.shape == first.shape else t.stride(), 0) for t in (first, *rest)]
@@ -219,16 +231,17 @@ def as_made(rule: Rule) -> Asked:
 
 def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
     """By ATen's code for views, on an array of which nothing but shape and strides is known."""
-    args, named = fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
+    args, named = arguments(n, samples, k)
     new = tensors_in(n.target(*args, **named))  # type: ignore[operator]
     if len(new) != len(made) or any(t.dtype is not args[0].dtype for t in new):
         raise ValueError("other elements")
-    return [(t.stride(), t.storage_offset()) for t in new]
+    return [(t.stride(), int(t.storage_offset())) for t in new]
 
 
 def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
-    """Put eager's strides into the metadata of a graph whose tensors are on the CPU. `names_only`: along dimensions of
-    size one alone, where others have been told how the graph's results lie."""
+    """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device, which does as
+    the CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
+    lie."""
     samples = SizeSamples(graph)
     changed: set[fx.Node] = set()
     for n in graph.nodes:
@@ -237,7 +250,7 @@ def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
             continue
         if n.target is operator.getitem:
             new = n.args[0].meta["val"][n.args[1]] if n.args[0] in changed else val
-        elif isinstance(n.target, torch._ops.OpOverload) and not NEW_SIZES & set(n.target.tags):
+        elif isinstance(n.target, OpOverload) and not NEW_SIZES & set(n.target.tags):
             new = settled(n, traced(n) if changed.intersection(n.all_input_nodes) else val, samples)
         else:
             continue
@@ -293,8 +306,9 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
     rule = rule_of(n.target)
     made = tensors_in(val)
     given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
+    here = ("cpu", backend_name())
     if rule is None or not made or any(
-            not isinstance(t, FakeTensor) or t.device.type != "cpu" or t.layout is not torch.strided
+            not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided
             for t in (*made, *given)):
         return val
     try:
@@ -313,8 +327,8 @@ def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tenso
            ) -> torch.Tensor:
     """A tensor like t that lies so at each sample; t itself if it does, or if nobody can say so of all sizes."""
     start = given[0].storage_offset() if view else 0
-    have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(t.storage_offset() - start, k) if view else 0)
-            for k in range(len(samples))]
+    behind = t.storage_offset() - start if view else 0
+    have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(behind, k)) for k in range(len(samples))]
     if have == list(wanted):
         return t
     strides = samples.written([w for w, _ in wanted], (t.stride(), *(x.stride() for x in given)), t.shape)
@@ -325,6 +339,11 @@ def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tenso
     with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext():
         return t.as_strided(t.shape, strides, offset) if view else torch.empty_strided(
             t.shape, strides, dtype=t.dtype, device=t.device)
+
+
+def arguments(n: fx.Node, samples: SizeSamples, k: int) -> Any:
+    """Those of a node, by position and by name, at the numbers of sample k."""
+    return fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
 
 
 def plain(x: Any, samples: SizeSamples, k: int) -> Any:

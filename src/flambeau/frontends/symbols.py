@@ -9,10 +9,10 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch.utils._sympy.printers import PythonPrinter
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
+from flambeau.torch_compat.fx import PythonPrinter
 
 # Functions of sympy, by name, and ours.
 FOLDED: dict[str, Callable[[Index, Index], Index]] = {
@@ -34,6 +34,7 @@ class Symbols:
     def __init__(self) -> None:
         self.known: dict[str, Sym] = {}
         self.hosts: dict[Sym, Host] = {}  # those that stand for a computed number
+        self._fixed: tuple[tuple[int, int], dict[Any, Any]] = ((0, 0), {})  # as of so many guards of an environment
 
     def index(self, x: Any) -> Index:
         """An int or SymInt as an Index."""
@@ -43,6 +44,15 @@ class Symbols:
             return self.convert(x.node.expr, x.node.shape_env)
         except UnsupportedError:
             return as_index(self.computed(x))
+
+    def fixed(self, env: Any) -> dict[Any, Any]:
+        """Expressions that a guard holds at one number. torch solves none for a symbol that has a quotient in it, and
+        what a size of one is broadcast to depends on it."""
+        guards = getattr(env, "guards", ())
+        if self._fixed[0] != (at := (id(env), len(guards))):
+            sides = (g.expr.args for g in guards if type(g.expr).__name__ == "Equality")
+            self._fixed = at, {a: b for left, right in sides for a, b in ((left, right), (right, left)) if b.is_Integer}
+        return self._fixed[1]
 
     def symbol(self, s: Any, env: Any) -> Sym:
         if s.name not in self.known:
@@ -87,6 +97,7 @@ class Symbols:
         return self.symbol(missing[0], env), Host(f"({name} - ({text(rest)})) // ({text(factor)})", sizes)
 
     def convert(self, e: Any, env: Any) -> Index:
+        e = self.fixed(env).get(e, e)
         if e.is_Integer:
             return as_index(int(e))
         if e.is_Symbol:

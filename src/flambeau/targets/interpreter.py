@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flambeau.codegen.source import BlockSource
+from flambeau.codegen.source import LIBRARY, BlockSource
 from flambeau.errors import BoundsError, CompileError, UnsupportedError
 from flambeau.ir.program import TableKernel
 from flambeau.targets.base import Build, Launch, Plan, Source, Step
 from flambeau.targets.cuda import BlockTarget, shape_function
 from flambeau.targets.launch import PythonPlan
 from flambeau.targets.search import OpenPlan, is_open, offered
-from flambeau.targets.triton_compile import LIBRARY, signature
+from flambeau.targets.triton_compile import signature
 from flambeau.targets.triton_worker import module_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class InterpreterTarget(BlockTarget):
     name = "interpreter"
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.triton import CAPABILITIES
+        from flambeau.codegen.triton.blocks import CAPABILITIES
 
         return replace(CAPABILITIES, name=self.name)
 
@@ -152,7 +152,7 @@ def memory_is(regions: list[Region] | None) -> Iterator[None]:
 
 def width_of(kind: str) -> int:
     """Bytes of an element behind a pointer of this type."""
-    from flambeau.codegen.triton import POINTER
+    from flambeau.codegen.triton.blocks import POINTER
 
     return next(dtype.itemsize for dtype, pointer in POINTER.items() if pointer == kind)
 

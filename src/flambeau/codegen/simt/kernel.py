@@ -1,0 +1,149 @@
+"""Kernels in a C language of GPUs: which writer each form has, and the functions around them.
+
+A kernel has one of two shapes. On CPUs a work-item is a thread: the loops are those of the C++ kernels, and work-items
+divide the outermost among themselves (`cpu_threads.py`). On GPUs a work-item is a point, and a work-group a row
+(`points.py`, `rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import loads, walk
+from flambeau.ir.faults import WHICH, access
+from flambeau.ir.index import Sym, volume
+from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, ScatterKernel, reductions_of
+
+from ..c.nest import extent_names
+from ..source import Range, RangeSource, host_text, site_table
+from ..writer import Writer
+from .contraction_blocks import Blocks
+from .contraction_tiles import Tiles
+from .cpu_threads import ThreadLoops, ThreadScan, ThreadScatter, ThreadStart
+from .dialect import LaunchDraft, Shape, SimtDialect
+from .points import PointLoops, PointScatter, PointStart
+from .rows import RowLoops, is_row
+from .scans import write_scan
+from .transposes import Turned, is_turned_map
+from .wide_access import SeveralPoints, is_streamed
+
+NARROW = 2**31 - 2**16  # indices below it are 32 bits wide, with room for the last group
+
+
+def render_in(language: type[SimtDialect], kernel: Kernel, name: str, shape: Shape) -> RangeSource:
+    """The text of one kernel."""
+    d = language(narrow=not shape.threads and fits_narrow(kernel), bounded=shape.bounded)
+    drafts = write_threads(d, kernel, shape) if shape.threads else write_points(d, kernel, shape)
+    names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
+    extents = [n for k in range(len(kernel.params)) for n in extent_names(f"p{k}")] if shape.bounded else []
+    lines: list[str] = []
+    ranges = []
+    checks = False
+    functions: frozenset[str] = frozenset().union(*(draft.writer.functions for draft in drafts))
+    wide = d.types[torch.int64]
+    for k, draft in enumerate(drafts):
+        reports = draft.writer.scopes[0].checks
+        checks |= reports
+        told = f"  {d.report(exceeded(draft.writer, len(extents) // 2))}" if reports else ""
+        lines += [*draft.before, *d.head(kernel, f"KERNEL_NAME_{k}", draft.group, extents),
+                  *(f"  const {wide} {draft.writer.sym(s)} = {n};" for s, n in names.items()),
+                  *([f"  {wide} bad = 0;"] if reports else []),
+                  *("  " + x for x in draft.writer.scopes[0].lines),
+                  *([told] if reports else []), "}"]
+        items = draft.items if isinstance(draft.items, str) else host_text(draft.items, names)
+        ranges.append(Range(f"KERNEL_NAME_{k}", items, draft.group))
+    return RangeSource(name, "\n".join(lines) + "\n", tuple(p.dtype.itemsize for p in kernel.params),
+                       tuple(p.written for p in kernel.params), tuple(reaches(kernel)),
+                       len(kernel.sizes) + len(extents), tuple(ranges), checks, d.headers(functions),
+                       site_table(kernel), shape.bounded, kernel.origins)
+
+
+def exceeded(w: Writer, pointers: int) -> str:
+    """The size that belongs to the fault in `bad`."""
+    text = "0"
+    for b, code in w.sites.items():
+        text = f"(bad >> {WHICH}) == {code >> WHICH} ? {w.index(b.size)} : {text}"
+    for k in range(pointers if w.d.bounded else 0):
+        text = f"(bad >> {WHICH}) == {access(k) >> WHICH} ? {extent_names(f'p{k}')[1]} : {text}"
+    return text
+
+
+def dtypes_of(k: Kernel) -> frozenset[DType]:
+    """All that it reads, computes and writes."""
+    combines = [i.joins for i in reductions_of(k.items)] if isinstance(k, LoopKernel) \
+        else [k.combine] if isinstance(k, ScanKernel) else []
+    inside = [e.dtype for e in walk(*k.everything(), *(e for c in combines for e in c.result))]
+    return frozenset((*inside, *(p.dtype for p in k.params)))
+
+
+def reaches(k: Kernel) -> Iterator[int]:
+    """For each pointer how many bytes from there on the kernel can touch, 0 where sizes of the run decide it."""
+    touched = [*((e.attr[0], e.attr[1][0]) for e in loads(*k.everything())), *k.stores]
+    for p in k.params:
+        ends = [a.bounds()[1] for name, a in touched if name == p.name]
+        yield 0 if None in ends else p.dtype.itemsize * (1 + max((n for n in ends if n is not None), default=0))
+
+
+# ---- which writer ----------------------------------------------------------------------------------------
+
+
+def write_threads(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDraft]:
+    """On CPUs."""
+    if isinstance(kernel, ContractKernel):
+        return [Blocks(d, kernel, shape).write()]
+    if isinstance(kernel, LoopKernel | ScanKernel):
+        one = ThreadLoops(d, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(d, kernel)
+        one.render()
+        return [one.draft()]
+    assert isinstance(kernel, ScatterKernel)
+    writes = ThreadScatter(d, kernel)
+    writes.render()
+    if not writes.begins:
+        return [writes.draft()]
+    start = ThreadStart(d, kernel)
+    start.start()
+    return [start.draft(), writes.draft()]
+
+
+def write_points(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDraft]:
+    """On GPUs."""
+    forms: dict[type[PointLoops], Callable[[LoopKernel], bool]] = {
+        RowLoops: is_row, Turned: is_turned_map, SeveralPoints: is_streamed}
+    if isinstance(kernel, ContractKernel):
+        return [Tiles(d, kernel, shape).write()]
+    if isinstance(kernel, LoopKernel):
+        # Those forms read several elements at once, which nothing checks.
+        forms = {} if shape.bounded else forms
+        kind = next((kind for kind, suits in forms.items() if suits(kernel)), PointLoops)
+        loops = kind(d, kernel, shape)
+        loops.write()
+        return [loops.draft()]
+    if isinstance(kernel, ScanKernel):
+        return [write_scan(d, kernel, shape)]
+    drafts = []
+    if kernel.init is not None:
+        start = PointStart(d, kernel, shape)
+        start.write()
+        drafts.append(start.draft())
+    scatter = PointScatter(d, kernel, shape)
+    scatter.write_all()
+    return [*drafts, scatter.draft()]
+
+
+def fits_narrow(k: Kernel) -> bool:
+    """Whether no index can leave 32 bits: GPUs compute those in half the time or less."""
+    if isinstance(k, ScatterKernel):
+        domains: list[tuple[Sym, ...]] = [k.vars, k.out_vars]
+    elif isinstance(k, ContractKernel):
+        domains = [(*k.batch, *k.rows, *k.columns), k.depth]
+    else:
+        inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
+        # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
+        domains = [k.outer, inner] if isinstance(k, LoopKernel) and k.bounds is not None else [(*k.outer, *inner)]
+    points = [volume(vars) for vars in domains]
+    inside = [i for e in walk(*k.everything()) for i in e.own_indices()]
+    bounds = [i.bounds() for i in (*inside, *(a for _, a in k.stores), *points)]
+    return all(lo is not None and hi is not None and lo > -NARROW and hi < NARROW for lo, hi in bounds)

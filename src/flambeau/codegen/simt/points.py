@@ -1,0 +1,206 @@
+"""On GPUs a work-item is a point of the target, and neighbours in memory are neighbours in a group.
+
+A work-item that reduces or scans walks its points one after the other: columns, segments, short rows. Rows that are
+long and contiguous are a group's work (`rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from flambeau.ir.dtypes import opmath
+from flambeau.ir.expr import Expr, cast, const
+from flambeau.ir.index import Sym, as_index, volume
+from flambeau.ir.program import (
+    Item,
+    Kernel,
+    LoopKernel,
+    identities_of,
+    reductions_of,
+)
+
+from ..c.nest import NestWriter
+from ..c.scans import ScanWriter
+from ..c.scatters import JOIN, ScatterWriter
+from ..writer import Dialect, Scope
+from .dialect import Exchange, LaunchDraft, Shape, SimtWriter
+
+CASCADE = 128  # points that are reduced on their own, so that rounding errors do not pile up
+SHORT = 64  # points of a row that one work-item takes
+SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is larger, and smaller than 1 / SMALL
+
+
+class Points(SimtWriter, NestWriter):
+    """One work-item for each point of some variables."""
+
+    def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel)
+        self.total = as_index(1)
+        self.group = shape.group
+
+    @contextmanager
+    def points(self, vars: Sequence[Sym]) -> Iterator[Scope]:
+        self.total = volume(vars)
+        me = self.fresh("me")
+        self.line(f"const {self.d.long} {me} = {self.d.item};")
+        with self.scope(f"if ({me} < {self.index(self.total)}) {{", vars) as s:
+            self.decompose(me, vars)
+            yield s
+
+    def draft(self) -> LaunchDraft:
+        return LaunchDraft(self, self.total, self.group)
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        if e.op == "div" and e.dtype is torch.float32:
+            deep, shallow = (self.emit(a)[0] for a in e.args)
+            if shallow < deep:
+                e = quotient(*e.args)
+        return super().emit(e)
+
+
+def quotient(x: Expr, s: Expr) -> Expr:
+    """x / s where s is the same for many x: a division of theirs takes ten instructions."""
+    if s.op != "const":
+        lift = Expr("lift", s.dtype, (s,))
+        return Expr("over", s.dtype, (x * lift, s * lift, const(1, s.dtype) / (s * lift)))
+    if not SMALL < abs(s.attr) < 1 / SMALL:
+        return Expr("div", s.dtype, (x, s))
+    return Expr("over", s.dtype, (x, s, const((torch.ones(()) / s.attr).item(), s.dtype)))
+
+
+class PointLoops(Points):
+    def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        self.k = kernel
+        self.address = dict(kernel.stores)
+        self.dtype_of = kernel.dtype_of()
+
+    def write(self) -> None:
+        with self.points(self.k.outer):
+            self.line_scratch()
+            for stage in self.k.stages:
+                self.stage(stage)
+
+    # ---- values of earlier stages ----------------------------------------------------------------------
+
+    def line_scratch(self) -> None:
+        for name in sorted(self.k.scratch):
+            self.line(f"{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{self.index(volume(self.k.inner))}];")
+
+    def scratch(self, name: str) -> str:
+        return f"s_{list(self.dtype_of).index(name)}"
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        if e.op == "local" and self.local(e.attr) is None:
+            if e.attr in self.k.scratch:
+                return len(self.scopes) - 1, f"{self.scratch(e.attr)}[{self.index(self.k.inner_position())}]"
+            return len(self.scopes) - 1, self.read(e.attr, self.index(self.address[e.attr]), e.dtype)
+        return super().emit(e)
+
+    # ---- stages ----------------------------------------------------------------------------------------
+
+    def stage(self, stage: Sequence[Item]) -> None:
+        if not self.k.inner or stage[0].level == "outer" and stage[0].combine is None:
+            for i in stage:
+                self.map_item(i)
+            return
+        reductions = reductions_of(stage)
+        states = self.declare(reductions)
+        first = self.k.inner[0]
+        if self.k.bounds is not None:
+            lo, hi = (self.value(b) for b in self.k.bounds)
+            with self.loop(first, lo, hi):
+                self.body(stage, states)
+        elif reductions and not (first.size.is_const and first.size.const < 2 * CASCADE):
+            self.cascade(stage, reductions, states)
+        else:
+            self.nested(self.k.inner, lambda: self.body(stage, states))
+        self.finish(reductions, states)
+
+    def declare(self, reductions: Sequence[Item]) -> dict[str, str]:
+        """A variable for each component, that holds the identity."""
+        states = {}
+        for name, identity in identities_of(reductions):
+            states[name] = self.fresh("a")
+            self.variable(identity.dtype, states[name], self.d.constant(identity.attr, identity.dtype))
+        return states
+
+    def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
+        v = self.k.inner[0]
+        group, last = Sym(f"{v.name}c", v.size), self.fresh("e")
+        with self.loop(group, "0", self.extent(v), str(CASCADE)):
+            parts = self.declare(reductions)
+            self.line(f"const {self.d.long} {last} = {self.fl}imin({self.sym(group)} + {CASCADE}, {self.extent(v)});")
+            with self.loop(v, self.sym(group), last):
+                self.nested(self.k.inner[1:], lambda: self.body(stage, parts))
+            for i in reductions:
+                self.combine_into(i.joins, [states[n] for n in i.names], [parts[n] for n in i.names])
+
+    def body(self, stage: Sequence[Item], states: dict[str, str]) -> None:
+        for i in stage:
+            if i.combine is None:
+                self.map_item(i)
+            else:
+                self.combine_into(i.combine, [states[n] for n in i.names], [self.value(e) for e in i.exprs])
+
+    def map_item(self, item: Item) -> None:
+        name, text = item.names[0], self.value(item.exprs[0])
+        self.scopes[-1].locals[name] = text
+        if name in self.k.scratch:
+            self.line(f"{self.scratch(name)}[{self.index(self.k.inner_position())}] = {text};")
+        if name in self.address:
+            self.keep(name, item.level, text)
+
+    def finish(self, reductions: Sequence[Item], states: dict[str, str]) -> None:
+        """What was reduced becomes a value of the point, and memory if anybody else wants it."""
+        for name in (n for i in reductions for n in i.names):
+            self.scopes[-1].locals[name] = states[name]
+            if name in self.address:
+                self.keep(name, "outer", states[name])
+
+    def keep(self, name: str, level: str, text: str) -> None:
+        self.store(name, self.address[name], text)
+
+
+class PointScan(Points, ScanWriter):
+    def write(self) -> None:
+        with self.points(self.k.outer):
+            self.stretch(self.declare(self.needed))
+
+
+class PointStart(Points, ScatterWriter):
+    def write(self) -> None:
+        assert self.k.init is not None
+        with self.points(self.k.out_vars):
+            self.store(self.k.name, self.k.init_address, self.value(self.k.init))
+
+
+class PointScatter(Points, ScatterWriter):
+    """Points that may meet in an element join it by compare and swap, in no fixed order."""
+
+    def write_all(self) -> None:
+        with self.points(self.k.vars):
+            self.write()
+
+    def join(self, address: str, text: str, mask: str | None) -> None:
+        k = self.k
+        alone = k.unique or k.free >= set(k.vars)
+        if mask is not None or k.mode == "set" or alone:
+            super().join(address, text, mask)
+            return
+        place, seen, old = self.fresh("at"), self.fresh("seen"), self.fresh("old")
+        with self.accessed(k.name, address):
+            self.exchange(self.d.exchange(k.value.dtype, f"{self.short[k.name]}[{address}]", place, seen, old), text)
+
+    def exchange(self, swap: Exchange, text: str) -> None:
+        dtype = self.k.value.dtype
+        for line in swap.before:
+            self.line(line)
+        with self.scope("do {", footer=swap.footer):
+            self.line(swap.first)
+            now = self.raw(swap.value, dtype)
+            joined = Expr(JOIN[self.k.mode], opmath(dtype), (now, self.raw(text, dtype)))
+            self.line(swap.attempt.format(self.value(cast(joined, dtype))))
