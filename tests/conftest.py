@@ -9,6 +9,8 @@ import zlib
 
 import pytest
 
+from drawn import commit
+
 # At import and in the environment: settings are read at their first use, and the workers of pytest-xdist
 # inherit both from the process that starts them.
 os.environ.setdefault("FLAMBEAU_VERIFY", "passes")
@@ -35,14 +37,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(_own_cache, ignore_errors=True)
 
 
-# Of the slow tests, `make test` runs one in SAMPLE, always the same ones; `make test-all` sets FLAMBEAU_SAMPLE=1.
+# Of the slow tests, `make test` runs one in SAMPLE, drawn by the commit: others with every change, the same for
+# everybody who has it. `make test-all` sets FLAMBEAU_SAMPLE=1.
 SAMPLE = int(os.environ.get("FLAMBEAU_SAMPLE", "8"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if len(config.args) == 1 and "::" in config.args[0]:
         return  # somebody asked for just this test
-    kept = [i for i in items if "slow" not in i.keywords or zlib.crc32(i.nodeid.encode()) % SAMPLE == 0]
+    drawn = commit()
+    kept = [i for i in items if "slow" not in i.keywords or zlib.crc32(f"{drawn} {i.nodeid}".encode()) % SAMPLE == 0]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[i for i in items if i not in set(kept)])
         items[:] = kept

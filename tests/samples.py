@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from flambeau.frontends.testing import OPS, check_opinfo
+from flambeau.frontends.testing import OPS, Report, check_opinfo
 
 
 def samples_agree(name: str, dtype: torch.dtype = torch.float32, limit: int | None = 4) -> None:
@@ -13,3 +14,11 @@ def samples_agree(name: str, dtype: torch.dtype = torch.float32, limit: int | No
         return
     report = check_opinfo(name, dtype, limit=limit)
     assert report.samples and not report.failures and not report.externs, report
+
+
+def agrees(report: Report) -> None:
+    """Every sample that was run agrees. If none was, that is a skip with its reasons: eager or its tracing refuses."""
+    assert report.ok, "\n".join(report.failures)
+    if not report.samples:
+        assert report.skipped, f"{report.op} has no samples of {report.dtype}"
+        pytest.skip(f"no sample was run: {'; '.join(sorted(set(report.skipped)))[:400]}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +19,22 @@ README = Path(__file__).parent.parent / "README.md"
 CONSTRAINTS = (README.parent / "constraints.txt").read_text()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md", "docs/cuda-graphs.md"])
-def test_examples(page: str) -> None:
-    file = README.parent / page
-    blocks = re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL)
-    scope: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(file), "exec"), scope)
-    assert blocks
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+PAGES = [page for page in (README, *sorted((README.parent / "docs").glob("*.md"))) if blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples(page: Path, tmp_path: Path) -> None:
+    """All examples of a page, one after the other, as a program of their own: one of them may start the device."""
+    script = tmp_path / "examples.py"
+    script.write_text("\n".join(blocks(page)))
+    plain = {key: value for key, value in os.environ.items() if key != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=plain, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_tests_that_the_page_of_the_device_names() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from flambeau.config import config
 from flambeau.frontends.testing import OPS, check_opinfo
+from samples import agrees
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
@@ -35,4 +36,4 @@ def test_the_examples_exist() -> None:
 def test_samples_agree_with_eager(name: str) -> None:
     with config.override(target="interpreter"):
         report = check_opinfo(name, torch.float32, limit=2)
-    assert report.ok, "\n".join(report.failures)
+    agrees(report)

@@ -11,6 +11,7 @@ import torch
 from flambeau.config import config
 from flambeau.frontends.testing import OPS, check_opinfo
 from opencl_forms import FORMS, THREADS
+from samples import agrees
 from test_opinfo import EAGER_IS_OFF
 from test_opinfo_blocks import CURATED
 
@@ -37,4 +38,4 @@ def cases() -> list:
 def test_samples_agree_with_eager(name: str, dtype: torch.dtype, on: str) -> None:
     with config.override(target=on):
         report = check_opinfo(name, dtype, limit=2)
-    assert report.ok, "\n".join(report.failures)
+    agrees(report)

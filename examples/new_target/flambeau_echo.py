@@ -10,11 +10,11 @@ import ctypes
 import hashlib
 import time
 from bisect import bisect_right, insort
-from pathlib import Path
 from types import SimpleNamespace
 
-import flambeau.codegen
-from flambeau.codegen.cpp import render
+import flambeau
+from flambeau.codegen.c.kernel import render
+from flambeau.codegen.source import LIBRARY
 from flambeau.config import config
 from flambeau.errors import CompileError, Error
 from flambeau.ir.capabilities import Capabilities
@@ -77,8 +77,7 @@ class EchoBuild(Build):
             if path := disk.get(key, ".so"):
                 library = ctypes.CDLL(str(path))
             else:
-                folder = Path(flambeau.codegen.__file__).parent
-                library, data = toolchain.compile(text, key, disk, lambda path: ctypes.CDLL(str(path)), folder)
+                library, data = toolchain.compile(text, key, disk, lambda path: ctypes.CDLL(str(path)), LIBRARY)
                 disk.put(key, data, ".so")
         except CompileError as error:
             return CompileError(f"the kernel {source.name} did not compile: {error}", target="echo")

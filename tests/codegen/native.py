@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-import flambeau.codegen
+from flambeau.codegen.source import LIBRARY
 
-HEADERS = Path(flambeau.codegen.__file__).parent
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -37,7 +36,7 @@ class Native:
             *FLAGS,
             *arch,
             "-shared",
-            f"-I{HEADERS}",
+            f"-I{LIBRARY}",
             str(source),
             "-o",
             str(library),

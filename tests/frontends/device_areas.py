@@ -238,6 +238,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert (a @ b).softmax(1).dtype == torch.float32 and (a @ b).exp().dtype == torch.float32  # full
         assert torch.cat([a @ b, a @ b.float()]).dtype == dtype
         assert torch.addcmul(a, a.to(dtype), a).dtype == torch.float32  # the widest
+        assert torch.fft.fft(a @ b).dtype == torch.complex64  # as on the CPU: there is no other kernel
         with pytest.raises(RuntimeError, match="unsafe to autocast"):  # as CUDA has it
             F.binary_cross_entropy(a.sigmoid(), a.sigmoid())
         with torch.autocast(DEV, enabled=False):

@@ -167,6 +167,71 @@ def test_an_index_on_another_stream() -> None:
     there.synchronize()
 
 
+# ---- what eager refuses ----------------------------------------------------------------------------------
+
+
+def _put(shape: tuple[int, ...], mask: Any, values: tuple[int, ...]) -> Any:
+    def use(d: str) -> torch.Tensor:
+        x = torch.arange(12.0, device=d).reshape(shape)
+        x[mask(x)] = torch.ones(values, device=d)
+        return x.cpu()
+
+    return use
+
+
+REFUSED: dict[str, Any] = {
+    "no values": _put((12,), lambda x: x > -1, (0,)), "fewer": _put((3, 4), lambda x: x > 2, (3,)),
+    "more": _put((12,), lambda x: x > 5, (8,)), "for nothing": _put((12,), lambda x: x > 99, (2,)),
+    "rows": _put((3, 4), lambda x: x[:, 0] > 1, (3, 4)), "another width": _put((3, 4), lambda x: x[:, 0] >= 0, (3,)),
+    "rows without elements": lambda d: torch.ones(3, 0, device=d).index_put_(
+        (torch.ones(3, dtype=torch.bool, device=d),), torch.ones(2, 0, device=d)),
+    "places": lambda d: torch.ones(300, 300, device=d).index_put_((torch.arange(200, device=d),), torch.ones(
+        2, device=d)),
+    "source": lambda d: torch.ones(9, device=d).masked_scatter_(
+        torch.ones(9, dtype=torch.bool, device=d), torch.ones(4, device=d)).cpu(),
+    "probability": lambda d: torch.bernoulli(torch.full((3,), 2.0, device=d)).cpu(),
+    "no number": lambda d: torch.empty(3, device=d).bernoulli_(torch.full((3,), float("nan"), device=d)).cpu(),
+    "deviation": lambda d: torch.normal(torch.zeros(3, device=d), torch.tensor([1, 0, -1.0]).to(d)).cpu(),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
+def test_what_only_data_decide(use: Any) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        use("cpu")
+    with pytest.raises(RuntimeError) as error:
+        use(DEV)
+        torch.flambeau.synchronize()
+    assert str(error.value).partition(" of shape")[0].strip() in str(expected.value)
+    assert torch.ones(3, device=DEV).sum().item() == 3
+
+
+NUMBERS: dict[str, tuple[Any, torch.dtype, Any, tuple[Any, ...]]] = {
+    "fill": (lambda x, n: x.fill_(n), torch.uint8, range(5), (300, -1)),
+    "power": (lambda x, n: x.pow(n), torch.int64, range(5), (-1,)),
+    "quotient": (lambda x, n: x // n, torch.int64, range(1, 6), (-3,)),
+    "float16": (lambda x, n: x.fill_(n), torch.float16, (0.5, 1.5, 2.5, 3.5), (1e6, float("inf"))),
+    "factor": (lambda x, n: x.add(x, alpha=n), torch.float32, (0.5, 1.5, 2.5, 3.5), (1e300, -2.5)),
+    "range": (lambda x, n: x.uniform_(0, n).sum() * 0, torch.float32, (1.0, 2.0, 3.0, 4.0), (-1.0,)),
+    "limits": (lambda x, n: x.clamp(n, n + 1), torch.uint8, range(5), (254, 255, -1)),
+}
+
+
+@pytest.mark.parametrize("elements", [3, 40_000])
+@pytest.mark.parametrize(("use", "dtype", "seen", "then"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_are_arguments_of_a_program(use: Any, dtype: Any, seen: Any, then: Any, elements: int) -> None:
+    """Eager refuses some of them; those that it takes are still served."""
+    for n in (*seen, *then):
+        try:
+            expected = use(torch.ones(elements, dtype=dtype), n)
+        except RuntimeError as refused:
+            with pytest.raises(RuntimeError) as error:
+                use(torch.ones(elements, dtype=dtype, device=DEV), n)
+            assert str(error.value) == str(refused)
+        else:
+            assert torch.equal(use(torch.ones(elements, dtype=dtype, device=DEV), n).cpu(), expected)
+
+
 # ---- what a device does not have ------------------------------------------------------------------------
 
 

@@ -47,6 +47,10 @@ def test_errors() -> None:
     run_apart(HERE / "device_errors.py")
 
 
+# Gradients of some samples amplify any rounding, the CPU's own as well.
+ILL_CONDITIONED = {"linalg_householder_product"}
+
+
 def test_streams() -> None:
     run_apart(HERE / "device_streams.py", POCL_DEVICES=TWO, FLAMBEAU_TEST_ROUNDS="10")
 
@@ -62,9 +66,9 @@ def test_the_operator_database_on_the_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flambeau.frontends.device_testing", "--limit", "3", "--json", str(found)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
-    rows = json.loads(found.read_text())
-    assert sum(row["ok"] for row in rows) >= 0.98 * len(rows), done.stdout
-    assert sum(row["ok"] and row["native"] for row in rows) >= 320, done.stdout
+    report = json.loads(found.read_text())
+    assert {row["name"] for row in report["rows"]} <= ILL_CONDITIONED, done.stdout
+    assert report["summary"]["float32"]["native"] >= 320, done.stdout
 
 
 def test_nothing_happens_unasked() -> None:

@@ -282,3 +282,11 @@ def test_calls_see_the_strides_of_eager_in_dimensions_of_size_one(sizes: tuple[i
         x = torch.randn(sizes[:2], dtype=torch.float64, generator=torch.Generator().manual_seed(seed))[..., None]
         x = x.expand(sizes)
         assert [differing(a, b)[0] for a, b in zip(run(x), products(x), strict=True)] == [0, 0]
+
+
+def test_a_whole_number_has_no_negative_zero() -> None:
+    """g++ takes the way to an integer and back for a truncation, which keeps the sign of a zero."""
+    x = torch.tensor([-0.3, -0.0, 1.5, -2.5] * 5)
+    for dtype in (torch.int64, torch.int32, torch.int8):
+        ours = torch.compile(lambda x, d=dtype: x.to(d).to(torch.float32), backend="flambeau")(x)
+        assert not ours[0].signbit() and torch.equal(ours, x.to(dtype).float())

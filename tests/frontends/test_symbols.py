@@ -43,3 +43,25 @@ def test_a_size_that_a_guard_holds_at_one_is_broadcast() -> None:
     for n, m in ((4, 8), (8, 4), (8, 8), (4, 12), (12, 12)):
         x, y = torch.randn(n), torch.randn(m)
         torch.testing.assert_close(compiled(x, y), product(x, y))
+
+
+def test_starts_that_only_the_run_knows() -> None:
+    """A number may be counted from the end: known by its range, or by its value alone."""
+
+    def parts(x: torch.Tensor, n: int, m: int) -> tuple[torch.Tensor, ...]:
+        return x[:, n - 2::2] + 1, x[:, n - 2::2], x[:, n - m:] * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(parts, backend="flambeau", dynamic=True)
+    x = torch.randn(3, 5)
+    for n, m in ((1, 3), (4, 2), (2, 4)):
+        for ours, eager in zip(compiled(x, n, m), parts(x, n, m), strict=True):
+            assert torch.equal(ours, eager)
+
+
+def test_windows_over_a_symbolic_size_less_one() -> None:
+    pool = torch.nn.functional.adaptive_max_pool1d
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: pool(x.diff(), 2), backend="flambeau", dynamic=True, fullgraph=True)
+    x = torch.randn(2, 3, 6)
+    assert torch.equal(compiled(x), pool(x.diff(), 2))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from drawn import first_seed
 
 from .found import FOUND
 from .known import reason
@@ -24,13 +25,6 @@ CHUNKS, PROGRAMS = 12, 25  # 300 programs a target
 MINOR = ("raises", "no error", "warning", "error type", "input layout", "requires_grad", "identity", "strides",
          "offset")
 _workers: dict[str, Worker] = {}
-
-
-def first_seed() -> int:
-    """Another one with every commit, the same for everybody who has it."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
-                          check=False)
-    return int(done.stdout.strip()[:7] or "15", 16) * 1000 if done.returncode == 0 else 15000
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from flambeau.errors import UnsupportedError
 from flambeau.report import performance
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "threads": 2, "isa": "AVX2", "torch": "2.11", "python": "3.12",
            "date": "2026-01-02T03:04:05"}
+ORIGIN = {"command": "flambeau bench floors", "commit": "0123456789"}
 GPU = {"gpu": "a GPU", "cuda": "13.0", "triton": "3.6.0"}
 
 
@@ -24,12 +26,12 @@ def floors(**changes: Any) -> dict[str, Any]:
             {"name": "grid & sampler", "group": "sampling", "mode": "forward", "floor": 1e-4, "errors": {"eager": "no"},
              "seconds": {}}]
     summary = {"bandwidth": 4.3e12, "dtype": "float32", "sizes": "full"}
-    return {"kind": "floors", "machine": MACHINE | GPU, "rows": rows, "summary": summary | changes}
+    return {"kind": "floors", **ORIGIN, "machine": MACHINE | GPU, "rows": rows, "summary": summary | changes}
 
 
 def written(folder: Path, *reports: dict[str, Any]) -> tuple[str, Path]:
     results, docs = folder / "results", folder / "docs"
-    results.mkdir()
+    results.mkdir(parents=True)
     docs.mkdir()
     for k, report in enumerate(reports):
         (results / f"{k}-cuda.json").write_text(json.dumps(report))
@@ -62,6 +64,20 @@ def test_variants_have_a_table_and_no_chart(tmp_path: Path, report: dict[str, An
     assert not picture.exists()
 
 
+def test_files_say_where_they_come_from(tmp_path: Path) -> None:
+    page, _ = written(tmp_path, floors())
+    assert "`flambeau bench floors` at 0123456789." in page
+    with pytest.raises(UnsupportedError, match="does not say its commit"):
+        written(tmp_path / "without", {k: v for k, v in floors().items() if k != "commit"})
+
+
+def test_chart_of_compile_times(tmp_path: Path) -> None:
+    rows = [{"name": "gpt", "seconds": {"inductor": {"cold": 12.0, "warm": 1.0}, "flambeau": {"cold": 3.0}}}]
+    written(tmp_path, {"kind": "compile", **ORIGIN, "machine": MACHINE | GPU, "rows": rows, "summary": {}})
+    words = {node.text for node in xml.parse(tmp_path / "docs" / "compile-time.svg").getroot().iter()}
+    assert {"gpt", "3.00 s", "Inductor", "10 s"} <= words
+
+
 def test_without_results(tmp_path: Path) -> None:
     page, picture = written(tmp_path)
     assert page == performance.HEAD
@@ -70,8 +86,8 @@ def test_without_results(tmp_path: Path) -> None:
 
 def test_steps_on_a_gpu_name_it(tmp_path: Path) -> None:
     row = {"name": "gpt", "group": "train", "mode": "train", "seconds": {"eager": 2e-3, "flambeau": 1e-3}}
-    page, _ = written(tmp_path, {"kind": "models", "machine": MACHINE | GPU, "rows": [row], "summary": {}},
-                      {"kind": "models", "machine": MACHINE, "rows": [row], "summary": {}})
+    page, _ = written(tmp_path, {"kind": "models", **ORIGIN, "machine": MACHINE | GPU, "rows": [row], "summary": {}},
+                      {"kind": "models", **ORIGIN, "machine": MACHINE, "rows": [row], "summary": {}})
     assert "## Steps of the model suite (CUDA)\n\na GPU" in page
     assert "## Steps of the model suite\n\na CPU" in page
 
@@ -79,8 +95,8 @@ def test_steps_on_a_gpu_name_it(tmp_path: Path) -> None:
 def test_the_operator_database(tmp_path: Path) -> None:
     counts = {"entries": 677, "passed": 676, "samples": 16821, "gradients": 13278}
     rows = [{"name": "pow", "dtype": "float32", "reason": "large terms cancel"}]
-    compiled = {"kind": "opinfo", "machine": MACHINE | GPU, "rows": rows, "summary": {"float32": counts}}
-    device = {"kind": "opinfo", "machine": MACHINE, "rows": [], "device": "PoCL",
+    compiled = {"kind": "opinfo", **ORIGIN, "machine": MACHINE | GPU, "rows": rows, "summary": {"float32": counts}}
+    device = {"kind": "opinfo", **ORIGIN, "machine": MACHINE | {"device": "PoCL"}, "rows": [],
               "summary": {"float32": counts | {"native": 562}}}
     page, _ = written(tmp_path, compiled, device)
     first, second = page.split("## PyTorch's operator database")[1:]

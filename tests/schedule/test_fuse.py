@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flambeau.codegen.cpp import render
+from flambeau.codegen.c.kernel import render
 from flambeau.ir.index import as_index
 from flambeau.ir.program import LoopKernel
 from flambeau.schedule.fuse import positions, refine

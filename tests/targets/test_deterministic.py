@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from flambeau.codegen.source import BlockSource
 from flambeau.frontends import pipeline
 from flambeau.frontends.graph_cache import keepers, stats
-from flambeau.schedule import ordered
+from flambeau.schedule import ordered_scatters
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -113,7 +113,7 @@ def test_without_the_wish_atomics_do_it(name: str, texts: list[BlockSource]) -> 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_long_runs_are_taken_in_stretches(mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordered, "STRETCH", 8)
+    monkeypatch.setattr(ordered_scatters, "STRETCH", 8)
     x, s = adversarial(5, 3), adversarial(300, 3)
     i = torch.cat([torch.full((100,), 2), places(8, 100), torch.full((37,), 2), torch.full((63,), 3)])
     f = compiled(lambda x, i, s: torch.ops.aten._unsafe_masked_index_put_accumulate(x, (i < 3)[:, None], [i], s) if mask
@@ -225,10 +225,10 @@ def test_scans_join_pieces_in_groups(name: str, texts: list[BlockSource]) -> Non
 
 
 def test_scans_of_more_pieces_than_a_group(monkeypatch: pytest.MonkeyPatch, texts: list[BlockSource]) -> None:
-    from flambeau.codegen import triton_scan
+    from flambeau.codegen.triton import scans
 
     for name, value in (("ALONE", 16), ("WINDOW", 4), ("GROUP", 4), ("ROW", 16), ("PIECE", 64)):
-        monkeypatch.setattr(triton_scan, name, value)
+        monkeypatch.setattr(scans, name, value)
     x, y = torch.arange(1.0, 16 * 11), torch.arange(1.0, 601).reshape(100, 6)
     torch.use_deterministic_algorithms(False)
     want = x.cumsum(0), x.flip(0).cumsum(0).flip(0), y.cumsum(0)

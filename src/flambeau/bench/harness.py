@@ -6,18 +6,12 @@ A backend is "eager", or a `torch.compile` backend with options after a colon:
 
 import ast
 import copy
-import json
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -301,25 +295,6 @@ def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float,
 
 
 # ---- reports ---------------------------------------------------------------------------------------------
-
-
-def machine(device: str = "cpu") -> dict[str, Any]:
-    """What the numbers were measured on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-                 platform.processor())
-    gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda,
-                                      "triton": version("triton")}
-    return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-            "isa": torch.backends.cpu.get_cpu_capability(), "system": platform.system(),
-            "torch": torch.__version__, "python": platform.python_version(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"), **gpu}
-
-
-def write_json(path: Path, kind: str, rows: Sequence[Any], summary: dict[str, Any], device: str = "cpu") -> None:
-    report = {"kind": kind, "machine": machine(device), "rows": [asdict(row) for row in rows], "summary": summary}
-    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def comparisons(backends: Sequence[str]) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flambeau.errors import OptionError, UnsupportedError
+from flambeau.results_file import write_results
 
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS, ALL_SECONDS = 3.0, 1.0, 120.0, 240.0
 DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach,fused,flambeau,accelerate",
@@ -107,9 +108,7 @@ def run(args: argparse.Namespace) -> int:
     for name, backend, text in failures:
         console.print(f"{name}: {backend} failed: {text}", markup=False)
     if args.json:
-        from flambeau.bench.harness import write_json
-
-        write_json(args.json, what, rows, summary, args.target)
+        write_results(args.json, what, rows, summary, args.target)
     return 1 if failures else 0
 
 
@@ -145,7 +144,7 @@ def ops(args: argparse.Namespace, backends: Sequence[str], console: Console) -> 
 
 
 def floors(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
-    from flambeau.bench import floor_cases, harness
+    from flambeau.bench import floor_cases
     from flambeau.bench import floors as bench
 
     wanted = [{"train": floor_cases.GRADIENT, "infer": floor_cases.FORWARD}[mode] for mode in args.modes]
@@ -161,7 +160,7 @@ def floors(args: argparse.Namespace, backends: Sequence[str], console: Console) 
         console.print(bench.line(row, found), markup=False, highlight=False, soft_wrap=True)
         summary = variant | bench.summarise(rows, found, bandwidth)
         if args.json:  # after every case, as a run on a borrowed machine may end at any time
-            harness.write_json(args.json, "floors", rows, summary, args.target)
+            write_results(args.json, "floors", rows, summary, args.target)
     title = f"Times the floor, {args.dtype}, {args.sizes} sizes, {bandwidth / 1e12:.2f} TB/s"
     return rows, bench.floor_table(title, rows, found, bandwidth), variant | bench.summarise(rows, found, bandwidth)
 
@@ -193,7 +192,6 @@ def optimizers(args: argparse.Namespace, backends: Sequence[str], console: Conso
 
 def compiled(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
     from flambeau.bench import compiled as bench
-    from flambeau.bench import harness
 
     size = args.size or ("large" if args.target == "cuda" else "tiny")
     jobs, limit = args.jobs or max(1, (os.cpu_count() or 1) // 2), args.limit or ALL_SECONDS
@@ -203,12 +201,11 @@ def compiled(args: argparse.Namespace, backends: Sequence[str], console: Console
     summary = {"size": size, "jobs": jobs, "limit": limit}
     for rows in bench.measure(args.target, size, args.modes, args.only, backends, jobs, limit):
         if args.json:  # as for floors
-            harness.write_json(args.json, "compiled", rows, summary, args.target)
+            write_results(args.json, "compiled", rows, summary, args.target)
     return rows, bench.step_table(rows, size), summary
 
 
 def numerics(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
-    from flambeau.bench import harness
     from flambeau.bench import numerics as bench
 
     size = "large" if args.target == "cuda" else "tiny"
@@ -217,7 +214,7 @@ def numerics(args: argparse.Namespace, backends: Sequence[str], console: Console
     summary: dict[str, Any] = {}
     for rows, summary in bench.measure(args.target, size, args.only, jobs, limit, args.seed):
         if args.json:
-            harness.write_json(args.json, "numerics", rows, summary, args.target)
+            write_results(args.json, "numerics", rows, summary, args.target)
     for key in ("done", "planned", "over_eager", "error", "error_of_results"):
         console.print(f"{key}: {summary.get(key, {})}", markup=False, soft_wrap=True)
     return rows, bench.bits_table(rows, size), summary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flambeau.ir.faults import Sites
@@ -11,6 +12,8 @@ from flambeau.ir.index import Dyn, Index, Op, Sym
 
 if TYPE_CHECKING:
     from flambeau.ir.program import Kernel
+
+LIBRARY = Path(__file__).parent / "lib"  # headers that kernels include, and the Python that Triton's import
 
 
 @dataclass(frozen=True)

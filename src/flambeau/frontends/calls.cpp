@@ -150,7 +150,9 @@ Tensor view_of(const Tensor& t, const Place& p) {
     as_strided.callBoxed(&stack);
     return stack[0].toTensor();
   }
-  if (size_t(offset + p.length()) * t.itemsize() > t.storage().nbytes()) refuse("a view beyond the end of its memory");
+  int64_t length = p.length();  // nothing lies nowhere
+  if (length != 0 && size_t(offset + length) * t.itemsize() > t.storage().nbytes())
+    refuse("a view beyond the end of its memory");
   auto made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(),
                                                        t.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(p.shape, p.strides, offset);

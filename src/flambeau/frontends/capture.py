@@ -29,7 +29,7 @@ from .eager_dtypes import eager_has_kernel
 from .elsewhere import Elsewhere
 from .in_place import in_place_form
 from .package import DONATED, Held, as_number
-from .storage import Storage, dense, is_view
+from .storage import Storage, dense, is_view, writes_twice
 from .symbols import Host, Symbols
 
 aten = torch.ops.aten
@@ -222,6 +222,8 @@ class Lowering:
             return args[0]  # nobody writes to it, and who returns it makes a copy
         if target in READ_MEMORY:
             args = self.in_memory(n, args)
+        if writes_twice(n):
+            return self.storage.called(n)
         if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
@@ -243,8 +245,9 @@ class Lowering:
         if not isinstance(x, fx.Node):
             return args
         schema = n.target._schema.arguments  # type: ignore[union-attr]
-        from_start = any(a.name == "storage_offset" and y is not None for a, y in zip(schema, args, strict=False))
-        return (self.storage.from_start(x) if from_start else self.storage.strided(x), *args[1:])
+        # By strides of its own it may go beyond the elements of its argument, whether it names where it begins or not.
+        beyond = any(a.name == "storage_offset" for a in schema)
+        return (self.storage.from_start(x) if beyond else self.storage.strided(x), *args[1:])
 
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""

@@ -24,7 +24,7 @@ from flambeau.ir.index import ZERO, as_index
 from flambeau.ir.numerics import wants_bits
 from flambeau.ir.program import CHUNK, Item, LoopKernel, Param, TableKernel
 from flambeau.ir.scalar import abs_
-from flambeau.schedule.tables import PLACE
+from flambeau.schedule.tensor_tables import PLACE
 from flambeau.targets.base import Launch, get_target
 
 from .geometry import dense

@@ -868,7 +868,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // ----------------------------------------------------------------------------------------------- mixed precision
 
-// The policies that CUDA has, by the lists that PyTorch keeps for it. What CUDA refuses is in no list.
+// The policies that CUDA has, by the lists that PyTorch keeps for it. What CUDA refuses is in no list. Fourier transforms
+// are the CPU's, here as in the CPU's own policies: they know no bfloat16.
 namespace mixed {
 
 using namespace at;  // the lists expect it
@@ -877,6 +878,10 @@ using namespace at;  // the lists expect it
 #define FULL(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define FULL_BY_OPTION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+
+#define FOR_FOURIER(_)                                                                           \
+  _(fft_fft) _(fft_ifft) _(fft_fft2) _(fft_ifft2) _(fft_fftn) _(fft_ifftn) _(fft_rfft) _(fft_irfft) \
+  _(fft_rfft2) _(fft_irfft2) _(fft_rfftn) _(fft_irfftn) _(fft_hfft) _(fft_ihfft)
 
 Tensor refused(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) {
   TORCH_CHECK(false, "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
@@ -889,6 +894,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::m
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_LOWER_PRECISION_FP(LOWER)
   AT_FORALL_FP32(FULL)
+  FOR_FOURIER(FULL)
   AT_FORALL_FP32_SET_OPT_DTYPE(FULL_BY_OPTION)
   AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
   AT_FORALL_PROMOTE(WIDEST)

@@ -21,7 +21,7 @@ bool resize_output(const Tensor& output, IntArrayRef shape);
 namespace {
 
 // (gate, arguments, which of its tensors are one, which of its numbers are arguments, as bits) -> a program with the
-// ranges of the indices that it takes, shapes to resize to, or None
+// ranges of the indices and of the numbers that it takes, shapes to resize to, or None
 PyObject* ask_python = nullptr;
 PyObject* with_generator = nullptr;  // (program, its list, generator) -> what the program returns
 
@@ -33,11 +33,27 @@ enum Turn : int { kUnknown, kOriginal, kOurs, kResize };
 
 // The values that a tensor of indices may have.
 struct Range {
-  int64_t tensor, least, most;
+  long long tensor, least, most;
+};
+
+// Numbers of a call that a program may take: eager refuses others, or has not been asked.
+struct Interval {
+  size_t number;
+  bool real;
+  double least, most;  // of real ones
+  long long low, high; // of whole ones
+
+  bool has(int64_t word) const {
+    if (!real) return low <= word && word <= high;
+    double x;
+    std::memcpy(&x, &word, sizeof x);
+    return least <= x && x <= most;
+  }
 };
 
 struct Entry : Kind {
   std::vector<Range> ranges;
+  std::vector<Interval> numbers;             // of those that are arguments of the program, some for each
   uint64_t lifted = 0;                       // the numbers that are arguments of the program, as bits
   std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
   // Of calls that are alike but for their numbers, which the key is without:
@@ -90,19 +106,33 @@ bool shapes_of(PyObject* list, std::vector<std::vector<int64_t>>& out) {
   return !PyErr_Occurred();
 }
 
-// A tuple (program, ((tensor, least, most), ...)).
-bool program_of(PyObject* said, Entry& e) {
-  PyObject *run, *ranges;
-  if (!PyArg_ParseTuple(said, "OO!", &run, &PyTuple_Type, &ranges)) return false;
-  std::vector<Range> found;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ranges); ++i) {
-    long long tensor, least, most;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(ranges, i), "LLL", &tensor, &least, &most)) return false;
-    found.push_back({tensor, least, most});
-  }
-  e.ranges = std::move(found);
-  e.run = Py_NewRef(run);
+// The rows of a tuple.
+template <class Row, class Parse>
+bool rows_of(PyObject* tuple, std::vector<Row>& out, Parse&& parse) {
+  std::vector<Row> found(size_t(PyTuple_GET_SIZE(tuple)));
+  for (size_t i = 0; i < found.size(); ++i)
+    if (!parse(PyTuple_GET_ITEM(tuple, Py_ssize_t(i)), found[i])) return false;
+  out = std::move(found);
   return true;
+}
+
+// A tuple (program, ((tensor, least, most), ...), ((number, is real, least, most), ...)).
+bool program_of(PyObject* said, Entry& e) {
+  PyObject *run, *ranges, *numbers;
+  if (!PyArg_ParseTuple(said, "OO!O!", &run, &PyTuple_Type, &ranges, &PyTuple_Type, &numbers)) return false;
+  bool parsed = rows_of(ranges, e.ranges, [](PyObject* row, Range& r) {
+    return PyArg_ParseTuple(row, "LLL", &r.tensor, &r.least, &r.most);
+  }) && rows_of(numbers, e.numbers, [](PyObject* row, Interval& n) {
+    int real;
+    PyObject *least, *most;
+    if (!PyArg_ParseTuple(row, "npOO", &n.number, &real, &least, &most)) return 0;
+    n.real = real;
+    if (real) n.least = PyFloat_AsDouble(least), n.most = PyFloat_AsDouble(most);
+    else n.low = PyLong_AsLongLong(least), n.high = PyLong_AsLongLong(most);
+    return int(PyErr_Occurred() == nullptr);
+  });
+  if (parsed) e.run = Py_NewRef(run);
+  return parsed;
 }
 
 // What serves calls like this one from now on.
@@ -143,6 +173,15 @@ uint64_t changing(State& s, Entry& alike, const Words& values) {
   return alike.kinds < kPatience ? 0 : alike.changed;
 }
 
+// Whether a program was made for such numbers.
+bool takes(const Entry& e, const Words& values) {
+  for (size_t i = 0; e.lifted >> i; ++i)
+    if (e.lifted >> i & 1 && std::none_of(e.numbers.begin(), e.numbers.end(), [&](const Interval& n) {
+          return n.number == i && n.has(values[i]);
+        })) return false;
+  return true;
+}
+
 Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
   Entry* e = s.entries.at(call.words);
   if (!call.values.empty()) {
@@ -154,7 +193,7 @@ Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
         if (!(lift >> i & 1)) key.push_back(call.values[i]);
       e = s.entries.at(key);
       if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, call, args, lift);
-      if (e->turn.load(std::memory_order_acquire) == kOurs) return e;
+      if (e->turn.load(std::memory_order_acquire) == kOurs && takes(*e, call.values)) return e;
     }
     Words key = call.words;
     key.append(call.values.begin(), call.values.end());

@@ -22,7 +22,7 @@ from .decompositions import table
 from .device_random import with_generator
 from .eager_graph import OtherShapes, Range, build, described
 from .eager_ops import PLACES, Form, forms
-from .eager_refusal import refusal
+from .eager_refusal import Numbers, refusal, taken
 from .fallback import REASONS
 from .instead import INSTEAD
 from .native import load_native
@@ -59,8 +59,10 @@ def open_gates() -> None:
         _FORMS.append(form)
 
 
-def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...],
-        lift: int) -> tuple[Run, tuple[Range, ...]] | list[tuple[int, ...]] | None:
+Program = tuple[Run, tuple[Range, ...], tuple[Numbers, ...]]  # with what it takes
+
+
+def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> Program | list[tuple[int, ...]] | None:
     """What serves calls like this one: a program; shapes that what it writes to should have first; or None.
 
     `same`: for each tensor the first that it is one with. `lift`: which numbers of the call are arguments of the
@@ -73,7 +75,8 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...],
             if error := refusal(form.op, call):
                 REASONS[form.op.name()] = f"the CPU refuses it: {error}"
                 return None  # the fallback's kernel says so, in eager's words
-            return build(form, call, lift, into_any=True)
+            numbers = taken(form.op, call, lift) if lift else ()
+            return *build(form, call, lift, into_any=True), numbers
     except OtherShapes as other:
         return other.shapes
     except Exception as error:  # whatever is wrong with the compiler, the operator works

@@ -110,4 +110,4 @@ def _evaluate(op: OpInfo, sample: SampleInput, device: str, wants_grad: bool,
 
 if __name__ == "__main__":
     logging.getLogger("flambeau.frontends.fallback").setLevel(logging.ERROR)
-    print_table(check_on_device, __doc__.partition("\n")[0], limit=2)
+    print_table(check_on_device, __doc__.partition("\n")[0], limit=2, device=NAME)

@@ -156,8 +156,7 @@ def compile_anew(
         return cache.compiler(lambda graph: compile_graph(graph, wanted))
 
     def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
-        if not wanted.part:
-            settle_strides(graph.graph)
+        settle_strides(graph.graph, names_only=wanted.part)
         return compile_graph(graph, wanted)
 
     # One for each: torch writes into that of the backward.

@@ -94,6 +94,34 @@ def described(args: Arguments, same: Iterable[int] | None = None, numbers: bool 
     return tuple(describe(x) for x in args)
 
 
+def is_number(x: Any, kind: str) -> bool:
+    """Whether an argument is among the numbers of a call, as a gate counts them; `kind`: its type in the schema."""
+    return isinstance(x, Number) or (isinstance(x, (int, float)) and (
+        kind == "number" and not isinstance(x, bool) or kind in ("Tensor", "Optional[Tensor]")))
+
+
+def plain(x: Any) -> bool | int | float:
+    return x.value if isinstance(x, Number) else x
+
+
+def map_numbers(op: torch._ops.OpOverload, args: Arguments, change: Callable[[int, Any], Any]) -> Arguments:
+    """The call with what `change` makes of the position and the value of each of its numbers."""
+    position = count()
+
+    def mapped(x: Any, kind: str) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(mapped(y, "") for y in x)
+        return change(next(position), x) if is_number(x, kind) else x
+
+    return tuple(mapped(x, str(a.type)) for a, x in zip(op._schema.arguments, args, strict=True))
+
+
+def numbers_of(op: torch._ops.OpOverload, args: Arguments) -> list[Any]:
+    found: list[Any] = []
+    map_numbers(op, args, lambda k, x: found.append(x))
+    return found
+
+
 # ---- programs --------------------------------------------------------------------------------------------
 
 
@@ -225,13 +253,11 @@ class _Graph:
         return self.later(x, RunNumber(torch.int64 if isinstance(x, int) else torch.float64, True)) if lifted else x
 
     def is_lifted(self, x: Any, kind: str) -> bool:
-        counts = isinstance(x, Number) or (isinstance(x, (int, float)) and (
-            kind == "number" and not isinstance(x, bool) or kind in ("Tensor", "Optional[Tensor]")))
-        if not counts:
+        if not is_number(x, kind):
             return False
         self.count += 1
         lifted = bool(self.lift >> (self.count - 1) & 1)
-        if lifted and isinstance(x.value if isinstance(x, Number) else x, bool):
+        if lifted and isinstance(plain(x), bool):
             raise UnsupportedError("a truth value is part of a program")
         return lifted
 

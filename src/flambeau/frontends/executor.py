@@ -112,6 +112,8 @@ class Writer:
             s is t or n.at_most_one() for s, t, n in zip(strides, b.strides, b.shape, strict=True))
         if v.strides is not None:
             strides, same = v.strides, same and v.strides == b.strides
+        if v.offset is not None:
+            offset = v.offset
         if same and offset.is_const and offset.const == 0:
             return None
         return strides, offset, b.place in ("input", "arena", "extern", "over")

@@ -34,8 +34,7 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs:
     keep_compared(joint.graph)
     ask_results(joint.graph)
     copy_again(joint.graph)
-    if settle and not share_memory(joint.graph):
-        settle_strides(joint.graph)
+    settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
     with torch._functorch.config.patch(cse=False):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)

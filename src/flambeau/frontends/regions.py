@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from flambeau.config import config
-from flambeau.schedule.regions import NEVER, Region, find_regions
+from flambeau.schedule.repeats import NEVER, Region, find_regions
 
 from .region_nodes import (
     INSTANCE,

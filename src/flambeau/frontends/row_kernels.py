@@ -23,7 +23,7 @@ from flambeau.ir.nodes import Extern, Graph, Node, Pointwise
 from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import Call, Launch, Program
 from flambeau.schedule.plan import schedule
-from flambeau.schedule.tables import Rows, as_row
+from flambeau.schedule.tensor_tables import Rows, as_row
 from flambeau.targets.base import Launch as TargetLaunch
 from flambeau.targets.base import get_target, target_for
 

@@ -22,6 +22,8 @@ from flambeau.ir.nodes import Buffer, Value, contiguous_strides, dim_vars
 from flambeau.ops import LOWERINGS
 from flambeau.schedule.plan import strided
 
+from .geometry import overlapping
+
 if TYPE_CHECKING:
     from .capture import Lowering
 
@@ -66,6 +68,31 @@ def copies_input(n: fx.Node) -> bool:
     return base.op == "placeholder" or copies_input(base)
 
 
+def is_behind(n: fx.Node) -> bool:
+    """Whether it may begin behind the beginning of such a copy, as the argument of which that is the copy does."""
+    return n.target in COPY_STORAGE and not is_zero(n.args[0].meta["val"].storage_offset())  # type: ignore[union-attr]
+
+
+def writes_twice(n: fx.Node) -> bool:
+    """Whether it writes into a copy in which elements share a place, so that others change as well. Of what is expanded
+    eager makes a copy without that."""
+    if n.target not in COPY_STORAGE:
+        return False
+    x = n.args[0].meta["val"]  # type: ignore[union-attr]
+    shape, strides = ([hint(s) for s in y] for y in (x.shape, x.stride()))
+    expanded = any(m > 1 and s == 0 for m, s in zip(shape, strides, strict=True))
+    return not expanded and overlapping(shape, strides)
+
+
+def hint(x: Any) -> int:
+    """A size, or what it was when it was captured; 1 where only data decide."""
+    return int(x.node.hint or 1) if isinstance(x, torch.SymInt) else int(x)
+
+
+def is_zero(x: Any) -> bool:
+    return not isinstance(x, torch.SymInt) and x == 0
+
+
 # ---- in our graph ----------------------------------------------------------------------------------------
 
 
@@ -92,6 +119,10 @@ class Storage:
         above = self.of(up)
         if n.target is operator.getitem:
             return above[n.args[1]]
+        lazy = self.lowering.env[n]
+        if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype:
+            # No index leads there, whatever a lowering made of it.
+            return Value(above.buffer, lazy.shape, lazy.dtype, (ZERO,) * len(self.g.buffers[above.buffer].shape))
         return self.view(n, up, above)
 
     def view(self, n: fx.Node, up: fx.Node, above: Value) -> Any:
@@ -143,10 +174,15 @@ class Storage:
     def from_start(self, n: fx.Node) -> Value:
         """`strided`, for who counts from the start of a storage: a copy of an input's is as long as that."""
         root = view_root(n)
-        if root not in self._called and copies_input(root):
+        if copies_input(root):
+            self.call_copy(root)
+        return self.strided(n)
+
+    def call_copy(self, root: fx.Node) -> None:
+        """Let ATen copy the storage."""
+        if root not in self._called:
             self._called.add(root)
             self._of[root] = self.called(root)
-        return self.strided(n)
 
     def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
         """In a buffer of its own. Holes and overlaps too: whoever was captured with these strides reads by them."""
@@ -162,6 +198,8 @@ class Storage:
         if n.op == "placeholder":
             return self.lowering.env[n]
         root = view_root(n)
+        if is_behind(root):
+            self.call_copy(root)
         if root.op != "placeholder":
             self.own(root)
         return self.strided(n)
@@ -170,7 +208,17 @@ class Storage:
         """The value of n in eager's memory, with eager's strides in dimensions of size one too."""
         v: Value = self.of(n)
         want = self.strides(n)
-        return replace(v, strides=want) if lies_as(v, self.g.buffers[v.buffer], want) else self.copied(v, want)
+        if not lies_as(v, self.g.buffers[v.buffer], want):
+            return self.copied(v, want)
+        return replace(v, strides=want, offset=self.offset(n, v))
+
+    def offset(self, n: fx.Node, v: Value) -> Index | None:
+        """Where a view begins, counted from its root, if it may be without elements; None: its index says it."""
+        root = view_root(n)
+        if root is n or (v.numel.bounds()[0] or 0) > 0 or self.of(root).buffer != v.buffer:
+            return None
+        first, start = (self.lowering.c.symbols.index(x.meta["val"].storage_offset()) for x in (n, root))
+        return first - start
 
     def own(self, root: fx.Node) -> None:
         v: Value = self.of(root)
@@ -189,8 +237,8 @@ def inside(x: Any, above: Value) -> bool:
 def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:
     """Whether a value has these strides in its buffer; in dimensions of one element they are a matter of names."""
     have = strided(v, b)
-    return have is not None and all(
-        h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True))
+    return have is not None and (v.numel is ZERO or all(
+        h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True)))
 
 
 def as_laid(v: Value, b: Buffer, want: Sequence[Index]) -> tuple[Index, ...] | None:

@@ -2,13 +2,14 @@
 
 AOTAutograd traces with rules for shapes and strides that stand beside the kernels, and some disagree with the kernels.
 What a captured graph says is what we promise to the caller, so it is put right here, from the node that is wrong to the
-results. Sizes that are symbols stay as torch has them.
+results. Where sizes are symbols, rules are asked at some numbers for them (`size_samples.py`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from flambeau.ops import LOWERINGS
 
 from .devices import flat
-from .storage import is_view, view_root
+from .size_samples import SizeSamples
+from .storage import COPY_STORAGE, is_view, view_root
 
 aten = torch.ops.aten
 Strides = tuple[int, ...]
@@ -56,12 +58,12 @@ def order(shape: Sequence[int], operands: Sequence[Strides]) -> list[int]:
     return out
 
 
-def packed(shape: Sequence[int], dims: Sequence[int]) -> Strides:
-    """Of an array that is dense in this order of dimensions."""
+def packed(shape: Sequence[int], dims: Sequence[int], least: int = 1) -> Strides:
+    """Of an array that is dense in this order of dimensions; `least`: what an empty one counts as."""
     out, step = [0] * len(shape), 1
     for d in dims:
         out[d] = step
-        step *= max(shape[d], 1)
+        step *= max(shape[d], least)
     return tuple(out)
 
 
@@ -111,9 +113,10 @@ def elementwise(result: torch.Tensor, *operands: Any) -> Strides:
             return torch.empty_like(result, memory_format=torch.channels_last).stride()
         if all(is_dense(t) and t.stride() == strides[0] for t in laid):
             return strides[0]
-    return packed(shape, order(shape, [
+    dims = order(shape, [
         (0,) * (len(shape) - t.dim()) + tuple(0 if m == 1 and n != 1 else k for m, n, k in zip(
-            t.shape, shape[len(shape) - t.dim():], s, strict=True)) for t, s in zip(tensors, strides, strict=True)]))
+            t.shape, shape[len(shape) - t.dim():], s, strict=True)) for t, s in zip(tensors, strides, strict=True)])
+    return contiguous(shape) if dims == [*range(len(shape))][::-1] else packed(shape, dims, least=0)
 
 
 # ---- by operator --------------------------------------------------------------------------------------------
@@ -160,13 +163,9 @@ def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Str
     return x.stride()
 
 
-def viewed(_: torch.Tensor, x: torch.Tensor, size: Any) -> Strides:
-    """ATen's rule gives dimensions of size one other strides than the rule of tracing."""
-    return x.view(size).stride()
-
-
-def expanded(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
-    return result.stride() if x.dim() else (0,) * result.dim()
+def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    """Eager copies all of the storage, but not that of what is expanded."""
+    return preserved(x) if any(m > 1 and s == 0 for m, s in zip(x.shape, x.stride(), strict=True)) else x.stride()
 
 
 RULES: dict[Any, Rule] = {
@@ -177,40 +176,70 @@ RULES: dict[Any, Rule] = {
                      aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
                      aten.upsample_bicubic2d.default), as_suggested),
     aten.max_pool3d_with_indices.default: as_pooled,
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), viewed),
-    **dict.fromkeys((aten.flip.default, aten.hardtanh.default, aten.frexp.Tensor, aten.fill.Scalar,
-                     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-                     aten.rand_like.default, aten.randn_like.default, aten.randint_like.default,
-                     aten.randint_like.low_dtype), as_preserved),
+    **dict.fromkeys(COPY_STORAGE, copied_storage),
+    **dict.fromkeys((aten.flip.default, aten.sort.default, aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor,
+                     aten.fill.Scalar, aten.zero.default, aten.empty_like.default, aten.zeros_like.default,
+                     aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+                     aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype), as_preserved),
     **dict.fromkeys((aten.normal.Tensor_Tensor, aten.im2col.default, aten.log_sigmoid_forward.default,
-                     aten.tril.default, aten.triu.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
-                    as_contiguous),
+                     aten.index_copy.default, aten.tril.default, aten.triu.default, aten.masked_fill.Scalar,
+                     aten.masked_fill.Tensor), as_contiguous),
     **dict.fromkeys((aten.deg2rad.default, aten.rad2deg.default), lambda result, x: elementwise(result, x, 1.0)),
     aten.roll.default: rolled,
-    aten.expand.default: expanded,
 }
 # How many operands elementwise kernels have: of what is no plain formula here, or has a number inside of the kernel.
 OPERANDS = {
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
     **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
-    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.celu.default), 1),
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.celu.default, aten.clamp.default, aten.clamp_min.default,
+                     aten.clamp_max.default), 1),
     aten.lerp.Scalar: 2, aten.where.self: 3,
 }
 
 
-def rule_of(op: Any) -> Rule | None:
-    """For an operator that is lowered by a formula, that of elementwise kernels."""
+def rule_of(op: Any) -> Asked | None:
+    """For an operator that is lowered by a formula, that of elementwise kernels; for a view, ATen's own code."""
+    if is_view(op):
+        return None if op is aten.as_strided.default else as_viewed
     if op in RULES:
-        return RULES[op]
+        return as_made(RULES[op])
     count = OPERANDS.get(op) or getattr(LOWERINGS.get(op), "operands", None)
     if count is None:
         return None
-    return lambda result, *args, **named: elementwise(result, *(a for a in args[:count] if a is not None))
+    return as_made(lambda result, *args, **named: elementwise(result, *(a for a in args[:count] if a is not None)))
 
 
-def settle_strides(graph: fx.Graph) -> None:
+# Where each result of a node lies at the numbers of a sample: strides, and how far behind its argument a view begins.
+Place = tuple[Strides, int]
+Asked = Callable[[fx.Node, Sequence[torch.Tensor], SizeSamples, int], list[Place]]
+
+
+def as_made(rule: Rule) -> Asked:
+    """By a rule for the first result. Several of one shape lie alike: a maximum and its place."""
+
+    def asked(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
+        args, named = arguments(n, samples, k)
+        first, *rest = (bare(t, samples, k) for t in made)
+        strides = rule(first, *args, **named)
+        return [(strides if t.shape == first.shape else t.stride(), 0) for t in (first, *rest)]
+
+    return asked
+
+
+def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
+    """By ATen's code for views, on an array of which nothing but shape and strides is known."""
+    args, named = arguments(n, samples, k)
+    new = tensors_in(n.target(*args, **named))  # type: ignore[operator]
+    if len(new) != len(made) or any(t.dtype is not args[0].dtype for t in new):
+        raise ValueError("other elements")
+    return [(t.stride(), int(t.storage_offset())) for t in new]
+
+
+def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
     """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device that does as the
-    CPU does."""
+    CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
+    lie."""
+    samples = SizeSamples(graph)
     changed: set[fx.Node] = set()
     for n in graph.nodes:
         val = n.meta.get("val")
@@ -219,12 +248,10 @@ def settle_strides(graph: fx.Graph) -> None:
         if n.target is operator.getitem:
             new = n.args[0].meta["val"][n.args[1]] if n.args[0] in changed else val
         elif isinstance(n.target, torch._ops.OpOverload) and not NEW_SIZES & set(n.target.tags):
-            new = traced(n) if changed.intersection(n.all_input_nodes) else val
-            rule = rule_of(n.target)
-            new = ruled(n, new, rule) if rule is not None else new
+            new = settled(n, traced(n) if changed.intersection(n.all_input_nodes) else val, samples)
         else:
             continue
-        if new is not val and layout(new) != layout(val):
+        if new is not val and layout(new) != layout(val) and not (names_only and moved(new, val)):
             n.meta["val"] = new
             changed.add(n)
 
@@ -237,8 +264,23 @@ def share_memory(graph: fx.Graph) -> bool:
     return len(set(roots)) < len(roots)
 
 
-def layout(val: Any) -> list[Any]:
-    return [(t.shape, t.stride()) for t in flat(val) if isinstance(t, torch.Tensor)]
+def tensors_in(val: Any) -> list[torch.Tensor]:
+    return [t for t in flat(val) if isinstance(t, torch.Tensor)]
+
+
+def layout(val: Any) -> list[tuple[list[Any], list[Any], Any]]:
+    """Shapes, strides and offsets, as something that compares without asking for the values of symbols."""
+
+    def text(x: Any) -> Any:
+        return x.node.expr if isinstance(x, torch.SymInt) else x
+
+    return [([*map(text, t.shape)], [*map(text, t.stride())], text(t.storage_offset())) for t in tensors_in(val)]
+
+
+def moved(new: Any, val: Any) -> bool:
+    """Whether an element lies elsewhere."""
+    return any(at != was or any(n != 1 and a != b for n, a, b in zip(shape, strides, before, strict=True))
+               for (shape, strides, at), (_, before, was) in zip(layout(new), layout(val), strict=True))
 
 
 def traced(n: fx.Node) -> Any:
@@ -253,40 +295,64 @@ def traced(n: fx.Node) -> Any:
             new = n.target(*args, **named)  # type: ignore[operator]
     except (RuntimeError, ValueError):  # a view that needs a copy of what lies so; ours needs none
         return val
-    return new if [t.shape for t in flat(new) if isinstance(t, torch.Tensor)] == [
-        t.shape for t in flat(val) if isinstance(t, torch.Tensor)] else val
+    return new if [t.shape for t in tensors_in(new)] == [t.shape for t in tensors_in(val)] else val
 
 
-def ruled(n: fx.Node, val: Any, rule: Rule) -> Any:
-    """The same with the first result as eager's kernel makes it, where sizes are known."""
-    first, *rest = val if isinstance(val, (list, tuple)) else [val]
-    args, named = fx.node.map_aggregate((n.args, n.kwargs), plain)
-    tensors = [first, *(a.meta["val"] for a in n.all_input_nodes)]
+def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
+    """What eager's kernel makes of the arguments as they are now, where torch's rule says something else."""
+    rule = rule_of(n.target)
+    made = tensors_in(val)
+    given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
     here = ("cpu", torch._C._get_privateuse1_backend_name())
-    if any(not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided or not all(
-            isinstance(s, int) for s in (*t.shape, *t.stride())) for t in tensors):
+    if rule is None or not made or any(
+            not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided
+            for t in (*made, *given)):
         return val
     try:
         with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not the rules in its place
-            strides = rule(bare(first), *args, **named)
-    except (RuntimeError, ValueError):
+            asked = [rule(n, made, samples, k) for k in range(len(samples))]
+        new = [placed(t, [a[j] for a in asked], given, samples, is_view(n.target)) for j, t in enumerate(made)]
+    except (RuntimeError, ValueError, TypeError):
         return val
-    if strides == first.stride():
+    if all(a is b for a, b in zip(new, made, strict=True)):
         return val
-    with first.fake_mode:
-        # Several results of one shape lie alike: a maximum and its place.
-        new = [t if t.shape != first.shape else t.as_strided(t.shape, strides) if is_view(n.target) else
-               torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device) for t in (first, *rest)]
-    return new if isinstance(val, (list, tuple)) else new[0]
+    left = iter(new)
+    return [next(left) if isinstance(t, torch.Tensor) else t for t in val] if isinstance(val, (list, tuple)) else new[0]
 
 
-def plain(x: Any) -> Any:
-    return bare(x.meta["val"]) if isinstance(x, fx.Node) else x
-
-
-def bare(t: Any) -> Any:
-    """Of its shape and strides, and nothing else: ATen's own code computes with those of the meta device."""
-    if not isinstance(t, torch.Tensor) or not all(isinstance(s, int) for s in (*t.shape, *t.stride())):
+def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tensor], samples: SizeSamples, view: bool
+           ) -> torch.Tensor:
+    """A tensor like t that lies so at each sample; t itself if it does, or if nobody can say so of all sizes."""
+    start = given[0].storage_offset() if view else 0
+    behind = t.storage_offset() - start if view else 0
+    have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(behind, k)) for k in range(len(samples))]
+    if have == list(wanted):
         return t
+    strides = samples.written([w for w, _ in wanted], (t.stride(), *(x.stride() for x in given)), t.shape)
+    offset = t.storage_offset() if [a for _, a in have] == [a for _, a in wanted] else start + wanted[0][1]
+    if strides is None or any(samples.value(offset - start, k) != a for k, (_, a) in enumerate(wanted)) and view:
+        return t
+    mode = t.fake_mode  # type: ignore[attr-defined]
+    with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext():
+        return t.as_strided(t.shape, strides, offset) if view else torch.empty_strided(
+            t.shape, strides, dtype=t.dtype, device=t.device)
+
+
+def arguments(n: fx.Node, samples: SizeSamples, k: int) -> Any:
+    """Those of a node, by position and by name, at the numbers of sample k."""
+    return fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
+
+
+def plain(x: Any, samples: SizeSamples, k: int) -> Any:
+    """An argument at the numbers of sample k."""
+    if isinstance(x, fx.Node):
+        x = x.meta["val"]
+    return bare(x, samples, k) if isinstance(x, torch.Tensor) else samples.value(x, k) if isinstance(
+        x, torch.SymInt) else x
+
+
+def bare(t: torch.Tensor, samples: SizeSamples, k: int) -> torch.Tensor:
+    """Of its shape and strides, and nothing else: ATen's own code computes with those of the meta device."""
+    shape, strides = ([samples.value(s, k) for s in x] for x in (t.shape, t.stride()))
     with unset_fake_temporarily():
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        return torch.empty_strided(shape, strides, dtype=t.dtype, device="meta")

@@ -14,7 +14,6 @@ numerics="eager" there are no tolerances: results have eager's bits, random ones
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from torch.utils import _pytree as pytree
 from flambeau.config import config
 from flambeau.errors import GuessedShapeError
 from flambeau.ir.numerics import wants_bits
+from flambeau.results_file import write_results
 
 from .decompositions import table
 from .differences import difference
@@ -325,19 +325,27 @@ def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:
     return bool(ours.square().mean() <= 4 * eager.square().mean()) and bool(ours.abs().amax() <= 3 * eager.abs().amax())
 
 
-def print_table(check: Callable[..., Report], doc: str, limit: int | None = None) -> None:
+def counts(reports: Sequence[Report], dtype: torch.dtype) -> dict[str, int]:
+    """Entries of a dtype: how many agree, how many of those without an operator computed elsewhere; what was run."""
+    those = [r for r in reports if r.dtype == dtype]
+    return {"entries": len(those), "passed": sum(r.ok for r in those), "native": sum(r.ok and r.native for r in those),
+            "samples": sum(r.samples for r in those), "gradients": sum(r.gradients for r in those)}
+
+
+def print_table(check: Callable[..., Report], doc: str, limit: int | None = None, device: str | None = None) -> None:
     """The command line of a check: a line for each entry, and what is wrong with it."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("names", nargs="*", help="parts of names; none: every entry")
-    parser.add_argument("--dtype", action="append")
+    parser.add_argument("--dtype", action="append", help="float32 if none is named")
     parser.add_argument("--limit", type=int, default=limit, help="samples of each entry")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--exact", action="store_true", help="names are whole, not parts")
     parser.add_argument("--part", default="0/1", help="k/n: every n-th entry from the k-th on")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
+    a.dtype = a.dtype or ["float32"]
     named = [name for name in OPS if not a.names or any((n == name) if a.exact else (n in name) for n in a.names)]
-    dtypes = [getattr(torch, d) for d in a.dtype or ["float32"]]
+    dtypes = [getattr(torch, d) for d in a.dtype]
     cases = [(name, dtype) for name in named for dtype in dtypes if dtype in OPS[name].supported_dtypes(a.device)]
     k, n = map(int, a.part.split("/"))
     reports: list[Report] = []
@@ -350,9 +358,10 @@ def print_table(check: Callable[..., Report], doc: str, limit: int | None = None
         for text in (*r.failures[:3], *(f"skipped: {f}" for f in r.skipped[:2])):
             print("     ", text.replace("\n", " ")[:500], flush=True)
         if a.json:
-            rows = [{"op": r.op, "ok": r.ok, "native": r.native, "samples": r.samples, "externs": r.externs}
-                    for r in reports]
-            a.json.write_text(json.dumps(rows, indent=1))
+            wrong = [{"name": r.op, "dtype": str(r.dtype)[6:], "reason": r.failures[0].partition("\n")[0]}
+                     for r in reports if not r.ok]
+            write_results(a.json, "opinfo", wrong, {d: counts(reports, getattr(torch, d)) for d in a.dtype},
+                          device or a.device)
     right, native = sum(r.ok for r in reports), sum(r.ok and r.native for r in reports)
     print(f"{len(reports)} entries, {right} right, {native} of them without externs")
 

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -397,10 +397,6 @@ def check(value: Expr, size: Index | int, mask: Expr | None = None, fault: Fault
     return from_atom(Dyn(e, 0, None if hi is None else max(hi - 1, 1)))
 
 
-def is_checked(i: Index) -> bool:
-    return any(isinstance(a, Dyn) and a.expr.op == "check" for a in i.atoms())
-
-
 def computed(value: Expr, lo: int | None = None, hi: int | None = None) -> Index:
     """An index from a computed value that needs no check (its range is known by construction)."""
     plain = _as_plain_index(cast(value, torch.int64))
@@ -412,6 +408,18 @@ def computed(value: Expr, lo: int | None = None, hi: int | None = None) -> Index
 def require(value: Expr, holds: Expr, fault: Fault) -> Expr:
     """The value, whatever it is; the kernel reports the fault where something does not hold."""
     return value if _is_true(holds) else Expr("require", value.dtype, (value, holds), fault)
+
+
+def held(value: Expr, indices: Iterable[Index], masks: tuple[Expr, ...] = ()) -> Expr:
+    """What is at some place, and the checks of where that is: also of indices that it does not look at, such as along a
+    dimension of size one, or of what is the same everywhere."""
+    checks = dict.fromkeys(a.expr for i in indices for a in i.atoms() if isinstance(a, Dyn) and a.expr.op == "check")
+    checks.update(dict.fromkeys(e for e in walk(*masks) if e.op == "check"))
+    if checks:
+        there = {e for e in walk(value) if e.op == "check"}
+        for c in checks:
+            value = value if c in there else require(value, binary("ge", c, 0), c.attr.fault)
+    return value
 
 
 def fold(loops: tuple[tuple[Sym, Index, Index], ...], carries: tuple[Expr, ...], inits: tuple[Expr, ...],

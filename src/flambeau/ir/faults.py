@@ -33,7 +33,9 @@ class Fault(IntEnum):
     POOLED = auto()
     SOURCE = auto()
     SORTER = auto()
-    VALUES = auto()
+    VALUES = auto()  # as many as a mask chooses, or one; the index is ~ of how many it chose
+    PROBABILITY = auto()
+    DEVIATION = auto()
     NEGATIVE_REPEATS = auto()
     REPEATED_SIZE = auto()
     LAST_OFFSET = auto()
@@ -60,7 +62,9 @@ MESSAGES: dict[Fault, tuple[type[Exception], str]] = {
     Fault.NEGATIVE_REPEATS: (RuntimeError, "repeats can not be negative"),
     Fault.SOURCE: (RuntimeError, "Number of elements of source < number of ones in mask"),
     Fault.VALUES: (RuntimeError, "shape mismatch: value tensor of shape [{size}] cannot be broadcast to indexing "
-                                 "result"),
+                                 "result of shape [{index}]"),
+    Fault.DEVIATION: (RuntimeError, "normal expects all elements of std >= 0.0"),
+    Fault.PROBABILITY: (RuntimeError, "Expected p_in >= 0 && p_in <= 1 to be true, but got false."),
     Fault.SORTER: (RuntimeError, "torch.searchsorted(): sorter index out of range"),
     Fault.POOLED: (RuntimeError, "Found an invalid max index: {index} (output volumes are of size {size})"),
     Fault.TARGET: (IndexError, "Target {index} is out of bounds."),
@@ -124,6 +128,8 @@ def error_of(code: int, size: int | None = None) -> Exception:
         return kind(EMPTY)
     if index < 0 and fault in WRAPPED and size is not None:
         index -= size
+    if fault is Fault.VALUES:
+        index = ~index
     shown: dict[str, object] = {"index": index, "dim": dim, "size": "unknown" if size is None else size}
     return kind(message.format(**shown))
 

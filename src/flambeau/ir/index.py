@@ -391,6 +391,8 @@ def _term_key(term: tuple[Monomial, int]) -> tuple[str, ...]:
 
 
 def _mono_bounds(mono: Monomial) -> Bounds:
+    if len(mono) == 1:
+        return mono[0].lo, mono[0].hi
     lo: int | None = 1
     hi: int | None = 1
     for a in mono:

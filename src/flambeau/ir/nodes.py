@@ -15,7 +15,7 @@ import torch
 
 from .capabilities import Capabilities
 from .dtypes import DType
-from .expr import Expr, binary, index_value, is_checked, load, loads, restart_names, walk
+from .expr import Expr, held, load, loads, restart_names, walk
 from .index import ONE, ZERO, Dyn, Index, IndexLike, Sym, as_index, is_positive, product
 from .numerics import FAST, Policy
 
@@ -74,6 +74,7 @@ class Value:
     number: bool = False  # a Python number known only at the run: promotes as a number, not as a tensor
     host: bool = False  # a scalar that is the host's beside tensors of a device
     strides: tuple[Index, ...] | None = None  # of a result: an index says nothing of dimensions of size one
+    offset: Index | None = None  # of a result without elements, where an index says nothing at all
     twin: bool = False  # of a result: another object than an equal one before it, as the view of a tensor is
 
     @property
@@ -89,12 +90,7 @@ class Value:
         return tuple(i.subs(mapping) for i in self.index)
 
     def load(self, where: Sequence[IndexLike], mask: Expr | None = None) -> Expr:
-        for n, i in zip(self.shape, where, strict=True):
-            # Along a dimension of size one there is one place, which needs no index; a checked index is checked still.
-            if n is ONE and is_checked(at := as_index(i)):
-                inside = binary("eq", index_value(at), 0)
-                mask = inside if mask is None else mask & inside
-        return load(self.buffer, self.at(where), self.dtype, mask)
+        return held(load(self.buffer, self.at(where), self.dtype, mask), map(as_index, where))
 
     def view(self, shape: Sequence[IndexLike], fn: Callable[[tuple[Index, ...]], Sequence[IndexLike]]) -> Value:
         """The value of `shape` whose element i is element fn(i) of this one."""

@@ -218,11 +218,11 @@ class TableKernel:
         """The pointers that stand in the table."""
         return self.body.params
 
-    def steps(self) -> dict[str, str]:
-        """How far a block's pointer is from its row's: as many elements as come before, or as many blocks. What the
-        others point to is read or written in every block."""
+    def steps(self) -> dict[str, int]:
+        """How many elements of a row bring a block's pointer one further: one, or a whole block where a block has one
+        value. What the other pointers point to is read or written in every block."""
         along = {name for name, at in self.body.accesses() if at.symbols()}
-        return {p.name: "first" if p.name in along else f"first / {CHUNK}" for p in self.columns
+        return {p.name: 1 if p.name in along else CHUNK for p in self.columns
                 if p.name in along or (self.body.inner and p.written)}
 
 

@@ -97,8 +97,8 @@ def fold_over(bounds: Sequence[tuple[IndexLike, IndexLike]], inits: Sequence[Exp
     loops = []
     for lo, hi in bounds:
         lo, hi = as_index(lo), as_index(hi)
-        low = lo.bounds()[0]
-        if low is not None and low < 0:
+        top = lo.bounds()[1]  # a lower bound may be below what a symbolic size allows
+        if top is not None and top < 0:
             raise ValueError("fold_over: loops start at zero or later; shift the index inside the step")
         loops.append((fresh_sym(_extent(hi)), lo, hi))
     carries = tuple(fresh_carry(e.dtype) for e in inits)

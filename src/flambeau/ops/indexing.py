@@ -111,6 +111,8 @@ def unsafe_masked_index(x: Value, mask: Value, indices: Sequence[Value | None], 
 
 @lower(aten.index_select)
 def index_select(x: Value, dim: int, index: Value) -> Value:
+    if index.rank > 1:  # eager refuses it
+        return NotImplemented
     places = flat(index)
     if x.rank == 0:
         only = reshape(x, (1,))

@@ -17,7 +17,8 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType, highest, is_float, opmath
-from flambeau.ir.expr import Expr, binary, cast, const, index_value, where
+from flambeau.ir.expr import Expr, binary, cast, const, index_value, require, where
+from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, contiguous_strides
 from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, philox, rough_log2, sqrt, tan
@@ -177,8 +178,13 @@ def normal(mean: Any, std: Any = 1.0) -> Value:
     tensors = [v for v in (mean, std) if isinstance(v, Value)]
     dtype = tensors[0].dtype
     compute = opmath(dtype)
-    return draw(broadcast_shapes(*(v.shape for v in tensors)), dtype, lambda r, i: (
-        r.normal(dtype) * scalar_at(std, i, dtype, compute) + scalar_at(mean, i, dtype, compute)))
+
+    def body(r: Stream, i: tuple[Index, ...]) -> Expr:
+        width = scalar_at(std, i, dtype, compute)
+        width = require(width, width >= 0, Fault.DEVIATION) if isinstance(std, Value) else width
+        return r.normal(dtype) * width + scalar_at(mean, i, dtype, compute)
+
+    return draw(broadcast_shapes(*(v.shape for v in tensors)), dtype, body)
 
 
 @without_generator(aten.normal.float_float)
@@ -270,7 +276,12 @@ def geometric(x: Value, p: float) -> Value:
 @without_generator(aten.bernoulli.Tensor)
 def bernoulli_tensor(x: Value, p: Value) -> Value:
     compute = torch.float64 if p.dtype is torch.float64 else torch.float32
-    return draw(x.shape, x.dtype, lambda r, i: r.uniform(compute) < cast(load_at(p, i), compute), compute)
+
+    def coin(r: Stream, i: tuple[Index, ...]) -> Expr:
+        chance = cast(load_at(p, i), compute)
+        return r.uniform(compute) < require(chance, (chance >= 0) & (chance <= 1), Fault.PROBABILITY)
+
+    return draw(x.shape, x.dtype, coin, compute)
 
 
 without_generator(aten.bernoulli.default)(lambda p: bernoulli_tensor(p, p))

@@ -54,6 +54,8 @@ def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumula
     where_ = Advanced.of(x, indices)
     if where_ is None:
         return _masked_put(x, indices, values, accumulate)
+    if not _fits(values.shape, where_.shape):
+        return NotImplemented  # eager says so
     return write(x, where_.shape, lambda j: where_.at(j, locate), lambda j: load_at(values, j),
                  "add" if accumulate else "set")
 
@@ -83,16 +85,31 @@ def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumu
     last = first + mask.rank
     # The values are broadcast to (dimensions before, selected, dimensions after).
     selected = values.shape[last - x.rank - 1] if values.rank > x.rank - last else ONE
-    before = None if selected is ONE else chosen_before(mask)
+    if not _fits(values.shape, (*x.shape[:first], selected, *x.shape[last:])):
+        return NotImplemented  # eager says so
+    if selected is not ONE and is_empty(x.shape):
+        return NotImplemented  # without a point to compute, nobody would see that there are too many or too few
+    before, total = (None, None) if selected is ONE else chosen_before(mask)
 
     def body(i: tuple[Index, ...]) -> Expr:
         at = i[first:last]
         chosen = mask.load(at)
-        which = ZERO if before is None else position(before.load(at), selected, Fault.VALUES, mask=chosen)
+        which = ZERO
+        if before is not None and total is not None:
+            # A place of no value, by which the error knows how many there should be.
+            fits = eq(total.load([]), index_value(selected))
+            place = where(fits, before.load(at), -1 - total.load([]))
+            which = position(place, selected, Fault.VALUES, mask=chosen | ~fits)
         old, new = x.load(i), cast(load_at(values, (*i[:first], which, *i[last:]), chosen), x.dtype)
         return where(chosen, _sum(old, new) if accumulate else new, old)
 
     return build.pointwise(x.shape, body)
+
+
+def _fits(values: Shape, shape: Shape) -> bool:
+    """Whether values can be broadcast to a shape, as far as is known."""
+    return len(values) <= len(shape) and all(
+        n is ONE or n is m for n, m in zip(reversed(values), reversed(shape), strict=False))
 
 
 def _sum(a: Expr, b: Expr) -> Expr:
@@ -104,12 +121,13 @@ def _sum(a: Expr, b: Expr) -> Expr:
 # ---- masks -------------------------------------------------------------------------------------------
 
 
-def chosen_before(mask: Value) -> Value:
-    """For each element that the mask chooses, how many it chose before, in row-major order."""
+def chosen_before(mask: Value) -> tuple[Value, Value]:
+    """For each element that the mask chooses, how many it chose before, in row-major order; and how many in all."""
     line = flat(mask)
     seen, = build.scan(line.shape, 0, build.simple_combine("sum", torch.int64),
                        lambda i: cast(cast(line.load(i), torch.bool), torch.int64))
-    return reshape(build.pointwise(line.shape, lambda i: seen.load(i) - 1), mask.shape)
+    return (reshape(build.pointwise(line.shape, lambda i: seen.load(i) - 1), mask.shape),
+            build.pointwise((), lambda i: seen.load([line.shape[0] - 1])))
 
 
 @lower(aten.masked_scatter)
@@ -117,7 +135,7 @@ def masked_scatter(x: Value, mask: Value, source: Value) -> Value:
     """Elements that the mask chooses take those of the source, one after another."""
     shape = broadcast_shapes(x.shape, mask.shape)
     mask, line = expand(mask, shape), flat(source)
-    before = chosen_before(mask)
+    before, _ = chosen_before(mask)
 
     def body(i: tuple[Index, ...]) -> Expr:
         chosen = mask.load(i)
@@ -132,7 +150,7 @@ def masked_scatter_backward(grad: Value, mask: Value, sizes: Sequence[IndexLike]
     """The chosen gradients packed together, then zeros."""
     count = product(sizes)
     mask = expand(mask, grad.shape)
-    before = chosen_before(mask)
+    before, _ = chosen_before(mask)
     zeros = build.pointwise((count,), lambda i: const(0, grad.dtype))
     packed = write(zeros, grad.shape, lambda j: [position(before.load(j), count, Fault.SOURCE, mask=mask.load(j))],
                    lambda j: grad.load(j), mask=lambda j: mask.load(j))

@@ -205,10 +205,12 @@ def overwrite(x: Value, part: Value, place: Callable[[Sequence[Index]], Place]) 
 
 
 def wrap_index(index: IndexLike, size: Index) -> Index:
-    """A position counted from the end if it is negative."""
+    """A position counted from the end if it is negative, which only the run may know."""
     at = as_index(index)
-    top = at.bounds()[1]
-    return at + size if top is not None and top < 0 else at
+    low, top = at.bounds()
+    if low is not None and low >= 0:
+        return at
+    return at + size if top is not None and top < 0 else at + size * minimum(maximum(-at, 0), 1)
 
 
 @lower(aten.select.int, aten.select_copy.int)

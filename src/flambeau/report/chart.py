@@ -1,4 +1,4 @@
-"""A chart of ratios on a logarithmic axis, as SVG: our bar on each line, and a mark for every peer.
+"""A chart of ratios, or of seconds, on a logarithmic axis, as SVG: our bar on each line, and a mark for every peer.
 
 Written by hand, as a page of docs is no reason for a plotting library.
 """
@@ -44,7 +44,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", size: int = 12, 
             f"{escape(words)}</text>")
 
 
-def ratio_chart(title: str, lines: Sequence[Line], series: Sequence[Series]) -> str:
+def ratio_chart(title: str, lines: Sequence[Line], series: Sequence[Series], unit: str = "×") -> str:
     """One line for each case. The series whose mark is "bar" is drawn as one, with its number behind it."""
     values = [v for _, ratios in lines for v in ratios.values()]
     low, high = min(0.9, *values), max(2.0, *values) * 1.1
@@ -64,7 +64,7 @@ def ratio_chart(title: str, lines: Sequence[Line], series: Sequence[Series]) -> 
     for tick in (t for t in TICKS if low <= t <= high):
         x = at(tick)
         out += [f"<line x1='{x:.1f}' y1='{TOP - 6}' x2='{x:.1f}' y2='{bottom}' "
-                f"stroke='{INK if tick == 1 else FAINT}'/>", text(x, bottom + 18, f"{tick:g}×", "middle")]
+                f"stroke='{INK if tick == 1 else FAINT}'/>", text(x, bottom + 18, f"{tick:g}{unit}", "middle")]
     for k, (label, ratios) in enumerate(lines):
         y = TOP + PITCH * k + PITCH / 2
         out.append(text(LABELS - 10, y + 4, label, "end"))
@@ -74,6 +74,6 @@ def ratio_chart(title: str, lines: Sequence[Line], series: Sequence[Series]) -> 
                 out += [f"<rect x='{start:.1f}' y='{y - 5:.1f}' width='{max(end - start, 2):.1f}' height='10' rx='1' "
                         f"fill='{s.colour}'/>"]
         out += [mark(s, at(ratios[s.key]), y) for s in series if s.key in ratios and s.mark != "bar"]
-        out += [text(WIDTH - RIGHT + 12, y + 4, f"{ratios[s.key]:.2f}×", size=11, more=" fill-opacity='0.8'")
+        out += [text(WIDTH - RIGHT + 12, y + 4, f"{ratios[s.key]:.2f}{unit}", size=11, more=" fill-opacity='0.8'")
                 for s in series if s.key in ratios and s.mark == "bar"]
     return "\n".join([*out, "</svg>", ""])

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterable
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flambeau.report.chart import Series, ratio_chart
+from flambeau.results_file import read_results
 
-PAGE, CHART = "performance.md", "performance-cuda.svg"
+PAGE, CHART, COMPILE_CHART = "performance.md", "performance-cuda.svg", "compile-time.svg"
 HEAD = """# Performance
 
 Every figure below was measured beside its peers in one run, the backends taking turns, and is a median. Ratios are
@@ -51,6 +51,10 @@ def machine_line(m: dict[str, Any]) -> str:
     gpu = f"{m['gpu']}, CUDA {m['cuda']}, Triton {m['triton']}; " if "gpu" in m else ""
     return (f"{gpu}{m['cpu']}, {m['cores']} cores, {m['threads']} threads, {m['isa']}; torch {m['torch']}, "
             f"Python {m['python']}; {m['date'][:10]}.")
+
+
+def origin_line(report: dict[str, Any]) -> str:
+    return f"`{report['command']}` at {report['commit']}."
 
 
 def steps(report: dict[str, Any]) -> str:
@@ -140,6 +144,18 @@ def chart(reports: Iterable[dict[str, Any]]) -> str | None:
     return None
 
 
+def compile_chart(reports: Iterable[dict[str, Any]]) -> str | None:
+    """Seconds to the first training step from empty caches, beside Inductor, on a GPU."""
+    for report in reports:
+        if report.get("kind") == "compile" and "gpu" in report["machine"]:
+            lines = [(r["name"], {b: t["cold"] for b, t in r["seconds"].items() if "cold" in t})
+                     for r in report["rows"]]
+            shown = [s for s in SERIES if s.key in ("inductor", "flambeau")]
+            return ratio_chart(f"Seconds to the first training step, {report['machine']['gpu']}",
+                               sorted(lines), shown, unit=" s")
+    return None
+
+
 def optimizer_steps(report: dict[str, Any]) -> str:
     names = ("foreach", "fused", "flambeau", "accelerate")
     lines = ["| optimizer | floor ms | foreach ms | fused ms | Flambeau ms | accelerated ms | over floor | host ms | "
@@ -216,7 +232,7 @@ def bits(report: dict[str, Any]) -> str:
 
 def database(report: dict[str, Any]) -> str:
     """Entries of `op_db` by dtype: how many agree, and on the device how many of these without the CPU's help."""
-    device = report.get("device")
+    device = report["machine"].get("device")
     what = (f"{device}, through OpenCL, in eager mode, beside the results and errors of PyTorch's CPU device" if device
             else "Compiled, where AOTAutograd takes the sample, beside eager")
     heads = ["dtype", "entries", "agree", *(["without fallback"] if device else []), "samples", "gradients"]
@@ -244,7 +260,7 @@ SECTIONS = {
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(f.read_text()) for f in sorted(folder.glob("*.json"))]
+    return [read_results(f) for f in sorted(folder.glob("*.json"))]
 
 
 def page(reports: list[dict[str, Any]]) -> str:
@@ -252,7 +268,8 @@ def page(reports: list[dict[str, Any]]) -> str:
     for kind, (title, table) in SECTIONS.items():
         for report in (r for r in reports if r.get("kind") == kind):
             where = " (CUDA)" if "gpu" in report["machine"] else ""
-            out.append(f"## {title}{where}\n\n{machine_line(report['machine'])}\n\n{table(report)}\n")
+            origin = f"{machine_line(report['machine'])} {origin_line(report)}"
+            out.append(f"## {title}{where}\n\n{origin}\n\n{table(report)}\n")
     return "\n".join(out)
 
 
@@ -261,6 +278,8 @@ def write(results: Path, docs: Path) -> None:
     (docs / PAGE).write_text(page(reports))
     if (picture := chart(reports)) is not None:
         (docs / CHART).write_text(picture)
+    if (picture := compile_chart(reports)) is not None:
+        (docs / COMPILE_CHART).write_text(picture)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import OPS, Expr, index_children, masked, rewrite, walk
+from flambeau.ir.expr import OPS, Expr, held, index_children, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, as_index
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 
@@ -165,7 +165,7 @@ def _inline_into(n: Node, caps: Capabilities, bodies: dict[str, Body], uses: Cou
         b = bodies[e.attr[0]]
         mapping = dict(zip(b.node.vars, e.attr[1], strict=True))
         body = b.expr.subs(mapping)
-        return masked(body, e.args[0]) if e.args else body
+        return held(masked(body, e.args[0]) if e.args else body, e.attr[1], e.args)
 
     memo: dict[Expr, Expr] = {}
     made = map_exprs(n, lambda e: rewrite(e, put, None, memo))

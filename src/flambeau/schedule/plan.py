@@ -12,17 +12,17 @@ from flambeau.ir.nodes import Buffer, Extern, Graph, Node, Pointwise, Scan, Scat
 from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Kernel, Launch, Program
 from flambeau.ir.verify import verify
 
-from .contract import prepare_contractions, shape_contract
+from .buffer_reuse import write_mutations, write_over
+from .contractions import prepare_contractions, shape_contract
 from .fuse import Group, Single, fuse, reads_elsewhere
-from .in_place import write_mutations, write_over
 from .inline import inline, materialised
 from .layout import settle_layouts
-from .loops import is_empty, shape_group, shape_scan, shape_scatter
+from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import lifetimes, plan_memory, values_in
-from .numerics import apply_policy
-from .ordered import order_scatters
-from .split import split_reductions
-from .tables import join_launches
+from .numerics_policy import apply_policy
+from .ordered_scatters import order_scatters
+from .split_reductions import split_reductions
+from .tensor_tables import join_launches
 
 
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:

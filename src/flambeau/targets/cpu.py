@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 import torch
 
-import flambeau.codegen
-from flambeau.codegen.source import KernelSource
+from flambeau.codegen.source import LIBRARY, KernelSource
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.background import Closing, Pool
@@ -39,7 +38,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_HEADERS = Path(flambeau.codegen.__file__).parent
 # Such a unit takes about three times as long to compile as the headers alone do (40 ms): smaller ones would
 # be mostly headers, larger ones would leave cores idle.
 _UNIT_CHARACTERS = 1_500
@@ -80,18 +78,18 @@ class CpuTarget(Target):
         self._start()
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.cpp import INEXACT
+        from flambeau.codegen.c.kernel import INEXACT
         from flambeau.ir.capabilities import Capabilities
 
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
-        from flambeau.codegen.cpp import render
+        from flambeau.codegen.c.kernel import render
 
         return render(kernel, name)
 
     def bounded(self, kernel: AnyKernel, name: str) -> KernelSource:
-        from flambeau.codegen.cpp import render
+        from flambeau.codegen.c.kernel import render
 
         return render(kernel, name, bounded=True)
 
@@ -214,7 +212,7 @@ class CpuTarget(Target):
             return [self._address(kernel, library) for kernel in unit]
 
         try:
-            addresses, data = toolchain.compile(unit_text(unit), key, disk, load, _HEADERS)
+            addresses, data = toolchain.compile(unit_text(unit), key, disk, load, LIBRARY)
         except Closing:
             raise
         except (CompileError, OSError, AttributeError) as error:
@@ -303,7 +301,7 @@ def in_large_pages(memory: torch.Tensor) -> None:
 @cache
 def _headers_digest() -> str:
     # All of them: a header may include another.
-    contents = [path.name.encode() + b"\0" + path.read_bytes() for path in sorted(_HEADERS.glob("*.h"))]
+    contents = [path.name.encode() + b"\0" + path.read_bytes() for path in sorted(LIBRARY.glob("*.h"))]
     return hashlib.sha256(b"\0".join(contents)).hexdigest()
 
 

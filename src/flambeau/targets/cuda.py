@@ -49,12 +49,12 @@ class BlockTarget(Target):
     """A target whose kernels are written in Triton."""
 
     def render(self, kernel: AnyKernel, name: str) -> BlockSource:
-        from flambeau.codegen.triton import render
+        from flambeau.codegen.triton.blocks import render
 
         return render(kernel, name)
 
     def variants(self, kernel: AnyKernel, source: Source) -> Source:
-        from flambeau.codegen.triton_variants import variants
+        from flambeau.codegen.triton.block_variants import variants
 
         assert isinstance(source, BlockSource)
         return variants(kernel, source)
@@ -88,7 +88,7 @@ class CudaTarget(BlockTarget):
     # ---- what it is ------------------------------------------------------------------------------------
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.triton import CAPABILITIES
+        from flambeau.codegen.triton.blocks import CAPABILITIES
 
         return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
                        arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there

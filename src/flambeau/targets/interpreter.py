@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flambeau.codegen.source import BlockSource
+from flambeau.codegen.source import LIBRARY, BlockSource
 from flambeau.errors import BoundsError, CompileError, UnsupportedError
 from flambeau.ir.program import TableKernel
 from flambeau.targets.base import Build, Launch, Plan, Source, Step
 from flambeau.targets.cuda import BlockTarget, shape_function
 from flambeau.targets.launch import PythonPlan
 from flambeau.targets.search import OpenPlan, is_open, offered
-from flambeau.targets.triton_compile import LIBRARY, signature
+from flambeau.targets.triton_compile import signature
 from flambeau.targets.triton_worker import module_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class InterpreterTarget(BlockTarget):
     name = "interpreter"
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.triton import CAPABILITIES
+        from flambeau.codegen.triton.blocks import CAPABILITIES
 
         return replace(CAPABILITIES, name=self.name)
 
@@ -152,7 +152,7 @@ def memory_is(regions: list[Region] | None) -> Iterator[None]:
 
 def width_of(kind: str) -> int:
     """Bytes of an element behind a pointer of this type."""
-    from flambeau.codegen.triton import POINTER
+    from flambeau.codegen.triton.blocks import POINTER
 
     return next(dtype.itemsize for dtype, pointer in POINTER.items() if pointer == kind)
 
@@ -179,6 +179,18 @@ def argument(value: int, kind: str) -> Any:
     dtype = tl.str_to_ty(kind, None)
     numpy = np.uint64 if dtype.is_ptr() else {"i32": np.int32, "i64": np.int64}[kind]
     return tl.tensor(TensorHandle(np.array([value], dtype=numpy), dtype), dtype)
+
+
+def from_bfloat16(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(numbers: Any) -> Any:
+    """The bits of the nearest, the even one of two."""
+    single = np.asarray(numbers, dtype=np.float32)
+    bits = single.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(single), 0x7FC0, rounded).astype(np.uint16)
 
 
 @cache
@@ -209,6 +221,32 @@ def interpreted_triton() -> None:
 
     builder = interpreter.InterpreterBuilder
     builder.create_splat = create_splat
+    cast, convert, patch = builder.cast_impl, builder.create_fp_to_fp, interpreter._patch_lang_tensor
+
+    def cast_impl(self: Any, value: Any, kind: Any) -> Any:
+        """To and from bfloat16 by way of float32, as eager does; the interpreter's own knows that dtype beside float32
+        alone, and cuts digits off."""
+        given, wanted = value.dtype.scalar, kind.scalar
+        if triton.language.bfloat16 not in (given, wanted) or given == wanted:
+            return cast(self, value, kind)
+        data = value.data
+        if given == triton.language.bfloat16:
+            data = from_bfloat16(data)
+        data = to_bfloat16(data) if wanted == triton.language.bfloat16 else data.astype(interpreter._get_np_dtype(kind))
+        return interpreter.TensorHandle(data, wanted)
+
+    def create_fp_to_fp(self: Any, value: Any, kind: Any, rounding: Any) -> Any:
+        if triton.language.bfloat16 in (value.dtype.scalar, kind.scalar):
+            return cast_impl(self, value, kind)
+        return convert(self, value, kind, rounding)
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # Triton 3.6 asks numpy for the number of an array of one element, which newer ones refuse.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    builder.cast_impl, builder.create_fp_to_fp, interpreter._patch_lang_tensor = cast_impl, create_fp_to_fp, patched
+    builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), triton.language.bfloat16)
     load, store, change = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
     def checked_load(self: Any, addresses: Any, mask: Any, *args: Any) -> Any:

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import flambeau.codegen
-from flambeau.codegen.source import RangeSource
+from flambeau.codegen.source import LIBRARY, RangeSource
 from flambeau.errors import CompileError
 from flambeau.targets.background import Pool, check
 from flambeau.targets.base import failed
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CODEGEN = Path(flambeau.codegen.__file__).parent
-_FOLDERS = (_CODEGEN / "device", _CODEGEN)
 _BINARY, _REFERENCE, _TEXT = ".clbin", ".ref", ".cl"
 _INCLUDE = re.compile(r'^#include "(\S+)"$', re.MULTILINE)
 _CPP = re.compile(r"^#ifdef __cplusplus$.*?^#endif$", re.MULTILINE | re.DOTALL)
@@ -183,5 +179,4 @@ def unit_text(kernels: Sequence[Kernel]) -> str:
 @cache
 def library(name: str) -> str:
     """A header with all that it includes: drivers differ in where they look for files."""
-    path = next(folder / name for folder in _FOLDERS if (folder / name).exists())
-    return _INCLUDE.sub(lambda m: library(m.group(1)), _CPP.sub("", path.read_text()))
+    return _INCLUDE.sub(lambda m: library(m.group(1)), _CPP.sub("", (LIBRARY / name).read_text()))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flambeau.codegen.opencl import MISSING, MISSING_WITHOUT_DOUBLES, Shape
+from flambeau.codegen.simt.kernel import MISSING, MISSING_WITHOUT_DOUBLES, Shape
 from flambeau.errors import UnsupportedError
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, DType

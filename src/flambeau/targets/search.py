@@ -7,8 +7,8 @@ texts, the chip, Triton and the sizes (to the next power of two), and later proc
 
 Every alternative runs on the very memory that the heuristic's kernel ran on, and has to leave there what that one left,
 but for rounding; if it does not, it is dropped. So only kernels that give the same result whenever they are launched
-have alternatives (`codegen/triton_variants.py`). Workspaces are no obstacle, each launch clears them; nor are random
-numbers, which follow from a seed in memory. A plan decides once: if its sizes grow later, its shapes stay.
+have alternatives (`codegen/triton/block_variants.py`). Workspaces are no obstacle, each launch clears them; nor are
+random numbers, which follow from a seed in memory. A plan decides once: if its sizes grow later, its shapes stay.
 """
 
 from __future__ import annotations

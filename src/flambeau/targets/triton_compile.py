@@ -30,8 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import flambeau.codegen
-from flambeau.codegen.source import BlockSource, Part
+from flambeau.codegen.source import LIBRARY, BlockSource, Part
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.background import Child, Pool, check
@@ -39,7 +38,6 @@ from flambeau.targets.base import failed
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.libdevice import toolkit_library
 
-LIBRARY = Path(flambeau.codegen.__file__).parent / "device"  # what kernels import
 WORKER = Path(__file__).with_name("triton_worker.py")
 SUFFIX = ".cubin"
 # a*b+c has two roundings, as in eager; where one is wanted, the kernel says fma. Numbers below the least normal one

@@ -1,0 +1,1 @@
+"""C++ for CPUs. OpenCL on CPUs has the same loops (`simt/cpu_threads.py`)."""

@@ -1,0 +1,92 @@
+"""Sums in levels, so that rounding errors do not pile up.
+
+What is added up one after the other stays short: after a few additions the states, of the lanes of a row or of a block
+of columns, join those of the level above and begin anew, and so on up. A sum of n numbers then has the error of about
+log n additions, as eager's own has, whatever the loops around it are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flambeau.ir.dtypes import is_float
+from flambeau.ir.expr import walk
+from flambeau.ir.index import Index
+from flambeau.ir.nodes import Combine
+from flambeau.ir.program import Item, identities_of
+
+from ..writer import LANES
+from .window_loops import WindowWriter
+
+FEW = 16  # additions one after the other, of values
+JOINS = 8  # of sums of a level below
+MOST = 3  # levels above the first; the highest takes what comes
+ROWS = 4  # of columns that are joined before they meet the states: these are read and written a quarter as often
+
+
+def rounds(c: Combine) -> bool:
+    """Whether its errors pile up: extrema have none, those of products do not depend on the order."""
+    return any(e.op == "add" and is_float(e.dtype) for e in walk(*c.result))
+
+
+@dataclass
+class Levels:
+    """Where the states of the upper levels are: arrays of so many lanes, and the number of additions so far."""
+
+    reductions: Sequence[Item]
+    states: dict[str, str]
+    upper: dict[str, str]
+    lanes: int
+    count: int
+    done: str
+    every: int
+
+
+class CascadeWriter(WindowWriter):
+    def levels(self, reductions: Sequence[Item], states: dict[str, str], lanes: int, steps: Index | None, every: int
+               ) -> Levels | None:
+        """Levels above these states for so many steps, `every` of which are done one after the other."""
+        reductions = [i for i in reductions if rounds(i.joins)]
+        if not reductions or steps is not None and steps.is_const and steps.const <= every:
+            return None
+        count, room = 1, every * JOINS
+        while count < MOST and not (steps is not None and steps.is_const and steps.const <= room):
+            count, room = count + 1, room * JOINS
+        upper: dict[str, str] = {}
+        for n, ident in identities_of(reductions):
+            upper[n] = self.fresh("up")
+            self.line(f"alignas(64) {self.d.types[ident.dtype]} {upper[n]}[{count}][{lanes}];")
+            each = f"for (int j = 0; j < {count}; ++j) for (int l = 0; l < {lanes}; ++l)"
+            self.line(f"{each} {upper[n]}[j][l] = {self.d.constant(ident.attr, ident.dtype)};")
+        done = self.fresh("n")
+        self.line(f"{self.d.long} {done} = 0;")
+        return Levels(reductions, states, upper, lanes, count, done, every)
+
+    def rise(self, s: Levels | None) -> None:
+        """One more step is done."""
+        if s is None:
+            return
+        self.line(f"++{s.done};")
+        with self.scope(f"if ({s.done} % {s.every} == 0) {{" if s.every > 1 else "{"):
+            self.join_level(s, {n: f"{a}[0]" for n, a in s.upper.items()}, s.states, begin=True)
+            if s.count == 1:
+                return
+            risen = s.done if s.every == 1 else f"{s.done} / {s.every}"
+            with self.scope(f"for ({self.d.long} j = 1, m = {risen}; j < {s.count} && m % {JOINS} == 0; "
+                            f"++j, m /= {JOINS}) {{"):
+                self.join_level(s, {n: f"{a}[j]" for n, a in s.upper.items()},
+                                {n: f"{a}[j - 1]" for n, a in s.upper.items()}, begin=True)
+
+    def top(self, s: Levels | None) -> None:
+        """All steps are done: the states take in what is on the levels above them, the smallest first."""
+        if s is not None:
+            with self.scope(f"for (int j = 0; j < {s.count}; ++j) {{"):
+                self.join_level(s, s.states, {n: f"{a}[j]" for n, a in s.upper.items()})
+
+    def join_level(self, s: Levels, into: dict[str, str], parts: dict[str, str], begin: bool = False) -> None:
+        with self.scope(f"for (int l = 0; l < {s.lanes}; ++l) {{", how=LANES):
+            for i in s.reductions:
+                self.combine_into(i.joins, [f"{into[n]}[l]" for n in i.names], [f"{parts[n]}[l]" for n in i.names])
+                for n, ident in zip(i.names if begin else (), i.joins.identity):
+                    self.line(f"{parts[n]}[l] = {self.d.constant(ident.attr, ident.dtype)};")

@@ -1,0 +1,237 @@
+"""Scans: the running combine along one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from flambeau.ir.cost import cost_of
+from flambeau.ir.dtypes import is_float
+from flambeau.ir.expr import Expr, cast, rewrite
+from flambeau.ir.index import ONE, Sym, volume
+from flambeau.ir.program import ScanKernel
+
+from ..writer import LANES, Dialect, Scope
+from .nest import NestWriter
+
+BLOCK = 256  # columns that are scanned side by side
+STRIP = 16  # elements of a row that are taken before the next row has its turn
+ABREAST = 8  # contiguous rows that are: more would be more streams than a cache likes
+PARTS = 64  # of a long row
+DEAR = 16  # operations of a combine
+FEW, LONG = 16, 1 << 15  # rows, and elements of a row, that make it worth cutting
+
+
+class ScanWriter(NestWriter):
+    def __init__(self, dialect: Dialect, kernel: ScanKernel) -> None:
+        super().__init__(dialect, kernel)
+        self.k = kernel
+        self.address = dict(kernel.stores)
+        self.cost = cost_of([*kernel.exprs, *kernel.combine.result])
+        self.stored = {name: e for name, e in zip(kernel.names, kernel.finish, strict=True) if name in self.address}
+        self.needed = kernel.combine.needed([*self.stored.values()])
+
+    def render(self) -> list[str]:
+        if self.k.vector is None:
+            self.rows()
+        else:
+            self.columns(self.k.vector)
+        return self.scopes[0].lines
+
+    def axis_loop(self, lo: str = "0", hi: str = "") -> AbstractContextManager[Scope]:
+        """The axis from its lo-th element up to its hi-th, in the order of the scan."""
+        a = self.k.axis
+        n = self.extent(a)
+        if not self.k.reverse:
+            return self.loop(a, lo, hi or n)
+        name = self.sym(a)
+        header = f"for ({self.d.long} {name} = {n} - 1 - {lo}; {name} >= {n} - {hi or n}; --{name}) {{"
+        return self.scope(header, (a,))
+
+    # ---- states ----------------------------------------------------------------------------------------
+
+    def declare(self, components: Sequence[int], count: int = 0) -> dict[int, str]:
+        """A variable for each of the components, or an array of them, that holds the identity."""
+        out = {}
+        for j in components:
+            ident = self.k.combine.identity[j]
+            kind, start = self.d.types[ident.dtype], self.d.constant(ident.attr, ident.dtype)
+            name = out[j] = self.fresh("st")
+            self.line(f"alignas(64) {kind} {name}[{count}];" if count else f"{kind} {name} = {start};")
+            if count:
+                self.line(f"for (int l = 0; l < {count}; ++l) {name}[l] = {start};")
+        return out
+
+    def copied(self, slots: Mapping[int, str]) -> dict[int, str]:
+        """Variables of their own for what is in some slots."""
+        names = {}
+        for j, slot in slots.items():
+            names[j] = self.fresh("st")
+            self.variable(self.k.combine.left[j].dtype, names[j], slot)
+        return names
+
+    def running(self, slots: dict[int, str]) -> dict[Expr, Expr]:
+        return {self.k.combine.left[j]: self.raw(slot, self.k.combine.left[j].dtype) for j, slot in slots.items()}
+
+    def finished(self, name: str, running: dict[Expr, Expr]) -> str:
+        """What is stored of the running values: it may be narrower."""
+        return self.value(cast(rewrite(self.stored[name], lambda x: running.get(x, x)), self.dtypes[name]))
+
+    def advance(self, slots: dict[int, str], values: Sequence[str]) -> None:
+        left = [slots.get(j, value) for j, value in enumerate(values)]  # what nobody needs has no slot, and no reader
+        self.assign(slots.values(), self.combined(self.k.combine, left, values, slots))
+
+    def step(self, slots: dict[int, str], store: bool = True) -> None:
+        self.advance(slots, [self.value(e) for e in self.k.exprs])
+        if store:
+            running = self.running(slots)
+            for name in self.stored:
+                self.store(name, self.address[name], self.finished(name, running))
+
+    # ---- rows ------------------------------------------------------------------------------------------
+
+    def rows(self) -> None:
+        k = self.k
+        points, length = volume(k.outer), k.axis.size
+        dear = cost_of(k.combine.result) > DEAR  # to find out first what a part comes to would take too long
+        if points.is_const and points.const < FEW and not (length.is_const and length.const < LONG) and not dear:
+            with self.nest(k.outer):
+                if not self.exact():
+                    self.long_row()
+                    return
+                # One thread may take the row as it is: the outcome is the same.
+                with self.scope(f"if ({self.fl}most_threads() == 1) {{"):
+                    self.stretch(self.declare(self.needed))
+                with self.scope("else {"):
+                    self.long_row()
+            return
+        how = self.parallel((*k.outer, k.axis), self.cost, len(k.outer)) if k.outer else None
+        with self.nest(k.outer, how):
+            self.stretch(self.declare(self.needed))
+
+    def stretch(self, slots: dict[int, str], lo: str = "0", hi: str = "", store: bool = True) -> None:
+        """A part of a row, element by element."""
+        taken = self.taken()
+        if taken is not None:
+            self.choose(slots, taken, lo, hi, [*self.stored] if store else [])
+            return
+        with self.axis_loop(lo, hi):
+            self.step(slots, store)
+
+    def taken(self) -> Expr | None:
+        """When all that runs is the new value or the old one by the same condition: that condition."""
+        c = self.k.combine
+        conditions = {e.args[0] if e.op == "where" and e.args[1:] == (c.right[j], c.left[j]) else None
+                      for j in self.needed for e in (c.result[j],)}
+        return conditions.pop() if len(conditions) == 1 else None
+
+    def exact(self) -> bool:
+        """Whether nothing is rounded, and no step waits long for the one before."""
+        return self.taken() is not None or not any(is_float(self.k.combine.left[j].dtype) for j in self.needed)
+
+    def choose(self, slots: dict[int, str], taken: Expr, lo: str, hi: str, stored: Sequence[str]) -> None:
+        """A running extremum seldom changes. A branch foresees that: no step waits for the one before, and what is
+        stored is worked out when it changes."""
+        c = self.k.combine
+        kept = {}
+        running = self.running(slots)
+        for name in stored:
+            text = self.finished(name, running)
+            kept[name] = self.fresh("k")
+            self.line(f"{self.d.types[self.dtypes[name]]} {kept[name]} = {text};")
+        with self.axis_loop(lo, hi):
+            new = {right: self.raw(self.value(e), e.dtype) for right, e in zip(c.right, self.k.exprs, strict=True)}
+            both = {**new, **self.running(slots)}
+            condition = self.value(rewrite(taken, lambda x: both.get(x, x)))
+            with self.scope(f"if ({self.d.unlikely.format(condition)}) {{"):
+                for j, slot in slots.items():
+                    self.line(f"{slot} = {self.value(new[c.right[j]])};")
+                running = self.running(slots)
+                for name in stored:
+                    self.line(f"{kept[name]} = {self.finished(name, running)};")
+            for name in stored:
+                self.store(name, self.address[name], kept[name])
+
+    def long_row(self) -> None:
+        """Few rows, and long: each is cut into parts. What every part comes to is found first; then each part is
+        scanned from what lies before it. Parts go side by side, because one alone waits for each of its steps."""
+        every = self.k.combine.needed([*self.stored.values()], stretches=True)
+        size = self.fresh("z")
+        # Not a power of two of bytes apart, or all parts would want the same lines of the cache.
+        self.line(f"const {self.d.long} {size} = {self.extent(self.k.axis)} / {PARTS + 1} / 16 * 16;")
+        states = self.declare(every, PARTS)
+        self.parts(states, size, every, store=False)
+        carry = self.declare(every)
+        with self.scope(f"for (int c = 0; c < {PARTS}; ++c) {{"):
+            own = [f"{states[j]}[c]" if j in states else "0" for j in range(len(self.k.combine.left))]
+            new = self.combined(self.k.combine, [carry.get(j, "0") for j in range(len(own))], own, every)
+            for j, text in zip(every, new, strict=True):
+                self.line(f"{states[j]}[c] = {carry[j]};")
+                self.line(f"{carry[j]} = {text};")
+        self.parts(states, size, self.needed, store=True)
+        self.stretch({j: carry[j] for j in self.needed}, f"{PARTS} * {size}", self.extent(self.k.axis))
+
+    def parts(self, states: dict[int, str], size: str, components: Sequence[int], store: bool) -> None:
+        k = self.k
+        abreast = 1 if self.exact() else ABREAST
+        b, n = self.fresh("b"), self.extent(k.axis)
+        head = f"for ({self.d.long} {b} = 0; {b} < {PARTS}; {b} += {abreast}) {{"
+        with self.scope(head, how=self.parallel((*k.outer, k.axis), self.cost, 1)):
+            if abreast == 1:
+                slots = self.copied({j: f"{states[j]}[{b}]" for j in components})
+                lo, hi = f"{b} * {size}", f"({b} + 1) * {size}"
+                self.stretch(slots, lo, hi, store)
+                ends = {j: f"{states[j]}[{b}] = {slot};" for j, slot in slots.items()}
+            else:
+                arrays = self.declare(components, abreast)
+                each = f"for (int l = 0; l < {abreast}; ++l)"
+                for j, array in arrays.items():
+                    self.line(f"{each} {array}[l] = {states[j]}[{b} + l];")
+                with self.scope(f"for ({self.d.long} w = 0; w < {size}; ++w) {{"), \
+                        self.scope(f"{each} {{", (k.axis,), how=LANES):
+                    at = f"({b} + l) * {size} + w"
+                    self.line(f"const {self.d.long} {self.sym(k.axis)} = {f'{n} - 1 - ({at})' if k.reverse else at};")
+                    self.step({j: f"{array}[l]" for j, array in arrays.items()}, store)
+                ends = {j: f"{each} {states[j]}[{b} + l] = {array}[l];" for j, array in arrays.items()}
+            if not store:
+                for line in ends.values():
+                    self.line(line)
+
+    # ---- columns ---------------------------------------------------------------------------------------
+
+    def columns(self, v: Sym) -> None:
+        k = self.k
+        others = tuple(x for x in k.outer if x is not v)
+        width = max(1, min(BLOCK, v.size.const)) if v.size.is_const else BLOCK
+        apart = any(a.coefficient(v) is not ONE for a in self.address.values())
+        if apart:
+            width = min(width, ABREAST if len(k.names) == 1 else ABREAST // 2)
+        # Enough blocks for the threads where there are few columns.
+        if not others and v.size.is_const:
+            width = max(min(width, 16), min(width, -(-v.size.const // 8)))
+        block = Sym(f"{v.name}b", v.size)
+        with self.nest(others, self.parallel((*k.outer, k.axis), self.cost, len(others) + 1),
+                       (block, self.extent(v), str(width))):
+            b = self.sym(block)
+            end = self.end_of(b, width, v.size)
+            arrays = self.declare(self.needed, width)
+            # To gather and scatter takes longer than to go one by one, unless what is between them is dear.
+            one_by_one = apart and cost_of(k.combine.result) <= DEAR
+            slots = {j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()}
+            if one_by_one:
+                self.strips(v, b, end, slots)
+                return
+            with self.axis_loop(), self.loop(v, b, end, how=LANES):
+                self.step(slots)
+
+    def strips(self, v: Sym, b: str, end: str, slots: dict[int, str]) -> None:
+        """Rows that lie far apart, some elements of each in turn: a line of the cache is done with before it may have
+        to go, and the rows still do not wait for each other."""
+        first, axis = self.fresh("f"), self.k.axis
+        with self.scope(f"for ({self.d.long} {first} = 0; {first} < {self.extent(axis)}; {first} += {STRIP}) {{"):
+            last = self.end_of(first, STRIP, axis.size)
+            with self.loop(v, b, end):
+                own = self.copied(slots)
+                with self.axis_loop(first, f"({last})"):
+                    self.step(own)
+                self.assign(slots.values(), own.values())

@@ -1,0 +1,204 @@
+"""OpenCL on GPUs: a row is the work of one group, whose work-items read what lies side by side.
+
+A reduction leaves a state with each work-item; these are joined in local memory. A row that fits into the registers
+of a group is read once, whatever is done with it. Scans of rows are in `scans.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Sym, volume
+from flambeau.ir.nodes import Combine
+from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of, reductions_of
+
+from ..writer import Dialect, Scope
+from .kernel import Shape
+from .points import SHORT, PointLoops
+from .wide_access import FULL, Several
+
+LEAST = 32  # work-items of a group
+LINES = 4  # accesses of a work-item that are under way at once: with more work-items there is more to join
+STEP = 16  # elements of a work-item in each part of a row that does not fit into registers
+BARRIER = "barrier(CLK_LOCAL_MEM_FENCE);"
+
+
+def is_row(k: LoopKernel) -> bool:
+    """Whether what is contiguous is reduced, and long enough for a group."""
+    length = volume(k.inner)
+    return k.vector in k.inner and k.bounds is None and not (length.is_const and length.const <= SHORT)
+
+
+def power_below(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+class Rows(Several):
+    """A group for each point of some variables, a row; its elements, as many as fit into registers at once."""
+
+    def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        self._arrays: dict[tuple[str, int], str] = {}
+
+    def divide(self, shape: Shape, words: int) -> None:
+        """How many work-items a group has, and elements each, if an element takes so many registers."""
+        most = max(self.lanes, power_below(max(FULL // words, 1)))
+        if not self.number.is_const:
+            self.group, self.each = power_below(shape.group), max(self.lanes, min(most, STEP))
+            return
+        limit, lines = shape.group, max(-(-self.number.const // self.lanes), 1)
+        while limit <= shape.largest:  # larger ones where a row does not fit otherwise
+            self.group = power_below(max(min(2 * -(-lines // LINES) - 1, limit), LEAST))
+            self.each = -(-lines // self.group) * self.lanes
+            if self.each <= most:
+                return
+            limit *= 2
+        self.group, self.each = power_below(shape.group), max(self.lanes, min(most, STEP))
+
+    def is_held(self) -> bool:
+        """Whether the elements of its work-items are all of a row."""
+        return self.number.is_const and self.number.const <= self.at_once()
+
+    @contextmanager
+    def stretches(self) -> Iterator[str]:
+        """Where the elements of the work-items begin, from part to part of the row."""
+        base = "0" if self.is_held() else self.fresh("base")
+        header = "{" if self.is_held() else f"for ({self.d.long} {base} = 0; {base} < {self.index(self.number)}; " \
+            f"{base} += {self.at_once()}) {{"
+        with self.scope(header):
+            yield base
+
+    @contextmanager
+    def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
+        self.total = volume(vars) * self.group
+        row = self.fresh("row")
+        self.line(f"const int {self.me} = get_local_id(0);")
+        self.line(f"const {self.d.long} {row} = get_group_id(0);")
+        with self.scope("{", vars) as s:
+            self.decompose(row, vars)
+            yield s
+
+    def shared(self, dtypes: Sequence[DType], times: int = 1) -> list[str]:
+        """Arrays in local memory, so many elements for each work-item; who comes later gets the same ones again."""
+        kinds = [self.d.stored[dtype] for dtype in dtypes]
+        keys = [(kind, kinds[:k].count(kind)) for k, kind in enumerate(kinds)]
+        for key in keys:
+            if key not in self._arrays:
+                self._arrays[key] = self.fresh("r")
+                # The function's own scope is the only one where they may stand.
+                self.scopes[0].lines.append(f"__local {key[0]} {self._arrays[key]}[{times * self.group}];")
+        return [self._arrays[key] for key in keys]
+
+
+class RowLoops(Rows, PointLoops):
+    def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        self.flat = kernel.inner
+        self.number = volume(self.k.inner)
+        self.around = frozenset(kernel.outer)
+        maps = {i.names[0] for i in kernel.items if i.combine is None and i.level == "full"}
+        self.full = {name: a for name, a in kernel.stores if name in maps}
+        exprs = kernel.everything()
+        self.choose_lanes(exprs, self.full.items())
+        self.held = self.to_hold()
+        kinds = [*(e.dtype for e in self.held), *(self.dtype_of[name] for name in kernel.scratch)]
+        self.divide(shape, max(sum(-(-kind.itemsize // 4) for kind in kinds), 1))
+
+    def to_hold(self) -> list[Expr]:
+        """What a row that fits into registers has read before anything is done with it. The others are read some at a
+        time when it is their turn: what all rows read is in a cache, and what only a later stage wants can wait."""
+        stages = [self.ahead(exprs_of(s)) for s in self.k.stages]
+        first = next((reads for reads in stages if reads), [])
+        return [e for e in dict.fromkeys(e for reads in stages for e in reads)
+                if e.attr[1][0].symbols() & self.around and (e in first or sum(e in reads for reads in stages) > 1)]
+
+    def write(self) -> None:
+        exprs = self.k.everything()
+        held = self.is_held()
+        place = "" if held else "__local "
+        for name in sorted(self.k.scratch):
+            size = str(self.each) if held else self.index(volume(self.k.inner))
+            self.line(f"{place}{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{size}];")
+        self.look(self.ahead(exprs), self.full)
+        with self.groups(self.k.outer):
+            if held:
+                self.fetch(self.held, "0")
+                self.kept = {name: self.array(self.dtypes[name], "w") for name in self.full}
+            for stage in self.k.stages:
+                self.stage(stage)
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        if e.op == "local" and self.is_held() and self.local(e.attr) is None:
+            array = self.scratch(e.attr) if e.attr in self.k.scratch else self.kept[e.attr]
+            return len(self.scopes) - 1, self.stored_as(f"{array}[{self.current}]", e.dtype)
+        return super().emit(e)
+
+    def stage(self, stage: Sequence[Item]) -> None:
+        if stage[0].level == "outer" and stage[0].combine is None:
+            for i in stage:
+                self.map_item(i)
+            return
+        reductions = reductions_of(stage)
+        stored = [n for i in stage if i.combine is None for n in i.names if n in self.full]
+        states = self.declare(reductions)
+        # A work-item meets the same points in every stage: what it stored, it may read again.
+        with self.stretches() as base:
+            reads = self.ahead(exprs_of(stage))
+            if self.is_held():
+                reads = [e for e in reads if e not in self.held]
+            else:
+                self.fetched.clear()
+                self.kept = {name: self.array(self.dtypes[name], "w") for name in stored}
+            for _ in self.in_parts(bool(reads) and self.is_held()):
+                self.fetch(reads, base)
+                with self.every() as self.current, self.element(self.current, base, "skip"):
+                    self.body(stage, states)
+                self.flush(stored, base)
+        for i in reductions:
+            joined = self.joined(i.joins, [states[n] for n in i.names])
+            states.update(zip(i.names, joined, strict=True))
+        self.finish(reductions, states)
+
+    def map_item(self, item: Item) -> None:
+        name = item.names[0]
+        if name in self.k.scratch and self.is_held():
+            text = self.value(item.exprs[0])
+            self.scopes[-1].locals[name] = text
+            self.line(f"{self.scratch(name)}[{self.current}] = {text};")
+        else:
+            super().map_item(item)
+
+    def joined(self, c: Combine, states: Sequence[str]) -> list[str]:
+        """All work-items' states in one, known to each of them: four onto one as long as there are so many."""
+        arrays = self.shared(c.dtypes)
+        for array, state in zip(arrays, states, strict=True):
+            self.line(f"{array}[{self.me}] = {state};")
+        self.line(BARRIER)
+        bits = self.group.bit_length() - 1
+        if bits % 2:
+            self.fold(c, arrays, str(self.group // 2), 2)
+        with self.scope(f"for (int h = {self.group >> bits % 2 + 2}; h > 0; h /= 4) {{"):
+            self.fold(c, arrays, "h", 4)
+        names = []
+        for array, dtype in zip(arrays, c.dtypes, strict=True):
+            names.append(self.fresh("v"))
+            self.line(f"const {self.d.types[dtype]} {names[-1]} = {array}[0];")
+        self.line(BARRIER)
+        return names
+
+    def fold(self, c: Combine, arrays: Sequence[str], left: str, fan: int) -> None:
+        with self.scope(f"if ({self.me} < {left}) {{"):
+            for k in range(1, fan):
+                self.combine_into(c, [f"{a}[{self.me}]" for a in arrays],
+                                  [f"{a}[{self.me} + {k} * {left}]" for a in arrays])
+        self.line(BARRIER)
+
+    def keep(self, name: str, level: str, text: str) -> None:
+        if level == "full":
+            self.line(f"{self.kept[name]}[{self.current}] = {text};")
+            return
+        with self.scope(f"if ({self.me} == 0) {{"):
+            super().keep(name, level, text)

@@ -1,0 +1,216 @@
+"""OpenCL on GPUs: a scan of a row, or of some columns side by side, is the work of one group.
+
+It goes through them part by part, and carries what the elements before it came to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+from flambeau.ir.index import ONE, Sym, ceildiv, volume
+from flambeau.ir.program import ScanKernel
+
+from ..c.scans import ScanWriter
+from ..writer import UNROLLED, Dialect
+from .kernel import Draft, Shape
+from .points import SHORT, PointScan
+from .rows import BARRIER, Rows, power_below
+from .wide_access import FULL
+
+FEW = 4096  # rows that would leave a GPU idle if each were one work-item's
+RUN = 4  # elements of a work-item side by side in a row
+WIDE, NARROW = 32, 8  # columns of a group, and where there are few
+
+
+class GroupScan(Rows, ScanWriter):
+    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        self.flat, self.number, self.around = (kernel.axis,), kernel.axis.size, frozenset(kernel.outer)
+        needed = kernel.combine.needed([*self.stored.values()], stretches=True)
+        self.kinds = {j: kernel.combine.left[j].dtype for j in needed}
+        self.words = sum(-(-kind.itemsize // 4) for kind in self.kinds.values())
+
+    def bind(self, at: str) -> None:
+        n = self.extent(self.k.axis)
+        self.line(f"const {self.d.long} {self.sym(self.k.axis)} = {f'{n} - 1 - ({at})' if self.k.reverse else at};")
+
+    def put(self, slots: Mapping[int, str], values: Mapping[int, str]) -> None:
+        for j, slot in slots.items():
+            self.line(f"{slot} = {values[j]};")
+
+    def joined(self, left: Mapping[int, str], right: Mapping[int, str]) -> dict[int, str]:
+        lefts, rights = ([side.get(j, "0") for j in range(len(self.k.combine.left))] for side in (left, right))
+        return dict(zip(self.kinds, self.combined(self.k.combine, lefts, rights, self.kinds), strict=True))
+
+    def run_elements(self, base: str) -> dict[int, str]:
+        """The values to be combined, each joined with those before it in its run; beyond the end the identity."""
+        k = self.k
+        own = {j: self.array(kind, "e") for j, kind in self.kinds.items()}
+        with self.every() as s:
+            if not self.is_whole():
+                starts = {j: self.d.constant(e.attr, e.dtype) for j in own for e in (k.combine.identity[j],)}
+                self.put({j: f"{own[j]}[{s}]" for j in own}, starts)
+            with self.element(s, base, "skip"):
+                self.put({j: f"{own[j]}[{s}]" for j in own}, {j: self.value(k.exprs[j]) for j in own})
+        with self.every() as s, self.scope(f"if ({s} % {self.lanes} != 0) {{"):
+            now = {j: f"{own[j]}[{s}]" for j in own}
+            self.put(now, self.joined({j: f"{own[j]}[{s} - 1]" for j in own}, now))
+        return own
+
+
+class RowScan(GroupScan):
+    """Side by side are runs of a work-item's own elements. What they come to is scanned in a tree, all runs at once."""
+
+    runs = True
+
+    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        self.choose_lanes(kernel.exprs, self.address.items())
+        if kernel.reverse and not (self.number.is_const and self.number.const % self.lanes == 0):
+            self.lined = False  # counted from the end, lines do not begin where accesses may
+        self.lanes = self.lanes if self.lined else RUN
+        self.turned = f".s{'fedcba9876543210'[-self.lanes:]}" if kernel.reverse else ""
+        self.divide(shape, 2 * self.words)
+        while self.each > self.lanes and self.each // self.lanes * self.group * 4 * self.words > shape.local:
+            self.each = max(self.each // 2 // self.lanes, 1) * self.lanes
+        self.lines = self.each // self.lanes
+
+    def write(self) -> None:
+        k = self.k
+        reads = self.ahead(k.exprs)
+        self.look(reads, self.address)
+        with self.groups(k.outer):
+            carry = self.declare([*self.kinds])
+            with self.stretches() as base:
+                self.fetched.clear()
+                self.fetch(reads, base)
+                own = self.run_elements(base)
+                sums = dict(zip(self.kinds, self.shared([*self.kinds.values()], self.lines), strict=True))
+                with self.each_line() as line:
+                    last = f"({line} + 1) * {self.lanes} - 1"
+                    self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{last}]" for j in own})
+                self.line(BARRIER)
+                self.tree(sums)
+                self.kept = {name: self.array(self.dtypes[name], "w") for name in self.stored}
+                with self.each_line() as line:
+                    self.join(own, sums, carry, line)
+                if not self.is_held():
+                    self.line(BARRIER)
+                self.flush([*self.stored], base)
+
+    def each_line(self) -> AbstractContextManager[str]:
+        return self.every(1, self.lines)
+
+    def at(self, array: str, line: str, item: str = "me") -> str:
+        return f"{array}[{line} * {self.group} + {item}]"
+
+    def tree(self, sums: Mapping[int, str]) -> None:
+        """Each run joined with those 1, 2 and 3, then 4, 8 and 12, then 16 ... before it."""
+        with self.scope(f"for (int h = 1; h < {self.group}; h *= 4) {{"):
+            own = {}
+            for j, kind in self.kinds.items():
+                own[j] = self.fresh("o")
+                self.line(f"{self.d.stored[kind]} {own[j]}[{self.lines}];")
+            with self.each_line() as line:
+                now = {j: f"{own[j]}[{line}]" for j in own}
+                self.put(now, {j: self.at(sums[j], line) for j in own})
+                for f in (1, 2, 3):
+                    with self.scope(f"if ({self.me} >= {f} * h) {{"):
+                        self.put(now, self.joined({j: self.at(sums[j], line, f"me - {f} * h") for j in own}, now))
+            self.line(BARRIER)
+            with self.each_line() as line:
+                self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{line}]" for j in own})
+            self.line(BARRIER)
+
+    def join(self, own: Mapping[int, str], sums: Mapping[int, str], carry: Mapping[int, str], line: str) -> None:
+        """A run with all that lies before it, to be stored."""
+        before = self.copied(carry)
+        with self.scope(f"if ({self.me} > 0) {{"):
+            self.put(before, self.joined(carry, {j: self.at(sums[j], line, "me - 1") for j in own}))
+        s = self.fresh("st")
+        header = f"for (int {s} = {line} * {self.lanes}; {s} < ({line} + 1) * {self.lanes}; ++{s}) {{"
+        with self.scope(header, how=UNROLLED):
+            running = self.running(self.joined(before, {j: f"{own[j]}[{s}]" for j in own}))
+            for name in self.stored:
+                self.line(f"{self.kept[name]}[{s}] = {self.finished(name, running)};")
+        self.put(carry, self.joined(carry, {j: self.at(sums[j], line, str(self.group - 1)) for j in own}))
+
+
+class ColumnScan(GroupScan):
+    """Columns that lie side by side; of each, a work-item has a stretch of elements below each other."""
+
+    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        column = column_of(kernel)
+        assert column is not None
+        self.column = column
+        points = volume(kernel.outer)
+        self.wide = NARROW if points.is_const and points.const < FEW else WIDE
+        self.group = power_below(shape.group)
+        self.each = self.lanes = power_below(max(FULL // 2 // self.words, 1))
+
+    def at_once(self) -> int:
+        return self.each * self.group // self.wide
+
+    def place(self, s: str, base: str) -> str:
+        return f"{base} + {self.me} / {self.wide} * {self.each} + {s}"
+
+    def write(self) -> None:
+        v, long = self.column, self.d.long
+        others = [x for x in self.k.outer if x is not v]
+        blocks = ceildiv(v.size, self.wide)
+        self.total = volume(others) * blocks * self.group
+        self.line(f"const int {self.me} = get_local_id(0);")
+        self.line(f"const {long} block = get_group_id(0), other = block / {self.index(blocks)};")
+        self.line(f"const {long} column = block % {self.index(blocks)} * {self.wide} + {self.me} % {self.wide};")
+        sums = dict(zip(self.kinds, self.shared([*self.kinds.values()]), strict=True))
+        with self.scope("{", self.k.outer):
+            self.decompose("other", others)
+            # Beyond the last column it is scanned once more, and not stored.
+            self.line(f"const {long} {self.sym(v)} = min(column, ({long})({self.extent(v)} - 1));")
+            carry = self.declare([*self.kinds])
+            with self.stretches() as base:
+                self.fetched.clear()
+                self.fetch(self.ahead(self.k.exprs), base)
+                own = self.run_elements(base)
+                self.put({j: f"{sums[j]}[{self.me}]" for j in own}, {j: f"{own[j]}[{self.each - 1}]" for j in own})
+                self.line(BARRIER)
+                before = self.join(sums, carry)
+                self.kept = {name: self.array(self.dtypes[name], "w") for name in self.stored}
+                with self.every() as s:
+                    running = self.running(self.joined(before, {j: f"{own[j]}[{s}]" for j in own}))
+                    for name in self.stored:
+                        self.line(f"{self.kept[name]}[{s}] = {self.finished(name, running)};")
+                with self.scope(f"if (column < {self.extent(v)}) {{"):
+                    self.flush([*self.stored], base)
+                if not self.is_held():
+                    self.line(BARRIER)
+
+    def join(self, sums: Mapping[int, str], carry: Mapping[int, str]) -> dict[int, str]:
+        """What lies before the stretch of the work-item; and what is carried on."""
+        before = self.copied(carry)
+        with self.scope(f"for (int k = 0; k < {self.group // self.wide}; ++k) {{", how=UNROLLED):
+            with self.scope(f"if (k == {self.me} / {self.wide}) {{"):
+                self.put(before, carry)
+            self.put(carry, self.joined(carry, {j: f"{sums[j]}[k * {self.wide} + {self.me} % {self.wide}]"
+                                                for j in self.kinds}))
+        return before
+
+
+def column_of(k: ScanKernel) -> Sym | None:
+    """A variable along which all results are contiguous."""
+    return next((v for v in k.outer if all(a.coefficient(v) is ONE for _, a in k.stores)), None)
+
+
+def write_scan(dialect: Dialect, k: ScanKernel, shape: Shape) -> Draft:
+    short = k.axis.size.is_const and k.axis.size.const <= SHORT
+    rows = volume(k.outer)
+    contiguous = any(a.coefficient(k.axis) is ONE for _, a in k.stores)
+    column = column_of(k)
+    wide = column is not None and not (column.size.is_const and column.size.const < NARROW)
+    few = rows.is_const and rows.const < FEW
+    kind = PointScan if short else RowScan if contiguous else ColumnScan if wide else RowScan if few else PointScan
+    scan = kind(dialect, k, shape)
+    scan.write()
+    return scan.draft()

@@ -1,0 +1,85 @@
+"""OpenCL on GPUs: maps in which one variable is contiguous here and another one there, such as a transposition.
+
+A group takes a tile of both. What is contiguous along the other variable goes through local memory: it is read along
+that one, and used along the first.
+"""
+
+from __future__ import annotations
+
+from flambeau.ir.expr import walk
+from flambeau.ir.index import Sym, ceildiv, volume
+from flambeau.ir.program import LoopKernel
+
+from ..writer import Dialect
+from .kernel import Shape
+from .points import PointLoops
+from .rows import BARRIER
+from .wide_access import MANY, Several
+
+SIDE = 64  # of a tile, at most
+
+
+class Turned(Several, PointLoops):
+    def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        assert kernel.vector is not None and kernel.tile is not None
+        self.along, self.across = kernel.vector, kernel.tile
+        self.reads = kernel.turned()
+        side = SIDE
+        while side > 1 and self.bytes(side) > shape.local:
+            side //= 2
+        self.long, self.high = side_of(self.along, side), side_of(self.across, side)
+        self.group = min(shape.group, self.long * self.high)
+        self.each = self.long * self.high // self.group
+
+    def bytes(self, side: int) -> int:
+        return sum(e.dtype.itemsize for e in self.reads) * side * (side + 1)
+
+    def write(self) -> None:
+        long, along, across = self.d.long, self.along, self.across
+        others = [v for v in self.k.outer if v not in (along, across)]
+        wide, high = ceildiv(along.size, self.long), ceildiv(across.size, self.high)
+        self.total = volume(others) * wide * high * self.group
+        arrays = {e: self.fresh("turned") for e in self.reads}
+        for e, array in arrays.items():  # a column more: neighbours are not in the same bank, whichever way
+            self.line(f"__local {self.d.stored[e.dtype]} {array}[{self.long * (self.high + 1)}];")
+        self.line(f"const {long} {self.me} = get_local_id(0), block = get_group_id(0);")
+        self.line(f"const {long} x0 = block % {self.index(wide)} * {self.long}, rest = block / {self.index(wide)};")
+        self.line(f"const {long} y0 = rest % {self.index(high)} * {self.high}, other = rest / {self.index(high)};")
+        with self.scope("{", others):
+            self.decompose("other", others)
+            with self.every() as s:
+                x, y = self.places(s, f"/ {self.high}", f"% {self.high}")
+                with self.scope("{", (along, across)):
+                    for v, at in ((along, f"x0 + {x}"), (across, f"y0 + {y}")):
+                        self.line(f"const {long} {self.sym(v)} = min(({long})({at}), ({long})({self.extent(v)} - 1));")
+                    for e, array in arrays.items():
+                        self.line(f"{array}[{x} * {self.high + 1} + {y}] = {self.value(e)};")
+            self.line(BARRIER)
+            with self.every() as s:
+                x, y = self.places(s, f"% {self.long}", f"/ {self.long}")
+                with self.scope("{", (along, across)) as scope:
+                    self.line(f"const {long} {self.sym(along)} = x0 + {x}, {self.sym(across)} = y0 + {y};")
+                    for e, array in arrays.items():
+                        scope.known[e] = self.stored_as(f"{array}[{x} * {self.high + 1} + {y}]", e.dtype)
+                    with self.scope(f"if ({self.sym(along)} < {self.extent(along)} && "
+                                    f"{self.sym(across)} < {self.extent(across)}) {{", (along, across)):
+                        for stage in self.k.stages:
+                            self.stage(stage)
+
+    def places(self, s: str, of_x: str, of_y: str) -> tuple[str, str]:
+        """Of a work-item's element in the tile, by its number."""
+        x, y, at = self.fresh("x"), self.fresh("y"), f"({s} * {self.group} + {self.me})"
+        self.line(f"const int {x} = {at} {of_x}, {y} = {at} {of_y};")
+        return x, y
+
+
+def side_of(v: Sym, most: int) -> int:
+    """The least power of two that holds the variable, if it is short."""
+    return min(most, 1 << (v.size.const - 1).bit_length()) if v.size.is_const and v.size.const else most
+
+
+def is_turned_map(k: LoopKernel) -> bool:
+    points = volume(k.outer)
+    return bool(k.turned()) and not k.inner and not (points.is_const and points.const < MANY) \
+        and not any(e.op == "fold" for e in walk(*k.everything()))

@@ -1,0 +1,251 @@
+"""OpenCL on GPUs: a work-item takes several elements, reads all of them before it computes, and writes them at last.
+
+Memory is far away, and its bandwidth is what is under way at once. Elements side by side are one access of 16 bytes
+where strides allow it and, which the kernel looks at, the offsets of its tensors do. Otherwise the elements of a
+work-item lie a group's width apart, so that side by side are those of its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from flambeau.ir.cost import cost_of
+from flambeau.ir.dtypes import DType, is_bool
+from flambeau.ir.expr import Expr, loads, walk
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, volume
+from flambeau.ir.lines import is_line
+from flambeau.ir.program import Kernel, LoopKernel
+
+from ..writer import UNROLLED, Dialect, Scope
+from .kernel import Shape
+from .points import PointLoops, Points
+
+BYTES = 16  # of an access
+FULL = 64  # registers of 32 bits that hold what a work-item has read
+PART = 8  # elements for which a work-item reads what it does not keep
+MANY = 1 << 14  # points of a map from which on bandwidth counts
+DEAR = 96  # operations of a point for which memory does not have to hurry, and that are not written several times
+
+
+class Several(Points):
+    """Elements of `flat`, `number` in all; those of a work-item are counted from 0 to `each`."""
+
+    each = 1
+    lanes = 1  # elements side by side
+    lined = False  # whether these can be one access
+    runs = False  # whether they are a work-item's own in any case
+    flat: tuple[Sym, ...] = ()
+    around: frozenset[Sym] = frozenset()  # variables that are the same for all of a work-item's elements
+    number: Index = ONE
+    me = "me"
+    part: tuple[int, int] | None = None  # of these elements, the ones that are dealt with now
+    turned = ""  # how a line is turned around where elements count downward
+    address: dict[str, Index]
+
+    def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        self.fetched: dict[Expr, str] = {}  # what was read of the elements, in arrays
+        self.kept: dict[str, str] = {}  # what will be stored of them
+
+    # ---- what is accessed how --------------------------------------------------------------------------
+
+    def ahead(self, exprs: Sequence[Expr]) -> list[Expr]:
+        """Reads that can be made before anything is computed."""
+        inside = set(self.flat)
+        known = inside | set(self.sizes) | self.around
+        found = []
+        for e in loads(*exprs):
+            address: Index = e.attr[1][0]
+            places = [a.expr for a in address.atoms() if isinstance(a, Dyn)]
+            computed = any(x.op in ("local", "fold", "raw") for x in walk(*places))
+            if not e.args and not computed and address.symbols() & inside and address.symbols() <= known:
+                found.append(e)
+        return found
+
+    def choose_lanes(self, exprs: Sequence[Expr], stores: Iterable[tuple[str, Index]]) -> None:
+        v = self.flat[-1]
+        reads = self.ahead(exprs)
+        lines = [(e.dtype, a) for e in reads if (a := e.attr[1][0]).coefficient(v) is not ZERO]
+        lines += [(self.dtypes[name], a) for name, a in stores]
+        others = [e for e in loads(*exprs) if e not in reads]
+        if any(e.attr[1][0].coefficient(v) is ONE for e in others):
+            return  # they are made one by one, and neighbours should make them side by side
+        lanes = BYTES // max((dtype.itemsize for dtype, _ in lines), default=BYTES)
+        while lanes > 1:
+            rows = len(self.flat) == 1 or v.size.is_const and v.size.const % lanes == 0
+            if rows and all(is_line(a, v, lanes) for _, a in lines):
+                self.lanes, self.lined = lanes, True
+                return
+            lanes //= 2
+
+    def look(self, reads: Sequence[Expr], stores: Iterable[str]) -> None:
+        """Whether the offsets of all tensors allow wide accesses."""
+        if not self.lined:
+            return
+        names = [e.attr[0] for e in reads if is_line(e.attr[1][0], self.flat[-1], self.lanes)] + [*stores]
+        offsets = sorted({self.short[name].replace("p", "o") for name in names})
+        self.line(f"const bool wide = (({' | '.join(offsets)}) & {self.lanes - 1}) == 0;")
+
+    # ---- elements --------------------------------------------------------------------------------------
+
+    def place(self, s: str, base: str) -> str:
+        """Of a work-item's element among all of them."""
+        apart = f"{s} * {self.group} + {self.me}"
+        if self.lanes == 1:
+            return f"{base} + {apart}"
+        beside = f"({s} / {self.lanes} * {self.group} + {self.me}) * {self.lanes} + {s} % {self.lanes}"
+        return f"{base} + ({beside})" if self.runs else f"{base} + (wide ? {beside} : {apart})"
+
+    def at_once(self) -> int:
+        """Elements of a group."""
+        return self.each * self.group
+
+    def is_whole(self) -> bool:
+        """Whether no group has elements beyond the end."""
+        return self.number.is_const and self.number.const % self.at_once() == 0
+
+    def bind(self, at: str) -> None:
+        self.decompose(at, self.flat)
+
+    @contextmanager
+    def element(self, s: str, base: str, beyond: str) -> Iterator[Scope]:
+        """One of them; beyond the end nothing is done ("skip"), or the last element is met once more ("clamp")."""
+        at, text, guard = self.fresh("q"), self.place(s, base), "{"
+        if not self.is_whole():
+            if beyond == "clamp":
+                text = f"min(({self.d.long})({text}), ({self.d.long})({self.index(self.number)} - 1))"
+            else:
+                guard = f"if ({at} < {self.index(self.number)}) {{"
+        self.line(f"const {self.d.long} {at} = {text};")
+        with self.scope(guard, self.flat) as scope:
+            self.bind(at)
+            for e, array in self.fetched.items():
+                scope.known[e] = self.stored_as(f"{array}[{s}]", e.dtype)
+            yield scope
+
+    def stored_as(self, text: str, dtype: DType) -> str:
+        return f"({text} != 0)" if is_bool(dtype) else text
+
+    @contextmanager
+    def every(self, step: int = 1, end: int = 0) -> Iterator[str]:
+        s = self.fresh("st")
+        advance = f"++{s}" if step == 1 else f"{s} += {step}"
+        first, last = (0, end) if end else self.part or (0, self.each)
+        with self.scope(f"for (int {s} = {first}; {s} < {last}; {advance}) {{", how=UNROLLED):
+            yield s
+
+    def in_parts(self, wanted: bool) -> Iterator[None]:
+        """A work-item's elements some at a time, where they need not all be there at once."""
+        step = max(self.lanes, PART) if wanted else self.each
+        for first in range(0, self.each, step):
+            self.part = (first, min(first + step, self.each))
+            yield
+        self.part = None
+
+    def array(self, dtype: DType, prefix: str) -> str:
+        name = self.fresh(prefix)
+        self.line(f"{self.d.stored[dtype]} {name}[{self.each}];")
+        return name
+
+    # ---- memory ----------------------------------------------------------------------------------------
+
+    def fetch(self, reads: Sequence[Expr], base: str) -> None:
+        """All elements of these reads into arrays."""
+        for e in reads:
+            self.fetched.pop(e, None)
+        arrays = {e: self.array(e.dtype, "r") for e in reads}
+        lines = [e for e in reads if self.lined and is_line(e.attr[1][0], self.flat[-1], self.lanes)]
+
+        def wide(s: str) -> None:
+            for e in lines:
+                line = f"(*({self.line_at(e.attr[0], e.attr[1][0], 'const ')})){self.turned}"
+                self.line(f"vstore{self.lanes}({line}, 0, {arrays[e]} + {s});")
+
+        def one(s: str, which: Sequence[Expr]) -> None:
+            for e in which:
+                self.line(f"{arrays[e]}[{s}] = {self.value(e)};")
+
+        if lines:
+            self.transfer(base, "clamp", wide, lambda s: one(s, lines))
+            self.fetched.update({e: arrays[e] for e in lines})
+        if len(lines) < len(reads):
+            with self.every() as s, self.element(s, base, "clamp"):
+                one(s, [e for e in reads if e not in lines])
+            self.fetched.update(arrays)
+
+    def flush(self, names: Sequence[str], base: str) -> None:
+        """All elements of these results from their arrays to where they are stored."""
+
+        def wide(s: str) -> None:
+            for name in names:
+                line = f"vload{self.lanes}(0, {self.kept[name]} + {s}){self.turned}"
+                self.line(f"*({self.line_at(name, self.address[name])}) = {line};")
+
+        def one(s: str) -> None:
+            for name in names:
+                self.store(name, self.address[name], f"{self.kept[name]}[{s}]")
+
+        if names:
+            self.transfer(base, "skip", wide, one)
+
+    def line_at(self, name: str, address: Index, qualifier: str = "") -> str:
+        kind = f"{self.d.stored[self.dtypes[name]]}{self.lanes}"
+        return f"(__global {qualifier}{kind}*)({self.short[name]} + {self.index(address)})"
+
+    def transfer(self, base: str, beyond: str, wide: Callable[[str], None], one: Callable[[str], None]) -> None:
+        """Accesses to all elements: lines of them where that can be, otherwise one by one."""
+        if not self.lined:
+            with self.every() as s, self.element(s, base, beyond):
+                one(s)
+            return
+        with self.every(self.lanes) as s:
+            at, j = self.fresh("q"), self.fresh("j")
+            self.line(f"const {self.d.long} {at} = {self.place(s, base)};")
+            inside = "" if self.is_whole() else f" && {at} + {self.lanes} <= {self.index(self.number)}"
+            with self.scope(f"if (wide{inside}) {{", self.flat):
+                self.bind(f"{at} + {self.lanes - 1}" if self.turned else at)
+                wide(s)
+            with self.scope("else {"), self.scope(f"for (int {j} = {s}; {j} < {s} + {self.lanes}; ++{j}) {{",
+                                                  how=UNROLLED), self.element(j, base, beyond):
+                one(j)
+
+
+class SeveralPoints(Several, PointLoops):
+    """A map of many points."""
+
+    def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        self.flat = kernel.outer
+        self.number = volume(kernel.outer)
+        exprs = kernel.everything()
+        self.choose_lanes(exprs, kernel.stores)
+        self.reads = self.ahead(exprs)
+        widest = max((self.dtypes[name].itemsize for name, _ in kernel.accesses()), default=BYTES)
+        self.each = max(self.lanes, BYTES // widest)
+
+    def write(self) -> None:
+        chunk, long = self.at_once(), self.d.long
+        self.total = ceildiv(self.number, chunk) * self.group
+        self.line(f"const {long} {self.me} = get_local_id(0), base = ({long})get_group_id(0) * {chunk};")
+        self.look(self.reads, self.address)
+        self.fetch(self.reads, "base")
+        self.kept = {name: self.array(self.dtypes[name], "w") for name in self.address}
+        with self.every() as s, self.element(s, "base", "clamp"):
+            self.current = s
+            for stage in self.k.stages:
+                self.stage(stage)
+        self.flush([*self.address], "base")
+
+    def keep(self, name: str, level: str, text: str) -> None:
+        self.line(f"{self.kept[name]}[{self.current}] = {text};")
+
+
+def is_streamed(k: LoopKernel) -> bool:
+    """Whether it is a map that memory limits."""
+    points = volume(k.outer)
+    exprs = k.everything()
+    windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
+    return bool(k.outer) and not k.inner and k.bounds is None and not windows \
+        and not (points.is_const and points.const < MANY) and cost_of(exprs) <= DEAR \
+        and 0 < len(loads(*exprs)) * BYTES // 4 <= FULL

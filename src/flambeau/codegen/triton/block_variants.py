@@ -1,0 +1,47 @@
+"""One kernel in several block shapes, for a target to choose the fastest from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flambeau.ir.index import Dyn, Index, as_index, upper
+from flambeau.ir.program import AnyKernel, ScatterKernel, TableKernel
+
+from ..source import BlockSource, host_text
+from ..tuning import AROUND
+from .blocks import render
+
+
+def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
+    """The source of a kernel with alternatives beside it.
+
+    Kernels that start from what lies in their own results, as updates in place and scatters do, have none: they cannot
+    be launched twice. Neither have those whose results nobody could compare, since no size says how long they are, or
+    since they lie all over memory.
+    """
+    if isinstance(kernel, (ScatterKernel, TableKernel)) or any(p.aliased for p in kernel.params):
+        return source
+    results = []
+    for at, p in enumerate(kernel.params):
+        if p.written:
+            ends = [end_of(a) for name, a in kernel.stores if name == p.name]
+            known = [e for e in ends if e is not None]
+            if not known or len(known) < len(ends):
+                return source
+            names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
+            results.append((at, f"max({', '.join(host_text(e, names) for e in known)}, 0)"))
+    made: list[BlockSource] = []
+    for t in AROUND:
+        other = render(kernel, source.name, t)
+        if all((other.text, other.parts) != (s.text, s.parts) for s in (source, *made)):
+            made.append(replace(other, name=f"{source.name}.{len(made) + 1}"))
+    return replace(source, results=tuple(results), alternatives=tuple(made))
+
+
+def end_of(address: Index) -> Index | None:
+    """One past the last element that is written, over sizes of the run."""
+    if any(isinstance(a, Dyn) for a in address.atoms()):
+        return None
+    high = address.bounds()[1]
+    end = upper(address) + 1 if high is None else as_index(high + 1)
+    return None if any(s.extent is not None for s in end.symbols()) else end

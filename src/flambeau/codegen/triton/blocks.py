@@ -1,0 +1,482 @@
+"""Triton for GPUs: the same walker as for C, writing expressions on blocks instead of scalars.
+
+A kernel's variables become the axes of a tile: `x = pid * 256 + tl.arange(0, 256)[None, :]`. An expression has the
+shape of the axes it depends on and broadcasts against the others by itself; only what a loop carries, a reduction
+takes and a store writes is brought to the full shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.dtypes import DType, is_bool, is_float, opmath
+from flambeau.ir.expr import SPECIAL, Expr, Fold, cast, index_value, masked, walk, where
+from flambeau.ir.faults import LOW, head
+from flambeau.ir.index import Dyn, Index, Sym, volume
+from flambeau.ir.lines import is_line
+from flambeau.ir.nodes import Combine
+from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
+
+from ..source import BlockSource, Part, host_text, site_table
+from ..tuning import HEURISTIC, Tuning
+from ..writer import Dialect, Pipelined, Scope, Steps, Writer
+
+NARROW = 1 << 31  # indices below it are 32 bits wide
+WIDE, WIDEST = 4, 16  # elements of an access of 16 bytes: of the widest dtype that is common, and of the narrowest
+
+
+class Triton(Dialect):
+    types = {
+        torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16",
+        torch.float16: "tl.float16", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.int16: "tl.int16",
+        torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.uint16: "tl.uint16", torch.uint32: "tl.uint32",
+        torch.uint64: "tl.uint64", torch.bool: "tl.int1",
+    }
+    # Division is a function: the operator rounds wrongly for float32, and differs for negative integers.
+    infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
+    prefix = {"logical_not": "~", "bitwise_not": "~"}  # Triton's minus is 0 - x, which loses the sign of zero
+    quotient = "//"
+    divisor = "{0}"
+    end = ""
+    function = "fl.{}"
+
+    def bitcast(self, text: str, dtype: DType) -> str:
+        return f"{text}.to({self.types[dtype]}, bitcast=True)"
+
+    def constant(self, value: bool | int | float, dtype: DType, shape: str = "()") -> str:
+        if is_float(dtype):
+            number = float(value)
+            text = repr(number) if math.isfinite(number) else f'float("{number}")'
+        else:
+            text = str(int(value))
+        return f"tl.full({shape}, {text}, {self.types[dtype]})"
+
+    def cast(self, text: str, src: DType, dst: DType) -> str:
+        if src is dst:
+            return text
+        if is_bool(dst):
+            return f"{text} != 0"
+        if is_float(src) and not is_float(dst) and dst is not torch.int64:
+            text = f"tl.cast({text}, tl.int64)"  # narrow integers wrap, as they do in C through int64
+        if not is_float(src) and is_float(dst) and opmath(dst) is not dst:
+            text = f"tl.cast({text}, {self.types[opmath(dst)]})"  # as eager rounds them: to float32, then to half
+        return f"tl.cast({text}, {self.types[dst]})"
+
+
+TRITON = Triton()
+# The special functions that NVIDIA's device library has not.
+MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"}
+# Joins that memory itself does. Of floats it has no minimum that keeps NaN.
+SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
+                                           torch.int64)]
+                     + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
+# What is kept in registers decides most of it: rows of up to `row_elements` are read once.
+CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=16384, programs=1024,
+                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
+                            masked_reads=True, gathers_rows=True, waits_for_memory=True, tables=True)
+POINTER = {
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64", torch.bool: "*i1",
+}
+
+
+class BlockWriter(Writer):
+    """Renders expressions over the axes of a tile."""
+
+    d: Triton
+
+    def __init__(self, params: Sequence[Param], sizes: Sequence[Sym], wide: bool, part: int = 0) -> None:
+        super().__init__(TRITON)
+        self.sizes = {s: f"n{k}" for k, s in enumerate(sizes)}  # as the host knows them
+        self.short = {p.name: f"p{k}" for k, p in enumerate(params)}
+        self.dtypes = {p.name: p.dtype for p in params}
+        self.wide = wide
+        self.part = part
+        self.blocks: list[int] = []  # size of each axis of the tile
+        self.axes: dict[Sym, int] = {}  # variable -> axis
+        self.masks: dict[int, str] = {}  # axis -> what holds inside its range
+        self.gathered: Sym | None = None  # along which rows are read that lie anywhere
+        self.places: dict[Sym, str] = {}  # variable -> which of its blocks this is
+        self.local_axes: dict[str, frozenset[int]] = {}
+        self.loop_axes: frozenset[int] = frozenset()  # of the carries of the loop being written
+        self.helpers: list[str] = []  # text of functions beside the kernel
+        self._combines: dict[Combine, str] = {}
+
+    # ---- text ------------------------------------------------------------------------------------------
+
+    def define(self, s: Scope, kind: str, name: str, text: str) -> None:
+        s.lines.append(f"{name} = {text}")
+
+    def variable(self, dtype: DType, name: str, text: str) -> None:
+        self.line(f"{name} = {text}")
+
+    @contextmanager
+    def loop(self, var: Sym, lo: str, hi: str, step: str = "1", how: Steps | None = None) -> Iterator[Scope]:
+        """Triton has a range of its own for loops whose reads begin some rounds ahead."""
+        by = "" if step == "1" else f", {step}"
+        stages = f", num_stages={how.stages}" if isinstance(how, Pipelined) else ""
+        what = f"{'tl.' if stages else ''}range({lo}, {hi}{by}{stages})"
+        with self.scope(f"for {self.sym(var)} in {what}:", (var,), footer="") as s:
+            yield s
+
+    # ---- shapes ----------------------------------------------------------------------------------------
+
+    def axes_of(self, *exprs: Expr) -> frozenset[int]:
+        """The axes of the tile that the values have."""
+        out: set[int] = set()
+        for e in walk(*exprs):
+            if e.op == "local":
+                out |= self.local_axes[e.attr]
+            elif e.op == "carry":
+                out |= self.loop_axes
+            else:
+                for i in e.own_indices():
+                    out |= {self.axes[s] for s in i.symbols() if s in self.axes}
+        return frozenset(out)
+
+    def index_axes(self, i: Index) -> frozenset[int]:
+        return self.axes_of(Expr("index", torch.int64, (), i))
+
+    def shape(self, axes: Iterable[int]) -> str:
+        there = set(axes)
+        return "[" + ", ".join(str(b) if k in there else "1" for k, b in enumerate(self.blocks)) + "]"
+
+    def spread(self, text: str, axes: frozenset[int]) -> str:
+        """A value brought to the shape of these axes."""
+        return f"tl.broadcast_to({text}, {self.shape(axes)})" if axes else text
+
+    def arange(self, axis: int) -> str:
+        if self.blocks[axis] == 1:
+            return "0"
+        place = ", ".join(":" if k == axis else "None" for k in range(len(self.blocks)))
+        text = f"tl.arange(0, {self.blocks[axis]})" + (f"[{place}]" if len(self.blocks) > 1 else "")
+        return f"{text}.to(tl.int64)" if self.wide else text
+
+    def inside(self, axes: Iterable[int], *more: str) -> str:
+        """Where all of these axes are in their range, and whatever else must hold."""
+        return " & ".join([*more, *(self.masks[k] for k in sorted(axes) if k in self.masks)])
+
+    # ---- indices ---------------------------------------------------------------------------------------
+
+    def _atom(self, a: object) -> tuple[int, str]:
+        if not isinstance(a, Dyn):
+            return super()._atom(a)
+        depth, text = self.emit(a.expr)
+        if self.wide:
+            return depth, text
+        key = Index((((a,), 1),), 0)
+        if (found := self.innermost("indices", key)) is not None:
+            return found
+        name = self.fresh("i")
+        self.define(self.scopes[depth], "", name, f"tl.cast({text}, tl.int32)")
+        self.scopes[depth].indices[key] = name
+        return depth, name
+
+    # ---- expressions -----------------------------------------------------------------------------------
+
+    def _text(self, e: Expr, args: list[str]) -> str:
+        if e.op == "index":
+            return f"tl.cast({self.index(e.attr)}, tl.int64)"
+        if e.op == "load":
+            buffer, (address,) = e.attr
+            return self.load(buffer, address, e.args)
+        if e.op == "where":
+            return f"tl.where({', '.join(args)})"
+        if e.op == "div" and is_power(e.args[1]):
+            return f"{args[0]} * {self.d.constant(1 / e.args[1].attr, e.dtype)}"
+        if e.op == "philox":
+            return f"fl.philox({', '.join(args)}, {e.attr})"
+        return super()._text(e, args)
+
+    def _narrowed(self, text: str, dtype: DType) -> str:
+        return text  # blocks keep their dtype
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        read = padded_read(e)
+        if read is None or self.lookup(e) is not None or self.lookup(read) is not None:
+            return super().emit(e)
+        if read is not e.args[1]:  # cast after the read
+            return super().emit(cast(where(e.args[0], read, 0), e.dtype))
+        buffer, (address,) = read.attr
+        depth = max(self.emit(e.args[0])[0], self.index_depth(address))
+        name = self.fresh()
+        self.define(self.scopes[depth], "", name,
+                    self.load(buffer, address, e.args[:1], self.d.constant(e.args[2].attr, e.dtype)))
+        self.scopes[depth].known[e] = name
+        return depth, name
+
+    def load(self, buffer: str, address: Index, mask: Sequence[Expr], other: str = "") -> str:
+        wanted = self.axes_of(Expr("index", torch.int64, (), address), *mask)
+        pointer = self.pointer(buffer, address, wanted)
+        masks, self.masks = self.masks, self.read_masks(address)
+        holds = self.inside(wanted, *(self.value(m) for m in mask))
+        self.masks = masks
+        return f"tl.load({pointer}{f', {holds}' if holds else ''}{f', {other}' if other and holds else ''})"
+
+    def read_masks(self, address: Index) -> dict[int, str]:
+        """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
+        own end is dropped, and lies in the same 16 bytes as what is not."""
+        v = self.gathered
+        if v is None or self.axes.get(v) not in self.masks or not is_line(address, v, WIDE):
+            return self.masks
+        whole = -(-v.size.const // WIDE) * WIDE
+        return {**self.masks, self.axes[v]: f"({self.sym(v)} < {whole})"}
+
+    def branched(self, inside: str | None, vars: Iterable[Sym], free: Iterable[int], write: Callable[[], list[str]]
+                 ) -> list[str]:
+        """`write` once for where `inside` holds, without the masks of the axes `free`, and once for elsewhere. Under a
+        mask that ends anywhere, memory is accessed element by element."""
+        if inside is None:
+            return write()
+        masks, names, dropped = self.masks, None, frozenset(free)
+        for header, axes in ((f"if {inside}:", masks.keys() - dropped), ("else:", masks.keys())):
+            self.masks = {k: masks[k] for k in axes}
+            with self.scope(header, vars, footer=""):
+                texts = write()
+                names = names or [self.fresh("b") for _ in texts]
+                self.assign(names, texts)
+        return names or []
+
+    def pointer(self, buffer: str, address: Index, axes: frozenset[int]) -> str:
+        """Where an access goes, in the shape of these axes."""
+        # Apart from their constants, the addresses of a window's elements are one: the rest fits in the instruction.
+        offset = f" + {address.const}" if address.const and not address.is_const else ""
+        text = f"{self.short[buffer]} + {self.index(address - address.const if offset else address)}{offset}"
+        return text if self.index_axes(address) == axes else self.spread(f"({text})", axes)
+
+    def store(self, buffer: str, address: Index, text: str, axes: frozenset[int], *more: str) -> None:
+        """Where all of these axes are in their range, and whatever else must hold."""
+        holds = self.inside(axes, *more)
+        self.line(f"tl.store({self.pointer(buffer, address, axes)}, {text}{f', {holds}' if holds else ''})")
+
+    def full(self) -> frozenset[int]:
+        return frozenset(range(len(self.blocks)))
+
+    def _reported(self, e: Expr, args: list[str], s: Scope) -> str:
+        s.checks = True
+        axes = self.axes_of(e)
+        if e.op == "require":
+            self._report(s, axes, str(head(e.attr)), f"~{args[1]}")
+            s.known[e] = args[0]
+            return args[0]
+        ok, name = self.fresh("ok"), self.fresh()
+        s.lines.append(f"{ok} = ({args[0]} >= 0) & ({args[0]} < {self.index(e.attr.size)})")
+        self._report(s, axes, f"{self.sites[e.attr]} | ({args[0]} & {LOW})", f"~{ok}", *args[1:])
+        s.lines.append(f"{name} = tl.where({ok}, {args[0]}, 0)")
+        s.known[e] = name
+        return name
+
+    def _report(self, s: Scope, axes: frozenset[int], fault: str, *when: str) -> None:
+        wrong = self.inside(axes, *when)
+        place = self.spread("bad", axes)
+        s.lines.append(f"tl.store({place}, {fault}, {wrong})")
+
+    # ---- small loops inside expressions ------------------------------------------------------------------
+
+    def _fold(self, e: Expr) -> tuple[int, str]:
+        f: Fold = e.attr
+        if f.steps <= self.unroll:
+            return super()._fold(e)
+        n = len(f.carries)
+        inits, updates = e.args[:n], list(e.args[n:])
+        bounds = [Expr("index", torch.int64, (), i) for _, lo, hi in f.loops for i in (lo, hi)]
+        before, self.loop_axes = self.loop_axes, frozenset()
+        axes = self.axes_of(*e.args, *bounds) | (before if any(x.op == "carry" for x in walk(*inits)) else frozenset())
+        self.loop_axes = axes
+        # A range that differs from lane to lane: the loop covers all of them, each lane joins while it is inside.
+        ends: list[tuple[str, str]] = []
+        for var, lo, hi in f.loops:
+            limits = []
+            for end, least in ((lo, True), (hi, False)):
+                own = self.index_axes(end)
+                text = self.index(end)
+                if own:
+                    holds = self.inside(own)
+                    worst = NARROW - 1 if least else 0
+                    text = f"tl.where({holds}, {text}, {worst})" if holds else text
+                    text = f"tl.{'min' if least else 'max'}({text})"
+                    v = index_value(var)
+                    side = v >= index_value(end) if least else v < index_value(end)
+                    updates = [where(side, masked(u, side), c) for u, c in zip(updates, f.carries, strict=True)]
+                limits.append(text)
+            ends.append((limits[0], limits[1]))
+        out = self._looped(e, inits, updates, ends)
+        self.loop_axes = before
+        return out
+
+    def shaped(self, text: str) -> str:
+        return self.spread(text, self.loop_axes)
+
+    def keep(self, name: str, e: Expr) -> str:
+        """The text of an expression, which goes by a name from here on."""
+        text = self.value(e)
+        self.local_axes[name] = self.axes_of(e)
+        self.scopes[-1].locals[name] = text
+        return text
+
+    # ---- combines --------------------------------------------------------------------------------------
+
+    def combine(self, c: Combine) -> str:
+        """The name of a function of left and right components, for tl.reduce and tl.associative_scan."""
+        if c not in self._combines:
+            name = self._combines[c] = f"combine{self.part}_{len(self._combines)}"
+            w = BlockWriter((), (), self.wide)
+            left, right = [f"a{k}" for k in range(len(c.left))], [f"b{k}" for k in range(len(c.right))]
+            w.scopes[0].known.update(zip((*c.left, *c.right), (*left, *right), strict=True))
+            results = [w.value(e) for e in c.result]
+            body = [*w.scopes[0].lines, f"return {', '.join(results)}"]
+            self.functions |= w.functions
+            head = f"def {name}({', '.join((*left, *right))}):"
+            self.helpers += ["@triton.jit", head, *("    " + x for x in body), ""]
+        return self._combines[c]
+
+    def combined(self, c: Combine, left: Sequence[str], right: Sequence[str]) -> list[str]:
+        names = [self.fresh("c") for _ in left]
+        self.line(f"{', '.join(names)} = {self.combine(c)}({', '.join((*left, *right))})")
+        return names
+
+    def reduced(self, c: Combine, values: Sequence[str], axis: int) -> list[str]:
+        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
+        return self.over("tl.reduce", c, values, axis, keep)
+
+    def over(self, function: str, c: Combine, values: Sequence[str], axis: int, options: str = "") -> list[str]:
+        """A reduction or scan of all components together."""
+        names = [self.fresh("r") for _ in values]
+        what = values[0] if len(values) == 1 else f"({', '.join(values)})"
+        self.line(f"{', '.join(names)} = {function}({what}, {axis}, {self.combine(c)}{options})")
+        return names
+
+    def operands(self, c: Combine, exprs: Sequence[Expr], row: int | None) -> list[str]:
+        """What is combined, in the full shape; beyond the end of the row it is the identity."""
+        holds = self.inside([] if row is None else [row])
+        names = []
+        for e, identity in zip(exprs, self.identity(c), strict=True):
+            text = self.spread(self.value(e), self.full())
+            names.append(self.fresh("v"))
+            self.line(f"{names[-1]} = {f'tl.where({holds}, {text}, {identity})' if holds else text}")
+        return names
+
+    def identity(self, c: Combine) -> list[str]:
+        return [self.d.constant(e.attr, e.dtype) for e in c.identity]
+
+    def start(self, c: Combine, axes: frozenset[int]) -> list[str]:
+        """Variables that hold the identity, in the shape of these axes."""
+        names = [self.fresh("st") for _ in c.identity]
+        for name, e in zip(names, c.identity, strict=True):
+            self.line(f"{name} = {self.d.constant(e.attr, e.dtype, self.shape(axes) if axes else '()')}")
+        return names
+
+    def host(self, i: Index) -> str:
+        """An index over sizes of the run as the host computes it."""
+        return host_text(i, self.sizes)
+
+    # ---- the tile --------------------------------------------------------------------------------------
+
+    def open_tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], pid: str = "tl.program_id(0)") -> str:
+        """Divide the points of `vars` among programs: the tile's axes, their masks; the grid as a text.
+
+        A variable with a block is an axis of the tile; the others are numbers, one value for each program.
+        """
+        grid: list[str] = []
+        here = "pid"
+        self.line(f"{here} = {pid}" + (".to(tl.int64)" if self.wide else ""))
+        for v in vars:
+            if v in blocks:
+                self.axes[v] = len(self.axes)
+        for v in reversed(vars):
+            size, block = v.size, blocks.get(v, 1)
+            count = count_text(size, block, self.index)
+            name = self.sym(v)
+            last = v is vars[0]
+            at = self.places[v] = here if last else "0" if count == "1" else f"({here} % {count})"
+            if v in blocks:
+                axis = self.axes[v]
+                start = "" if at == "0" else f"{at} * {block} + "
+                self.line(f"{name} = {start}{self.arange(axis)}")
+                if not (size.is_const and size.const % block == 0):
+                    self.masks[axis] = self.fresh("m")
+                    self.line(f"{self.masks[axis]} = {name} < {self.index(size)}")
+            else:
+                self.line(f"{name} = {at}")
+            if not last and count != "1":
+                here, before = self.fresh("pid"), here
+                self.line(f"{here} = {before} // {count}")
+            grid.append(count_text(size, block, self.host))
+        return " * ".join(reversed(grid)) if grid else "1"
+
+
+def padded_read(e: Expr) -> Expr | None:
+    """The read of an expression that is a read under a mask, and a constant where that does not hold."""
+    if e.op != "where" or e.args[2].op != "const":
+        return None
+    read = e.args[1].args[0] if e.args[1].op == "cast" and e.args[2].attr == 0 else e.args[1]
+    return read if read.op == "load" and read.args == e.args[:1] else None
+
+
+def count_text(size: Index, block: int, text: Callable[[Index], str]) -> str:
+    """How many blocks cover a size."""
+    if size.is_const:
+        return str(-(-size.const // block))
+    return f"({text(size)})" if block == 1 else f"(({text(size)} + {block - 1}) // {block})"
+
+
+def is_power(e: Expr) -> bool:
+    """Two to the power of something: dividing by it is multiplying by its inverse, to the last bit."""
+    return e.op == "const" and is_float(e.dtype) and abs(math.frexp(e.attr)[0]) == 0.5 and 2**-14 < abs(e.attr) < 2**14
+
+
+def power(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sym]) -> bool:
+    """Whether some index can leave 32 bits."""
+    inside = [i for e in walk(*exprs) for i in e.own_indices()]
+    points = volume(vars)
+    return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
+
+
+def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSource:
+    """The text of one kernel, in the block shape that the heuristics say or one beside it."""
+    from .loops import LoopBlocks
+    from .scans import ScanBlocks
+    from .scatters import write_scatter
+    from .tensor_tables import TableBlocks
+
+    if isinstance(kernel, ScatterKernel):
+        drafts = write_scatter(kernel)
+    else:
+        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks]] = {
+            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks}
+        drafts = [kinds[type(kernel)](kernel, tuning).render()]
+    arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
+    arguments += ["work"] if any(d.workspace for d in drafts) else []
+    workspace = ""
+    lines = ["import triton", "import triton.language as tl", "import tritonlib as fl", "", ""]
+    parts = []
+    for k, d in enumerate(drafts):
+        text = [*d.writer.helpers, "@triton.jit", f"def part{k}({', '.join([*arguments, 'bad'])}):",
+                *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
+                *("    " + x for x in d.writer.scopes[0].lines), ""]
+        lines += text
+        parts.append(Part(f"part{k}", d.grid, tuning.warped(d.warps)))
+        workspace = workspace or d.workspace
+    return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
+                       tuple("i64" for _ in kernel.sizes), tuple(parts), workspace,
+                       sites=() if isinstance(kernel, TableKernel) else site_table(kernel))
+
+
+class Draft:
+    """One part on its way: what was written, and how it is launched."""
+
+    def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "") -> None:
+        self.writer, self.grid, self.warps, self.workspace = writer, grid, warps, workspace
+
+

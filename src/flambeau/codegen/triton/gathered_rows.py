@@ -1,0 +1,84 @@
+"""Rows that lie anywhere: maps that read all channels of a position together, as grid sampling does.
+
+A tile has points and channels. What depends on the point alone, its places and weights, is found once for the several
+pieces of a row that a thread reads. What was read with channels next to each other is written with points next to
+each other: the tile is transposed on its way out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from flambeau.ir.expr import loads, walk
+from flambeau.ir.index import ONE, Dyn, Sym, as_index, walks_as_one
+from flambeau.ir.program import LoopKernel
+
+from .blocks import power
+from .polyphase import halved
+
+PIECE = 32  # channels that eight threads read at once, 16 bytes each: a line of memory
+CHANNELS = 32  # of one program. Others come later: what all programs read at a time shall stay in the cache
+POINTS = 32  # next to each other
+LINES = 1  # of points: where places are smooth, neighbours in a second direction share what they read
+THREAD = 8  # elements of one thread
+
+
+@dataclass(frozen=True)
+class Rows:
+    kernel: LoopKernel
+    blocks: dict[Sym, int]  # the tile, by variable
+
+    @property
+    def warps(self) -> int:
+        return max(1, min(16, math.prod(self.blocks.values()) // (32 * THREAD)))
+
+
+def rows_of(k: LoopKernel) -> Rows | None:
+    """The kernel that gathers rows, if it reads contiguous rows whose place is computed and writes across them."""
+    c = k.vector
+    if k.inner or c is None or any(a.coefficient(c) is ONE for _, a in k.stores):
+        return None
+    computed = [a for e in loads(*k.everything()) for a in e.attr[1] if any(isinstance(x, Dyn) for x in a.atoms())]
+    if not any(a.coefficient(c) is ONE for a in computed):
+        return None
+    images = [v for v in k.outer if v is not c and any(v in mono for a in computed for mono, _ in a.terms)]
+    points = [v for v in k.outer if v is not c and v not in images]
+    k, points = merged(k, points)
+    # Channels before the points of an image: programs side by side read the same ones.
+    if c.size.is_const and c.size.const > PIECE and c.size.const % PIECE == 0:
+        k, low, _ = halved(k, c, PIECE)
+        high = k.outer[k.outer.index(low) - 1]
+        k = replace(k, outer=(*images, high, *points, low), vector=low)
+        blocks = {high: block(high, CHANNELS // PIECE), low: PIECE}
+    else:
+        k = replace(k, outer=(*images, c, *points))
+        blocks = {c: min((block(c, n) for n in (CHANNELS, CHANNELS // 2)), key=lambda n: (covered(c, n), -n))}
+    room = POINTS * LINES
+    for v in reversed(points):
+        blocks[v] = block(v, POINTS if v is points[-1] else room)
+        room //= blocks[v]
+    return Rows(k, {v: blocks[v] for v in k.outer if blocks.get(v, 1) > 1})
+
+
+def merged(k: LoopKernel, points: list[Sym]) -> tuple[LoopKernel, list[Sym]]:
+    """Neighbouring variables that everything walks as one become one: fewer points are beyond the end of a tile."""
+    while len(points) > 1:
+        a, b = points[-2:]
+        indices = [i for e in walk(*k.everything()) for i in e.own_indices()] + [i for _, i in k.stores]
+        if not all(walks_as_one(i, a, b) for i in indices):
+            break
+        joint = Sym(f"{a.name}{b.name}", a.size * b.size)
+        both = {a: as_index(joint) // b.size, b: as_index(joint) % b.size}
+        k = k.rewritten(lambda x: x, both)
+        points = [*points[:-2], joint]
+    return k, points
+
+
+def covered(v: Sym, block: int) -> int:
+    """Elements of all blocks together."""
+    return -(-v.size.const // block) * block if v.size.is_const else block
+
+
+def block(v: Sym, most: int) -> int:
+    return min(most, power(v.size.const)) if v.size.is_const else most

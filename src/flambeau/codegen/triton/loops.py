@@ -1,0 +1,387 @@
+"""Loop kernels in Triton: maps over a tile, reductions along one more axis of it, and segments.
+
+A map gives each variable its own axis until the tile is full, so that no flat index is divided. A reduction adds an
+axis for all its inner points: rows that fit are held whole, so that softmax reads memory once; longer ones go by in
+pieces that are joined lane by lane, and once across lanes at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from flambeau.ir.expr import Expr, cast, walk
+from flambeau.ir.index import Index, Op, Sym, as_index, volume
+from flambeau.ir.lines import is_line
+from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of, sites_of
+
+from ..tuning import HEURISTIC, Tuning
+from ..writer import Pipelined
+from .blocks import WIDE, WIDEST, BlockWriter, Draft, is_wide, padded_read, power
+from .gathered_rows import rows_of
+from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
+
+THREADS = 128  # of a program that maps: four warps
+WINDOWS = 128  # of one that gives each point a thread
+ABREAST = 64  # of one whose points compute several windows
+TILE = 1024  # its elements, at most: two 16-byte accesses for each thread
+SQUARE = 64  # side of the tile of a transposition
+ROW = 16384  # elements of a row that is held whole
+PIECE = 2048  # elements of a row that goes by in pieces
+COLUMNS = 64  # columns side by side where they are what is contiguous
+MANY, FEW = 16, 16  # programs that are too few, and how many columns each has then
+GATHERED = 8  # items of a segment read at once
+BAGS = 256  # elements of the segments that one program reduces side by side
+STAGES = 4  # pieces of a row on their way at once
+SHARED = 96 << 10  # bytes of shared memory that they may take: two programs on a processor
+
+
+def stages_for(exprs: Iterable[Expr], elements: int, tuning: Tuning) -> int:
+    """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory."""
+    piece = sum(e.dtype.itemsize * elements for e in {e for e in walk(*exprs) if e.op == "load"})
+    return min(tuning.staged(STAGES), 1 + SHARED // piece) if piece else 1
+
+
+def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
+    """Axes for the innermost variables until the tile is full."""
+    out: dict[Sym, int] = {}
+    for v in reversed(vars):
+        block = min(room, power(v.size.const)) if v.size.is_const else room
+        if block > 1:
+            out[v] = block
+            room //= block
+    return {v: out[v] for v in vars if v in out}
+
+
+class LoopBlocks(BlockWriter):
+    def __init__(self, k: LoopKernel, tuning: Tuning = HEURISTIC) -> None:
+        self.tuning = tuning
+        lanes, self.guards = shared_lanes(k)
+        formed = self.formed(lanes)
+        if any(v not in formed.outer for v in self.guards):  # written out: phases guard what they write by themselves
+            self.guards, formed = {}, self.formed(k)
+        k = formed
+        exprs = k.everything()
+        # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
+        points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
+        super().__init__(k.params, k.sizes, is_wide(exprs, [a for _, a in k.stores], points))
+        self.k = k
+        self.sites = sites_of(k)
+        self.addresses = dict(k.stores)
+        self.apart = self.phases is not None  # one point for each thread
+        self.gathered = k.vector if self.rows else None
+        self.inner = volume(k.inner)
+        self.row: int | None = None  # the axis that is reduced
+
+    def formed(self, k: LoopKernel) -> LoopKernel:
+        """The kernel with its rows gathered, or its phases written out, where it has any."""
+        self.rows = rows_of(k)
+        k = self.rows.kernel if self.rows else k
+        k = k if k.inner else spelled(k)
+        self.phases = written_out(k)
+        return self.phases.kernel if self.phases else k
+
+    def render(self) -> Draft:
+        k = self.k
+        if not k.inner:
+            blocks = self.map_tile()
+            grid = self.tile(k.outer, blocks)
+            for v, limit in self.guards.items():
+                axis = self.axes[v]
+                self.masks[axis] = self.value(limit)
+            if self.phases:
+                self.elements_together(self.phases)
+            else:
+                self.branched(self.all_inside(), k.outer, self.full(), self.stages)
+            if self.rows:
+                return Draft(self, grid, self.rows.warps)
+            return Draft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
+        length, whole = self.row_length()
+        blocks = spans(k.outer, self.rows_abreast(length))
+        grid = self.tile(k.outer, blocks, length)
+        if k.bounds is not None:
+            self.segment(length)
+            # A warp for each 512 bytes next to each other: what it reads of all items, it reduces without the others.
+            return Draft(self, grid, max(1, min(4, self.elements() // length // 128)))
+        if whole:
+            self.whole_row()
+        else:
+            self.pieces(length)
+        return Draft(self, grid, warps_for(self.elements()))
+
+    # ---- the tile --------------------------------------------------------------------------------------
+
+    def elements(self) -> int:
+        return math.prod(self.blocks)
+
+    def tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], row: int | None = None) -> str:
+        self.blocks = [*blocks.values(), *([row] if row else [])]
+        if row:
+            self.row = len(blocks)
+        return self.open_tile(vars, blocks)
+
+    def map_tile(self) -> dict[Sym, int]:
+        k = self.k
+        if self.rows:
+            return self.rows.blocks
+        if k.tile is not None and k.vector is not None:
+            pair = {v: min(SQUARE, power(v.size.const)) if v.size.is_const else SQUARE
+                    for v in (k.tile, k.vector)}
+            return {v: pair[v] for v in k.outer if v in pair}
+        exprs = k.everything()
+        windows = ABREAST if self.phases and self.phases.abreast else WINDOWS
+        room = self.tuning.sized(windows if self.apart else THREADS * per_thread(exprs))
+        near = overlapping(exprs, k.outer) if self.apart else []
+        return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
+
+    def row_length(self) -> tuple[int, bool]:
+        """Elements of the reduced axis in one tile, and whether that is all of it."""
+        k = self.k
+        if k.bounds is not None:
+            parts = max(len(i.names) for i in reductions_of(k.items))
+            return max(2, GATHERED // parts), False
+        contiguous = k.vector in k.inner
+        most = ROW if contiguous or k.scratch else 64
+        if self.inner.is_const and self.inner.const <= most:
+            return power(self.inner.const), True
+        piece = self.tuning.sized(PIECE if contiguous else PIECE // self.columns())
+        return (min(piece, power(self.inner.const)) if self.inner.is_const else piece), False
+
+    def rows_abreast(self, length: int) -> int:
+        if self.k.bounds is not None:
+            return self.tuning.sized(BAGS)
+        rows = self.tuning.sized(TILE) // length
+        return max(1 if self.k.vector in self.k.inner else self.columns(), rows)
+
+    def columns(self) -> int:
+        """Side by side: fewer, where there are too few for many programs."""
+        total = volume(self.k.outer)
+        return FEW if total.is_const and total.const <= MANY * COLUMNS else COLUMNS
+
+    def all_inside(self) -> str | None:
+        """What holds where the whole tile is inside, if accesses are wider then: neighbours in memory, aligned rows."""
+        k = self.k
+        if not self.masks or self.rows or k.tile is not None:
+            return None
+        last = k.outer[-1]
+        if last.size.is_const and last.size.const % WIDEST == 0 and not self.guards:
+            return None
+        accessed = [a for e in walk(*k.everything()) if e.op == "load" for a in e.attr[1]] + [a for _, a in k.stores]
+        if not any(is_line(a, last, WIDE) for a in accessed):
+            return None
+        ends: dict[Sym, Index] = {}
+        for v, axis in self.axes.items():
+            end = Sym(f"{v.name}e", v.size)
+            self.line(f"{self.sym(end)} = {self.places[v]} * {self.blocks[axis]} + {self.blocks[axis] - 1}")
+            ends[v] = as_index(end)
+        holds = [self.value(limit.subs(ends)) for limit in self.guards.values()]
+        return " and ".join(holds or [f"{self.index(end)} < {self.index(v.size)}" for v, end in ends.items()
+                                      if self.axes[v] in self.masks])
+
+    # ---- stages ----------------------------------------------------------------------------------------
+
+    def stages(self) -> list[str]:
+        for items in self.k.stages:
+            self.stage(items, None)
+        return []
+
+    def outer_axes(self) -> frozenset[int]:
+        return self.full() - {self.row} if self.row is not None else self.full()
+
+    def stage(self, items: Sequence[Item], taken: dict[str, list[str]] | None) -> None:
+        """One pass of a stage's items over the current tile; `taken`: carried components of its reductions."""
+        for i in items:
+            if i.combine is None:
+                text = self.keep(i.names[0], i.exprs[0])
+                if i.names[0] in self.addresses:
+                    self.put(i.names[0], text, self.full() if i.level == "full" else self.outer_axes())
+                continue
+            kept = self.operands(i.combine, i.exprs, self.row)
+            if taken is None:
+                assert self.row is not None
+                self.finish(i, kept)
+            else:
+                slots = taken[i.names[0]]
+                if self.k.bounds is not None:  # in the order of the items: the first of equals may be what counts
+                    assert self.row is not None
+                    kept = self.reduced(i.combine, kept, self.row)
+                self.assign(slots, self.combined(i.combine, slots, kept))
+
+    def finish(self, i: Item, values: Sequence[str]) -> None:
+        """Across lanes, once; the components become values of the outer points."""
+        assert self.row is not None
+        values = values if self.k.bounds is not None else self.reduced(i.joins, values, self.row)
+        for name, text, e in zip(i.names, values, i.joins.left, strict=True):
+            self.local_axes[name] = self.outer_axes()
+            self.scopes[-1].locals[name] = text
+            if name in self.addresses:
+                self.put(name, self.value(cast(Expr("local", e.dtype, (), name), self.dtypes[name])),
+                         self.outer_axes())
+
+    def elements_together(self, p: Phases) -> None:
+        """All that is read, then what is computed from it; stores last, since reads do not pass them."""
+        everything = list(walk(*self.k.everything()))
+        padded = {read for e in everything if (read := padded_read(e)) is not None}
+        for e in everything:
+            read = e if e.op == "load" and e not in padded else padded_read(e)
+            if read is not None and not any(x.op in ("load", "local") for x in walk(read) if x is not read):
+                self.value(e)
+        for i in self.k.items:
+            self.keep(i.names[0], i.exprs[0])
+        full = self.full()
+        for names in p.joined:
+            texts = [self.scopes[-1].locals[n] for n in names]
+            place = self.pointer(p.buffers[names[0]], self.addresses[names[0]], full)
+            holds = self.inside(full, *(self.value(p.holds[n]) for n in names if n in p.holds))
+            if len(names) > 1:
+                each = ", ".join([":"] * len(self.blocks) + ["None"])
+                step = f"tl.arange(0, {len(names)})[{', '.join(['None'] * len(self.blocks) + [':'])}]"
+                place, holds = f"({place})[{each}] + {step}", f"({holds})[{each}]" if holds else ""
+                texts = [self.together([self.spread(t, full) for t in texts])]
+            self.line(f"tl.store({place}, {texts[0]}{f', {holds}' if holds else ''})")
+
+    def together(self, texts: Sequence[str]) -> str:
+        """Two or four blocks side by side along one more axis."""
+        if len(texts) == 2:
+            return f"tl.join({texts[0]}, {texts[1]})"
+        shape = ", ".join(map(str, (*self.blocks, len(texts))))
+        return f"tl.reshape(tl.join({self.together(texts[0::2])}, {self.together(texts[1::2])}), ({shape}))"
+
+    def put(self, name: str, text: str, axes: frozenset[int]) -> None:
+        address = self.addresses[name]
+        if self.row is not None and self.row not in self.index_axes(address):
+            axes = axes - {self.row}
+        self.store(name, address, text, axes)
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        if e.op == "local" and self.local(e.attr) is None and e.attr in self.addresses:
+            # Stored in a stage before: read again.
+            return self.emit(Expr("load", e.dtype, (), (e.attr, (self.addresses[e.attr],))))
+        return super().emit(e)
+
+    # ---- rows ------------------------------------------------------------------------------------------
+
+    def open_row(self, first: str, end: str) -> str:
+        """The lanes of the row from `first` on, below an end if there is one: the position of each."""
+        assert self.row is not None
+        flat = self.fresh("q")
+        self.line(f"{flat} = {first + ' + ' if first else ''}{self.arange(self.row)}")
+        self.axes.update(dict.fromkeys(self.k.inner, self.row))
+        if end:
+            self.masks[self.row] = self.fresh("m")
+            self.line(f"{self.masks[self.row]} = {flat} < {end}")
+        return flat
+
+    def whole_row(self) -> None:
+        assert self.row is not None
+        exact = self.inner.const == self.blocks[self.row]
+        self.decompose(self.open_row("", "" if exact else self.index(self.inner)), self.k.inner)
+        self.stages()
+
+    def pieces(self, length: int) -> None:
+        k = self.k
+        exact = self.inner.is_const and self.inner.const % length == 0
+        for n, items in enumerate(k.stages):
+            if all(i.level == "outer" for i in items):
+                self.stage(items, None)
+                continue
+            if n:
+                self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
+            taken = self.carries(items)
+            first = Sym(f"base{n}", self.inner)
+            ahead = Pipelined(stages_for(exprs_of(items), math.prod(self.blocks), self.tuning))
+            with self.loop(first, "0", self.index(self.inner), str(length), how=ahead) as s:
+                s.vars.update(k.inner)
+                self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)
+                self.stage(items, taken)
+            self.close(items, taken)
+
+    def carries(self, items: Sequence[Item]) -> dict[str, list[str]]:
+        axes = self.full() if self.k.bounds is None else self.outer_axes()
+        return {i.names[0]: self.start(i.joins, axes) for i in reductions_of(items)}
+
+    def close(self, items: Sequence[Item], taken: dict[str, list[str]]) -> None:
+        """After the loop: the row's own names mean nothing any more, its reductions are finished."""
+        assert self.row is not None
+        self.masks.pop(self.row, None)
+        for v in self.k.inner:
+            self.axes.pop(v, None)
+        for i in reductions_of(items):
+            self.finish(i, taken[i.names[0]])
+
+    def segment(self, length: int) -> None:
+        """Points from lo to hi, which each outer point reads for itself."""
+        k = self.k
+        assert k.bounds is not None and self.row is not None
+        lo, hi = (self.fresh("lo"), self.fresh("n"))
+        axes = self.axes_of(*k.bounds)
+        self.line(f"{lo} = {self.whole(self.value(k.bounds[0]))}")
+        self.line(f"{hi} = {self.whole(self.value(k.bounds[1]))} - {lo}")
+        most = hi
+        if axes:
+            holds = self.inside(axes)
+            most = f"tl.max({f'tl.where({holds}, {hi}, 0)' if holds else hi})"
+        for items in k.stages:
+            if all(i.level == "outer" for i in items):
+                self.stage(items, None)
+                continue
+            taken = self.carries(items)
+            step = Sym(self.fresh("step"), as_index(1))
+            with self.loop(step, "0", most, str(length)) as s:
+                s.vars.update(k.inner)
+                at = self.open_row(self.sym(step), hi)
+                self.line(f"{self.sym(k.inner[0])} = {lo} + {at}")
+                self.stage(items, taken)
+            self.close(items, taken)
+
+    def whole(self, text: str) -> str:
+        return text if self.wide else f"tl.cast({text}, tl.int32)"
+
+    def axes_of(self, *exprs: Expr) -> frozenset[int]:
+        axes = super().axes_of(*exprs)
+        if self.k.bounds is not None and self.row in axes:  # where a lane stands depends on its segment's start
+            tied = {self.axes[s] for b in self.k.bounds for s in b.symbols() if s in self.axes}
+            axes = axes | tied
+        return axes
+
+
+def per_thread(exprs: Iterable[Expr]) -> int:
+    """Elements of one thread: fewer, the more each of them reads, so that all it holds fits its registers."""
+    reads = 0
+    for e in walk(*exprs):
+        if e.op == "load":
+            reads += bool(e.symbols())
+        elif e.op == "fold":
+            steps = 1
+            for _, lo, hi in e.attr.loops:
+                steps *= max(hi.const - lo.const, 1) if lo.is_const and hi.is_const else 1
+            reads += (steps - 1) * sum(x.op == "load" for x in walk(*e.args[len(e.attr.carries):])) \
+                if e.attr.which == 0 else 0
+    if not reads:
+        return 32  # random numbers: what prepares a draw is shared
+    return 8 if reads <= 4 else 4 if reads <= 9 else 2 if reads <= 18 else 1
+
+
+def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
+    """v // 4 and v % 4 of a variable become two axes of the tile, so that what depends on v // 4 alone is computed
+    once for four lanes. Also what must hold where its size is not a multiple."""
+    if k.inner or k.tile is not None:
+        return k, {}
+    for e in walk(*k.everything()):
+        for a in (a for i in e.own_indices() for a in i.atoms()):
+            if not isinstance(a, Op) or a.kind != "mod" or not a.b.is_const:
+                continue
+            v, n = a.a.atom(), a.b.const
+            if isinstance(v, Sym) and v in k.outer and n & (n - 1) == 0 and n <= 16 \
+                    and v.size.is_const and v.size.const > n:
+                new, low, limit = halved(k, v, n)
+                new = replace(new, vector=low if k.vector is v else k.vector)
+                return new, {} if limit is None else {low: limit}
+    return k, {}
+
+
+def warps_for(elements: int) -> int:
+    """Eight elements a thread, up to sixteen warps."""
+    return max(1, min(16, elements // 256))
+

@@ -1,0 +1,361 @@
+"""Scans in Triton: each program scans a tile; carries go from piece to piece.
+
+Where there are programs enough without cutting the axis, one program walks all pieces of its rows. Otherwise each
+piece has a program of its own, in a single pass over memory: a piece publishes its own total at once, looks back over
+the totals and prefixes of those before it, and publishes its prefix ("decoupled look-back"). Programs take their
+number from a counter, so that whoever a program waits for is already running. Where it finds the first prefix depends
+on the others' speed, and so does rounding; single rows, and `ordered` scans, look for it at places that are fixed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from flambeau.ir.cost import cost_of
+from flambeau.ir.dtypes import is_float
+from flambeau.ir.expr import Expr, cast, loads, rewrite
+from flambeau.ir.index import ONE, Index, Sym
+from flambeau.ir.lines import is_line
+from flambeau.ir.nodes import Combine, Level
+from flambeau.ir.program import ScanKernel, sites_of
+
+from ..tuning import Tuning
+from ..writer import Pipelined
+from .blocks import WIDE, WIDEST, BlockWriter, Draft, count_text, is_wide, power
+from .loops import spans, stages_for
+
+PIECE = 2048  # elements of a tile of columns
+ALONE = 8192  # elements of a piece of a single row
+ROW = 16384  # elements of a row that is scanned in one piece
+COLUMNS = 32  # columns side by side where they are what is contiguous
+PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
+PER_THREAD = 64  # elements of 32 bits
+NARROW_EACH = 16  # the same where each is an access of its own
+DEAR = 10  # operations of a combine above which it, and not memory, takes the time
+WINDOW = 128  # predecessors that are read at once
+LONGEST, IN_A_ROW = 256, 32  # rows of a piece of columns, and pieces of all rows as long as that allows
+GROUP = 64  # pieces of columns between two prefixes, where the order is fixed
+COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
+
+
+class ScanBlocks(BlockWriter):
+    def __init__(self, k: ScanKernel, tuning: Tuning) -> None:
+        self.tuning = tuning
+        super().__init__(k.params, k.sizes, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
+        self.k = k
+        self.sites = sites_of(k)
+        self.addresses = dict(k.stores)
+        self.inside_text: str | None = None  # what holds where the piece at hand is whole
+        self.length: Index = k.axis.size
+
+    def render(self) -> Draft:
+        k = self.k
+        rows = all(a.coefficient(k.axis) is ONE for a in self.addresses.values()) or not k.outer
+        outer = list(k.outer)
+        if not rows:  # what is contiguous goes last, so that it becomes the tile's axis
+            side = next((v for v in outer if any(a.coefficient(v) is ONE for a in self.addresses.values())), outer[-1])
+            outer.remove(side)
+            outer.append(side)
+        most = self.tuning.sized(ROW if rows else PIECE // COLUMNS)
+        piece = min(max(2, power(self.length.const)), most) if self.length.is_const else most
+        blocks = spans(outer, max(1, self.tuning.sized(PIECE) // piece))
+        cut = self.length.const > piece if self.length.is_const else True
+        self.dear = cost_of(k.combine.result) > DEAR
+        look_back = cut and self.programs(outer, blocks) < PROGRAMS * (8 if self.dear else 1)
+        if look_back and rows:
+            piece = min(piece, self.tuning.sized(ALONE // len(k.combine.left)))
+            blocks = spans(outer, 1)
+        elif look_back and self.length.is_const and not self.dear:  # pieces wait for one another: not too many in a row
+            piece = min(LONGEST, max(piece, power(-(-self.length.const // IN_A_ROW))))
+        self.blocks = [*blocks.values(), piece]
+        self.row = len(blocks)
+        return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
+
+    def warps(self, elements: int, alone: bool) -> int:
+        """What a thread scans by itself costs least, as far as its registers hold it; with the state of others to
+        look at they hold less."""
+        k = self.k
+        steps = [a.coefficient(k.axis) for a in self.addresses.values()]
+        if any(c is not ONE and c is not None and c.is_const and c.const % WIDE for c in steps):
+            return max(1, min(16, elements // (32 * NARROW_EACH)))  # more threads have more accesses on their way
+        small = all(d.itemsize <= 4 for d in k.combine.dtypes)
+        each = PER_THREAD if small and (alone or len(k.combine.left) == 1) else PER_THREAD // 2
+        return max(1, min(16, elements // (32 * each)))
+
+    def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
+        """How many programs there are if the axis is not cut; sizes of the run count as large."""
+        n = 1
+        for v in outer:
+            n *= -(-v.size.const // blocks.get(v, 1)) if v.size.is_const else PROGRAMS
+        return n
+
+    # ---- one piece -------------------------------------------------------------------------------------
+
+    def piece(self, first: str) -> list[str]:
+        """The scan of the piece that starts at `first`, by itself."""
+        k = self.k
+        lane = self.arange(self.row)
+        self.axes[k.axis] = self.row
+        self.line(f"lane = {lane}")
+        self.line(f"{self.sym(k.axis)} = {first + ' + ' if first else ''}lane")
+        if not (self.length.is_const and self.length.const % self.blocks[self.row] == 0):
+            self.masks[self.row] = self.fresh("m")
+            self.line(f"{self.masks[self.row]} = {self.sym(k.axis)} < {self.index(self.length)}")
+        self.inside_text = self.all_inside(first)
+        values = self.branched(self.inside_text, (k.axis,), (self.row,),
+                               lambda: self.operands(k.combine, k.exprs, self.row))
+        options = f", reverse={k.reverse}"
+        if k.combine.level is None:
+            return self.over("tl.associative_scan", k.combine, values, self.row, options)
+        return self.on_one_level(k.combine, k.combine.level, values, options)
+
+    def on_one_level(self, c: Combine, level: Level, values: list[str], options: str) -> list[str]:
+        """Where the whole tile is of about one size, what is scanned is a sum; a join is several times an addition."""
+        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
+        given = dict(zip(c.left, values, strict=True))
+        self.line(f"top = tl.max({self.applied(level.size, given)}, {self.row}{keep})")
+        given[level.top] = "top"
+        self.line(f"level = tl.min(tl.where({self.applied(level.holds, given)}, 1, 0)) > 0")
+        names = [self.fresh("r") for _ in values]
+        with self.scope("if level:", footer=""):
+            self.line(f"total = tl.associative_scan({self.applied(level.scaled, given)}, {self.row}, fl.plus{options})")
+            given = {level.total: "total", level.top: "top"}
+            self.assign(names, (self.spread(self.applied(e, given), self.full()) for e in level.result))
+        with self.scope("else:", footer=""):
+            self.assign(names, self.over("tl.associative_scan", c, values, self.row, options))
+        return names
+
+    def put_after(self, before: list[str], scanned: list[str]) -> None:
+        """What was scanned, joined to what came before it."""
+        c, level = self.k.combine, self.k.combine.level
+        if level is None:
+            self.put(self.combined(c, before, scanned))
+            return
+        with self.scope("if level:", footer=""):  # what came before is brought to that size once, for all elements
+            own = {left: "top" if e is level.top else text
+                   for left, e, text in zip(c.left, level.result, scanned, strict=True)}
+            earlier = dict(zip(c.left, before, strict=True))
+            both = self.fresh("top")
+            self.line(f"{both} = tl.maximum({self.applied(level.size, earlier)}, top)")
+            parts = [self.applied(level.scaled, {**given, level.top: both}) for given in (own, earlier)]
+            total = self.fresh("total")
+            self.line(f"{total} = {' + '.join(parts)}")
+            self.put([self.applied(e, {level.total: total, level.top: both}) for e in level.result])
+        with self.scope("else:", footer=""):
+            self.put(self.combined(c, before, scanned))
+
+    def applied(self, e: Expr, given: dict[Expr, str]) -> str:
+        """The text of an expression over carries, where these are their texts."""
+        raw = {carry: Expr("raw", carry.dtype, (), self.fresh("x")) for carry in given}
+        self.scopes[-1].known.update((raw[carry], text) for carry, text in given.items())
+        return self.value(rewrite(e, lambda x: raw.get(x, x)))
+
+    def totals(self, scanned: list[str], first: str) -> list[str]:
+        """The last of the piece, in the order of the scan. Taken out of it rather than reduced once more: a reduction
+        may change the order, which not every combine can bear."""
+        size = self.blocks[self.row]
+        last = "0" if self.k.reverse else str(size - 1)
+        if not self.k.reverse and self.row in self.masks:
+            last = f"tl.minimum({self.index(self.length)} - {first or '0'}, {size}) - 1"
+        at = self.fresh("at")
+        self.line(f"{at} = lane == {last}")
+        return self.picked(scanned, at, self.row)
+
+    def picked(self, texts: list[str], at: str, axis: int) -> list[str]:
+        """Those at one place, as a sum with zeros: of bits, since -0.0 is no sum of zeros."""
+        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
+        names = []
+        for text, dtype in zip(texts, self.k.combine.dtypes, strict=True):
+            here, back = (f"{text}.to(tl.int{8 * dtype.itemsize}, bitcast=True)", f".to({self.d.types[dtype]}, "
+                          "bitcast=True)") if is_float(dtype) else (text, "")
+            names.append(self.fresh("t"))
+            self.line(f"{names[-1]} = tl.sum(tl.where({at}, {here}, 0), {axis}{keep}){back}")
+        return names
+
+    def all_inside(self, first: str) -> str | None:
+        """What holds where the whole piece is inside, if accesses are wider then."""
+        k = self.k
+        if not first or self.row not in self.masks or self.length.is_const and self.length.const % WIDEST == 0:
+            return None
+        read = [a for e in loads(*k.exprs) for a in e.attr[1]]
+        if not all(is_line(a, k.axis, WIDE) for a in (*read, *self.addresses.values())):
+            return None
+        return f"{first} + {self.blocks[self.row]} <= {self.index(self.length)}"
+
+    def put(self, values: list[str]) -> None:
+        self.branched(self.inside_text, (self.k.axis,), (self.row,), lambda: self.put_once(values))
+
+    def put_once(self, values: list[str]) -> list[str]:
+        given = dict(zip(self.k.combine.left, values, strict=True))
+        for name, e in zip(self.k.names, self.k.finish, strict=True):
+            if name in self.addresses:
+                kept = self.applied(cast(e, self.dtypes[name]), given)  # may be narrower
+                self.store(name, self.addresses[name], kept, self.full())
+        return []
+
+    def outside(self) -> frozenset[int]:
+        """The axes beside the scanned one."""
+        return frozenset(range(self.row))
+
+    # ---- one program for a row ---------------------------------------------------------------------------
+
+    def walking(self, outer: list[Sym], blocks: dict[Sym, int], cut: bool) -> Draft:
+        grid = self.open_tile(outer, blocks)
+        size = self.blocks[self.row]
+        if not cut:
+            self.put(self.piece(""))
+        else:
+            carry = self.start(self.k.combine, self.outside())
+            step = Sym("step", self.length)
+            count = count_text(self.length, size, self.index)
+            ahead = stages_for(self.k.exprs, math.prod(self.blocks), self.tuning)
+            with self.loop(step, "0", count, how=Pipelined(ahead)) as s:
+                s.vars.add(self.k.axis)
+                self.line(f"first = {self.place(self.sym(step), count)} * {size}")
+                scanned = self.piece("first")
+                totals = self.totals(scanned, "first")
+                self.put_after(carry, scanned)
+                self.assign(carry, self.combined(self.k.combine, carry, totals))
+        return Draft(self, grid, self.warps(math.prod(self.blocks), True))
+
+    def place(self, step: str, count: str) -> str:
+        return f"({count} - 1 - {step})" if self.k.reverse else step
+
+    # ---- a program for each piece ------------------------------------------------------------------------
+
+    def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> Draft:
+        """Workspace: a counter, then the states of all pieces."""
+        k, size = self.k, self.blocks[self.row]
+        lanes = math.prod(blocks.values())
+        sizes = [(v.size, blocks.get(v, 1)) for v in outer]
+        self.line(f"strips = {' * '.join(count_text(n, b, self.index) for n, b in sizes) or '1'}")
+        self.line(f"pieces = {count_text(self.length, size, self.index)}")
+        self.line("counter = work.to(tl.pointer_type(tl.int32))")
+        self.line('ticket = tl.atomic_add(counter, 1, sem="relaxed")')
+        self.line("strip = ticket % strips")
+        self.line("step = ticket // strips")
+        self.open_tile(outer, blocks, "strip")
+        self.line(f"first = {self.place('step', 'pieces')} * {size}")
+        scanned = self.piece("first")
+        totals = self.totals(scanned, "first")
+        state = State(self, lanes)
+        before = self.start(k.combine, self.outside())
+        if k.ordered or lanes == 1:  # a single row's pieces wait for one another alone: they look at many at once
+            self.look_in_groups(before, totals, state)
+        else:
+            with self.scope("if step > 0:", footer=""):
+                state.publish(totals, 1)
+            self.look_single(before, state)
+            state.publish(self.combined(k.combine, before, totals), 2)
+        self.put_after(before, scanned)
+        strips = " * ".join(count_text(n, b, self.host) for n, b in sizes) or "1"
+        total = f"{strips} * {count_text(self.length, size, self.host)}"
+        return Draft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
+
+    def side(self) -> str:
+        """The position of each row of the tile among the tile's rows."""
+        out, step = [], 1
+        for axis in range(self.row - 1, -1, -1):
+            out.append(f"{self.arange(axis)} * {step}" if step > 1 else self.arange(axis))
+            step *= self.blocks[axis]
+        return " + ".join(out) or "0"
+
+    def look_single(self, before: list[str], state: State) -> None:
+        """One predecessor at a time: many strips keep the machine busy meanwhile."""
+        self.line("back = step - 1")
+        with self.scope("while back >= 0:", footer=""):
+            state.poll("back", "")
+            with self.scope("while flag == 0:", footer=""):
+                state.poll("back", "")
+            self.assign(before, self.combined(self.k.combine, state.values(), before))
+            self.line("back = tl.where(flag == 2, -1, back - 1)")
+
+    def look_in_groups(self, before: list[str], totals: list[str], state: State) -> None:
+        """In groups that the numbers of the pieces decide: the last piece of a group tells its prefix, the others tell
+        their totals and nothing else. So a prefix is always joined from the same parts, whoever was ready first."""
+        c, group = self.k.combine, WINDOW if state.lanes == 1 else GROUP
+        self.line(f"begin = step // {group} * {group}")
+        with self.scope(f"if step - begin < {group - 1}:", footer=""):
+            state.publish(totals, 1)
+        if state.lanes == 1:
+            self.line(f"near = begin - 1 + tl.arange(0, {WINDOW})")
+            self.line("there = (near >= 0) & (near < step)")
+            state.poll("near", "there")
+            with self.scope("while tl.max(tl.where(there & (flag == 0), 1, 0)) > 0:", footer=""):
+                state.poll("near", "there")
+            values = []
+            # That flags are set, is known by now; but Triton crashes on a loop whose results are not all used.
+            for text, identity in zip(state.values(), self.identity(c), strict=True):
+                values.append(self.fresh("p"))
+                self.line(f"{values[-1]} = tl.where(there & (flag > 0), {text}, {identity})")
+            self.assign(before, self.combined(c, self.joined(values), before))
+        else:
+            self.line("back = step - 1")
+            with self.scope("while back >= tl.maximum(begin - 1, 0):", footer=""):
+                state.poll("back", "")
+                with self.scope("while flag == 0:", footer=""):
+                    state.poll("back", "")
+                self.assign(before, self.combined(c, state.values(), before))
+                self.line("back = tl.where(flag > 0, back - 1, back)")
+        with self.scope(f"if step - begin == {group - 1}:", footer=""):
+            state.publish(self.combined(c, before, totals), 2)
+
+    def joined(self, values: list[str]) -> list[str]:
+        """All of a window, in order: a reduction where the order does not matter, else the last of a scan."""
+        c = self.k.combine
+        if c.name in COMMUTATIVE:
+            return self.reduced(c, values, 0)
+        last = f"tl.arange(0, {WINDOW}) == {WINDOW - 1}"
+        return self.picked(self.over("tl.associative_scan", c, values, 0), last, 0)
+
+
+class State:
+    """What a piece tells the others: its total (flag 1), later its prefix (flag 2).
+
+    Every 32 bits of it stand in a word with their flag, which is written and read at once; whoever reads words whose
+    flags differ reads again. So no access has to wait for another."""
+
+    def __init__(self, w: ScanBlocks, lanes: int) -> None:
+        self.w, self.lanes, self.side = w, lanes, w.side()
+        self.parts = [max(1, d.itemsize // 4) for d in w.k.combine.dtypes]
+        self.count = sum(self.parts)
+        self.words = [w.fresh("w") for _ in range(self.count)]
+        w.line(f"states = (work + 16).to(tl.pointer_type(tl.uint64)) + (strip * pieces) * {lanes * self.count}")
+
+    def publish(self, values: list[str], flag: int) -> None:
+        n = 0
+        for text, dtype, parts in zip(values, self.w.k.combine.dtypes, self.parts, strict=True):
+            bits = f"{text}.to(tl.uint{max(32, 8 * dtype.itemsize)}, bitcast=True)" if dtype.itemsize >= 4 \
+                else f"{text}.to(tl.uint32)"
+            for part in range(parts):
+                half = bits if parts == 1 else f"({bits} >> {32 * part}).to(tl.uint32)"
+                word = f"{half}.to(tl.uint64) | (tl.full((), {flag}, tl.uint64) << 32)"
+                # One word alone goes at once past everything that is still on its way.
+                self.w.line(f"tl.store({self.place('step', n)}, {word})" if self.lanes > 1 else
+                            f"tl.atomic_xchg({self.place('step', n)}, {word}, sem=\"relaxed\")")
+                n += 1
+
+    def place(self, piece: str, n: int) -> str:
+        return f"states + ({piece} * {self.count} + {n}) * {self.lanes} + {self.side}"
+
+    def poll(self, piece: str, there: str) -> None:
+        """Reads the words; `flag` is zero unless they all belong together."""
+        for n, word in enumerate(self.words):
+            self.w.line(f"{word} = tl.load({self.place(piece, n)}{', ' + there if there else ''}, volatile=True)")
+        flags = [f"({word} >> 32)" for word in self.words]
+        self.w.line(f"flag = {flags[0]}.to(tl.int32)")
+        for other in flags[1:]:
+            self.w.line(f"flag = tl.where({flags[0]} == {other}, flag, 0)")
+        if self.lanes > 1:
+            self.w.line("flag = tl.where(tl.min(flag) == tl.max(flag), tl.min(flag), 0)")
+
+    def values(self) -> list[str]:
+        out, words = [], iter(self.words)
+        for dtype, parts in zip(self.w.k.combine.dtypes, self.parts, strict=True):
+            bits = f"{next(words)}.to(tl.uint32)"
+            if parts == 2:
+                bits = f"({bits}.to(tl.uint64) | ({next(words)}.to(tl.uint32).to(tl.uint64) << 32))"
+            kind = self.w.d.types[dtype]
+            out.append(self.w.fresh("p"))
+            self.w.line(f"{out[-1]} = {bits}.to({kind}{', bitcast=True' if dtype.itemsize >= 4 else ''})")
+        return out

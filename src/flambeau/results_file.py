@@ -1,0 +1,86 @@
+"""A file of results: what was measured, on which machine, by which command, at which commit.
+
+    write_results(Path("results/models-cpu.json"), "models", rows, summary)
+    read_results(Path("results/models-cpu.json"))  # an error, if it does not say where it comes from
+
+Every page with figures is written from such files, so each figure can be made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from flambeau.errors import UnsupportedError
+
+ORIGIN = ("command", "commit")
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What the numbers were measured on."""
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+                 platform.processor())
+    more: dict[str, Any] = {}
+    if device == "cuda":
+        more = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": version("triton")}
+    elif device == "flambeau":
+        more = {"device": torch.get_device_module(device).get_device_name(0)}
+    return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+            "isa": torch.backends.cpu.get_cpu_capability(), "system": platform.system(),
+            "torch": torch.__version__, "python": platform.python_version(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"), **more}
+
+
+def origin() -> dict[str, str]:
+    """The command that this process is, and the commit of the sources that it runs.
+
+    FLAMBEAU_COMMIT says the commit where the sources were copied without their history.
+    """
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = module.name.removesuffix(".__main__") if module else ""
+    program = f"python -m {name}" if name and not name.startswith("flambeau.cli") else Path(sys.argv[0]).name
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return {"command": " ".join(["flambeau" if program in ("-c", "__main__.py") else program,
+                                 *map(shlex.quote, words)]),
+            "commit": os.environ.get("FLAMBEAU_COMMIT") or _commit()}
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(("git", "-C", str(Path(__file__).parent), *words), capture_output=True, text=True,
+                              check=True).stdout.strip()
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + (" and changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return f"release {version('flambeau')}"
+
+
+def write_results(path: Path, kind: str, rows: Sequence[Any], summary: dict[str, Any], device: str = "cpu") -> None:
+    """`device` is the one that was measured, by the name that torch has for it; rows are dataclasses or plain data."""
+    plain = [asdict(row) if is_dataclass(row) and not isinstance(row, type) else row for row in rows]
+    report = {"kind": kind, **origin(), "machine": machine(device), "rows": plain, "summary": summary}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """What a file of results says; UnsupportedError if not which command made it, at which commit."""
+    report: dict[str, Any] = json.loads(path.read_text())
+    missing = [key for key in ORIGIN if not report.get(key)]
+    if missing:
+        raise UnsupportedError(f"{path.name} does not say its {' and '.join(missing)}",
+                               hint="make it again with the command that writes it: each adds both")
+    return report

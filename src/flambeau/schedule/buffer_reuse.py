@@ -1,0 +1,204 @@
+"""Results written where something else lies: an input's new value over the old one, and a large result over what
+nobody reads any more.
+
+A kernel can do so if it reads the old value at the very place it writes, and before. Memory that a caller gave away
+(tensors saved for this backward) is as good as our own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from flambeau.ir.expr import Expr, loads, rewrite, where
+from flambeau.ir.index import Dyn
+from flambeau.ir.nodes import Graph, Value
+from flambeau.ir.program import (
+    BufferPlan,
+    Call,
+    ContractKernel,
+    Copy,
+    Item,
+    Kernel,
+    Launch,
+    LoopKernel,
+    Program,
+    ScanKernel,
+    TableKernel,
+)
+
+from .loop_nests import is_empty
+from .memory import buffers_read, lifetimes, nbytes, values_in
+
+HEAVY = 1 << 20  # bytes of a result that is worth it
+
+# ---- an input's new value --------------------------------------------------------------------------------
+
+
+def write_mutations(p: Program, graph: Graph) -> None:
+    """New values of inputs: written there by the kernels that compute them, else copied at the end."""
+    users: dict[str, list[int]] = {}  # the steps that read or write a buffer, or what a call made of its memory
+    lies_in: dict[str, set[str]] = {}
+    for k, step in enumerate(p.steps):
+        read = buffers_read(step)
+        if isinstance(step, Call) and step.aliases:
+            lies_in |= {name: set(read).union(*(lies_in.get(b, ()) for b in read)) - {name} for name in step.names}
+        for b in {x for name in read for x in (name, *lies_in.get(name, ()))}:
+            users.setdefault(b, []).append(k)
+    returned = {x.buffer for x in values_in(p.outputs)}
+    for name, v in graph.mutations:
+        if is_empty(graph.buffers[name]):
+            continue
+        if v.buffer in returned or not write_in_place(p, graph, name, v, users):
+            for b in (name, v.buffer):
+                users.setdefault(b, []).append(len(p.steps))
+            p.steps.append(Copy(name, v))
+
+
+def write_in_place(p: Program, graph: Graph, name: str, v: Value, users: dict[str, list[int]]) -> bool:
+    """Let the kernel that computes an input's new value write it straight into that input, where nobody needs the
+    old value any more: the kernel itself may read it, at the very place it writes and not in a later stage."""
+    b, target = graph.buffers[v.buffer], graph.buffers[name]
+    if not v.is_whole(b) or b.strides != target.strides:
+        return False
+    mine = [(k, s) for k in users.get(v.buffer, ()) if isinstance(s := p.steps[k], Launch)]
+    makers = [(k, s) for k, s in mine
+              if any(x.name == v.buffer and x.written for x in p.kernels[s.kernel].params)]
+    if len(makers) != 1 or any(k > makers[0][0] for k in users.get(name, ())):
+        return False
+    at, launch = makers[0]
+    made = p.kernels[launch.kernel]
+    assert not isinstance(made, TableKernel)
+    kernel = in_place(made, name, v.buffer)
+    if kernel is None:
+        return False
+    p.kernels.append(sharing(kernel, name, v.buffer))
+    p.steps[at] = replace(launch, kernel=len(p.kernels) - 1)
+    moved = users.pop(v.buffer)
+    for k in moved:
+        s = p.steps[k]
+        if isinstance(s, Launch):
+            p.steps[k] = replace(s, args=tuple(name if a == v.buffer else a for a in s.args))
+        elif isinstance(s, Call):
+            p.steps[k] = replace(s, args=renamed(s.args, v.buffer, name), kwargs=renamed(s.kwargs, v.buffer, name))
+    users.setdefault(name, []).extend(moved)
+    return True
+
+
+def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
+    """The kernel in a form in which `new` may be the memory of its input `name`, if there is one."""
+    if isinstance(k, LoopKernel):
+        return held(k, name, new) if reads_before_write(k, name, new) else None
+    if isinstance(k, ContractKernel):
+        writer = next(t for t, i in enumerate(k.items) if new in i.names)
+        inside = loads(k.left, k.right, *(e for i in k.items[writer + 1:] for e in i.exprs))
+        after = loads(*(e for i in k.items for e in i.exprs))
+        at = dict(k.stores)[new]
+        return None if any(e.attr[0] == name for e in inside) or any(
+            e.attr[0] == name and e.attr[1][0] is not at for e in after) else k
+    if isinstance(k, ScanKernel):
+        at = dict(k.stores)[new]
+        return k if all(e.attr[1][0] is at for e in loads(*k.exprs) if e.attr[0] == name) else None
+    places = (a.expr for a in k.address.atoms() if isinstance(a, Dyn))
+    own = k.address if k.unique else None  # a point that alone writes an element may read it before
+    if any(e.attr[0] == name for e in loads(*places, *(() if k.mask is None else (k.mask,)))) \
+            or any(e.attr[0] == name and e.attr[1][0] is not own for e in loads(k.value)):
+        return None
+    start = [] if k.init is None else [e for e in loads(k.init) if e.attr[0] == name]
+    if not start:
+        return k
+    # What it starts from lies there already.
+    return replace(k, init=None) if start == [k.init] and start[0].attr[1][0] is k.init_address else None
+
+
+def reads_before_write(k: LoopKernel, name: str, new: str) -> bool:
+    at = dict(k.stores)[new]
+    stage = next(t for t, items in enumerate(k.stages) if any(new in i.names for i in items))
+    for t, items in enumerate(k.stages):
+        for e in loads(*(e for i in items for e in i.exprs)):
+            if e.attr[0] == name and (e.attr[1][0] is not at or t > stage):
+                return False
+    return k.bounds is None or all(e.attr[0] != name for e in loads(*k.bounds))
+
+
+def held(k: LoopKernel, name: str, new: str) -> LoopKernel:
+    """The same kernel; what it reads of `name` where it also writes `new`, it reads before it writes anything."""
+    t, writer = next((t, i) for t, items in enumerate(k.stages) for i in items if new in i.names)
+    reads = [e for i in k.stages[t] for e in loads(*i.exprs) if e.attr[0] == name]
+    if not reads or writer is k.stages[t][-1]:
+        return k
+    old = f"old {name}"
+    memo: dict[Expr, Expr] = {}
+
+    def stay(e: Expr) -> Expr:
+        if e.op != "load" or e.attr[0] != name:
+            return e
+        value = Expr("local", e.dtype, (), old)
+        return where(e.args[0], value, 0) if e.args else value
+
+    items = [Item((old,), writer.level, (Expr("load", reads[0].dtype, (), reads[0].attr),))]
+    items += [replace(i, exprs=tuple(rewrite(e, stay, None, memo) for e in i.exprs)) for i in k.stages[t]]
+    return replace(k, stages=(*k.stages[:t], tuple(items), *k.stages[t + 1:]))
+
+
+def renamed(x: Any, old: str, new: str) -> Any:
+    if isinstance(x, Value):
+        return replace(x, buffer=new) if x.buffer == old else x
+    return type(x)(renamed(y, old, new) for y in x) if isinstance(x, (list, tuple)) else x
+
+
+# ---- over what nobody reads any more ---------------------------------------------------------------------
+
+
+def write_over(p: Program, donated: Collection[str], most: int | None) -> None:
+    """Give large results the memory of what their kernel reads last. What lies in the arena (that is, of no more bytes
+    than `most`) need not be asked: its places are taken in turns anyway."""
+    lives = lifetimes(p)
+    calls = [s for s in p.steps if isinstance(s, Call) and s.aliases]
+    shared = {n for s in calls for n in s.names} | {v.buffer for s in calls for v in values_in((s.args, s.kwargs))}
+    taken: set[str] = set()
+
+    def is_free(name: str, after: int) -> bool:
+        b = p.buffers[name]
+        alone = b.place == "arena" and most is not None and (nbytes(b) or 0) > most
+        own = alone or name in donated or b.place in ("extern", "alloc", "over")
+        return own and name not in shared | taken and lives[name][1] == after
+
+    for k, step in enumerate(p.steps):
+        if not isinstance(step, Launch) or isinstance(made := p.kernels[step.kernel], TableKernel):
+            continue
+        kernel: Kernel = made
+        names = dict(zip(step.args, (x.name for x in made.params), strict=True))
+        new = [a for a, x in zip(step.args, made.params, strict=True) if x.written and lives[a][0] == k
+               and p.buffers[a].place in ("arena", "alloc", "output") and (nbytes(p.buffers[a]) or 0) >= HEAVY]
+        for a in new:
+            for old in step.args:
+                if is_free(old, k) and fills(p.buffers[a], p.buffers[old]) and (
+                        found := in_place(kernel, names[old], names[a])) is not None:
+                    kernel = sharing(found, names[old], names[a])
+                    p.buffers[a].place, p.buffers[a].over = "over", old
+                    taken.add(old)
+                    break
+        if kernel is not made:
+            p.kernels.append(kernel)
+            p.steps[k] = replace(step, kernel=len(p.kernels) - 1)
+
+
+def fills(new: BufferPlan, old: BufferPlan) -> bool:
+    """Whether one has the other's elements, one for one. A result that is returned is that other itself: a view of it
+    would be one to autograd as well."""
+    if new.place == "output" and (old.place == "input" or (new.shape, new.strides) != (old.shape, old.strides)):
+        return False
+    count = nbytes(new)
+    return new.dtype is old.dtype and count is not None and count == nbytes(old) and all(
+        elements(b) * b.dtype.itemsize == count for b in (new, old))
+
+
+def elements(b: BufferPlan) -> int:
+    return math.prod(n.const for n in b.shape)
+
+
+def sharing(k: Kernel, *names: str) -> Kernel:
+    return replace(k, params=tuple(replace(x, aliased=True) if x.name in names else x for x in k.params))

@@ -1,0 +1,143 @@
+"""Contractions as kernels: which of them are tiled, deep ones cut into pieces, and the roles of their variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.expr import Expr, const, index_value, loads, masked, where
+from flambeau.ir.index import ONE, Index, Sym, as_index, volume
+from flambeau.ir.lines import is_deep
+from flambeau.ir.nodes import Buffer, Contract, Graph, Node, Reduce, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.program import ContractKernel, Item
+
+from .fuse import Group, member_exprs
+from .loop_nests import Draft, draft_group, merge, order, params_of, sizes_of, split_dims
+
+TILE = 64  # rows or columns of a result that are worth a worker
+DEEP = 512  # points of a sum below which a piece is not worth its own result
+# Of a machine with vectors, in its own unit, the time of 16 products: what it takes to turn a factor around on its way
+# into a tile, per element, and to write results that are not next to each other.
+TURN, APART = 24, 16
+HIGH, WIDE, AGAIN = 6, 16, 192  # a tile, and the rows after which the right factor is read again
+
+
+def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
+    """What cannot be tiled becomes an ordinary reduction; what sums long over few results is cut into pieces."""
+    nodes: list[Node] = []
+    for n in graph.nodes:
+        if isinstance(n, Contract) and n.is_tiled:
+            nodes += in_pieces(graph, n, caps)
+        elif isinstance(n, Contract):
+            nodes.append(Reduce(n.names, n.vars, n.axes, n.combine, n.inputs, origin=n.origin, inlined=n.inlined))
+        else:
+            nodes.append(n)
+    graph.nodes = nodes
+
+
+# ---- pieces of long sums ---------------------------------------------------------------------------------
+
+
+def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
+    """The contraction, or one over each part of the longest of its summed variables and the sum of those."""
+    assert n.factors is not None
+    if not all(v.size.is_const for v in n.vars):
+        return [n]
+    left, right = (e.symbols() for e in n.factors)
+    tiles = size_of([v for v in n.kept if (v in left) == (v in right)])
+    for one, other in (left, right), (right, left):
+        tiles *= -(-size_of([v for v in n.kept if v in one and v not in other]) // TILE)
+    depth = size_of(n.reduced)
+    most = min(caps.programs // max(tiles, 1), depth // DEEP)
+    longest = max(n.reduced, key=lambda v: size_of([v]))
+    size = size_of([longest])
+    most = min(most, size)
+    if most < 2:
+        return [n]
+    # Rather fewer pieces that are all alike.
+    pieces = next((p for p in range(most, most // 2, -1) if size % p == 0), most)
+    length = -(-size // pieces)
+    pieces = -(-size // length)
+    kept = [v.size for v in n.kept]
+    inner = [as_index(length) if v is longest else v.size for v in n.reduced]
+    vars = dim_vars((as_index(pieces), *kept, *inner))
+    index = as_indices(vars)
+    mapping: dict[Sym, Index] = dict(zip((*n.kept, *n.reduced), index[1:], strict=True))
+    place = index[0] * length + mapping[longest]
+    mapping[longest] = place
+    factors = [e.subs(mapping) for e in n.factors]
+    if pieces * length != size:
+        there = index_value(place) < const(size, torch.int64)
+        factors = [where(there, masked(e, there), const(0, e.dtype)) for e in factors]
+    dtype, = n.combine.dtypes
+    shape = (as_index(pieces), *kept)
+    b = graph.add_buffer(shape, dtype, strides=contiguous_strides(shape))
+    partial = Contract((b.name,), vars, frozenset(range(len(shape), len(vars))), n.combine,
+                       (Expr("mul", dtype, tuple(factors)),), origin=n.origin, inlined=n.inlined)
+    final_vars = dim_vars(shape)
+    total = Reduce(n.names, final_vars, frozenset((0,)), n.combine, (graph.whole(b.name).load(as_indices(final_vars)),),
+                   origin=n.origin)
+    return [partial, total] if partial.is_tiled else [n]
+
+
+def size_of(vars: Sequence[Sym], unknown: int = 1) -> int:
+    n = volume(vars)
+    return n.const if n.is_const else unknown
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------
+
+
+def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> ContractKernel:
+    d = draft_group(g, buffers, stored)
+    first, *rest = d.items
+    d.items = [Item(first.names, first.level, first.exprs[0].args, first.combine), *rest]
+    rows, columns, batch = roles(d, member_exprs(g.members[0])[0])
+    depth = d.inner
+    split_dims(d, [batch, rows, columns, depth])
+    batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
+    depth = merge(inside_first(depth, d), d)
+    # Draft.substitute has renamed what was merged.
+    (a, b), items = d.items[0].exprs, d.items[1:]
+    if cost(d, b, rows, columns, depth) > cost(d, a, columns, rows, depth):
+        a, b, rows, columns = b, a, columns, rows
+    d.outer, d.inner = [*batch, *rows, *columns], depth
+    return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
+                          tuple(d.stores.items()), params_of(d.accesses(), buffers), sizes_of(d),
+                          tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
+
+
+def roles(d: Draft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
+    """Rows, columns and batch. A factor that is the same along a variable (its step in memory is zero) does not depend
+    on it; what neither depends on is what the product as it was `asked` for says."""
+    left, right = (e.symbols() for e in d.items[0].exprs)
+    before, after = (e.symbols() for e in asked.args)
+    rows: list[Sym] = []
+    columns: list[Sym] = []
+    batch: list[Sym] = []
+    for v in d.outer:
+        one, other = (left, right) if v in left or v in right else (before, after)
+        (batch if (v in one) == (v in other) else rows if v in one else columns).append(v)
+    return rows, columns, batch
+
+
+def inside_first(depth: list[Sym], d: Draft) -> list[Sym]:
+    """The summed variable that is contiguous in a factor goes innermost."""
+    for e in loads(*d.items[0].exprs):
+        for v in depth:
+            if e.attr[1][0].coefficient(v) is ONE:
+                return [*(x for x in depth if x is not v), v]
+    return depth
+
+
+def cost(d: Draft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym]) -> int:
+    """Of a kernel with these columns, which are vectors: they should be many, and next to each other in memory."""
+    high, wide, deep = (size_of(vars, 1024) for vars in (rows, columns, depth))
+    work = -(-high // HIGH) * HIGH * (-(-wide // WIDE) * WIDE) * deep
+    if is_deep(right, columns, depth):
+        work += TURN * wide * deep * -(-high // AGAIN)
+    if not any(a.coefficient(v) is ONE for a in d.stores.values() for v in columns):
+        work += APART * high * wide
+    return work

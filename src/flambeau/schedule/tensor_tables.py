@@ -1,0 +1,184 @@
+"""Kernels of equal form become one over a table: the same map or reduction of any number of tensors of any sizes.
+
+What a map over memory of one order does to it depends neither on its length nor on its names. Without these, the
+kernels of an optimizer's step over two hundred parameters are one kernel, and those of as many norms are two: one for
+blocks of each, and one for what these come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from flambeau.ir.expr import Expr, const, index_value, rewrite, walk
+from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
+from flambeau.ir.program import CHUNK, AnyKernel, Call, Copy, Launch, LoopKernel, Param, Program, TableKernel, exprs_of
+
+from .split_reductions import FEWEST
+
+Step: TypeAlias = Launch | Call | Copy
+LENGTH = Sym("length")
+PLACE = Sym("v", LENGTH)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a launch is as a row of a table: the kernel that it shares with others, its pointers, its length."""
+
+    kernel: TableKernel
+    args: tuple[str, ...]
+    length: Index
+
+
+def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
+    """A launch in the form that it shares with others; None if it is neither a map nor a reduction of whole tensors."""
+    if not isinstance(k, LoopKernel) or k.bounds is not None or k.scratch or len(k.outer) > 1 or len(k.inner) > 1:
+        return None
+    k, length, own = whole_pieces(k) if k.outer and k.inner else (k, *row_of(k))
+    if (k.inner and not reduces_at_once(k, length)) or not is_plain(k, own):
+        return None
+    mapping = dict.fromkeys(k.outer, ZERO) | dict.fromkeys(k.inner or k.outer, as_index(PLACE))
+    # What is updated in place is one pointer here: all that is read of it, is read before it is written.
+    columns = tuple(dict.fromkeys(args))
+    names = {p.name: f"r{columns.index(a)}" for p, a in zip(k.params, args, strict=True)}
+    written = {names[p.name] for p in k.params if p.written}
+    dtypes = {names[p.name]: p.dtype for p in k.params}
+    for i in k.items:
+        for name in i.names:
+            names.setdefault(name, f"t{len(names)}")
+
+    def rename(e: Expr) -> Expr:
+        if e.op == "load":
+            return Expr("load", e.dtype, e.args, (names[e.attr[0]], e.attr[1]))
+        return Expr("local", e.dtype, (), names[e.attr]) if e.op == "local" else e
+
+    memo: dict[Expr, Expr] = {}
+    stages = tuple(tuple(replace(i, names=tuple(names[n] for n in i.names),
+                                 exprs=tuple(rewrite(e, rename, mapping, memo) for e in i.exprs))
+                         for i in items) for items in k.stages)
+    vars = (PLACE,) if k.outer or k.inner else ()
+    body = LoopKernel(
+        outer=() if k.inner else vars, inner=vars if k.inner else (), vector=PLACE if vars else None, stages=stages,
+        stores=tuple((names[name], at.subs(mapping)) for name, at in k.stores), scratch=frozenset(),
+        params=tuple(Param(r, dtypes[r], r in written) for r in (f"r{at}" for at in range(len(columns)))), sizes=())
+    return Rows(TableKernel(body), columns, length)
+
+
+def row_of(k: LoopKernel) -> tuple[Index, Index | None]:
+    """The points of a kernel with one variable or none, and where it is at each."""
+    for v in (*k.outer, *k.inner):
+        return v.size, as_index(v)
+    return ONE, None
+
+
+def whole_pieces(k: LoopKernel) -> tuple[LoopKernel, Index, Index | None]:
+    """The same of a reduction that was cut into pieces of a block each; it need not say any more where the row ends."""
+    (piece,), (v,) = k.outer, k.inner
+    own, length = as_index(piece) * CHUNK + v, piece.size * CHUNK
+    first = k.stages[0][0].exprs[0]
+    if first.op == "where" and first.args[0].op == "lt" and first.args[0].args[1].op == "const":
+        size = first.args[0].args[1].attr
+        there = index_value(own) < const(size, torch.int64)
+
+        def known(e: Expr) -> Expr:
+            if e.op == "where" and e.args[0] is there:
+                return e.args[1]
+            return Expr("load", e.dtype, (), e.attr) if e.op == "load" and e.args == (there,) else e
+
+        stages = tuple(tuple(replace(i, exprs=tuple(rewrite(e, known) for e in i.exprs)) for i in items)
+                       for items in k.stages)
+        k, length = replace(k, stages=stages), as_index(size)
+    return k, length, own if v.size is as_index(CHUNK) else None
+
+
+def reduces_at_once(k: LoopKernel, length: Index) -> bool:
+    """Whether a block has all that it reduces, goes over it once, and has only single values left then."""
+    first, *rest = k.stages
+    whole = length.is_const and length.const > 0 and (bool(k.outer) or length.const <= CHUNK)
+    return whole and all(i.level == "full" for i in first) and all(
+        i.level == "outer" and i.combine is None for items in rest for i in items)
+
+
+def is_plain(k: LoopKernel, own: Index | None) -> bool:
+    """Whether it touches every tensor either at its own point or at one place, and asks nothing else of its index."""
+    result = as_index(k.outer[0]) if k.outer and k.inner else None  # of a block
+    made = dict(k.stores)
+    places: dict[str, Index] = {}
+    for name, at in k.accesses():
+        if not (at is own or at.is_const or (at is result and name in made)) or places.setdefault(name, at) is not at:
+            return False
+    everything = walk(*exprs_of(k.items))
+    return all(e.op == "load" or (e.op not in ("check", "require", "fold") and not e.own_indices()) for e in everything)
+
+
+# ---- launches of a program -------------------------------------------------------------------------------
+
+
+def join_launches(p: Program) -> None:
+    """Launches of one form that do not wait for each other become one. Nothing moves across a call."""
+    rows = {id(s): as_row(p.kernels[s.kernel], s.args) for s in p.steps if isinstance(s, Launch)}
+    places: dict[TableKernel, int] = {}
+    steps: list[Step] = []
+    segment: list[Launch] = []
+    for s in (*p.steps, None):
+        if isinstance(s, Launch):
+            segment.append(s)
+            continue
+        steps += _joined(p, segment, rows, places)
+        segment = []
+        if s is not None:
+            steps.append(s)
+    p.steps = steps
+
+
+def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int]
+            ) -> list[Step]:
+    """The launches between two calls, those that wait for the same number of others next to each other."""
+    groups: dict[tuple[int, TableKernel], list[Launch]] = {}
+    ranks = ranks_of(p, segment)
+    for s, rank in zip(segment, ranks, strict=True):
+        row = rows[id(s)]
+        if row is not None and row.length.is_const:
+            groups.setdefault((rank, row.kernel), []).append(s)
+    for rank, kernel in [key for key in groups if key[1].body.outer]:  # a tensor of one element is one of length one
+        groups[rank, kernel] += groups.pop((rank, at_one_place(kernel)), [])
+    groups = {key: found for key, found in groups.items() if len(found) >= FEWEST}
+    if not groups:
+        return list(segment)
+    taken = {id(s) for found in groups.values() for s in found}
+    ordered: list[tuple[int, Step]] = [(rank, s) for s, rank in zip(segment, ranks, strict=True) if id(s) not in taken]
+    for (rank, kernel), found in groups.items():
+        if kernel not in places:
+            places[kernel] = len(p.kernels)
+            p.kernels.append(kernel)
+        mine = [row for s in found if (row := rows[id(s)]) is not None]
+        args = tuple(a for column in zip(*(row.args for row in mine), strict=True) for a in column)
+        origins = tuple(dict.fromkeys(o for s in found for o in s.origins))
+        ordered.append((rank, Launch(places[kernel], args, origins, tuple(row.length.const for row in mine))))
+    return [s for _, s in sorted(ordered, key=lambda rs: rs[0])]
+
+
+def at_one_place(k: TableKernel) -> TableKernel:
+    """What the kernel is for tensors of one element."""
+    return TableKernel(replace(k.body.rewritten(lambda x: x, {PLACE: ZERO}), outer=(), vector=None))
+
+
+def ranks_of(p: Program, segment: list[Launch]) -> list[int]:
+    """How many launches of the segment must come before each, one after the other."""
+    written: dict[str, int] = {}  # rank of the last that writes a buffer, and of the last that reads it
+    read: dict[str, int] = {}
+    ranks = []
+    for s in segment:
+        params = p.kernels[s.kernel].params
+        writes = {a for a, x in zip(s.args, params, strict=True) if x.written}
+        rank = max((written.get(a, -1) for a in s.args), default=-1)
+        rank = 1 + max((rank, *(read.get(a, -1) for a in writes)))
+        ranks.append(rank)
+        for a in s.args:
+            read[a] = max(read.get(a, -1), rank)
+        for a in writes:
+            written[a] = max(written.get(a, -1), rank)
+    return ranks

@@ -1,0 +1,88 @@
+"""Reductions cut into pieces: which variables, in which order, and what comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flambeau.codegen.triton.blocks import CAPABILITIES
+from flambeau.frontends.capture import capture
+from flambeau.frontends.decompositions import table
+from flambeau.ir.program import Launch, Program
+from flambeau.ops import ops_loaded
+from flambeau.schedule.plan import schedule
+
+aten = torch.ops.aten
+ops_loaded()
+
+
+def images(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
+
+
+def for_blocks(f: Any, *inputs: Tensor) -> Program:
+    """The program of f for a machine of many small programs, from tensors that are not there."""
+    graph = make_fx(lambda *x: [*f(*x)], decomposition_table=table())(*inputs)
+    return schedule(capture(graph, CAPABILITIES, device=torch.device("meta")).graph, CAPABILITIES, True)
+
+
+def pieces(p: Program, at: int) -> tuple[int, ...]:
+    """The sizes of what the first of a launch's results counts."""
+    step = p.steps[at]
+    assert isinstance(step, Launch)
+    made = next(a for a, x in zip(step.args, p.kernels[step.kernel].params, strict=True) if x.written)
+    return tuple(n.const for n in p.buffers[made].shape)
+
+
+@pytest.mark.parametrize(("channels", "side", "parts"), [
+    (64, 112, (128, 64, 8)),  # images alone would be too few
+    (256, 56, (128, 256)),
+    (1024, 14, (64, 1024)),
+])
+def test_channels_are_summed_in_as_many_pieces_as_there_are_programs(channels: int, side: int, parts: tuple[int, ...]
+                                                                     ) -> None:
+    p = for_blocks(lambda x: [x.sum((0, 2, 3), dtype=torch.float32)], images(128, channels, side, side))
+    assert len(p.steps) == 2 and pieces(p, 0) == parts
+
+
+def norm_slope(grad: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor]:
+    return list(aten.native_batch_norm_backward(grad, x, w, w, w, mean, rstd, True, 1e-5, [True, True, True]))
+
+
+@pytest.mark.parametrize("channels", [64, 1024, 2048])
+def test_two_norms_of_one_gradient_are_summed_together(channels: int) -> None:
+    """And not one beside the map of the other, whose points are the same in number alone."""
+    side = {64: 56, 1024: 14, 2048: 7}[channels]
+    grad, x, y = (images(128, channels, side, side) for _ in range(3))
+    w, mean, rstd = (torch.empty(channels, dtype=d, device="meta") for d in (torch.bfloat16, *[torch.float32] * 2))
+    p = for_blocks(lambda *t: norm_slope(t[0], t[1], *t[3:]) + norm_slope(t[0], t[2], *t[3:]), grad, x, y, w,
+                   mean, rstd)
+    for step in p.steps:
+        assert isinstance(step, Launch)
+        large = [a for a in step.args if len(p.buffers[a].shape) == 4]
+        maps = [a for a in large if p.buffers[a].place in ("output", "over")]
+        assert len(large) <= 3 or not maps, "a map that reads other tensors than the sums beside it"
+
+
+def test_windows_have_tiles_of_their_own() -> None:
+    def slope(grad: Tensor, places: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor]:
+        full = aten.max_pool2d_with_indices_backward(grad, x, [3, 3], [2, 2], [1, 1], [1, 1], False, places)
+        return norm_slope(full, x, w, mean, rstd)
+
+    w, mean, rstd = (torch.empty(64, dtype=d, device="meta") for d in (torch.bfloat16, *[torch.float32] * 2))
+    small = images(128, 64, 56, 56), images(128, 64, 56, 56, dtype=torch.int64)
+    p = for_blocks(slope, *small, images(128, 64, 112, 112), w, mean, rstd)
+    first = p.steps[0]
+    assert isinstance(first, Launch) and set(first.origins) == {"max_pool2d_with_indices_backward"}
+
+
+@pytest.mark.parametrize("f", [lambda x: torch.stack([x.sum((0, 2, 3)), x.amax((0, 2, 3))]), torch.sum])
+def test_pieces_come_to_what_the_whole_does(f: Any) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    x = torch.randn(5, 3, 270, 2, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+    ours = torch.compile(f, backend="flambeau", options={"target": "interpreter"})(x)
+    torch.testing.assert_close(ours, f(x.double()).float(), rtol=1e-5, atol=1e-4)
