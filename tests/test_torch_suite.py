@@ -138,7 +138,7 @@ def test_devices(tmp_path: Path) -> None:
     assert ours == {"TestDevices.test_add_float32": "passed", "TestDevices.test_is_the_cpu": "failed"}, lines
     found = report.results(settings, [file])
     assert [row["test"] for row in report.unexplained(found)] == ["TestDevices.test_is_the_cpu"]
-    assert "| `test_small.py` | 1 | 1 | 0 | 0 | 0 | 50.0% |" in report.table(found)
+    assert "| `test_small.py` | 2 | 2 | 1 | 1 | 0 | 0 | 0 | 50.0% |" in report.table(found)
     page = report.page(f"before {report.BEGIN} old {report.END} after", found)
     assert page.startswith("before ") and page.endswith(" after") and UNEXPLAINED in page and " old " not in page
     lines.clear()
