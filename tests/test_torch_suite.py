@@ -104,9 +104,9 @@ def test_a_stopped_run_is_a_sample_of_every_file() -> None:
 def test_a_run_stops_in_time(tmp_path: Path) -> None:
     settings, file = written(tmp_path, ENDINGS, kind="compile")
     began, state = time.monotonic(), State(settings, file, "stock")
-    run_tests(settings, file, "stock", lambda tests: ["TestEndings.test_passes", "TestEndings.test_hangs"], state,
+    run_tests(settings, file, "stock", lambda tests: ["TestEndings.test_fails", "TestEndings.test_hangs"], state,
               stop=began + 3)
-    assert time.monotonic() - began < 10 and [*state.tests] == ["TestEndings.test_passes"]  # the other is no result
+    assert time.monotonic() - began < 10 and [*state.tests] == ["TestEndings.test_fails"]  # the other is no result
 
 
 def test_every_ending_is_a_result(tmp_path: Path) -> None:
