@@ -72,8 +72,10 @@ class Reports(unittest.TestResult):
             self.outcome = outcome
 
     def addError(self, test: Any, err: Any) -> None:
-        kind, value, _ = err
-        self._ended(test, "failed", f"{kind.__name__}: {value}", "".join(traceback.format_exception(*err)))
+        _, value, _ = err
+        chain = [value.__cause__, value] if value.__cause__ is not None else [value]  # what was wrong comes first
+        said = "; ".join(f"{type(x).__name__}: {x}" for x in chain)
+        self._ended(test, "failed", said, "".join(traceback.format_exception(*err)))
 
     addFailure = addError
 
