@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from .eager_graph import OtherShapes, Range, build, described
 from .eager_ops import PLACES, Form, forms
 from .eager_refusal import Numbers, refusal, taken
 from .fallback import REASONS
+from .gate import watched
 from .instead import INSTEAD
 from .native import load_native
 from .package import Run
@@ -37,6 +39,8 @@ class Gates(Protocol):
     """The extension module."""
 
     def start(self, ask: Any, with_generator: Any) -> None: ...
+
+    def watch(self, changed: int, here: Callable[[], int]) -> None: ...
 
     def open(self, name: str, overload: str) -> int:
         """A gate before an operator, for the rest of the process."""
@@ -53,6 +57,7 @@ def load() -> Gates:
 def open_gates() -> None:
     gates = load()
     gates.start(ask, with_generator)
+    gates.watch(*watched())
     for form in device_forms():
         overload = form.op._overloadname
         number = gates.open(form.op._schema.name, "" if overload == "default" else overload)
@@ -91,6 +96,10 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> P
         return None
 
 
+# Copies of all the memory of their first tensor, gaps and offset included, and a write to a part of it: PyTorch makes
+# them of other operators, and so they lie as eager's do.
+_COPIES = frozenset(f"aten::{name}_scatter" for name in ("select", "slice", "diagonal", "as_strided"))
+
 # ---- forms -----------------------------------------------------------------------------------------------
 
 
@@ -115,7 +124,7 @@ def _is_kernel(op: OpOverload) -> bool:
         return False
     if any(a.name in PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
-    if schema.name.startswith("aten::_foreach") or op.is_view:
+    if schema.name.startswith("aten::_foreach") or schema.name in _COPIES or op.is_view:
         return False
     has = has_kernel_for_key
     return has_kernel(op.name()) and (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -60,15 +60,14 @@ def eager_has_kernel(n: fx.Node, device: torch.device) -> bool:
         return True
     if device.type == "cuda":
         return _has_kernel(op, key, device)
-    return device.type != "cpu" and any(t in SMALL for a in n.all_input_nodes for t in _dtypes(a.meta.get("val")))
+    return device.type != "cpu" and (wide := _wide(key)) != key and _has_kernel(op, wide, CPU)
 
 
-def _dtypes(x: Any) -> Iterator[torch.dtype]:
-    if isinstance(x, torch.Tensor):
-        yield x.dtype
-    elif isinstance(x, (list, tuple)):
-        for y in x:
-            yield from _dtypes(y)
+def _wide(x: Any) -> Any:
+    """The same call in single precision: what that lacks, such as bits of floats, small floats lack everywhere."""
+    if isinstance(x, _Few):
+        return _Few(torch.float32, x[1]) if x[0] in SMALL else x
+    return tuple(map(_wide, x)) if type(x) is tuple else x
 
 
 def _described(x: Any) -> Any:

@@ -63,8 +63,10 @@ def _tried(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:
             return None
         if isinstance(error, NotImplementedError):
             # The CPU may lack an operator, or small floats, that we have.
-            of_the_dtype = "not implemented for '" in str(error) and not any(t.dtype in SMALL for t in _tensors(args))
-            return error if of_the_dtype else None
+            if "not implemented for '" not in str(error):
+                return None
+            wide = _mapped(args, lambda t: replace(t, dtype=torch.float32) if t.dtype in SMALL else t)
+            return error if wide == args or isinstance(_tried(op, wide), NotImplementedError) else None
     return error
 
 
