@@ -204,7 +204,8 @@ AOT: tuple[Backend, ...] = ("aot_eager",)
 
 def same_way(f: Finding) -> tuple[str, str]:
     """The kind, and the value or the error that it is about; strides have to be the same ones."""
-    return f.kind, f.detail if "strides" in f.kind or f.kind == "layout of nothing" else f.detail.split(" ")[0].rstrip(":")
+    whole = "strides" in f.kind or f.kind == "layout of nothing"
+    return f.kind, f.detail if whole else f.detail.split(" ")[0].rstrip(":")
 
 
 def findings(program: Program, target: str) -> tuple[list[Finding], list[Finding]]:
