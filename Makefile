@@ -17,16 +17,19 @@ FUZZ        ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+NEWEST := build/newest
+INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP   := $(BIN)/python $(INSTALL) -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all fuzz test-torch test-outside bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
 	@echo "make demo      set up, then take the tour"
 	@echo "make test      set up, then linters, the fast tests and a sample of the slow ones"
 	@echo "make test-all  the same with every sample of every operator (long)"
+	@echo "make test-newest  the tests with the newest torch, in an environment of its own ($(NEWEST))"
 	@echo "make test-torch PYTORCH_TESTS=path   PyTorch's own tests on the device and the backend (hours)"
 	@echo "make test-outside  models of the transformers library train on the device as on the CPU (long)"
 	@echo "make fuzz      COUNT=2000 random programs on TARGET=cpu against eager, seeds drawn anew"
@@ -43,7 +46,7 @@ check-compiler:
 	  exit 1; } >&2
 
 # An environment that is there stays, whatever interpreter is on the PATH today; so the checks stand in the recipe.
-$(BIN)/python:
+$(BIN)/python $(NEWEST)/bin/python: %/bin/python:
 	@command -v "$(PYTHON)" >/dev/null || { \
 	  echo "$(PYTHON) was not found. Install Python 3.11 or 3.12, or name it: make PYTHON=python3.12 ..."; \
 	  exit 1; } >&2
@@ -51,9 +54,9 @@ $(BIN)/python:
 	  echo "Flambeau needs Python 3.11 or 3.12, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1)."; \
 	  echo "Name another one: make PYTHON=python3.12 ..."; \
 	  exit 1; } >&2
-	@echo "==> making the environment $(VENV) with $(PYTHON)"
-	@"$(PYTHON)" -m venv $(VENV) || { \
-	  rm -rf $(VENV); \
+	@echo "==> making the environment $* with $(PYTHON)"
+	@"$(PYTHON)" -m venv $* || { \
+	  rm -rf $*; \
 	  echo "$(PYTHON) cannot make environments. On Debian and Ubuntu, install the package python3-venv."; \
 	  exit 1; } >&2
 
@@ -84,6 +87,14 @@ test: lint
 test-all: lint
 	@echo "==> tests: everything"
 	@FLAMBEAU_SAMPLE=1 $(BIN)/python -m pytest -q -n $(JOBS)
+
+# No constraints: what `pip install` gives today. torch first, for the reason above.
+test-newest: check-compiler $(NEWEST)/bin/python
+	@echo "==> installing the newest torch and Flambeau into $(NEWEST)"
+	@$(NEWEST)/bin/python $(INSTALL) --upgrade torch
+	@$(NEWEST)/bin/python $(INSTALL) --upgrade -e '.[test]'
+	@$(NEWEST)/bin/python -c 'import torch; print("==> tests with torch", torch.__version__)'
+	@$(NEWEST)/bin/python -m pytest -q -n $(JOBS) -m "not sweep"
 
 # What is known is kept in build/torch-tests, so that a run that was stopped goes on where it was.
 test-torch: setup

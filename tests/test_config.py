@@ -47,6 +47,7 @@ ENVIRONMENT = [
     ("fallback", "FLAMBEAU_FALLBACK", "error", "error"),
     ("regions", "FLAMBEAU_REGIONS", "0", False),
     ("region_count", "FLAMBEAU_REGION_COUNT", "12", 12),
+    ("patches", "FLAMBEAU_PATCHES", "0", False),
     ("search", "FLAMBEAU_SEARCH", "on", True),
     ("graphs", "FLAMBEAU_GRAPHS", "1", True),
     ("progress", "FLAMBEAU_PROGRESS", "0", False),

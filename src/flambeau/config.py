@@ -11,6 +11,7 @@ The environment is read once, at the first use of each setting.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -151,6 +152,7 @@ class Config:
     region_count   = Setting("FLAMBEAU_REGION_COUNT", _positive, 6, "how often they repeat at least (cuts cost time)")
     search         = Setting("FLAMBEAU_SEARCH", _boolean, False, "time block shapes at first calls, keep the fastest")
     graphs         = Setting("FLAMBEAU_GRAPHS", _boolean, False, "record runs and replay them (NVIDIA GPUs)")
+    patches        = Setting("FLAMBEAU_PATCHES", _boolean, True, "0: nothing in torch is changed that others could see")
     progress       = Setting("FLAMBEAU_PROGRESS", _boolean, True, "a bar on the terminal while compiles take long")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
     # fmt: on
@@ -161,6 +163,9 @@ class Config:
         # A context variable, so that an override holds for one thread (or asyncio task) and no other. Work
         # handed to another thread must take the value along: it does not see the override.
         self._overrides: ContextVar[Mapping[str, object]] = ContextVar("overrides", default=_NO_OVERRIDES)
+        # Native code looks at this word, and asks for the variant once it is not 0.
+        self.changed = ctypes.c_int64(0)
+        self._variants: dict[tuple[object, ...], int] = {}
 
     def read(self, setting: Setting[Any]) -> object:
         """The value of a setting: of the innermost override, else of the environment, else its default."""
@@ -170,6 +175,12 @@ class Config:
         if setting.name not in self._values:
             self._values[setting.name] = setting.from_environ(self._environ)
         return self._values[setting.name]
+
+    def variant(self) -> int:
+        """A number for the settings that a compiled operator depends on, as they are here; 0 without overrides."""
+        overrides = self._overrides.get()
+        given = tuple((name, overrides[name]) for name in COMPILED_FOR if name in overrides)
+        return self._variants.setdefault(given, len(self._variants) + 1) if given else 0
 
     def is_given(self, name: str) -> bool:
         """Whether somebody chose the value of a setting."""
@@ -183,6 +194,8 @@ class Config:
                 f"no setting is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(_BY_NAME)}"
             )
         checked = {name: _BY_NAME[name].checked(value, name) for name, value in values.items()}
+        if not checked.keys().isdisjoint(COMPILED_FOR):
+            self.changed.value = 1  # for good: a task that was started in the block may outlive it
         token = self._overrides.set({**self._overrides.get(), **checked})
         try:
             yield
@@ -191,6 +204,7 @@ class Config:
 
 
 SETTINGS: tuple[Setting[Any], ...] = tuple(s for s in vars(Config).values() if isinstance(s, Setting))
+COMPILED_FOR = ("numerics", "target", "search", "verify")
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 config = Config()

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
 from flambeau.frontends import regions as region_search
 from flambeau.frontends.comparison import Comparison, compare
@@ -29,6 +28,8 @@ from flambeau.frontends.pipeline import Compiled
 from flambeau.frontends.recorded import observed
 from flambeau.frontends.regions import Pieces
 from flambeau.frontends.subgraphs import calls_subgraphs, written_out
+from flambeau.torch_compat import pytree
+from flambeau.torch_compat.dynamo import compilation_time_metrics
 
 __all__ = ["Comparison", "collect", "collect_regions", "compare", "compile_once", "regions"]
 
@@ -70,7 +71,7 @@ def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[li
         found.append(cut := region_search.cut(gm, inputs))
         return in_pieces(cut, lambda piece, _: piece.forward) if cut.pieces else gm.forward
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.compile(function, backend=backend)(*args)
     largest = max(found, key=lambda f: len(f.gm.graph.nodes), default=None)
     return (largest.gm.graph, largest.groups()) if largest is not None else (fx.Graph(), [])
@@ -79,8 +80,8 @@ def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[li
 def compile_once(function: Callable[..., Any], inputs: Sequence[Any], *, backward: bool = True,
                  numerics: str = "fast", graphs: bool = False, calls: int = 1) -> list[Compiled]:
     """The graphs of a function, compiled for these inputs and run, with its backward if it has one."""
-    torch._dynamo.reset()  # what an earlier call left compiled would not be compiled, and seen, again
-    torch._dynamo.utils.compilation_time_metrics.clear()
+    torch.compiler.reset()  # what an earlier call left compiled would not be compiled, and seen, again
+    compilation_time_metrics.clear()
     compiled = torch.compile(function, backend="flambeau", options={"numerics": numerics, "graphs": graphs})
     with collect() as found:
         for _ in range(calls):

@@ -14,6 +14,7 @@ from torch import nn
 
 import flambeau
 from flambeau.config import config
+from flambeau.frontends import device_ops, eager_graph
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.targets.opencl import OpenClTarget
 from flambeau.targets.opencl_device import ClDevice, devices
@@ -230,6 +231,16 @@ def test_what_only_data_decide(use: Any) -> None:
     assert torch.ones(3, device=DEV).sum().item() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bits_of_small_floats(dtype: torch.dtype) -> None:
+    """GPUs have kernels for small floats that the CPU lacks, but not these."""
+    x = torch.ones(3, dtype=dtype, device=DEV)
+    for use in (lambda x: x.bitwise_not(), torch.compile(lambda x: (x * 2).bitwise_not(), backend="flambeau")):
+        with warnings.catch_warnings(), pytest.raises(NotImplementedError, match="not implemented for"):
+            warnings.simplefilter("error")
+            use(x)
+
+
 NUMBERS: dict[str, tuple[Any, torch.dtype, Any, tuple[Any, ...]]] = {
     "fill": (lambda x, n: x.fill_(n), torch.uint8, range(5), (300, -1)),
     "power": (lambda x, n: x.pow(n), torch.int64, range(5), (-1,)),
@@ -289,6 +300,38 @@ def test_a_kernel_that_does_not_build(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning, match="did not build; their operators .* run as ATen"):
         got = torch.compile(lambda x: x.tan() * 3, backend="flambeau")(x)
     torch.testing.assert_close(got.cpu(), torch.arange(5.0).tan() * 3)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_an_exit_while_something_is_compiled(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
+    """It is the caller's; the next call asks again."""
+    def leave(*args: Any, **kwargs: Any) -> Any:
+        raise kind(3)
+
+    x = torch.linspace(0, 1, 11 if kind is SystemExit else 12, device=DEV)  # of which no call has been yet
+    with monkeypatch.context() as patch, pytest.raises(kind) as error:
+        patch.setattr(device_ops, "build", leave)
+        torch.erfinv(x)
+    assert error.value.args == (3,)
+    assert torch.erfinv(x)[0].item() == 0
+
+
+def test_settings_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is one of the settings that it was compiled for."""
+    asked: list[str] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        asked.append(config.numerics)
+        return eager_graph.build(*args, **kwargs)
+
+    monkeypatch.setattr(device_ops, "build", build)
+    x = torch.linspace(0, 1, 13, device=DEV)
+    asked.clear()
+    for numerics in ("fast", "eager", "fast", "eager"):
+        with config.override(numerics=numerics):
+            torch.erfinv(x)
+    torch.erfinv(x)
+    assert asked[:2] == ["fast", "eager"] and len(asked) <= 3
 
 
 def test_memory_that_is_exhausted() -> None:

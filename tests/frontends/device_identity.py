@@ -251,6 +251,16 @@ def test_uninitialised_memory_of_deterministic_algorithms(dtype: torch.dtype) ->
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("use", [lambda x: x.select_scatter(x[0], 0, 1), lambda x: x.slice_scatter(x[:1], 0, 1, 2),
+                                 lambda x: x.diagonal_scatter(x[:2].diagonal())], ids=["select", "slice", "diagonal"])
+def test_copies_with_another_part(use: Callable[[Tensor], Tensor]) -> None:
+    """They lie in copies of all the memory, as eager's do."""
+    for layout in (lambda b: b.narrow(1, 1, 2), lambda b: b[1:].t()):
+        ours, theirs = (use(layout(torch.arange(12.0, device=d).view(3, 4))) for d in (DEV, "cpu"))
+        assert (ours.stride(), ours.storage_offset()) == (theirs.stride(), theirs.storage_offset())
+        assert torch.equal(ours.cpu(), theirs)
+
+
 # ---- sparse tensors --------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,8 @@ def late():
 if END == "late":
     import atexit
     from flambeau.targets import background
-    torch.compile(lambda x: x + 1, backend="flambeau")(torch.ones(5))  # torch cannot be imported so late
+    # Torch cannot be imported so late; it is where a graph is compiled, and this number makes a new one.
+    torch.compile(lambda x: x + NUMBER, backend="flambeau")(torch.ones(5))
     atexit.unregister(background.close)
     atexit.register(late)
     atexit.register(background.close)

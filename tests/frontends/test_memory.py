@@ -172,8 +172,8 @@ def test_strides_of_dimensions_of_one_element() -> None:
 
     def fn(x: Tensor) -> list[Any]:
         y = x.transpose(0, 1)[:, :1]
-        return [x.rot90(2, (1, 2)), x.clamp(0), y.clamp(0), x[:, :1].sort(1)[0], y.index_copy(0, torch.tensor([0]), y[:1]),
-                torch.zeros_like(y), x[:, :1].view(1, -1, 1), x * 2 - x[:, :1]]
+        return [x.rot90(2, (1, 2)), x.clamp(0), y.clamp(0), x[:, :1].sort(1)[0], torch.zeros_like(y),
+                y.index_copy(0, torch.tensor([0]), y[:1]), x[:, :1].view(1, -1, 1), x * 2 - x[:, :1]]
 
     same(fn, lambda: torch.arange(24.0).view(2, 4, 3)[::2], dynamic=True)
     same(lambda x: (x.clamp(0) * 2, (y := x.neg()), y[0]),
@@ -186,7 +186,8 @@ def test_strides_of_dimensions_of_one_element() -> None:
 def test_views_without_elements_begin_where_eagers_do() -> None:
     def fn(x: Tensor) -> list[Any]:
         y = x + 1
-        return [y, y[1:-2], y[2:, 1:], y.diagonal(3), x.slice_scatter(x[:1], 0, 0, 1).zero_().diagonal(3), y[:0].squeeze()]
+        z = x.slice_scatter(x[:1], 0, 0, 1).zero_()
+        return [y, y[1:-2], y[2:, 1:], y.diagonal(3), z.diagonal(3), y[:0].squeeze()]
 
     same(fn, lambda: torch.ones(2, 3))
     same(fn, lambda: torch.ones(2, 3), dynamic=True)
@@ -238,6 +239,7 @@ REFUSED: dict[str, tuple[Fn, Tensor]] = {
     "binary_cross_entropy": (lambda x: F.binary_cross_entropy(x, x), torch.ones(4, dtype=torch.int64)),
     "binary_cross_entropy, mixed": (lambda x: F.binary_cross_entropy(x, x.bfloat16()), torch.full((4,), 0.5)),
     "hypot": (lambda x: torch.hypot(x, x), torch.ones(5, 1, dtype=torch.int64)),
+    "softmax of a scalar": (lambda x: x.softmax(3), torch.tensor(2.0)),
     "softmax": (lambda x: x.softmax(1), torch.ones(2, 3, dtype=torch.int64)),
     "var": (lambda x: x.var(), torch.ones(2, 3, dtype=torch.int64)),
     "index_select": (lambda x: x.index_select(0, x), torch.zeros(1, 2, dtype=torch.int64)),

@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import flambeau
 from flambeau.config import config
-from flambeau.frontends import gate, overrides
+from flambeau.frontends import eager_graph, gate, overrides
 from flambeau.frontends.eager_ops import GROUPS, all_forms
 from flambeau.frontends.overrides import Acceleration, Replaced
 from flambeau.targets.cpu import CpuTarget
@@ -212,6 +212,23 @@ def test_which_arguments_are_one() -> None:
 
 
 # ---- whose call it is ----------------------------------------------------------------------------------
+
+
+def test_settings_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is one of the settings that it was built for."""
+    asked: list[str] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        asked.append(config.numerics)
+        return eager_graph.build(*args, **kwargs)
+
+    monkeypatch.setattr(overrides, "build", build)
+    x = torch.randn(97, 383)
+    with accelerated("cumsum"):
+        for numerics in ("fast", "eager", "fast", "eager"):
+            with config.override(numerics=numerics):
+                x.cumsum(0)
+    assert asked == ["fast", "eager"]
 
 
 def test_small_calls_are_the_originals() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from flambeau.config import config
 from flambeau.targets.cache import DiskCache
-from frontends.process_ends import left_over, problems, start
+from frontends.process_ends import left_over, main, problems, start
 
 # Seconds after the imports; the first compile takes one or two.
 ENDS = [("compile", "return", 1.0), ("compile", "fork", 0.8), ("accelerate", "return", 0.3)]
@@ -38,6 +38,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("what, how, seconds", [*ENDS, *(pytest.param(*e, marks=pytest.mark.slow) for e in MORE)])
 def test_nothing_is_left(what: str, how: str, seconds: float, cache: Path) -> None:
     assert problems(what, how, seconds, cache) == []
+
+
+@pytest.mark.slow
+def test_a_hundred_starts_and_ends(cache: Path) -> None:
+    assert main(100, cache) == 0
 
 
 def test_a_killed_process_leaves_nothing_to_the_next(cache: Path) -> None:

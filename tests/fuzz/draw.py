@@ -61,7 +61,6 @@ class Draw:
         self.numerics = "eager" if self.r.random() < numerics else "fast"
         self.fails = not self.grad and self.r.random() < 0.06
         self.seed = seed
-        self.full = self.r.random() < 0.1
         self.count = 0
         self.inputs: list[Input] = []
         self.steps: list[Step] = []
@@ -225,7 +224,7 @@ class Draw:
 
     def program(self) -> Program:
         return Program(tuple(self.inputs), tuple(self.numbers), tuple(self.steps), (), self.sizes, self.dynamic,
-                       self.numerics, self.grad, self.seed, self.full)
+                       self.numerics, self.grad, self.seed)
 
     def _restart(self) -> None:
         """All lines again, from fresh inputs."""

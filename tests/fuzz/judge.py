@@ -25,7 +25,7 @@ Backend = str | Callable[..., Any]
 # Kinds of findings, the worst first.
 KINDS = ("value", "gradient", "mutation", "bits", "gradient bits", "sharing", "shape", "raises", "no error", "warning",
          "gradients", "error type", "input layout", "input memory", "requires_grad", "identity", "strides", "offset",
-         "strides of size one", "gradient strides")
+         "strides of size one", "gradient strides", "strides of nothing")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def differences(program: Program, number: int, eager: Call, ours: Call, exact: M
             continue
         if a.stride != b.stride:
             named = all(m == n or size == 1 for m, n, size in zip(a.stride, b.stride, a.shape, strict=True))
-            add("gradient strides" if group != "result" else "strides of size one" if named else "strides",
+            add("strides of nothing" if not a.value.numel() else "gradient strides" if group != "result" else
+                "strides of size one" if named else "strides",
                 f"{name} {list(a.shape)}: {a.stride} for {b.stride}")
         if a.offset != b.offset:
             add("offset", f"{name}: {a.offset} for {b.offset}")
@@ -218,6 +219,8 @@ def findings(program: Program, target: str) -> tuple[list[Finding], list[Finding
         # As the backend does: torch 2.11 would have gradients contiguous, newer ones as the results are.
         with torch._functorch.config.patch(guess_tangent_strides_as_outputs=True):
             known = {same_way(f) for f in judge(program, "cpu", other)}
-        theirs += [f for f in ours if same_way(f) in known]
-        ours = [f for f in ours if same_way(f) not in known]
+        # A program that torch's own kernels cannot run once it is traced is not eager's any more.
+        lost = any(kind == "raises" for kind, _ in known)
+        theirs += [f for f in ours if lost or same_way(f) in known]
+        ours = [f for f in ours if not lost and same_way(f) not in known]
     return sorted(ours, key=lambda f: KINDS.index(f.kind)), theirs

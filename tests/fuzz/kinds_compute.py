@@ -145,8 +145,10 @@ def ordered(d: Draw, x: str, t: Tensor) -> str | None:
         return None
     k = d.dim(t)
     n = t.shape[k]
-    return d.r.choice((f"{x}.sort({k}).values", f"{x}.sort({k}, descending=True)[0]", f"{x}.msort()",
-                       f"{x}.topk({d.r.randint(0, n)}, {k}).values",
+    sorts = f"{x}.sort({k}).values", f"{x}.sort({k}, descending=True)[0]", f"{x}.msort()"
+    if d.grad:  # torch does not say which of equal elements the others choose, and so get the gradient
+        return d.r.choice(sorts)
+    return d.r.choice((*sorts, f"{x}.topk({d.r.randint(0, n)}, {k}).values",
                        f"{x}.kthvalue({d.r.randint(1, max(1, n))}, {k})[0]",
                        # Of memory that overlaps, torch 2.13 reads beyond the end.
                        f"{x}.median({k}).values" if t.is_contiguous() else f"{x}.msort()"))
@@ -199,9 +201,9 @@ def windows(d: Draw, x: str, t: Tensor) -> str | None:
     return d.r.choice((
         f"F.avg_pool{n}d({x}, 2)", f"F.avg_pool{n}d({x}, 3, 1, 1)",
         f"F.adaptive_avg_pool{n}d({x}, {d.r.choice((1, 2))})",
-        f"F.conv{n}d({x}, torch.ones(2, {c}, {', '.join('2' * n)}, dtype={x}.dtype))",
-        f"F.conv{n}d({x}, torch.ones({c}, 1, {', '.join('3' * n)}, dtype={x}.dtype), padding=1, groups={c})",
-        f"F.conv_transpose{n}d({x}, torch.ones({c}, 2, {', '.join('2' * n)}, dtype={x}.dtype), stride=2)",
+        f"F.conv{n}d({x}, {x}.new_ones(2, {c}, {', '.join('2' * n)}))",
+        f"F.conv{n}d({x}, {x}.new_ones({c}, 1, {', '.join('3' * n)}), padding=1, groups={c})",
+        f"F.conv_transpose{n}d({x}, {x}.new_ones({c}, 2, {', '.join('2' * n)}), stride=2)",
         f"F.interpolate({x}, scale_factor=2, mode={'linear' if n == 1 else 'bilinear'!r})",
         f"F.lp_pool{n}d({x}, 2, 2)"))
 

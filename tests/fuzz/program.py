@@ -81,7 +81,6 @@ class Program:
     numerics: str = "fast"
     grad: bool = False
     seed: int = -1
-    full: bool = False  # g++ with the flags of a release
 
     @property
     def arguments(self) -> list[str]:

@@ -75,7 +75,7 @@ def call(program: Program, function: Callable[..., Any], sizes: Mapping[str, int
     live = list({id(t): t for t in made if t.requires_grad}.values())
     if program.grad and live and leaves:
         try:
-            seeds = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape) for t in live]
+            seeds = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).reshape(t.shape).to(t.device) for t in live]
             gradients = torch.autograd.grad(live, leaves, seeds, allow_unused=True)
             out.gradients = [g if g is None else seen(g) for g in gradients]
         except Exception as e:

@@ -197,6 +197,17 @@ def test_searches(machine: str, right: bool) -> None:
     same(through(fn)(line, rows, x, order), fn(line, rows, x, order))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_floats_are_compared_as_numbers(machine: str, dtype: torch.dtype) -> None:
+    """Not by their bits, in which -1 is more than 1, -0 another number than 0 and a NaN itself."""
+    line, x = torch.tensor([-2, -1, 0.5, 3], dtype=dtype), torch.tensor([-3, -1, 0, -0.0, 4, NAN, NAN], dtype=dtype)
+
+    def fn(line: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.bucketize(x, line), x.median(0).values, x.nanmedian(0).values, x[:5].mode(0).values
+
+    same(through(fn)(line, x), fn(line, x))
+
+
 def test_gradients_go_where_elements_came_from(machine: str) -> None:
     x = torch.randn(4, 9, requires_grad=True)
 

@@ -219,3 +219,17 @@ def test_integers_become_half_precision(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     made = torch.compile(halves, backend="flambeau", options={"target": "interpreter"})(x)
     assert [torch.equal(a, b) for a, b in zip(made, halves(x), strict=True)] == [True] * 4
+
+
+def test_bfloat16_is_rounded() -> None:
+    """From every dtype to the nearest, and constants of it."""
+    x = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, 3.4e38, -1e-40, float("inf"), float("nan")])
+
+    def numbers(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        b = x.bfloat16()
+        return b, x.double().bfloat16(), x.half().bfloat16(), b.double(), b.half(), b * b, b.fill_(-1.3)
+
+    torch._dynamo.reset()
+    made = torch.compile(numbers, backend="flambeau", options={"target": "interpreter", "numerics": "eager"})(x)
+    for a, b in zip(made, numbers(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from flambeau.bench.bits_cases import ALONE, large, values
 from flambeau.bench.chains import check_chains
@@ -31,6 +30,8 @@ from flambeau.bench.random_networks import draw as draw_network
 from flambeau.debug import collect
 from flambeau.frontends.differences import difference
 from flambeau.frontends.pipeline import Options, compiled
+from flambeau.torch_compat import pytree
+from flambeau.torch_compat.ops import foreach_lerp_
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT: dict[str, Any] = {"backend": "flambeau", "options": {"numerics": "eager"}}
@@ -155,7 +156,7 @@ def exactly(function: Any) -> Any:
 @contextmanager
 def compiling() -> Iterator[None]:
     """What Dynamo leaves to eager has eager's bits, and says nothing."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with collect() as graphs:
         yield
     if not graphs:
@@ -259,7 +260,7 @@ def optimizer_name(kind: str, options: dict[str, Any], form: str, dtype: torch.d
 
 
 def follow(averages: list[Tensor], tensors: list[Tensor]) -> None:
-    torch._foreach_lerp_(averages, tensors, 0.1)
+    foreach_lerp_(averages, tensors, 0.1)
 
 
 def plain_steps(make: Any, dtype: torch.dtype, device: str, by: Callable[[Any], Any]) -> list[Tensor]:
@@ -307,9 +308,8 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def entry_names() -> tuple[list[str], list[str]]:
     """Pointwise entries, and others by what they are about."""
-    from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
-
     from flambeau.frontends.testing import OPS
+    from flambeau.torch_compat.testing import BinaryUfuncInfo, UnaryUfuncInfo
 
     pointwise = [name for name, op in OPS.items() if isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo))
                  or any(word in name for word in ALSO_POINTWISE)]

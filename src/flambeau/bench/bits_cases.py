@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flambeau.torch_compat.ops import foreach_add, foreach_div, foreach_mul, foreach_pow
+
 aten = torch.ops.aten
 Function = Callable[..., Any]
 
@@ -32,8 +34,8 @@ SCALED: dict[str, Function] = {
     "whole quotient": partial(torch.div, rounding_mode="trunc"), "rest": torch.fmod,
     "choice": lambda x, s: torch.where(x > s, x, s), "addcmul": lambda x, s: torch.addcmul(x, x, s)}
 LISTS: dict[str, Function] = {
-    "sum": torch._foreach_add, "product": torch._foreach_mul, "quotient": torch._foreach_div,
-    "power": torch._foreach_pow, "quotients": lambda x, s: torch._foreach_div(x, [s])}
+    "sum": foreach_add, "product": foreach_mul, "quotient": foreach_div,
+    "power": foreach_pow, "quotients": lambda x, s: foreach_div(x, [s])}
 
 
 def of(count: int, f: Function) -> Function:
@@ -58,7 +60,7 @@ ALONE: dict[str, Function] = {
     "2 ** x": lambda a, b, c: torch.pow(2.0, a), "x * 0.3": lambda a, b, c: a * 0.3, "x + 0.3": lambda a, b, c: a + 0.3,
     **{f"{n} of the host's": of(1, lambda a, f=f: f(a, torch.tensor(SCALE))) for n, f in SCALED.items()},
     **{f"{n} of a list": of(1, lambda a, f=f: f([a], SCALE)[0]) for n, f in LISTS.items()},
-    "square of a list": lambda a, b, c: torch._foreach_pow([a], 2)[0],
+    "square of a list": lambda a, b, c: foreach_pow([a], 2)[0],
     "x / 3": lambda a, b, c: a / 3, "x / 0.0316": lambda a, b, c: a / SCALE, "0.7 / x": lambda a, b, c: 0.7 / a,
     "1 - x": lambda a, b, c: 1 - a, "div 0.7 trunc": lambda a, b, c: torch.div(a, 0.7, rounding_mode="trunc"),
     "gelu tanh": lambda a, b, c: F.gelu(a, approximate="tanh"), "softplus 2.3": lambda a, b, c: F.softplus(a, 2.3, 10),

@@ -22,6 +22,7 @@ from flambeau.bench.harness import UNSTEADY, alternate, clock_of, in_one_order
 from flambeau.bench.models import Built
 from flambeau.bench.networks import DTYPES, NETWORKS, with_dropout
 from flambeau.bench.parts import Talk
+from flambeau.torch_compat.dynamo import allow_recompiles
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def step(name: str, size: str, device: str, options: dict[str, Any] | None) -> C
 def part(talk: Talk, name: str, size: str, device: str) -> None:
     os.environ["FLAMBEAU_JOBS"] = "3"  # before it is read
     torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64
+    allow_recompiles(64)
     given = SIZES[size]
     ratios: list[tuple[float, float]] = []
 
@@ -156,7 +157,7 @@ def part(talk: Talk, name: str, size: str, device: str) -> None:
     for what, act in {"errors": partial(errors, given.draws[0]), "other dtype": partial(train, other),
                       "more errors": partial(errors, given.draws[1])}.items():
         talk.attempt(f"{name} {what}", act, talk.left() - given.kept.get(what, 0.0))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     steps: dict[str, Callable[[], Any]] = {}
 
     def prepare(kind: str) -> None:

@@ -27,8 +27,7 @@ from rich.table import Table
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
           "FLAMBEAU_CACHE_DIR": "flambeau"}
-IMPORTS = {"inductor": ("torch._inductor.compile_fx",),
-           "flambeau": tuple(f"flambeau.frontends.{m}"
+IMPORTS = {"flambeau": tuple(f"flambeau.frontends.{m}"
                              for m in ("dynamo", "decompositions", "partition", "pipeline", "whole"))}
 STATES = ("cold", "primed", "warm")
 TRIVIAL = "trivial"
@@ -44,7 +43,10 @@ class CompileRow:
 def child(name: str, size: str, backend: str, device: str) -> dict[str, float]:
     """Runs in the fresh process: import, first step, steady steps."""
     start = time.perf_counter()
-    for module in ("torch", "torch._dynamo", *IMPORTS.get(backend.partition(":")[0], ())):
+    from flambeau.torch_compat import COMPILERS
+
+    name_of = backend.partition(":")[0]
+    for module in (COMPILERS["dynamo"], *IMPORTS.get(name_of, (COMPILERS[name_of],) if name_of in COMPILERS else ())):
         importlib.import_module(module)
     import torch
     import torch.nn.functional as F

@@ -188,8 +188,9 @@ def unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> int:
 def part(talk: Talk, name: str, mode: str, size: str, device: str, kinds: Sequence[str], seconds: float) -> None:
     """In a process of its own."""
     import flambeau.debug
+    from flambeau.torch_compat.dynamo import allow_recompiles
 
-    torch._dynamo.config.recompile_limit = 64
+    allow_recompiles(64)
     case = Case(name, mode, size, device)
     eager = case.step("eager")
     for _ in range(2):  # workspaces of libraries are there before memory is measured

@@ -259,7 +259,7 @@ def measure(cases: Sequence[Case], draw: Draw, backends: Sequence[str], bandwidt
             limit: float) -> Iterator[FloorRow]:
     for case in cases:
         yield measure_case(case, draw, backends, bandwidth, limit)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         gc.collect()
         if draw.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -252,7 +252,7 @@ def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limi
     inputs, row = built.make_inputs(), Row(name, mode, mode)
     if accuracy:
         compare(row, built, mode, [b for b in backends if b != "eager"])
-    torch._dynamo.reset()
+    torch.compiler.reset()
     steps = {b: STEPS[mode](copied(built), inputs, b) for b in backends if b not in row.errors}
     return timed(row, steps, limit, clock_of(device))
 
@@ -263,7 +263,7 @@ def compare(row: Row, built: Built, mode: str, backends: Sequence[str]) -> None:
     More than one draw, as any rounding may move a value over the kink of a ReLU, which shows in the gradients
     as a difference of percents, in eager as well. It happens on few draws; a wrong kernel shows on all.
     """
-    torch._dynamo.reset()
+    torch.compiler.reset()
     plain = copied(built)
     without_dropout(plain.module)
     draws = [plain.make_inputs(seed=seed) for seed in DRAWS]

@@ -189,7 +189,7 @@ def first(output: Any) -> Tensor:
 
 def measure_op(case: Case, dtype: torch.dtype, direction: str, backends: Sequence[str],
                limit: float = 1.0) -> Row:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     inputs = case.make(dtype)
     name = case.name if dtype == F32 else f"{case.name} bf16"

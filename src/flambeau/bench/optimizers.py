@@ -85,7 +85,7 @@ def measure(device: str, only: str | None, backends: Sequence[str], bandwidth: f
 @contextmanager
 def stepping(optimizer: torch.optim.Optimizer, backend: str, device: str) -> Iterator[Callable[[], Any]]:
     """The step of an optimizer by one of the backends, until the block ends."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     accelerated = EagerSteps(device) if backend == "accelerate" else None
     try:
         yield torch.compile(optimizer.step, backend="flambeau") if backend == "flambeau" else optimizer.step

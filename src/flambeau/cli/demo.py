@@ -136,7 +136,7 @@ def train_all(name: str, backends: list[str], steps: int, say: Callable[[str], N
     from flambeau.bench import harness
     from flambeau.bench.models import SUITE
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     built = replace(SUITE[name], sizes={"demo": SIZES[name]}).build("demo")
     calls: dict[str, Callable[[], Any]] = {}
     runs: dict[str, Run] = {}

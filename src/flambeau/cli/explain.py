@@ -116,9 +116,8 @@ def show(console: Console, number: int, s: Summary, limit: int | None, text: boo
 
 
 def show_regions(console: Console, found: list[Pieces], graphs: list[Compiled], page: Path | None) -> None:
-    from torch._dynamo.utils import compilation_time_metrics
-
     from flambeau.report import regions
+    from flambeau.torch_compat.dynamo import compilation_time_metrics
 
     summaries = [regions.summarise(f) for f in found]
     seconds = regions.phases(compilation_time_metrics, found, graphs)

@@ -9,11 +9,14 @@ out of the way until `flambeau.enable_device()`. TORCH_DEVICE_BACKEND_AUTOLOAD=0
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 import torch
+
+from flambeau.config import config
+from flambeau.torch_compat.device import accelerator, backend_name, register_device_module
+from flambeau.torch_compat.patches import BEFORE_START
 
 from . import device_module, hugging_face
 from .device_module import NAME
@@ -25,20 +28,20 @@ def autoload() -> None:
     """Announce the device, unless somebody else is or wants to be the one from outside, or PyTorch has one itself.
 
     An installation that is found twice calls this twice."""
-    if torch._C._get_privateuse1_backend_name() == NAME:
+    if backend_name() == NAME:
         return
     if taken() is None and not _others() and not _own_accelerator():
         announce()
-        for (owner, name), function in _UNTIL_STARTED.items():
-            setattr(owner, name, function)
+        if config.patches:
+            BEFORE_START.apply(_pin_memory, _get_accelerator, _find_accelerator)
         hugging_face.follow()
 
 
 def announce() -> None:
-    if torch._C._get_privateuse1_backend_name() == NAME:
+    if backend_name() == NAME:
         return
     torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, device_module)
+    register_device_module(NAME, device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     torch.serialization.register_package(0, lambda storage: None, _before_loading)
     if torch.distributed.is_available():
@@ -47,7 +50,7 @@ def announce() -> None:
 
 def taken() -> str | None:
     """The device from outside that is there already, if it is not ours."""
-    name = torch._C._get_privateuse1_backend_name()
+    name = backend_name()
     return None if name in ("privateuseone", NAME) else name
 
 
@@ -70,7 +73,7 @@ def _others() -> bool:
 
 def _own_accelerator() -> bool:
     """Whether PyTorch has devices itself. Builds for CUDA run on machines without one; counting starts no driver."""
-    found = torch._C._accelerator_getAccelerator()
+    found = accelerator()
     return found is not None and torch.get_device_module(found).device_count() > 0
 
 
@@ -79,12 +82,12 @@ def _own_accelerator() -> bool:
 
 def started() -> None:
     """From here on PyTorch gets its answers from the device itself."""
-    for (owner, name), function in _UNTIL_STARTED.items():
-        if vars(owner).get(name) is function:
-            if (own := _OWN[owner, name]) is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
+    if BEFORE_START.is_applied:
+        BEFORE_START.undo()
+
+
+# What programs call that do not mean this device: loaders pin memory where an accelerator is available, and every
+# barrier asks which one that is. PyTorch looks into the device for it, which is not there yet, instead of starting it.
 
 
 def _pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -101,13 +104,3 @@ def _get_accelerator() -> torch.device:
 
 def _find_accelerator() -> torch.device | None:
     return _device(NAME) if device_module._is_recommended() else None
-
-
-# What programs call that do not mean this device: loaders pin memory where an accelerator is available, and every
-# barrier asks which one that is. PyTorch looks into the device for it, which is not there yet, instead of starting it.
-_UNTIL_STARTED: dict[tuple[Any, str], Callable[..., Any]] = {
-    (torch.Tensor, "pin_memory"): _pin_memory,
-    (torch._C, "_get_accelerator"): _get_accelerator,
-    (torch._C, "_accelerator_getAccelerator"): _find_accelerator,
-}
-_OWN = {(owner, name): vars(owner).get(name) for owner, name in _UNTIL_STARTED}  # none where it is inherited

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flambeau.torch_compat.ops import OpOverload
+
 from .native import Background
 
 TENSOR = ...  # stands for a tensor of the call
@@ -39,10 +41,10 @@ class Prepared:
     args: tuple[Any, ...]  # all that its schema names, in order
     outputs: tuple[int, ...] | None  # which results are returned; None: the only one, by itself
 
-    def native(self, module: Any, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def native(self, module: Any, op: OpOverload) -> Callable[..., Any]:
         return module.make(op._schema.name, op._schema.overload_name, self.args, self.outputs)
 
-    def python(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def python(self, op: OpOverload) -> Callable[..., Any]:
         names = [a.name for a in op._schema.arguments if a.kwarg_only]
         first = len(self.args) - len(names)
 

@@ -22,6 +22,7 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
 from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
+from flambeau.torch_compat.ops import OpOverload
 
 from . import replay
 from .devices import CPU, flat, movable
@@ -224,7 +225,7 @@ class Lowering:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
-        if isinstance(target, torch._ops.OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
+        if isinstance(target, OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
@@ -280,7 +281,7 @@ class Lowering:
             return self.c.symbols.index(x)
         return x
 
-    def lowerable(self, n: fx.Node, target: torch._ops.OpOverload) -> bool:
+    def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
         if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
+
+from flambeau.torch_compat.fake import FakeTensor
 
 from .devices import flat
 from .region_nodes import ENTER, EXIT, GRADIENTS, INPLACE, name_of, value

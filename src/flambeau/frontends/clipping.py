@@ -26,6 +26,7 @@ from flambeau.ir.program import CHUNK, Item, LoopKernel, Param, TableKernel
 from flambeau.ir.scalar import abs_
 from flambeau.schedule.tensor_tables import PLACE
 from flambeau.targets.base import Launch, get_target
+from flambeau.torch_compat.ops import foreach_mul_
 
 from .geometry import dense
 from .lists import Watch
@@ -147,7 +148,7 @@ def kernel_of(name: str, dtype: DType, order: float) -> Launch:
 
 
 def scaled(params: list[torch.Tensor], factor: torch.Tensor) -> None:
-    torch._foreach_mul_(params, factor)
+    foreach_mul_(params, factor)
 
 
 SCALED = ListFunction(scaled, __name__)

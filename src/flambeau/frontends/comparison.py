@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import innermost_fn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flambeau.errors import UnsupportedError
 from flambeau.targets.base import get_target
+from flambeau.torch_compat import pytree
+from flambeau.torch_compat.dispatch import TorchDispatchMode
+from flambeau.torch_compat.dynamo import innermost_fn
+from flambeau.torch_compat.ops import OpOverload
 
 from .decompositions import table
 from .differences import Difference, difference, gathered
@@ -106,7 +107,7 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
     function = innermost_fn(getattr(function, "_orig_mod", function))  # eager is what was compiled before it was
     start = states()
     eager = Run(Twin(function, args), start, backward)
-    torch._dynamo.reset()  # what an earlier call left compiled would not be seen
+    torch.compiler.reset()  # what an earlier call left compiled would not be seen
     try:
         with recorded() as calls:
             ours = Run(Twin(function, args), start, backward, options)
@@ -122,7 +123,7 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
         if locate and not out.equal:
             find_first(out, calls, eager, function, args, start, backward)
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return out
 
 
@@ -227,7 +228,7 @@ def hooked(twin: Twin, found: list[tuple[str, Any]], wanted: bool) -> Iterator[N
 
 def compare_layers(out: Comparison, function: Callable[..., Any], args: tuple[Any, ...], start: Sequence[Any],
                    options: dict[str, Any], eager: Run, reference: Run) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         ours = Run(Twin(function, args), start, False, options, hooks=True)
     except Exception as e:  # a graph with hooks is another graph, and layers are not what was asked for first
@@ -277,7 +278,7 @@ class Decomposed(TorchDispatchMode):
 
     def __init__(self, whole: set[Any]) -> None:
         super().__init__()
-        overloads = (op for op in table() if isinstance(op, torch._ops.OpOverload) and op not in whole)
+        overloads = (op for op in table() if isinstance(op, OpOverload) and op not in whole)
         self.apart = {op for op in overloads if SEEDED not in op.tags and not op._schema.is_mutable}
         self.direction = "forward"
         self.first: First | None = None

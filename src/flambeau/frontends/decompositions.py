@@ -11,17 +11,17 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions, decomposition_table
 
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.torch_compat.decomp import core_aten_decompositions, decomposition_table, suggest_memory_format
 
 aten = torch.ops.aten
 
 # They round nothing.
 MOVES = (
-    aten.block_diag, aten.channel_shuffle, aten.diag_embed, aten.diagonal_backward, aten.eye,
-    aten.nan_to_num, aten.native_channel_shuffle, aten.pixel_shuffle, aten.pixel_unshuffle, aten.rot90,
+    aten.block_diag, aten.diag_embed, aten.diagonal_backward, aten.eye,
+    aten.nan_to_num, aten.pixel_shuffle, aten.pixel_unshuffle, aten.rot90,
     aten.select_backward, aten.slice_backward, aten.stack,
 )
 # Beyond torch's core set: operators whose decomposition ends in operators that we lower.
@@ -38,9 +38,17 @@ def shrink_backward(grad: torch.Tensor, x: torch.Tensor, lambd: float) -> Any:
     return torch.where((x >= -lambd) & (x <= lambd), 0.0, grad)
 
 
-# Ours, for operators whose metadata torch cannot compute with symbolic sizes.
-OWN: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    (aten.hardshrink_backward.default, aten.softshrink_backward.default), shrink_backward)
+def channel_shuffle(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Eager's kernel makes new memory, where torch's decomposition may end in a view."""
+    n, channels, *rest = x.shape
+    mixed = x.reshape(n, groups, channels // groups, *rest).transpose(1, 2).reshape(x.shape)
+    return mixed.clone(memory_format=suggest_memory_format(x))
+
+
+# Ours, for operators whose metadata torch cannot compute with symbolic sizes, or whose memory it does not know.
+OWN: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.hardshrink_backward.default, aten.softshrink_backward.default), shrink_backward),
+    **dict.fromkeys((aten.channel_shuffle.default, aten.native_channel_shuffle.default), channel_shuffle)}
 
 
 # Losses whose kernels take floats, and whether of several dtypes; taken apart, they would compute with anything.

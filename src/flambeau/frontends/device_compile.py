@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
 
 from flambeau.errors import UnsupportedError
+from flambeau.torch_compat.dynamo import DeviceInterface, register_interface_for_device
 
 from . import device_module
 from .device_module import NAME
@@ -81,7 +81,7 @@ class _NoGenerator:
 def generator() -> Any:
     """Inductor is at work, if only for the CPU. Its table of what devices are called has to have ours, or it would end
     there and not at the generator."""
-    from torch._inductor.codegen.common import DeviceOpOverrides, register_device_op_overrides
+    from flambeau.torch_compat.inductor import name_device
 
-    register_device_op_overrides(NAME, DeviceOpOverrides())
+    name_device(NAME)
     return _NoGenerator()

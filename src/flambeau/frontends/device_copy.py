@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flambeau.torch_compat.ops import conj, neg_view
+
 from .device_native import Core, Driver
 from .device_sparse import is_sparse, joined, parts
 from .geometry import dense, reach
@@ -36,8 +38,8 @@ def host_memory(nbytes: int, dtype: torch.dtype, shape: Any, strides: Any, offse
 def as_marked(physical: Tensor, t: Tensor) -> Tensor:
     """The values that memory of t's stands for, if t is a conjugated or negated view of its memory."""
     if t.is_conj():
-        physical = torch._conj(physical)
-    return torch._neg_view(physical) if t.is_neg() else physical
+        physical = conj(physical)
+    return neg_view(physical) if t.is_neg() else physical
 
 
 def same_geometry(a: Tensor, b: Tensor) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.errors import CompileError, UnsupportedError
+from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes
 
 from .device_kernels import private
 from .devices import flat
@@ -253,7 +253,7 @@ def fused(op: Any, function: Callable[..., Any], *args: Any) -> Any:
 @cache
 def program(op: Any, key: Any, args: tuple[Any, ...]) -> Run:
     function = partial(key[0], **dict(key[1])) if isinstance(key, tuple) else key
-    with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+    with disable_current_modes(), torch.no_grad(), DisableAutocast():
         run, _ = build(Form(op, function, "", ()), args)
     return run
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-import torch.multiprocessing.reductions as reductions
 from torch.utils.dlpack import DLDeviceType
 
+from flambeau.config import config
 from flambeau.errors import UnsupportedError
+from flambeau.torch_compat.patches import DLPACK, SHARING
 
 from .device_module import NAME
 
 
 def register() -> None:
-    torch.Tensor.__dlpack_device__ = _dlpack_device(torch.Tensor.__dlpack_device__)  # type: ignore[method-assign]
-    for kind, reduce in ((torch.Tensor, reductions.reduce_tensor), (torch.nn.Parameter, reductions.reduce_tensor),
-                         (torch.UntypedStorage, reductions.reduce_storage)):
-        ForkingPickler.register(kind, _only_of_others(reduce))
+    if config.patches:
+        DLPACK.apply(_dlpack_device)
+        SHARING.apply(_only_of_others)
 
 
 def _dlpack_device(others: Callable[[torch.Tensor], tuple[IntEnum, int]]) -> Callable[..., tuple[IntEnum, int]]:

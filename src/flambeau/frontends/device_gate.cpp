@@ -148,7 +148,7 @@ void ask(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args,
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), same.get(), which.get(), nullptr));
   if (said == nullptr) {
-    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    if (ends()) pass_on();  // the next call asks again
     PyErr_WriteUnraisable(ask_python);
   }
   Turn turn = kOriginal;
@@ -287,7 +287,7 @@ PyObject* open(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"start", start, METH_VARARGS, nullptr}, {"open", open, METH_VARARGS, nullptr},
+    {"start", start, METH_VARARGS, nullptr}, {"open", open, METH_VARARGS, nullptr}, {"watch", watch, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from flambeau.torch_compat.dispatch import DisableTorchFunction
+
 
 def private(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """What a kernel does on the host is not the caller's: neither modes nor a default device reach it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return kernel(*args, **kwargs)
 
     return call

@@ -16,6 +16,7 @@ import torch
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir.dtypes import SUPPORTED
+from flambeau.torch_compat.device import set_eval_frame
 
 if TYPE_CHECKING:
     from .device import Found
@@ -101,12 +102,11 @@ def _found() -> Found:
 @contextmanager
 def _not_compiled() -> Iterator[None]:
     """Frames of an import are none for Dynamo to compile, which would ask again before the import has ended."""
-    set_callback = torch._C._dynamo.eval_frame.set_eval_frame
-    callback = set_callback(None)
+    callback = set_eval_frame(None)
     try:
         yield
     finally:
-        set_callback(callback)
+        set_eval_frame(callback)
 
 
 def is_initialized() -> bool:

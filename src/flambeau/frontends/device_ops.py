@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes, has_kernel, has_kernel_for_key
+from flambeau.torch_compat.ops import OpOverload
 
 from .decompositions import table
 from .device_random import with_generator
@@ -24,6 +26,7 @@ from .eager_graph import OtherShapes, Range, build, described
 from .eager_ops import PLACES, Form, forms
 from .eager_refusal import Numbers, refusal, taken
 from .fallback import REASONS
+from .gate import watched
 from .instead import INSTEAD
 from .native import load_native
 from .package import Run
@@ -36,6 +39,8 @@ class Gates(Protocol):
     """The extension module."""
 
     def start(self, ask: Any, with_generator: Any) -> None: ...
+
+    def watch(self, changed: int, here: Callable[[], int]) -> None: ...
 
     def open(self, name: str, overload: str) -> int:
         """A gate before an operator, for the rest of the process."""
@@ -52,6 +57,7 @@ def load() -> Gates:
 def open_gates() -> None:
     gates = load()
     gates.start(ask, with_generator)
+    gates.watch(*watched())
     for form in device_forms():
         overload = form.op._overloadname
         number = gates.open(form.op._schema.name, "" if overload == "default" else overload)
@@ -70,7 +76,7 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> P
     """
     form = _FORMS[gate]
     try:
-        with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+        with disable_current_modes(), torch.no_grad(), DisableAutocast():
             call = described(args, same, numbers=True)
             if error := refusal(form.op, call):
                 REASONS[form.op.name()] = f"the CPU refuses it: {error}"
@@ -90,6 +96,10 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> P
         return None
 
 
+# Copies of all the memory of their first tensor, gaps and offset included, and a write to a part of it: PyTorch makes
+# them of other operators, and so they lie as eager's do.
+_COPIES = frozenset(f"aten::{name}_scatter" for name in ("select", "slice", "diagonal", "as_strided"))
+
 # ---- forms -----------------------------------------------------------------------------------------------
 
 
@@ -102,20 +112,20 @@ def device_forms() -> list[Form]:
     found = {form.op: form for name in names for form in forms(name, functional)}
     for name, compute in INSTEAD.items():
         op = getattr(aten, name).default
-        if op not in found or not isinstance(compute, torch._ops.OpOverload):
+        if op not in found or not isinstance(compute, OpOverload):
             found[op] = Form(op, compute, "", ())
     return [form for op, form in found.items() if _is_kernel(op)]
 
 
-def _is_kernel(op: torch._ops.OpOverload) -> bool:
+def _is_kernel(op: OpOverload) -> bool:
     """Whether a backend may have a kernel of its own for it: it makes tensors, of no others, and is no view."""
     schema = op._schema
     if not all("Tensor" in str(r.type) for r in schema.returns):
         return False
     if any(a.name in PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
-    if schema.name.startswith("aten::_foreach") or op.is_view:
+    if schema.name.startswith("aten::_foreach") or schema.name in _COPIES or op.is_view:
         return False
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return torch._C._dispatch_has_kernel(op.name()) and (
+    has = has_kernel_for_key
+    return has_kernel(op.name()) and (
         has(op.name(), "PrivateUse1") or not has(op.name(), "CompositeImplicitAutograd"))

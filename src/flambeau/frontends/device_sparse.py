@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flambeau.torch_compat.dispatch import (
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    DispatchKeySet,
+    all_operator_names,
+    has_kernel_for_key,
+)
+
 from .device_kernels import aten_named, private
 
 if TYPE_CHECKING:
@@ -59,7 +67,7 @@ def joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
 def mm_reduce(x: Tensor, other: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
     """The CPU tells which elements a maximum came from if x wants a gradient, which its copy on the host does not say;
     its backward takes for granted that it did."""
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+    with AutoDispatchBelowAutograd(), torch.enable_grad():
         return aten._sparse_mm_reduce_impl(x.requires_grad_(), other, reduce)
 
 
@@ -68,8 +76,8 @@ _INSTEAD: dict[str, Callable[..., Any]] = {"_sparse_mm_reduce_impl": mm_reduce}
 
 def register_sparse(everything: torch.library.Library, aten_library: torch.library.Library, host: Fallback) -> None:
     """`host` computes what looks at memory."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    has = has_kernel_for_key
+    names = [name for name in all_operator_names() if name.startswith("aten::")]
     for key, of_cpu in _KEYS.items():
         everything.fallback(private(host.call), key)
         for name in names:
@@ -84,5 +92,5 @@ def register_sparse(everything: torch.library.Library, aten_library: torch.libra
 
 
 def _as_on_cpu(name: str, key: str) -> Callable[..., Any]:
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    keys = DispatchKeySet(getattr(DispatchKey, key))
     return private(partial(aten_named(name).redispatch, keys))

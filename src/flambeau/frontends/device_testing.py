@@ -14,8 +14,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-from torch.utils import _pytree as pytree
+
+from flambeau.torch_compat import pytree
+from flambeau.torch_compat.testing import OpInfo, SampleInput
 
 from .device import enable_device
 from .device_module import NAME

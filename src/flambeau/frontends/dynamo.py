@@ -11,21 +11,22 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config
 import torch.fx as fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flambeau.config import config
 from flambeau.errors import OptionError
 from flambeau.ir.numerics import wants_bits
+from flambeau.torch_compat.aot import aot_autograd
+from flambeau.torch_compat.aot import config as aot_config
+from flambeau.torch_compat.dynamo import config as dynamo_config
+from flambeau.torch_compat.dynamo import without_runtime_marks
+from flambeau.torch_compat.fake import CompileContext, FakeTensor, TracingContext
 
 from .channels import channels_last
 from .devices import common_device, target_of
 from .graph_cache import GraphCache
 from .graph_key import held
-from .lean import lean_wrappers, without_marks
+from .lean import lean_wrappers
 from .outline import in_pieces
 from .progress import progress
 from .regions import OBSERVERS, cut
@@ -65,12 +66,13 @@ def flambeau_backend(
     mode: str | None = None, **_: Any
 ) -> Callable[..., Any]:
     settings = check_options(options, mode)
-    without_marks()
+    if CompileContext.try_get() is not None:
+        without_runtime_marks()
     # Gradients come laid out as eager's do: torch 2.11 would copy those that are not contiguous, between pieces too,
     # and cuDNN's attention keeps plans that are wrong for another layout than the one it met first. Where a result has
     # an element at several places, torch 2.11 cannot copy its gradient so.
     laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
-    with progress("compiling a graph"), torch._functorch.config.patch(guess_tangent_strides_as_outputs=laid_out):
+    with progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out):
         return compiled_backend(gm, example_inputs, settings)
 
 
@@ -91,7 +93,7 @@ def compiled_backend(
     # Nor may a backward wait for its first run: torch counts those as one to a bucket, and pieces are more.
     context.fakify_first_call = False
     try:
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        with aot_config.patch(force_non_lazy_backward_lowering=True):
             compiled = compile_dynamo_graph(gm, example_inputs, settings | {"part": True})
     finally:
         context.fakify_first_call = True
@@ -118,7 +120,7 @@ def compile_dynamo_graph(
         if found.regions:
             try:
                 run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings | {"part": True}))
-                return torch._dynamo.disable(run, reason="calls compiled graphs")
+                return torch.compiler.disable(run, reason="calls compiled graphs")
             except Exception as e:  # torch may refuse a piece where it takes the whole
                 if config.verify:
                     raise
@@ -164,7 +166,7 @@ def compile_anew(
                            inference_compiler=cache.compiler(compile_inference),
                            partition_fn=partial(partition, settle=not wanted.part), decompositions=table(exact),
                            keep_inference_input_mutations=True)
-    with torch._dynamo.config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
+    with dynamo_config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
         return backend(gm, example_inputs)
 
 

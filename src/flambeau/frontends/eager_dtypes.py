@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import _disable_current_modes
+
+from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes
+from flambeau.torch_compat.ops import OpOverload
 
 from .devices import CPU
 
@@ -25,7 +27,7 @@ _ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[D
 SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the CPU lacks, and so has our device
 
 
-def trusting(op: torch._ops.OpOverload) -> bool:
+def trusting(op: OpOverload) -> bool:
     """Operators for people check their arguments; private ones of several tensors and gradients trust who calls them,
     and may read beyond what they are given."""
     name = op._schema.name.partition("::")[2]
@@ -33,11 +35,11 @@ def trusting(op: torch._ops.OpOverload) -> bool:
     return (name.startswith("_") and tensors > 1) or "backward" in name
 
 
-def attempt(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> None:
+def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> None:
     """Call it with what `given` makes of its arguments; warnings and draws of it leave no trace."""
     state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
     try:
-        with warnings.catch_warnings(), _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+        with warnings.catch_warnings(), disable_current_modes(), torch.no_grad(), DisableAutocast():
             warnings.simplefilter("ignore")
             op(*(given(x) for x in args), **{name: given(x) for name, x in kwargs.items()})
     finally:
@@ -58,15 +60,14 @@ def eager_has_kernel(n: fx.Node, device: torch.device) -> bool:
         return True
     if device.type == "cuda":
         return _has_kernel(op, key, device)
-    return device.type != "cpu" and any(t in SMALL for a in n.all_input_nodes for t in _dtypes(a.meta.get("val")))
+    return device.type != "cpu" and (wide := _wide(key)) != key and _has_kernel(op, wide, CPU)
 
 
-def _dtypes(x: Any) -> Iterator[torch.dtype]:
-    if isinstance(x, torch.Tensor):
-        yield x.dtype
-    elif isinstance(x, (list, tuple)):
-        for y in x:
-            yield from _dtypes(y)
+def _wide(x: Any) -> Any:
+    """The same call in single precision: what that lacks, such as bits of floats, small floats lack everywhere."""
+    if isinstance(x, _Few):
+        return _Few(torch.float32, x[1]) if x[0] in SMALL else x
+    return tuple(map(_wide, x)) if type(x) is tuple else x
 
 
 def _described(x: Any) -> Any:

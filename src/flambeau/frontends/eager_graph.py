@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.config import config
@@ -26,6 +24,9 @@ from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.targets.base import get_target
+from flambeau.torch_compat.fake import FakeTensorMode, unset_fake_temporarily
+from flambeau.torch_compat.fx import LazyGraphModule
+from flambeau.torch_compat.ops import OpOverload
 
 from .capture import Captured, RunNumber
 from .decompositions import table
@@ -104,7 +105,7 @@ def plain(x: Any) -> bool | int | float:
     return x.value if isinstance(x, Number) else x
 
 
-def map_numbers(op: torch._ops.OpOverload, args: Arguments, change: Callable[[int, Any], Any]) -> Arguments:
+def map_numbers(op: OpOverload, args: Arguments, change: Callable[[int, Any], Any]) -> Arguments:
     """The call with what `change` makes of the position and the value of each of its numbers."""
     position = count()
 
@@ -116,7 +117,7 @@ def map_numbers(op: torch._ops.OpOverload, args: Arguments, change: Callable[[in
     return tuple(mapped(x, str(a.type)) for a, x in zip(op._schema.arguments, args, strict=True))
 
 
-def numbers_of(op: torch._ops.OpOverload, args: Arguments) -> list[Any]:
+def numbers_of(op: OpOverload, args: Arguments) -> list[Any]:
     found: list[Any] = []
     map_numbers(op, args, lambda k, x: found.append(x))
     return found
@@ -148,7 +149,7 @@ def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) ->
     """
     made = compiled(graph_of(form, args, lift, into_any), Options(config.numerics))
     if made.captured.externs or any(
-            isinstance(s, Call) and isinstance(s.target, torch._ops.OpOverload) for s in made.program.steps):
+            isinstance(s, Call) and isinstance(s.target, OpOverload) for s in made.program.steps):
         graph = made.captured.graph
         if lacking := {b.dtype for b in graph.buffers.values()} - graph.capabilities.dtypes:
             raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
@@ -222,7 +223,7 @@ class _Graph:
                 node = self.graph.call_function(aten.copy_.default, (target, result))
                 node.meta["val"] = target.meta["val"]
         self.graph.output([] if targets else results)
-        return _LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
+        return LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
 
     def shaped(self, result: fx.Node, shape: torch.Size) -> fx.Node:
         """The result in that shape, if it has as many elements."""

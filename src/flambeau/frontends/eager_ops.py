@@ -16,6 +16,7 @@ import torch
 
 from flambeau.errors import OptionError
 from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.torch_compat.ops import OpOverload
 
 from .whole import RESIZES
 
@@ -92,7 +93,7 @@ GROUPS: dict[str, Group] = {
 class Form:
     """One operator as it is called: it returns its results, or writes them into arguments."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     functional: Callable[..., Any]  # what it computes; mostly an operator itself
     group: str
     written: tuple[int, ...]  # positions of the arguments that take the results, in their order
@@ -105,7 +106,7 @@ class Form:
 
     @property
     def operator(self) -> str:
-        assert isinstance(self.functional, torch._ops.OpOverload)
+        assert isinstance(self.functional, OpOverload)
         return base(self.functional)
 
     @property
@@ -121,7 +122,7 @@ class Form:
         return sum(1 << k for k in chosen or range(len(arguments)))
 
 
-def base(op: torch._ops.OpOverload) -> str:
+def base(op: OpOverload) -> str:
     return op._schema.name.partition("::")[2]
 
 
@@ -134,7 +135,7 @@ def all_forms() -> tuple[Form, ...]:
     return tuple(form for form in found if torch.Tag.generated not in form.op.tags)
 
 
-def forms(operator: str, functional: Container[torch._ops.OpOverload], group: str = "") -> Iterator[Form]:
+def forms(operator: str, functional: Container[OpOverload], group: str = "") -> Iterator[Form]:
     """The forms of an operator that compute what one of its functional forms does."""
     takes = {_given(op): op for op in overloads(operator) if op in functional}
     names = (operator, f"{operator}_", *(inplace for inplace, other in _FUNCTIONAL.items() if other == operator))
@@ -148,14 +149,14 @@ def forms(operator: str, functional: Container[torch._ops.OpOverload], group: st
                        and not any(a.name == "dtype" for a in op._schema.arguments))
 
 
-def _given(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
+def _given(op: OpOverload) -> tuple[tuple[str, str], ...]:
     """The arguments that form and functional form share."""
     places = any(a.name in PLACES for a in op._schema.arguments)
     return tuple((a.name, str(a.type)) for a in op._schema.arguments
                  if not a.is_out and a.name not in PLACES and not (places and a.name == "dtype"))
 
 
-def overloads(operator: str) -> list[torch._ops.OpOverload]:
+def overloads(operator: str) -> list[OpOverload]:
     packet = getattr(aten, operator, None)
     return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 

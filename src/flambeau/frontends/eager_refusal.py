@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flambeau.errors import UnsupportedError
+from flambeau.torch_compat.ops import OpOverload
 
 from .devices import CPU
 from .eager_dtypes import SMALL, attempt, trusting
@@ -33,7 +34,7 @@ _MASKS = (torch.bool, torch.uint8)
 _META = torch.device("meta")
 
 
-def refusal(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Exception | None:
+def refusal(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:
     """The error that eager raises for such a call whatever is in its tensors: with zeros, and with ones as well."""
     if not _asked(op, args):
         return None
@@ -48,13 +49,13 @@ def refusal(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Exception | Non
     return error if _raises(op, args, _META) or not _raises(op, few, _META) else None
 
 
-def _asked(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def _asked(op: OpOverload, args: tuple[Any, ...]) -> bool:
     if op._schema.name in _CHECKS:
         return not any(t.dtype in _MASKS for t in _tensors(args[1]))  # how many values there should be, is in the mask
     return not trusting(op)
 
 
-def _tried(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Exception | None:
+def _tried(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:
     error: Exception | None = None
     for value in (0, 1):  # zeros are indices and no divisors, ones are divisors and seldom indices
         error = _raises(op, args, CPU, value)
@@ -62,12 +63,14 @@ def _tried(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Exception | None
             return None
         if isinstance(error, NotImplementedError):
             # The CPU may lack an operator, or small floats, that we have.
-            of_the_dtype = "not implemented for '" in str(error) and not any(t.dtype in SMALL for t in _tensors(args))
-            return error if of_the_dtype else None
+            if "not implemented for '" not in str(error):
+                return None
+            wide = _mapped(args, lambda t: replace(t, dtype=torch.float32) if t.dtype in SMALL else t)
+            return error if wide == args or isinstance(_tried(op, wide), NotImplementedError) else None
     return error
 
 
-def _raises(op: torch._ops.OpOverload, args: tuple[Any, ...], device: torch.device, value: int = 0
+def _raises(op: OpOverload, args: tuple[Any, ...], device: torch.device, value: int = 0
             ) -> Exception | None:
     positional = [x for a, x in zip(op._schema.arguments, args, strict=True) if not a.kwarg_only]
     kwargs = {a.name: x for a, x in zip(op._schema.arguments, args, strict=True) if a.kwarg_only}
@@ -78,7 +81,7 @@ def _raises(op: torch._ops.OpOverload, args: tuple[Any, ...], device: torch.devi
     return None
 
 
-def _decides_sizes(op: torch._ops.OpOverload) -> bool:
+def _decides_sizes(op: OpOverload) -> bool:
     """Whether plain arguments may say how large the results are."""
     return "SymInt" in str(op._schema) or all(a.is_out for a in op._schema.arguments if "Tensor" in str(a.type))
 
@@ -112,7 +115,7 @@ def _filled(x: Any, device: torch.device, value: int) -> Any:
     return None if isinstance(x, torch.Generator) else x
 
 
-def _fewer(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _fewer(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The call with smaller tensors where it is large: equal sizes stay equal, larger ones larger. None if it has too
     many dimensions for that, or arguments that are sizes as well."""
     if _elements(args) <= _ELEMENTS:
@@ -149,7 +152,7 @@ _POSITIVE = (5e-324, math.nextafter(1, 0), 1.0, math.inf, *(torch.finfo(t).max f
 _REAL = sorted({0.0, *(float(x) for x in _WHOLE), *_POSITIVE, *(-x for x in _POSITIVE)})
 
 
-def taken(op: torch._ops.OpOverload, args: tuple[Any, ...], lift: int) -> tuple[Numbers, ...]:
+def taken(op: OpOverload, args: tuple[Any, ...], lift: int) -> tuple[Numbers, ...]:
     """Between which bounds eager takes the numbers of a call that are arguments of its program. UnsupportedError where
     what it takes of one depends on another, or what it returns is as large as they say."""
     if all(a.is_out for a in op._schema.arguments if "Tensor" in str(a.type)):
@@ -165,7 +168,7 @@ def taken(op: torch._ops.OpOverload, args: tuple[Any, ...], lift: int) -> tuple[
     return tuple((k, isinstance(plain(x), float), *run) for k, x in numbers.items() for run in runs[k])
 
 
-def _runs(op: torch._ops.OpOverload, args: tuple[Any, ...] | None, k: int, x: Any) -> Iterator[tuple[Any, Any]]:
+def _runs(op: OpOverload, args: tuple[Any, ...] | None, k: int, x: Any) -> Iterator[tuple[Any, Any]]:
     """The least and the most of neighbours among the numbers that are tried, all of which eager takes."""
     tried: list[Any] = list(_REAL if isinstance(plain(x), float) else _WHOLE)
     if args is None:
@@ -180,7 +183,7 @@ def _runs(op: torch._ops.OpOverload, args: tuple[Any, ...] | None, k: int, x: An
             yield among[0], among[-1]
 
 
-def _with(op: torch._ops.OpOverload, args: tuple[Any, ...], values: dict[int, Any]) -> tuple[Any, ...]:
+def _with(op: OpOverload, args: tuple[Any, ...], values: dict[int, Any]) -> tuple[Any, ...]:
     """The call with other numbers."""
     return map_numbers(op, args, lambda k, x: x if k not in values else replace(x, value=values[k]) if isinstance(
         x, Number) else values[k])

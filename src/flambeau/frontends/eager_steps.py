@@ -20,16 +20,23 @@ class EagerSteps:
     def _start(self, *_: Any) -> None:
         self._hook.remove()
         if not self.on:
-            from .dynamo import flambeau_backend  # noqa: F401 - from its import on, the functions of steps are ours
-            from .steps import EAGER
+            from .dynamo import flambeau_backend
+            from .steps import EAGER, install
 
-            EAGER[self.device] += 1
-            self.on = True
+            routes = install(flambeau_backend)
+            if routes is not None:
+                routes.begin()
+                EAGER[self.device] += 1
+                self.on = True
 
     def undo(self) -> None:
         self._hook.remove()
         if self.on:
-            from .steps import EAGER
+            from .dynamo import flambeau_backend
+            from .steps import EAGER, install
 
             EAGER[self.device] -= 1
+            routes = install(flambeau_backend)
+            if routes is not None:
+                routes.end()
             self.on = False

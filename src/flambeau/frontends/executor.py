@@ -19,6 +19,7 @@ from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
 from flambeau.schedule.memory import lifetimes, nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
+from flambeau.torch_compat.ops import OpOverload
 
 from .calls import TENSOR, Prepared, Strided, by_schema, is_constant
 from .package import Package, Step, Table, View, is_operator, operator_path
@@ -312,7 +313,7 @@ class Writer:
     def prepared(self, c: Call) -> str | None:
         """The text of a call of which all is known but its tensors; None if there is more."""
         op = c.target if c.out is None else c.out
-        if not isinstance(op, torch._ops.OpOverload):
+        if not isinstance(op, OpOverload):
             return None
         outputs = () if c.out is not None or not c.names else c.outputs
         found = by_schema(op, c.args, {**dict(c.kwargs), **({} if c.out is None else {"out": c.names[0]})}, outputs)

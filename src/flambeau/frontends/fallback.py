@@ -21,6 +21,8 @@ from torch import Tensor
 
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
+from flambeau.torch_compat.dispatch import all_operator_names, has_kernel_for_key
+from flambeau.torch_compat.ops import allow_numbers_as_tensors
 
 from .device_copy import Copies, as_marked, host_memory, same_geometry, span
 from .device_kernels import aten_named, private
@@ -103,7 +105,7 @@ def _schema(op: Any) -> _Schema:
     random = torch.Tag.nondeterministic_seeded in op.tags or any(a.is_generator for a in arguments)
     base = found.name.split("::")[-1]
     return _Schema(arguments, tuple(_aliases(r.alias_info) for r in found.returns), random,
-                   torch._C._should_allow_numbers_as_tensors(base), _ELSEWHERE.get(base, ()))
+                   allow_numbers_as_tensors(base), _ELSEWHERE.get(base, ()))
 
 
 # ---- memory on the host ----------------------------------------------------------------------------------
@@ -255,8 +257,8 @@ class Fallback:
             aten.impl(name, self.instead(name, compute), "PrivateUse1")
         # Operators that every backend has a kernel of its own for. Elsewhere PyTorch puts one form together out of
         # another, and takes for granted that all tensors are where the first one is.
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        whole = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()
+        has = has_kernel_for_key
+        whole = [name.removeprefix("aten::") for name in all_operator_names()
                  if has(name, "CompositeExplicitAutogradNonFunctional") and has(name, "CPU")
                  and not has(name, "PrivateUse1")]
         for name in (*whole, *_OF_THE_CPU):

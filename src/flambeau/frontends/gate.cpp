@@ -107,7 +107,9 @@ void ask(State& s, const Entry& e, c10::ArrayRef<IValue> args) {
   Owned given = s.arguments(args, python);
   Owned number(PyLong_FromSize_t(e.number));
   Owned answer(PyObject_CallFunctionObjArgs(s.ask, number.get(), given.get(), nullptr));
-  if (answer == nullptr) PyErr_WriteUnraisable(s.ask);
+  if (answer != nullptr) return;
+  if (ends()) pass_on();
+  PyErr_WriteUnraisable(s.ask);
 }
 
 // One timed call of a trial, and the verdict once there are enough.
@@ -381,7 +383,8 @@ PyObject* usage(PyObject*, PyObject* number) {
 PyMethodDef methods[] = {
     {"make", make, METH_VARARGS, nullptr},       {"open", open, METH_VARARGS, nullptr},
     {"close", close, METH_O, nullptr},           {"resolve", resolve, METH_VARARGS, nullptr},
-    {"usage", usage, METH_O, nullptr},           {nullptr, nullptr, 0, nullptr},
+    {"usage", usage, METH_O, nullptr},           {"watch", watch, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "gate", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

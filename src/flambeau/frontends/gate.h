@@ -12,6 +12,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <atomic>
@@ -26,9 +27,6 @@
 // Of libtorch_python, whose own headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPGenerator_Wrap(const at::Generator& generator);
-namespace torch {
-PyObject* getTHPDtype(at::ScalarType type);
-}
 
 struct Peek;
 // The kernel that an operator has now: the dispatcher shows it to this class only.
@@ -80,6 +78,49 @@ at::Scalar value_of(const Tensor& t) {
   }
 }
 
+struct Gil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+
+struct Dropped {
+  void operator()(PyObject* object) const { Py_XDECREF(object); }
+};
+using Owned = std::unique_ptr<PyObject, Dropped>;
+
+// Whether Python's error is none of a call's, but ends what its caller does: an interrupt, an exit.
+bool ends() { return PyErr_Occurred() != nullptr && !PyErr_ExceptionMatches(PyExc_Exception); }
+
+// Python's error as what PyTorch raises in the caller, whatever lies between.
+[[noreturn]] void pass_on() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// Settings that programs depend on: whether somebody has ever changed them within a block, and what they come to here.
+// 0 is what the environment says.
+const int64_t* settings_changed = nullptr;
+PyObject* settings_here = nullptr;
+
+int64_t settings() {
+  if (settings_changed == nullptr || *settings_changed == 0) return 0;
+  Gil gil;
+  Owned number(PyObject_CallNoArgs(settings_here));
+  if (number == nullptr) pass_on();
+  return PyLong_AsLongLong(number.get());
+}
+
+// watch(address of a word, () -> number)
+PyObject* watch(PyObject*, PyObject* args) {
+  unsigned long long address;
+  PyObject* here;
+  if (!PyArg_ParseTuple(args, "KO", &address, &here)) return nullptr;
+  Py_XSETREF(settings_here, Py_NewRef(here));
+  settings_changed = reinterpret_cast<const int64_t*>(address);
+  Py_RETURN_NONE;
+}
+
 // A call as words that decide which kernel serves it, and its tensors.
 struct Call {
   c10::DispatchKeySet usual;
@@ -97,6 +138,7 @@ struct Call {
 
   Call(c10::DispatchKeySet keys, bool by_value) : usual(keys), scalars(by_value) {
     word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // of results, where integers go in
+    word(settings());
   }
 
   void word(int64_t x) { words.push_back(x); }
@@ -240,16 +282,6 @@ class Table {
 
 // ------------------------------------------------------------------------------------------------------ Python
 
-struct Gil {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~Gil() { PyGILState_Release(state); }
-};
-
-struct Dropped {
-  void operator()(PyObject* object) const { Py_XDECREF(object); }
-};
-using Owned = std::unique_ptr<PyObject, Dropped>;
-
 // What our Python does with tensors is not the user's: no subclass and no mode looks at it.
 struct Private {
   at::impl::TorchFunctionDisabledState before = at::impl::PythonTorchFunctionTLS::get_disabled_state();
@@ -277,7 +309,7 @@ PyObject* python(const c10::List<T>& items) {
 
 PyObject* python(const IValue& x, bool dtype) {
   if (x.isTensor()) return python(x.toTensor());
-  if (x.isInt() && dtype) return Py_NewRef(torch::getTHPDtype(at::ScalarType(x.toInt())));
+  if (x.isInt() && dtype) return Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(at::ScalarType(x.toInt()))));
   if (x.isInt()) return python(x.toInt());
   if (x.isDouble()) return python(x.toDouble());
   if (x.isBool()) return python(x.toBool());
@@ -317,11 +349,11 @@ bool answer(PyObject* returned, Tensors& out, Failure& failure) {
     }
     return true;
   }
+  if (ends()) pass_on();
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
   Owned held_type(type), held(value), held_trace(trace);
-  if (PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // it is the caller's
   Owned text(PyObject_Str(value));
   const char* said = text == nullptr ? nullptr : PyUnicode_AsUTF8(text.get());
   failure.text = said == nullptr ? "a kernel failed" : said;

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
+from flambeau.config import config
 from flambeau.errors import UnsupportedError
 
 from .eager_ops import all_forms, cpp_names
@@ -28,6 +30,9 @@ class Gates(Protocol):
     def resolve(self, gate: int, kind: int, run: Callable[[list[Any]], list[Any]] | None, trial: bool) -> None:
         """What serves the calls that `ask` was asked about: run, both in turns at first, or the original."""
 
+    def watch(self, changed: int, here: Callable[[], int]) -> None:
+        """Part of what calls are told apart by: what `here` says, once the word at the address `changed` is not 0."""
+
     def usage(self, gate: int) -> tuple[int, int, list[tuple[int, float, float]]]:
         """(calls of ours, calls of the original, for each kernel: turn, best time of the original, of ours)"""
 
@@ -38,7 +43,14 @@ def load_gates() -> Gates:
     if not (python_headers() / "Python.h").exists():
         raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
                                hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
-    return load_native("gate", "the gates before eager operators", text())
+    native: Gates = load_native("gate", "the gates before eager operators", text())
+    native.watch(*watched())
+    return native
+
+
+def watched() -> tuple[int, Callable[[], int]]:
+    """What gates watch of the settings."""
+    return ctypes.addressof(config.changed), config.variant
 
 
 def text() -> str:

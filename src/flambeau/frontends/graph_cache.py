@@ -14,26 +14,24 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 import torch.compiler.config
 import torch.fx as fx
-from torch._functorch._aot_autograd import autograd_cache
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-from torch._functorch.aot_autograd import AOT_COUNTER, SerializableAOTDispatchCompiler
-from torch._guards import TracingContext
-from torch._inductor.output_code import OutputCode
 
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.background import Closing, start
 from flambeau.targets.base import Build, Target
 from flambeau.targets.cache import DiskCache, shared_cache
+from flambeau.torch_compat import patches
+from flambeau.torch_compat.aot import AOT_COUNTER, SerializableAOTDispatchCompiler, check_cacheable
+from flambeau.torch_compat.aot import config as aot_config
+from flambeau.torch_compat.fake import TracingContext
+from flambeau.torch_compat.inductor import OutputCode
+from flambeau.torch_compat.inductor import config as inductor_config
 
 from .graph_entry import decode, encode
 from .graph_key import Uncacheable, graph_key, held
@@ -128,7 +126,7 @@ class GraphCache:
         def forward(*args: Any) -> Any:
             return run([*first, *args])
 
-        return torch._dynamo.disable(forward, reason="do not trace AOT-compiled graph")
+        return torch.compiler.disable(forward, reason="do not trace AOT-compiled graph")
 
     # ---- keep ------------------------------------------------------------------------------------------
 
@@ -156,29 +154,23 @@ class GraphCache:
         if self.key is None:
             yield
             return
-        original = AOTAutogradCache.save
 
         def key_of(mod: fx.GraphModule, *_: Any, **__: Any) -> tuple[str | None, list[str]]:
-            autograd_cache.check_cacheable(mod)  # raises for what torch does not trust; there is no entry then
+            check_cacheable(mod)  # raises for what torch does not trust; there is no entry then
             return self.key, []
 
-        def save(key: str, entry: Any, remote: bool) -> None:
+        def save(original: Callable[..., None], key: str, entry: Any, remote: bool) -> None:
             parts = [p.result for p in (entry.compiled_fw, entry.compiled_bw) if hasattr(p, "result")]
             if any(isinstance(part, Stored) for part in parts):
                 self.store(entry, parts)
             else:  # of Inductor, in another thread
                 original(key, entry, remote)
 
-        with ExitStack() as stack:
-            # An entry holds forward and backward, so the backward is compiled at once: its kernels build beside
-            # those of the forward.
-            stack.enter_context(torch._functorch.config.patch(
-                enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True
-            ))
-            stack.enter_context(torch._inductor.config.patch(fx_graph_cache=True))
-            stack.enter_context(patch.object(autograd_cache, "autograd_cache_key", key_of))
-            stack.enter_context(patch.object(AOTAutogradCache, "_lookup", lambda *_, **__: None))
-            stack.enter_context(patch.object(AOTAutogradCache, "save", save))
+        # An entry holds forward and backward, so the backward is compiled at once: its kernels build beside those of
+        # the forward.
+        at_once = aot_config.patch(
+            enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True)
+        with at_once, inductor_config.patch(fx_graph_cache=True), patches.CACHE.applied(key_of, save):
             yield
 
     def store(self, entry: Any, parts: Sequence[Stored]) -> None:

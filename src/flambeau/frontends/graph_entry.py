@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd import aot_autograd_result, descriptors, functional_utils, schemas
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.graph_module import reduce_graph_module
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flambeau.codegen.source import BlockSource, KernelSource, Part, Range, RangeSource
+from flambeau.torch_compat.aot import (
+    VIEW_SEQUENCE,
+    aot_autograd_result,
+    descriptors,
+    functionalization,
+    schemas,
+)
+from flambeau.torch_compat.dispatch import disable_current_modes
+from flambeau.torch_compat.fake import FunctionalTensor
 
 from . import package, replay
 from .calls import Prepared, Strided
@@ -53,13 +59,13 @@ def encode(entry: Any) -> bytes:
     for wrapper in entry.dispatch_wrappers:
         if getattr(wrapper, "needs_post_compile", True):
             raise Unwritable(f"it needs the wrapper {type(wrapper).__name__}")
-    with _disable_current_modes():  # of a trace that is under way: tensors are real here
+    with disable_current_modes():  # of a trace that is under way: tensors are real here
         return codec().encode(entry)
 
 
 def decode(data: bytes) -> Any:
     """The entry. Malformed, if it is none."""
-    with _disable_current_modes():
+    with disable_current_modes():
         made = codec().decode(data)
     if type(made) is not aot_autograd_result.BundledAOTAutogradResult:
         raise Malformed(f"it is a {type(made).__name__}")
@@ -114,12 +120,10 @@ class BackwardModule(Attributes):
 
 
 def views() -> list[Record]:
-    native = getattr(torch._C, "_functionalization", None)
-    sequence = getattr(functional_utils, "ViewMetaSequence", None)
-    if native is None or sequence is None:
+    if functionalization is None or VIEW_SEQUENCE is None:
         return []
-    kinds = [kind for kind in vars(native).values() if isinstance(kind, type) and hasattr(kind, "as_tuple")]
-    return [ViewSequence(sequence), *(ViewStep(kind, native.InverseReturnMode) for kind in kinds)]
+    kinds = [kind for kind in vars(functionalization).values() if isinstance(kind, type) and hasattr(kind, "as_tuple")]
+    return [ViewSequence(VIEW_SEQUENCE), *(ViewStep(kind, functionalization.InverseReturnMode) for kind in kinds)]
 
 
 class ViewSequence(Attributes):

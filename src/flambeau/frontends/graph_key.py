@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 import torch.fx as fx
 
 import flambeau
 from flambeau.config import SETTINGS, config
 from flambeau.targets.base import Target
+from flambeau.torch_compat.aot import config as aot_config
+from flambeau.torch_compat.autograd import autocast_devices
+from flambeau.torch_compat.fx import qualified_name
+from flambeau.torch_compat.inductor import config as inductor_config
+from flambeau.torch_compat.ops import HigherOrderOperator
 
 from .region_nodes import SPACES, SYMBOLIC, TENSORS, namespace
 
@@ -76,13 +79,13 @@ def machine(target: Target) -> str:
 
 def state() -> tuple[Any, ...]:
     """Whatever else AOTAutograd's trace depends on."""
-    casts = [d for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)]
+    casts = [d for d in autocast_devices() if torch.is_autocast_enabled(d)]
     attention = torch.backends.cuda  # the switches hold for the CPU as well
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.get_deterministic_debug_mode(), [(d, torch.get_autocast_dtype(d)) for d in casts],
         attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled(),
-        torch.backends.mkldnn.enabled, torch._functorch.config.get_hash(), torch._inductor.config.get_hash(),
+        torch.backends.mkldnn.enabled, aot_config.get_hash(), inductor_config.get_hash(),
     )
 
 
@@ -171,12 +174,12 @@ def callable_text(f: Any) -> str:
         if space not in SPACES:
             raise Uncacheable(f"the operator {f} comes from outside of torch")
         return f"op {f}"
-    if isinstance(f, torch._ops.HigherOrderOperator):
+    if isinstance(f, HigherOrderOperator):
         if f.name().startswith("triton_kernel"):
             raise Uncacheable("the graph calls a kernel of the user")
         return f"higher {f.name()}"
     try:
-        name = fx.node._get_qualified_name(f)
+        name = qualified_name(f)
     except (RuntimeError, AttributeError) as error:
         raise Uncacheable(f"{f!r} has no name: {error}") from None
     if name.partition(".")[0] not in MODULES or "<" in name:

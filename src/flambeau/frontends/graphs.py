@@ -32,9 +32,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._C import TensorBase
 
 from flambeau.targets.base import Recorder, Recording, Run
+from flambeau.torch_compat.dispatch import count_dispatch_modes
+from flambeau.torch_compat.fake import CompileContext
+from flambeau.torch_compat.memory import TensorBase, storage_use_count
 
 from . import lists
 from .geometry import overlapping, reach
@@ -94,7 +96,7 @@ class Take:
         for k, r in enumerate(self.results):
             if r.owned is not None:
                 owned.setdefault(r.owned.untyped_storage()._cdata, []).append(k)
-        self.storages = [(cdata, torch._C._storage_Use_Count(cdata), ks) for cdata, ks in owned.items()]
+        self.storages = [(cdata, storage_use_count(cdata), ks) for cdata, ks in owned.items()]
         self.bytes = {k: r.owned.untyped_storage().nbytes() for k, r in enumerate(self.results) if r.owned is not None}
         self.addresses = [r.owned.data_ptr() for r in self.results if r.owned is not None and r.owned.numel()]
         self.scalars = frozenset(k for k, r in enumerate(self.results) if r.owned is not None and r.owned.numel() == 1)
@@ -129,7 +131,7 @@ class Take:
 
     def in_use(self) -> list[int]:
         """Results of the last replay that somebody holds."""
-        count = torch._C._storage_Use_Count
+        count = storage_use_count
         return [k for cdata, alone, ks in self.storages if count(cdata) > alone for k in ks]
 
     def is_free(self, place: Hashable) -> bool:
@@ -283,7 +285,7 @@ class Recorded:
         assert self.recorder is not None
         given = (place, torch.is_inference_mode_enabled())
         take = None
-        if not torch._C._len_torch_dispatch_stack():
+        if not count_dispatch_modes():
             meant = self.meant.get(self.hint(args), ())
             take = next((t for t in meant if t.is_free((place, self.group)) and t.is_meant(args, given)), None)
         if take is None:
@@ -312,7 +314,7 @@ class Recorded:
             return self.warm(key, sizes, args)
         if isinstance(takes, str):
             return takes
-        if torch._C._len_torch_dispatch_stack():  # in one of its own, AOTAutograd looks at first calls
+        if count_dispatch_modes():  # in one of its own, AOTAutograd looks at first calls
             return "a dispatch mode wants to see the operators"
         bound = self.results_of_others(args)
         fitting = sorted((t for t in takes if t.fits(args)), key=Take.rank)
@@ -452,7 +454,7 @@ class Recorded:
 
 def function_now() -> Hashable:
     """The function that Dynamo is compiling."""
-    compiling = torch._guards.CompileContext.current_compile_id()
+    compiling = CompileContext.current_compile_id()
     return None if compiling is None else compiling.frame_id
 
 

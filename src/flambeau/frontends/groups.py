@@ -35,7 +35,7 @@ def remembering(original: Callable[..., Any], wanted: Callable[[Any], Any]) -> C
     return _init_group
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def gather(original: Callable[..., Any], optimizer: Any, group: dict[str, Any], gathered: tuple[list[Any], ...]) -> Any:
     try:
         known = _REMEMBERED.setdefault(optimizer, {})

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
+
+from flambeau.torch_compat.dynamo import TensorVariable
+from flambeau.torch_compat.ops import foreach_lerp_
+from flambeau.torch_compat.patches import HANDLERS
 
 # What takes them apart, and where their number is: by name, or at a position.
-FUNCTIONS = {torch.addcdiv: "value", torch._foreach_lerp_: 2}
+FUNCTIONS = {torch.addcdiv: "value", foreach_lerp_: 2}
 METHODS = {"addcmul_": "value", "addcdiv_": "value", "add_": "alpha"}
 
 
-def install(exact: Callable[[Any], bool]) -> None:
-    """Once for a process. `exact` says of what Dynamo compiles for, whether eager's bits are wanted."""
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    for function, number in FUNCTIONS.items():
-        if function in handlers:  # not every release writes out every one
-            handlers[function] = leaving(handlers[function], number, exact)
-    for name, number in METHODS.items():
-        method = getattr(TensorVariable, f"method_{name}", None)
-        if method is not None:
-            setattr(TensorVariable, f"method_{name}", leaving(method, number, exact))
+def kept_whole(exact: Callable[[Any], bool]) -> AbstractContextManager[None]:
+    """Within it. `exact` says of what Dynamo compiles for, whether eager's bits are wanted: it may be for others, in
+    other threads."""
+    return HANDLERS.applied(FUNCTIONS, METHODS, functools.partial(leaving, exact))
 
 
-def leaving(write_out: Callable[..., Any], number: Any, exact: Callable[[Any], bool]) -> Callable[..., Any]:
+def leaving(exact: Callable[[Any], bool], write_out: Callable[..., Any], number: Any) -> Callable[..., Any]:
     @functools.wraps(write_out)
     def handler(self: Any, tx: Any, /, *args: Any, **kwargs: Any) -> Any:
         given = args[number] if isinstance(number, int) and len(args) > number else kwargs.get(number)

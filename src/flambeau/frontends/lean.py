@@ -13,17 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch.fx as fx
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import skip_code
-from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
-from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
-from torch._guards import CompileContext
-from torch.fx.experimental._backward_state import BackwardState
+
+from flambeau.torch_compat import patches
+from flambeau.torch_compat.aot import BackwardState, OutputType, RuntimeWrapper, ViewAndMutationMeta
+from flambeau.torch_compat.autograd import (
+    current_transform,
+    deterministic_algorithms,
+    saved_tensors_hooks,
+    set_grad_enabled,
+)
+from flambeau.torch_compat.dynamo import skip_code
 
 from .region_nodes import namespace
 
@@ -36,9 +38,8 @@ def lean_wrappers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     if not ordinary(gm, inputs):
         yield
         return
-    full = RuntimeWrapper.post_compile
 
-    def post_compile(self: RuntimeWrapper, compiled: Callable[..., Any], aot_config: Any, *,
+    def post_compile(full: Callable[..., Any], self: RuntimeWrapper, compiled: Callable[..., Any], aot_config: Any, *,
                      runtime_metadata: ViewAndMutationMeta) -> Callable[..., Any]:
         meta = runtime_metadata
         if self.disable_amp or not returns_new_tensors(meta):
@@ -50,32 +51,8 @@ def lean_wrappers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
             return full(self, compiled, aot_config, runtime_metadata=meta)
         return training(function, meta)
 
-    with patch.object(RuntimeWrapper, "post_compile", post_compile):
+    with patches.WRAPPERS.applied(post_compile):
         yield
-
-
-# ---- Dynamo's marks --------------------------------------------------------------------------------------
-
-
-def without_marks() -> None:
-    """Until the compilation ends, Dynamo does not mark what it writes for profilers, at 2 us for every call."""
-    if CompileContext.try_get() is None or not dynamo_config.record_runtime_overhead:
-        return
-    dynamo_config.record_runtime_overhead = False
-    _silenced.append(True)
-    if restore_marks not in callback_handler.end_callbacks:  # torch._dynamo.reset() clears them
-        callback_handler.register_end_callback(restore_marks)
-
-
-def restore_marks(_: Any) -> None:
-    if _silenced:
-        _silenced.clear()
-        dynamo_config.record_runtime_overhead = True
-
-
-_silenced: list[bool] = []  # by us, not by the user
-# A backward that is compiled late ends within code that Dynamo watches, and it must not compile what it calls then.
-skip_code(restore_marks.__code__)
 
 
 # ---- which graphs are plain ------------------------------------------------------------------------------
@@ -85,7 +62,7 @@ def ordinary(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """No operators of others, whose first call AOTAutograd watches; no hooks that it takes into the graph."""
     operators = (n.target for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
     foreign = any(space not in NATIVE for t in operators if (space := namespace(t)) is not None)
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooked = saved_tensors_hooks(True) is not None
     return not foreign and not hooked and not any(isinstance(x, BackwardState) for x in inputs)
 
 
@@ -115,11 +92,11 @@ def inference(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
         if not torch.is_grad_enabled():
             return compiled(args)
         # Operators that are called as they are would record, if an input asks for gradients.
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             return compiled(args)
         finally:
-            torch._C._set_grad_enabled(True)
+            set_grad_enabled(True)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -148,7 +125,6 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
     strides = [t.memory_format.stride for t in m.subclass_tangent_meta]  # type: ignore[union-attr]
     expected = list(zip(tangents, strides, strict=True))
     boxed = getattr(full, "boxed_grads_call", False)  # gradients come as one list
-    current_transform = torch._C._functorch.peek_interpreter_stack
 
     class CompiledFunction(full):
         @staticmethod
@@ -167,7 +143,7 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
             grads: Any = given[0] if boxed else given
             compiled = full.compiled_bw
             if (compiled is None or torch.is_grad_enabled() or current_transform() is not None
-                    or (m.deterministic is False and torch._C._get_deterministic_algorithms()) or m.bw_donated_idxs):
+                    or (m.deterministic is False and deterministic_algorithms()) or m.bw_donated_idxs):
                 return full.backward(ctx, *given)
             args = [*ctx.saved_tensors, *ctx._tensors_no_vc_check]
             for k, stride in expected:

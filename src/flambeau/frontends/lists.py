@@ -11,8 +11,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch._C import TensorBase
-from torch._C._dynamo.guards import TensorGuards
+
+from flambeau.torch_compat.autograd import increment_version
+from flambeau.torch_compat.memory import TensorBase, TensorGuards
 
 from .geometry import reach
 from .native import Background
@@ -89,7 +90,7 @@ def changed(tensors: list[torch.Tensor]) -> None:
     if (module := native()) is not None:
         module.changed(tensors)
     else:
-        torch._C._increment_version(tensors)
+        increment_version(tensors)
 
 
 def numbers(scalars: list[torch.Tensor], addresses: torch.Tensor) -> list[float]:

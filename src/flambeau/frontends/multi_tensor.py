@@ -23,12 +23,14 @@ from flambeau.config import config
 from flambeau.errors import UnsupportedError
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.targets.base import get_target
+from flambeau.torch_compat.dispatch import count_dispatch_modes
+from flambeau.torch_compat.optim import COUNT
 
 from . import lists
 from .geometry import dense
 from .lists import PLAIN, Watch
 from .pipeline import LOCK
-from .row_kernels import COUNT, SCALARS, Declined, Form, RowKind, TableLaunch, Variant, compile_row, target_name
+from .row_kernels import SCALARS, Declined, Form, RowKind, TableLaunch, Variant, compile_row, target_name
 from .tables import Mirror, blocks_of, sizes_of, start
 
 CHANGING = ("grads", "d_p_list")  # names of lists whose tensors are others in every call
@@ -100,7 +102,7 @@ class _Call:
 
     def __init__(self, function: ListFunction, given: dict[str, Any], options: tuple[str | None, str]) -> None:
         self.f = function
-        if torch._C._len_torch_dispatch_stack():
+        if count_dispatch_modes():
             raise Declined("a dispatch mode is active")
         for name in MUST_BE_OFF:
             if given.get(name):

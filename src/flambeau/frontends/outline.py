@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dynamo.eval_frame import innermost_fn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from flambeau.torch_compat.dynamo import innermost_fn
+from flambeau.torch_compat.fake import FakeTensor
 
 from .progress import progress
 from .region_nodes import ENTER, EXIT, GRADIENTS, INSTANCE, held_by, value

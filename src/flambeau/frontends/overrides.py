@@ -27,6 +27,7 @@ import torch
 from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
 from flambeau.targets.background import Closing, Pool, closing, fork_safe
+from flambeau.torch_compat.dispatch import has_kernel_for_key, key_for_device
 
 from .devices import target_of
 from .eager_graph import Arguments, build, described
@@ -61,7 +62,7 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
     if target is None:
         raise UnsupportedError(f"there is no target for tensors on {kind}")
     forms = wanted(target.wins, only, exclude, UNTRIED)
-    key = torch._C._dispatch_key_for_device(kind.type)
+    key = key_for_device(kind.type)
     usable = {form: size for form, size in forms.items() if has_kernel(form, key)}
     native = load_gates()  # which may fail: nothing is replaced before
     steps = EagerSteps(kind.type) if only is None and target.capabilities().tables else None
@@ -143,7 +144,7 @@ class _Settings:
 
 def has_kernel(form: Form, key: str) -> bool:
     """Whether the operator is one at this key, and not composed of others above it."""
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(form.op.name(), k)
+    return any(has_kernel_for_key(form.op.name(), k)
                for k in (key, "CompositeExplicitAutograd"))
 
 

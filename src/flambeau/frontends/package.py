@@ -23,6 +23,8 @@ import torch
 from flambeau.errors import BoundsError, CompileError
 from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
+from flambeau.torch_compat.autograd import keeps_graph
+from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
 from .calls import EXTENSION, Prepared
 from .graphs import function_now, recorded
@@ -130,12 +132,12 @@ class Package:
 
 
 def is_operator(x: object) -> bool:
-    return isinstance(x, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    return isinstance(x, (OpOverload, HigherOrderOperator))
 
 
 def operator_path(op: Any) -> str:
     """Where it is found under torch.ops."""
-    return f"higher_order.{op.name()}" if isinstance(op, torch._ops.HigherOrderOperator) else str(op)
+    return f"higher_order.{op.name()}" if isinstance(op, HigherOrderOperator) else str(op)
 
 
 def operator_named(path: str) -> Any:
@@ -146,7 +148,7 @@ def keeping(run: Run, positions: tuple[int, ...]) -> Run:
     """A backward that takes over what was saved for it, unless it is to run again: then it takes copies."""
 
     def run_once(args: list[Any]) -> list[Any]:
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if keeps_graph():
             for k in positions:
                 args[k] = args[k].clone()
         return run(args)

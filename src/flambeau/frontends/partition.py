@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._functorch.config
 import torch.fx as fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition, must_recompute
 from torch.utils.checkpoint import CheckpointPolicy
+
+from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
+from flambeau.torch_compat.ops import OpOverload
 
 from .package import DONATED
 from .storage import SECRET
@@ -35,7 +36,7 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs:
     ask_results(joint.graph)
     copy_again(joint.graph)
     settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
-    with torch._functorch.config.patch(cse=False):
+    with config.patch(cse=False):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)
     return forward, backward
@@ -93,7 +94,7 @@ def merge_equal(graph: fx.Graph) -> None:
     for n in graph.nodes:
         if n.op != "call_function" or n.target is torch.ops.aten.empty.memory_format:
             continue
-        if isinstance(n.target, torch._ops.OpOverload):
+        if isinstance(n.target, OpOverload):
             if n.target._schema.is_mutable:
                 return  # what follows may read other contents
             if APART & set(n.target.tags):
@@ -123,10 +124,10 @@ def maker_of(n: fx.Node) -> fx.Node | None:
     they might share some."""
     while n.op == "call_function":
         op = n.target
-        if isinstance(op, torch._ops.OpOverload) and op not in SECRET and all(
+        if isinstance(op, OpOverload) and op not in SECRET and all(
                 r.alias_info is None for r in op._schema.returns):
             return n
-        if not n.args or not (op is operator.getitem or isinstance(op, torch._ops.OpOverload)):
+        if not n.args or not (op is operator.getitem or isinstance(op, OpOverload)):
             return None
         n = n.args[0]  # type: ignore[assignment]
     return None

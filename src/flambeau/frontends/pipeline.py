@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
@@ -20,6 +19,7 @@ from flambeau.ir.program import Launch, Program
 from flambeau.schedule.plan import schedule
 from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build
+from flambeau.torch_compat.fake import unset_fake_temporarily
 
 from .capture import Captured, capture
 from .devices import graph_device, target_of

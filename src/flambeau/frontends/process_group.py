@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
 
 from flambeau.errors import UnsupportedError
+from flambeau.torch_compat.distributed import Work, work_from_future
 
 from .device_module import NAME
 
@@ -128,7 +128,7 @@ class StagedGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         works = [self._allgather_base(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
         every = torch.futures.collect_all([work.get_future() for work in works])
-        return _create_work_from_future(every.then(lambda done: [f.value() for f in done.value()]))
+        return work_from_future(every.then(lambda done: [f.value() for f in done.value()]))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         each = outputs[0] if outputs else []  # nothing where it is not gathered
@@ -243,7 +243,7 @@ def _after(work: Any, back: Sequence[Back], result: Any, divide: int = 1) -> Any
                 tensor.copy_(host / divide if divide > 1 else host)
         return result
 
-    return _create_work_from_future(work.get_future().then(done))
+    return work_from_future(work.get_future().then(done))
 
 
 # ---- arguments -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from flambeau.ir.nodes import Value
 from flambeau.ir.program import Call, Copy, Program, TableKernel
+from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
 from .devices import flat
 
@@ -70,9 +71,9 @@ def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[
     for s in p.steps:
         if isinstance(s, Call):
             op = s.target
-            if isinstance(op, torch._ops.HigherOrderOperator):
+            if isinstance(op, HigherOrderOperator):
                 yield f"{op.name()} runs on the host"
-            elif isinstance(op, torch._ops.OpOverload):
+            elif isinstance(op, OpOverload):
                 name = op._schema.name.partition("::")[2]
                 if op.namespace not in ALLOWED:
                     yield f"{op} is an operator from outside of torch"

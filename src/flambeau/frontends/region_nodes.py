@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
+
+from flambeau.torch_compat import pytree
+from flambeau.torch_compat.autograd import enter_autocast, exit_autocast, log_api_usage_once, set_grad_enabled
+from flambeau.torch_compat.fake import FakeTensor
+from flambeau.torch_compat.fx import PURE_MODULES
+from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)  # what flows between pieces is fake
-ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-GRADIENTS = torch._C._set_grad_enabled
-# Whose functions act on their arguments and on nothing else.
-MODULES = ("torch", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "torch._C._special", "torch._C._fft",
-           "torch.functional", "_operator", "math", "torch._tensor")
-ALSO = (torch._C._log_api_usage_once,)
+ENTER, EXIT = enter_autocast, exit_autocast
+GRADIENTS = set_grad_enabled
+ALSO = (log_api_usage_once,)
 SPACES = ("aten", "prims", "prim", "flambeau")
 BODIES = ("tag_activation_checkpoint", "wrap", "autograd_function_apply")
 # Methods that are about autograd or memory, not about values.
@@ -129,15 +130,15 @@ def name_of(n: fx.Node) -> str:
 
 def namespace(f: Any) -> str | None:
     """Of an operator; None if it is none."""
-    if isinstance(f, torch._ops.OpOverloadPacket):
+    if isinstance(f, OpOverloadPacket):
         return f._qualified_op_name.partition("::")[0]
-    return f.namespace if isinstance(f, torch._ops.OpOverload) else None
+    return f.namespace if isinstance(f, OpOverload) else None
 
 
 def is_heavy(n: fx.Node) -> bool:
     """A call of a library, which no kernel reaches across."""
     name = name_of(n)
-    return (name.partition(".")[0] if isinstance(n.target, torch._ops.OpOverload) else name) in CALLS
+    return (name.partition(".")[0] if isinstance(n.target, OpOverload) else name) in CALLS
 
 
 def operators_in(gm: fx.GraphModule, n: fx.Node) -> float:
@@ -168,7 +169,7 @@ def check_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 def check_function(gm: fx.GraphModule, n: fx.Node) -> None:
     f: Any = n.target
-    if isinstance(f, torch._ops.HigherOrderOperator):
+    if isinstance(f, HigherOrderOperator):
         if f.name() not in BODIES:
             raise Refused(f"it calls {f.name()}")
         for x in n.all_input_nodes:
@@ -177,7 +178,7 @@ def check_function(gm: fx.GraphModule, n: fx.Node) -> None:
     elif (space := namespace(f)) is not None:
         if space not in SPACES:
             raise Refused(f"it calls {f}, whose effects are unknown")
-    elif not is_state(n) and f not in ALSO and getattr(f, "__module__", None) not in MODULES:
+    elif not is_state(n) and f not in ALSO and getattr(f, "__module__", None) not in PURE_MODULES:
         raise Refused(f"it calls {getattr(f, '__module__', '')}.{name_of(n)}, whose effects are unknown")
 
 
@@ -185,7 +186,7 @@ def mutated(gm: fx.GraphModule, n: fx.Node) -> Iterator[fx.Node]:
     """Whose memory a node writes to."""
     first = [a for a in n.args[:1] if isinstance(a, fx.Node)]
     name = name_of(n)
-    if isinstance(n.target, torch._ops.OpOverload):
+    if isinstance(n.target, OpOverload):
         for argument, x in zip(n.target._schema.arguments, n.args):
             if argument.is_write:
                 yield from nodes_in(x)

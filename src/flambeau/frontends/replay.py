@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._guards import detect_fake_mode
+
+from flambeau.torch_compat.fake import detect_fake_mode
 
 RUN_AND_SAVE = torch.ops.higher_order.run_and_save_rng_state
 RUN_WITH = torch.ops.higher_order.run_with_rng_state

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.utils._sympy.printers import PythonPrinter
 
 from flambeau.config import config
 from flambeau.errors import CompileError
@@ -26,13 +24,14 @@ from flambeau.schedule.plan import schedule
 from flambeau.schedule.tensor_tables import Rows, as_row
 from flambeau.targets.base import Launch as TargetLaunch
 from flambeau.targets.base import get_target, target_for
+from flambeau.torch_compat import patches
+from flambeau.torch_compat.fx import PythonPrinter
 
 from .capture import capture
 from .package import as_number
 from .symbols import Host
 
 SCALARS = frozenset(("state_steps",))  # lists with one number for each parameter
-COUNT = "_get_value"  # makes a Python number of a count of steps
 SIZE = 1009  # of the row that is traced; it stands for any
 
 
@@ -156,10 +155,11 @@ def function_of(names: dict[str, str], text: str) -> Callable[..., Any]:
 
 def trace(f: Form, c: RowKind, count: float) -> tuple[torch.fx.GraphModule, list[str], dict[str, Any]]:
     """One row as a graph; what must hold of the numbers for it to be right; the numbers' symbols."""
-    from torch._dynamo.source import ConstantSource
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    from flambeau.torch_compat.dynamo import ConstantSource
+    from flambeau.torch_compat.fake import FakeTensorMode
 
     env = ShapeEnv()
     sources = {name: ConstantSource(f"number_{name}") for name in (*f.numbers, "step", "length")}
@@ -183,18 +183,13 @@ def trace(f: Form, c: RowKind, count: float) -> tuple[torch.fx.GraphModule, list
         lists |= {name: [t] for name, t in zip(f.lists, tensors, strict=False)}
         named |= dict(zip(f.shared, tensors[len(f.lists):], strict=True))
         before = {name: list(value) for name, value in lists.items()}
-        with ExitStack() as stack:
-            if f.counts:
-                number, counted = getattr(f.module, COUNT), lists["state_steps"]
-                stack.enter_context(patch.object(
-                    f.module, COUNT, lambda x: count_now if any(x is t for t in counted) else number(x)))
+        counted = patches.COUNTS.applied(f.module, lists["state_steps"], count_now) if f.counts else nullcontext()
+        with counted:
             f.original(**(f.given | lists | named))
         if any(a is not b for name in lists for a, b in zip(before[name], lists[name], strict=True)):
             raise Declined("states that this step makes")
 
-    # Under `capturable` torch asks for a GPU, unless it is being compiled.
-    compiling = patch.object(torch.compiler, "_is_compiling_flag", bool(f.given.get("capturable")))
-    with torch.no_grad(), compiling:
+    with torch.no_grad(), patches.COMPILING.applied(bool(f.given.get("capturable"))):
         gm = make_fx(torch.func.functionalize(step), tracing_mode="symbolic")(row, list(given.values()))
     gm.graph.eliminate_dead_code()
     text = PythonPrinter().doprint

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
-import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,69 +21,91 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import convert_frame
-from torch._dynamo.eval_frame import TorchPatcher, skip_code
-from torch._dynamo.external_utils import wrap_inline
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
 from flambeau.config import config
 from flambeau.ir.numerics import wants_bits
+from flambeau.torch_compat.dynamo import (
+    SKIP_FRAME,
+    WRAPPER,
+    backend_of,
+    current_translator,
+    get_eval_frame_callback,
+    graph_break,
+    is_fullgraph,
+    may_break,
+    skip_code,
+)
+from flambeau.torch_compat.optim import READS, base_file, files
+from flambeau.torch_compat.patches import FRAMES, OPTIMIZERS
 
 from . import groups, intact
 
-READS = "reads"  # a step that torch runs where eager's bits are wanted, and Dynamo traces elsewhere
-# The functions: module, name, and who runs it; nobody: it only leads to others. A step updates the tensors of its lists
-# row by row, and returns nothing.
-FUNCTIONS = (
-    *((f"torch.optim.{name}", name, "step") for name in
-      ("adam", "sgd", "rmsprop", "adagrad", "adadelta", "adamax", "radam")),
-    *((f"torch.optim.{name}", name, READS) for name in ("nadam", "asgd")),
-    ("torch.nn.utils.clip_grad", "_get_total_norm", "total_norm"),
-    ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "clip_with_norm"),
-    ("torch.nn.utils.clip_grad", "clip_grad_norm_", ""),
-)
-ASIDES = ("_optimizer_step_code", "_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 EAGER: Counter[str] = Counter()  # types of devices, and how many wish that uncompiled steps there are ours
-_AROUND = wrap_inline(len).__code__
-_SKIP = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)
 
 
 @cache
-def install(backend: Callable[..., Any]) -> None:
-    """Once for a process: from now on, steps that `backend` compiles are ours."""
-    TorchPatcher.patch()  # what Dynamo does to optimizers at its first compilation, lies below what we do
+def install(backend: Callable[..., Any]) -> Routes | None:
+    """Once for a process: from now on, steps that `backend` compiles are ours. None: FLAMBEAU_PATCHES=0."""
+    if not config.patches:
+        return None
     ours = functools.partial(options_of, backend)
-    wanted = functools.partial(options_for, ours)
-    intact.install(lambda callback: (given := ours(callback)) is not None and exact(given))
-    files = {__file__, groups.__file__, inspect.getfile(torch.optim.Optimizer)}
-    reading: set[str] = set()
-    for module, name, kind in FUNCTIONS:
-        loaded = importlib.import_module(module)
-        (reading if kind == READS else files).add(inspect.getfile(loaded))
-        original = getattr(loaded, name)
-        function = routed(original, module, kind, ours, wanted)
-        for place in (loaded, importlib.import_module(module.rpartition(".")[0])):
-            if getattr(place, name, None) is original:
-                setattr(place, name, function)
-    modules = {module for module, _, kind in FUNCTIONS if kind == "step"}
-    for kept in vars(torch.optim).values():
-        if isinstance(kept, type) and "_init_group" in vars(kept) and modules & {c.__module__ for c in kept.__mro__}:
-            kept._init_group = groups.remembering(kept._init_group, wanted)  # type: ignore[attr-defined]
-    # Frames about which Dynamo need not ask us, at 20 us each: ours, and those that do nothing with tensors.
-    asides = (getattr(torch.optim.Optimizer, name, None) for name in ASIDES)
-    for inside in (options_of, options_for, is_accelerated, function, torch.optim.Adam._init_group, *asides):
-        if inside is not None:
-            skip_code(inside.__code__)
-    convert_frame.CatchErrorsWrapper.__call__ = passing(  # type: ignore[method-assign]
-        convert_frame.CatchErrorsWrapper.__call__, frozenset(files), frozenset(files | reading), ours)
+    routes = Routes(ours)
+    always = frozenset({__file__, groups.__file__, base_file()}) | files(("step", "total_norm", "clip_with_norm", ""))
+    # Frames about which Dynamo need not ask us, at 20 us each.
+    for inside in (options_of, options_for, is_accelerated, backend_of):
+        skip_code(inside.__code__)
+    FRAMES.apply(functools.partial(passing, always, always | files((READS,)), ours, routes))
+    return routes
+
+
+class Routes:
+    """Torch's functions over lists of tensors are ours while this backend traces, and as long as it has a use for them:
+    for good, once a frame that it compiles has called one."""
+
+    def __init__(self, ours: Callable[..., Any]) -> None:
+        self.ours, self.wanted = ours, functools.partial(options_for, ours)
+        self.users, self.is_kept, self.lock = 0, False, threading.Lock()
+
+    def begin(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                OPTIMIZERS.apply(self.routed, self.remembering)
+
+    def end(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0 and OPTIMIZERS.is_applied:
+                OPTIMIZERS.undo()
+
+    def keep(self) -> None:
+        """What Dynamo compiled has them in it, or calls them: they stay."""
+        if not self.is_kept:
+            self.is_kept = True
+            self.begin()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def routed(self, original: Callable[..., Any], module: str, kind: str) -> Callable[..., Any]:
+        function = routed(original, module, kind, self)
+        skip_code(function.__code__)
+        return function
+
+    def remembering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        function = groups.remembering(original, self.wanted)
+        skip_code(function.__code__)
+        return function
 
 
 def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | None:
     """The options of a compilation by this backend; None if the callback of frames is of another."""
-    while hasattr(callback, "_torchdynamo_orig_backend"):
-        callback = callback._torchdynamo_orig_backend
+    callback = backend_of(callback)
     if getattr(callback, "compiler_fn", callback) is not backend:
         return None
     return getattr(callback, "kwargs", {})
@@ -94,19 +115,22 @@ def exact(given: dict[str, Any]) -> bool:
     return wants_bits((given.get("options") or given).get("numerics", config.numerics))
 
 
-def passing(convert: Callable[..., Any], ours_always: frozenset[str], ours_exact: frozenset[str],
-            ours: Callable[..., Any]) -> Callable[..., Any]:
+def passing(ours_always: frozenset[str], ours_exact: frozenset[str], ours: Callable[..., Any], routes: Routes,
+            convert: Callable[..., Any]) -> Callable[..., Any]:
     """The files whose frames run as they are, always and where eager's bits are wanted."""
+
+    def is_exact(callback: Any) -> bool:
+        return (given := ours(callback)) is not None and exact(given)
 
     def __call__(self: Any, frame: Any, *rest: Any) -> Any:
         given = ours(self)
         if given is None:
             return convert(self, frame, *rest)
         files = ours_exact if exact(given) else ours_always
-        whole = getattr(self._torchdynamo_orig_backend, "_one_graph", False)  # fullgraph=True
-        if not whole and (frame.f_code.co_filename in files or leads_to(frame, files)):
-            return _SKIP
-        with collecting_later():
+        if not is_fullgraph(self) and (frame.f_code.co_filename in files or leads_to(frame, files)):
+            routes.keep()
+            return SKIP_FRAME
+        with collecting_later(), routes.tracing(), intact.kept_whole(is_exact):
             return convert(self, frame, *rest)
 
     # Dynamo looks up the stack for who called a frame (`torch.compiler.disable(recursive=False)`), past its own file.
@@ -130,7 +154,7 @@ def collecting_later() -> Iterator[None]:
 
 def leads_to(frame: Any, files: frozenset[str]) -> bool:
     """Whether this is the frame that torch.compile puts around a function that Dynamo would not trace by itself."""
-    if frame.f_code is not _AROUND:
+    if frame.f_code is not WRAPPER:
         return False
     inside = (getattr(cell.cell_contents, "__code__", None) for cell in frame.closure)
     return any(code is not None and code.co_filename in files for code in inside)
@@ -144,21 +168,22 @@ def options_for(ours: Callable[..., Any], tensors: Any) -> dict[str, Any] | None
     return {"numerics": "near"} if given is None and is_accelerated(tensors) else given
 
 
-def routed(original: Callable[..., Any], module: str, kind: str, ours: Callable[..., Any],
-           wanted: Callable[..., Any]) -> Callable[..., Any]:
-    @torch._dynamo.assume_constant_result
+def routed(original: Callable[..., Any], module: str, kind: str, routes: Routes) -> Callable[..., Any]:
+    ours, wanted = routes.ours, routes.wanted
+
+    @torch.compiler.assume_constant_result
     def traced_for_us() -> bool:
         """While Dynamo traces: whether for us, and whether it may leave what it traces for a call."""
-        tx = InstructionTranslator.current_tx()
+        routes.keep()  # guards of what is traced name this function, whoever it is traced for
+        tx = current_translator()
         given = ours(tx.output.compiler_fn)
-        return given is not None and (kind != READS or exact(given)) and not (
-            tx.one_graph or getattr(tx, "error_on_graph_break", False))
+        return given is not None and (kind != READS or exact(given)) and may_break(tx)
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             if traced_for_us():
-                torch._dynamo.graph_break()
+                graph_break()
         elif kind:
             given = wanted(args[0] if args else ())
             if given is not None and (kind != READS or exact(given)):
@@ -175,7 +200,7 @@ def is_accelerated(tensors: Any) -> bool:
     return isinstance(tensors[0], torch.Tensor) and EAGER[tensors[0].device.type] > 0
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def run(original: Callable[..., Any], module: str, kind: str, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
     if kind == READS:
         return original(*args, **kwargs)

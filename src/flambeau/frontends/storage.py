@@ -21,6 +21,7 @@ from flambeau.ir.index import ONE, ZERO, Index, as_index
 from flambeau.ir.nodes import Buffer, Value, contiguous_strides, dim_vars
 from flambeau.ops import LOWERINGS
 from flambeau.schedule.plan import strided
+from flambeau.torch_compat.ops import OpOverload
 
 from .geometry import overlapping
 
@@ -39,7 +40,7 @@ COPY_STORAGE = (aten.diagonal_scatter.default, aten.select_scatter.default, aten
 
 
 def is_view(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload) and (op.is_view or op in SECRET)
+    return isinstance(op, OpOverload) and (op.is_view or op in SECRET)
 
 
 def viewed(n: fx.Node) -> fx.Node | None:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from flambeau.ops import LOWERINGS
+from flambeau.torch_compat.device import backend_name
+from flambeau.torch_compat.dispatch import no_python_dispatcher
+from flambeau.torch_compat.fake import FakeTensor, unset_fake_temporarily
+from flambeau.torch_compat.ops import OpOverload
 
 from .devices import flat
 from .size_samples import SizeSamples
@@ -153,10 +155,10 @@ def as_contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
 
 def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Strides:
     """The CPU's kernel joins two parts, along one dimension after the other."""
-    if x.numel() == 0:
-        return x.clone().stride()
     if not dims:
         return contiguous(x.shape)
+    if x.numel() == 0:
+        return preserved(x)
     for shift, dim in zip(shifts, dims, strict=True):
         start = -shift % x.shape[dim]
         x = torch.cat([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
@@ -178,12 +180,13 @@ RULES: dict[Any, Rule] = {
     aten.max_pool3d_with_indices.default: as_pooled,
     **dict.fromkeys(COPY_STORAGE, copied_storage),
     **dict.fromkeys((aten.flip.default, aten.sort.default, aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor,
-                     aten.fill.Scalar, aten.zero.default, aten.empty_like.default, aten.zeros_like.default,
-                     aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+                     aten.index_put.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.put.default,
+                     aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.empty_like.default,
+                     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
                      aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype), as_preserved),
     **dict.fromkeys((aten.normal.Tensor_Tensor, aten.im2col.default, aten.log_sigmoid_forward.default,
                      aten.index_copy.default, aten.tril.default, aten.triu.default, aten.masked_fill.Scalar,
-                     aten.masked_fill.Tensor), as_contiguous),
+                     aten.masked_fill.Tensor, aten.masked_scatter.default), as_contiguous),
     **dict.fromkeys((aten.deg2rad.default, aten.rad2deg.default), lambda result, x: elementwise(result, x, 1.0)),
     aten.roll.default: rolled,
 }
@@ -191,8 +194,8 @@ RULES: dict[Any, Rule] = {
 OPERANDS = {
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
     **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
-    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.celu.default, aten.clamp.default, aten.clamp_min.default,
-                     aten.clamp_max.default), 1),
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.nan_to_num.default, aten.celu.default, aten.clamp.default,
+                     aten.clamp_min.default, aten.clamp_max.default), 1),
     aten.lerp.Scalar: 2, aten.where.self: 3,
 }
 
@@ -236,8 +239,8 @@ def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k:
 
 
 def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
-    """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device that does as the
-    CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
+    """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device, which does as
+    the CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
     lie."""
     samples = SizeSamples(graph)
     changed: set[fx.Node] = set()
@@ -247,7 +250,7 @@ def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
             continue
         if n.target is operator.getitem:
             new = n.args[0].meta["val"][n.args[1]] if n.args[0] in changed else val
-        elif isinstance(n.target, torch._ops.OpOverload) and not NEW_SIZES & set(n.target.tags):
+        elif isinstance(n.target, OpOverload) and not NEW_SIZES & set(n.target.tags):
             new = settled(n, traced(n) if changed.intersection(n.all_input_nodes) else val, samples)
         else:
             continue
@@ -303,7 +306,7 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
     rule = rule_of(n.target)
     made = tensors_in(val)
     given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
-    here = ("cpu", torch._C._get_privateuse1_backend_name())
+    here = ("cpu", backend_name())
     if rule is None or not made or any(
             not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided
             for t in (*made, *given)):

@@ -9,10 +9,10 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch.utils._sympy.printers import PythonPrinter
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
+from flambeau.torch_compat.fx import PythonPrinter
 
 # Functions of sympy, by name, and ours.
 FOLDED: dict[str, Callable[[Index, Index], Index]] = {

@@ -24,16 +24,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-from torch.utils import _pytree as pytree
 
 from flambeau.config import config
 from flambeau.errors import GuessedShapeError
 from flambeau.ir.numerics import wants_bits
 from flambeau.results_file import write_results
+from flambeau.torch_compat import pytree
+from flambeau.torch_compat.aot import aot_function, min_cut_rematerialization_partition
+from flambeau.torch_compat.testing import OpInfo, SampleInput, default_tolerances, op_db
 
 from .decompositions import table
 from .differences import difference
@@ -296,7 +294,7 @@ def tolerance(op: Any, dtype: torch.dtype) -> dict[str, float]:
     """OpInfo's own tolerances for an operator where they are wider than the dtype's."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return {}
-    rtol, atol = torch.testing._comparison.default_tolerances(dtype)
+    rtol, atol = default_tolerances(dtype)
     for info in op.decorators:
         for d in getattr(info, "decorators", None) or [info]:
             limits = getattr(d, "d", None) if type(d).__name__ == "toleranceOverride" else None

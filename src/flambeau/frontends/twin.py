@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from flambeau.errors import UnsupportedError
+from flambeau.torch_compat import pytree
 
 from .geometry import copied
 

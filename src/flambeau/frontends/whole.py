@@ -17,17 +17,24 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._decomp.decompositions import upsample_compute_output_size
-from torch._prims_common import suggest_memory_format
 
 from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.torch_compat import patches
+from flambeau.torch_compat.decomp import suggest_memory_format, upsample_compute_output_size
+from flambeau.torch_compat.dispatch import (
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    ForceDispatchKeyGuard,
+    excluded_keys,
+    included_keys,
+)
+from flambeau.torch_compat.ops import OpOverload, OpOverloadPacket
 
 aten = torch.ops.aten
 
-_around = torch._C._dispatch_tls_local_exclude_set()
-with torch._C._AutoDispatchBelowAutograd():
-    AUTOGRAD = torch._C._dispatch_tls_local_exclude_set() - _around
+_around = excluded_keys()
+with AutoDispatchBelowAutograd():
+    AUTOGRAD = excluded_keys() - _around
 
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
@@ -42,8 +49,8 @@ UNROUNDED = ("broadcast_tensors", "empty", "native_batch_norm", "one_hot", "pad_
 @contextmanager
 def recording() -> Iterator[None]:
     """Autograd, within an operator, where it is off."""
-    excluded = torch._C._dispatch_tls_local_exclude_set() - AUTOGRAD
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+    excluded = excluded_keys() - AUTOGRAD
+    with ForceDispatchKeyGuard(included_keys(), excluded), torch.enable_grad():
         yield
 
 
@@ -70,14 +77,16 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
-        ctx.save_for_backward(x)
         ctx.where = dim, keepdim
-        with torch._C._AutoDispatchBelowAutograd():
-            return aten.prod.default(x) if dim is None else aten.prod.dim_int(x, dim, keepdim)
+        with AutoDispatchBelowAutograd():
+            made = aten.prod.default(x) if dim is None else aten.prod.dim_int(x, dim, keepdim)
+        ctx.save_for_backward(x, made)  # what eager keeps must not be written to
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return torch.ops.flambeau.prod_backward.default(grad, *ctx.saved_tensors, *ctx.where), None, None
+        x, _ = ctx.saved_tensors
+        return torch.ops.flambeau.prod_backward.default(grad, x, *ctx.where), None, None
 
 
 def product(x: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
@@ -85,7 +94,7 @@ def product(x: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
     return Product.apply(x if dtype is None else x.to(dtype), dim, keepdim)
 
 
-def by_factors(plain: torch._ops.OpOverload) -> Callable[..., Any]:
+def by_factors(plain: OpOverload) -> Callable[..., Any]:
     """op(x, output_size or None, [align_corners], scale_factors or None) as a call of the plain operator."""
 
     def kernel(x: torch.Tensor, output_size: Any, *rest: Any) -> Any:
@@ -101,17 +110,17 @@ def gradient_shape(grad: torch.Tensor, output_size: Any, input_size: Any, *rest:
 
 
 @cache
-def taken_apart() -> tuple[torch._ops.OpOverload, ...]:
+def taken_apart() -> tuple[OpOverload, ...]:
     """The operators for which torch has such kernels, but for those that round nothing."""
     packets = (getattr(aten, name) for name in dir(aten) if name not in UNROUNDED)
-    every = (getattr(p, o) for p in packets if isinstance(p, torch._ops.OpOverloadPacket) for o in p.overloads())
+    every = (getattr(p, o) for p in packets if isinstance(p, OpOverloadPacket) for o in p.overloads())
     return tuple(op for op in every if any(k in op.py_kernels for k in KEYS))
 
 
 @contextmanager
 def whole_operators(exact: bool = False) -> Iterator[None]:
     ops_loaded()
-    wanted: dict[torch._ops.OpOverload, dict[Any, Any]] = {
+    wanted: dict[OpOverload, dict[Any, Any]] = {
         op: {} for op in (taken_apart() if exact else LOWERINGS) if any(k in op.py_kernels for k in KEYS)}
     for name in RESIZES:
         packet = getattr(aten, name)
@@ -121,16 +130,6 @@ def whole_operators(exact: bool = False) -> Iterator[None]:
     wanted[aten.cumprod_backward.default] = dict.fromkeys(KEYS, torch.ops.flambeau.cumprod_backward.default)
     if exact:
         wanted |= {op: {DispatchKey.Autograd: product} for op in (aten.prod.default, aten.prod.dim_int)}
-    before = {op: dict(op.py_kernels) for op in wanted}
-    try:
-        for op, kernels in wanted.items():
-            for k in KEYS:
-                op.py_kernels.pop(k, None)
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
+    aside = dict.fromkeys(KEYS, patches.MISSING)
+    with patches.KERNELS.applied({op: aside | kernels for op, kernels in wanted.items()}):
         yield
-    finally:
-        for op, kernels in before.items():
-            op.py_kernels.clear()
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()

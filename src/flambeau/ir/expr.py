@@ -65,6 +65,7 @@ OPS: dict[str, tuple[int, str | DType]] = {
     "philox": (3, torch.int64),
     "bitcast": (1, "same"),  # attr-free reinterpretation between int and float of one width
 }
+SMALL_FLOATS = (torch.float16, torch.bfloat16)  # languages see bits in them: all but moves happens in float32
 CHECKED = frozenset(("check", "require"))  # those that look for what is wrong with data, and tell
 
 _exprs: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
@@ -280,6 +281,8 @@ def unary(op: str, x: Expr) -> Expr:
         if x.op == "logical_not":
             return x.args[0]
     _, result = OPS[op]
+    if result == "bool" and x.dtype in SMALL_FLOATS:
+        x = cast(x, torch.float32)
     return Expr(op, torch.bool if result == "bool" else x.dtype, (x,))
 
 
@@ -306,6 +309,8 @@ def binary(op: str, a: Scalar, b: Scalar) -> Expr:
     b = lift(b, a.dtype)
     if a.dtype is not b.dtype:
         raise TypeError(f"{op}: operands have different dtypes {a.dtype} and {b.dtype}: {a!r}, {b!r}")
+    if OPS[op][1] == "bool" and a.dtype in SMALL_FLOATS:
+        a, b = cast(a, torch.float32), cast(b, torch.float32)
     if op == "bitwise_and" and is_bool(a.dtype):
         if _is_true(a) or a is b or _is_false(b):
             return b

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .expr import OPS, Expr, walk
+from .expr import OPS, SMALL_FLOATS, Expr, walk
 from .index import Sym
 from .nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value, describe
 
@@ -101,6 +101,8 @@ def check_expr(e: Expr, graph: Graph) -> str | None:
             return f"{e.op} takes {arity} arguments, not {len(e.args)}"
         if e.op != "philox" and len({a.dtype for a in e.args}) > 1:
             return f"{e.op} mixes {[str(a.dtype) for a in e.args]}"
+        if e.op != "bitcast" and any(a.dtype in SMALL_FLOATS for a in e.args):
+            return f"{e.op} of {e.args[0].dtype}, which is computed with in float32"
         return None
     if e.op == "where" and (e.args[0].dtype is not torch.bool or e.args[1].dtype is not e.args[2].dtype):
         return "where needs a bool and two values of one dtype"

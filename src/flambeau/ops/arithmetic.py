@@ -9,7 +9,6 @@ from operator import and_, or_
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims  # defines prims.fma
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import is_bool, is_float
@@ -39,6 +38,7 @@ from flambeau.ir.scalar import (
 )
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, table
 from flambeau.ops.rounding import by_kernels, mad, step, stored
+from flambeau.torch_compat.prims import has_fma, prims
 
 aten = torch.ops.aten
 
@@ -159,8 +159,8 @@ def mul(a: Any, b: Any) -> Value:
     return made
 
 
-if hasattr(torch.ops.prims, "fma"):  # not every release has it
-    table("default", {torch.ops.prims.fma: fma})
+if has_fma():  # not every release has it
+    table("default", {prims.fma: fma})
 
 
 def is_one(x: Expr) -> bool:

@@ -19,6 +19,7 @@ from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, exp, log, sqrt
 from flambeau.ops.reduction import accumulate
 from flambeau.ops.registry import load_at, lower
+from flambeau.torch_compat import TORCH
 
 aten = torch.ops.aten
 
@@ -26,7 +27,7 @@ Where = tuple[Index, ...]
 
 
 # Before 2.13 torch's metadata calls the logarithms float32, which float64's are not.
-_ODD: set[DType] = {torch.float64} if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13) else set()
+_ODD: set[DType] = {torch.float64} if TORCH < (2, 13) else set()
 
 
 def is_ours(q: Value, k: Value, v: Value, dropout: Any, scale: Any) -> bool:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType
 from flambeau.ir.nodes import Value
 from flambeau.ops.registry import load_at, lower
+from flambeau.torch_compat.prims import prims
 
 aten = torch.ops.aten
 
 
-@lower(aten._to_copy, torch.ops.prims.convert_element_type)
+@lower(aten._to_copy, prims.convert_element_type)
 def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
     if dtype is not None and dtype not in SUPPORTED:
         return NotImplemented

@@ -13,12 +13,13 @@ from flambeau.ir.expr import Expr, Scalar, cast, index_value, lift
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Value
 from flambeau.ops.registry import load_at, lower, operand
+from flambeau.torch_compat.ops import OpOverload
 
 aten = torch.ops.aten
 
 # The frontend makes a Library call of these where no lowering takes the call; the results have the metadata of the
 # fake tensors.
-CONTRACTIONS: frozenset[torch._ops.OpOverload] = frozenset((
+CONTRACTIONS: frozenset[OpOverload] = frozenset((
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,

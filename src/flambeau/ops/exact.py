@@ -13,6 +13,7 @@ import torch
 
 from flambeau.ir.dtypes import DType
 from flambeau.ops.registry import FAMILIES
+from flambeau.torch_compat.ops import OpOverload
 
 # Families in which nothing is rounded, but for the operators that add up or compute.
 MOVES = frozenset(("bitwise", "cast", "comparison", "factory", "indexing", "scattering", "shape", "sorting",
@@ -77,7 +78,7 @@ TIES = {
 FOREACH = "_foreach_"
 
 
-def is_exact(op: torch._ops.OpOverload, device: str, dtypes: Collection[DType] = ()) -> bool:
+def is_exact(op: OpOverload, device: str, dtypes: Collection[DType] = ()) -> bool:
     """Whether what the lowering computes has the bits of eager's kernel there, its functions apart, in these dtypes."""
     namespace, _, name = op._schema.name.partition("::")
     if name.startswith(FOREACH):

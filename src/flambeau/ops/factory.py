@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch._prims  # defines torch.ops.prims
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType, is_float, opmath, promote
@@ -18,6 +17,8 @@ from flambeau.ir.index import maximum as index_max
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, cos, eq, fma, sqrt
 from flambeau.ops.registry import lower, operand, overloads, scalar_at
+from flambeau.torch_compat.ops import OpOverload
+from flambeau.torch_compat.prims import prims
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ def constant(shape: Sequence[IndexLike], value: Any, dtype: DType | None) -> Val
 # ---- constants -----------------------------------------------------------------------------------------
 
 
-@lower(aten.scalar_tensor, torch.ops.prims.scalar_tensor)
+@lower(aten.scalar_tensor, prims.scalar_tensor)
 def scalar_tensor(s: Any, *, dtype: DType | None = None, **place: Any) -> Value:
     return constant((), s, dtype or torch.get_default_dtype())
 
@@ -42,7 +43,7 @@ def fill(x: Value, value: Any) -> Value:
     return build.pointwise(x.shape, lambda i: scalar_at(value, i, x.dtype, x.dtype))
 
 
-def _filled(overload: torch._ops.OpOverload, number: int | None) -> Callable[..., Value]:
+def _filled(overload: OpOverload, number: int | None) -> Callable[..., Value]:
     """A tensor of one number, the `fill_value` if there is none here. It has the size that the operator takes, or the
     shape of the other tensor."""
     names = [a.name for a in overload._schema.arguments]
@@ -118,7 +119,7 @@ def inclusive_range(start: float, end: float, step: float = 1, *, dtype: DType |
                            dtype or torch.get_default_dtype())
 
 
-@lower(torch.ops.prims.iota)
+@lower(prims.iota)
 def iota(length: IndexLike, *, start: Any, step: Any, dtype: DType, **place: Any) -> Value:
     return build.pointwise((length,), lambda i: index_value(as_index(start) + i[0] * step, dtype))
 

@@ -13,6 +13,7 @@ from flambeau.ir.index import offset_of, product
 from flambeau.ir.nodes import Value
 from flambeau.ops.arithmetic import div, general_power, pow, quotient
 from flambeau.ops.registry import LOWERINGS, lower, overloads
+from flambeau.torch_compat.ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -45,13 +46,13 @@ _OF_ONE_KERNEL = (aten._foreach_div.ScalarList, aten._foreach_pow.Scalar, aten._
 _OF_OVERLOADS = dict.fromkeys((aten._foreach_div.Scalar, aten._foreach_div.Tensor), div)
 
 
-def along_lists(overload: torch._ops.OpOverload, one: Any) -> Callable[..., Any]:
+def along_lists(overload: OpOverload, one: Any) -> Callable[..., Any]:
     """Arguments that are lists go along with the tensors, the others go to each."""
     names = [a.name for a in overload._schema.arguments]
     by_name = {a.name for a in overload._schema.arguments if a.kwarg_only or a.name == "dtype"}
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        lowering = LOWERINGS.get(one) if isinstance(one, torch._ops.OpOverload) else one
+        lowering = LOWERINGS.get(one) if isinstance(one, OpOverload) else one
         if lowering is None:
             return NotImplemented
         given = dict(zip(names, args, strict=False)) | kwargs

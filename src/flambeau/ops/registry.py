@@ -16,18 +16,19 @@ from flambeau.ir.expr import Expr, cast, const, index_value, lift
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Value
 from flambeau.ops.rounding import storing
+from flambeau.torch_compat.ops import OpOverload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LOWERINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-FAMILIES: dict[torch._ops.OpOverload, str] = {}  # the file whose lowering it is
-READ_MEMORY: set[torch._ops.OpOverload] = set()  # what they return depends on how their first argument lies in memory
-NEEDS: dict[torch._ops.OpOverload, str] = {}  # the one of `Capabilities` without which it is left to ATen
+LOWERINGS: dict[OpOverload, Callable[..., Any]] = {}
+FAMILIES: dict[OpOverload, str] = {}  # the file whose lowering it is
+READ_MEMORY: set[OpOverload] = set()  # what they return depends on how their first argument lies in memory
+NEEDS: dict[OpOverload, str] = {}  # the one of `Capabilities` without which it is left to ATen
 
 
-def overloads(op: Any) -> Iterable[torch._ops.OpOverload]:
+def overloads(op: Any) -> Iterable[OpOverload]:
     """The functional overloads of an operator: what a functionalised graph can contain."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return [op]
     every = [getattr(op, name) for name in op.overloads()]
     return [o for o in every if not o._schema.is_mutable

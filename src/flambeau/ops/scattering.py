@@ -171,7 +171,10 @@ def _slices(x: Value, dim: int, index: Value, fault: Fault) -> tuple[Value, Shap
 
 @lower(aten.index_add)
 def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1) -> Value:
-    whole, shape, target = _slices(x, dim, index, Fault.ELEMENT if x.rank > 1 else Fault.SELECTED)
+    # Eager leaves rows and columns to scatter_add, in whose words it is said then.
+    scatters = x.rank > 1 and wrap_dim(dim, x.rank) in (0, x.rank - 1) and index.dtype is torch.int64 and (
+        not isinstance(alpha, Value) and alpha == 1)
+    whole, shape, target = _slices(x, dim, index, Fault.ELEMENT if scatters else Fault.SELECTED)
     part, math = at_least_1d(source), opmath(x.dtype)
 
     def value(j: tuple[Index, ...]) -> Expr:

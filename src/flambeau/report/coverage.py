@@ -8,12 +8,11 @@ for testing; an operator that is not in it, or every one where it cannot be impo
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ from flambeau.ir.dtypes import SUPPORTED
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.registry import FAMILIES, NEEDS
+from flambeau.torch_compat.dispatch import DispatchKey, all_operator_names
+from flambeau.torch_compat.ops import OpOverload
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
@@ -72,7 +73,7 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | Non
     supported = SUPPORTED if machine is None else machine.dtypes
     contracts = machine is not None and machine.contracts
     known = opinfo_dtypes()
-    packets: dict[str, list[torch._ops.OpOverload]] = {}
+    packets: dict[str, list[OpOverload]] = {}
     for op in (*LOWERINGS, *CONTRACTIONS, *unlowered(known)):
         packets.setdefault(name_of(op), []).append(op)
     rows = []
@@ -95,11 +96,11 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | Non
     return sorted(rows, key=lambda r: (r.family == UNLOWERED, r.family, r.name))
 
 
-def name_of(op: torch._ops.OpOverload) -> str:
+def name_of(op: OpOverload) -> str:
     return str(op.overloadpacket)
 
 
-def family_of(overloads: list[torch._ops.OpOverload]) -> str:
+def family_of(overloads: list[OpOverload]) -> str:
     if any(o in CONTRACTIONS for o in overloads):
         return LIBRARY
     return next((FAMILIES[o] for o in overloads if o in FAMILIES), UNLOWERED)
@@ -124,12 +125,11 @@ def hands_over(lowering: Callable[..., Any], depth: int = 2) -> bool:
 def opinfo_dtypes() -> dict[str, Dtypes]:
     """Operator name -> the dtypes it has on the CPU. Empty where PyTorch's test tables cannot be imported."""
     try:
-        tables: ModuleType = importlib.import_module("torch.testing._internal.common_methods_invocations")
+        from flambeau.torch_compat.testing import operator_tables
     except ImportError:  # they need packages that PyTorch itself does not
         return {}
     out: dict[str, Dtypes] = {}
-    lists = [n for n in dir(tables) if n == "op_db" or n.startswith("foreach_") and n.endswith("_op_db")]
-    for info in (info for name in lists for info in getattr(tables, name)):
+    for info in operator_tables():
         forward, backward = set(info.supported_dtypes("cpu")), set(info.supported_backward_dtypes("cpu"))
         last, whole = info.name.rpartition(".")[2], info.name.replace(".", "_")
         names = (last, whole, info.aten_name, info.aten_backward_name)
@@ -153,23 +153,23 @@ def lookup(name: str, known: dict[str, Dtypes]) -> set[torch.dtype] | None:
         short = short.removesuffix(ending)
 
 
-def unlowered(known: dict[str, Dtypes]) -> list[torch._ops.OpOverload]:
+def unlowered(known: dict[str, Dtypes]) -> list[OpOverload]:
     """Operators that a captured graph calls as they are: neither lowered, nor taken apart, nor a contraction.
 
     Of PyTorch's thousands of internal ones, those of its core set and those that OpInfo tests on the CPU.
     """
     # torch 2.11 takes the forms with named dimensions apart, into the others.
     taken_apart = (o for o in decompositions()
-                   if isinstance(o, torch._ops.OpOverload) and "dimname" not in o._overloadname)
+                   if isinstance(o, OpOverload) and "dimname" not in o._overloadname)
     handled = {name_of(o) for o in (*LOWERINGS, *CONTRACTIONS, *taken_apart)}
     out = []
-    for full in torch._C._dispatch_get_all_op_names():
+    for full in all_operator_names():
         namespace, _, rest = full.partition("::")
         name, _, overload = rest.partition(".")
         if namespace != "aten" or name.endswith("_backward") or f"aten.{name}" in handled:
             continue
         op = getattr(getattr(torch.ops.aten, name), overload or "default")
-        composite = op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        composite = op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
         tensors = any("Tensor" in str(r.type) for r in op._schema.returns)
         wanted = bool(known[name][0]) if name in known else torch.Tag.core in op.tags
         if wanted and tensors and not composite and not op._schema.is_mutable:

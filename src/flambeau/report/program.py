@@ -14,6 +14,7 @@ from flambeau.ir.index import Sym
 from flambeau.ir.program import AnyKernel, Call, ContractKernel, Copy, Launch, LoopKernel, ScanKernel, TableKernel
 from flambeau.ops.registry import FAMILIES
 from flambeau.schedule.memory import nbytes, values_in
+from flambeau.torch_compat.ops import OpOverload
 
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
          torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
@@ -100,7 +101,7 @@ def reasons(graph: Compiled) -> dict[str, str]:
 
 
 def is_getitem(n: fx.Node) -> bool:
-    return not isinstance(n.target, torch._ops.OpOverload)
+    return not isinstance(n.target, OpOverload)
 
 
 def typed(dtype: torch.dtype, shape: Iterable[Any]) -> str:

@@ -1,4 +1,4 @@
-"""The page docs/settings.md: the table, written from the one list in `flambeau.config`, and what is trusted.
+"""The page docs/settings.md: tables of settings and of changes to torch, from the lists in the code; what is trusted.
 
 python -m flambeau.report.settings > docs/settings.md
 """
@@ -6,6 +6,7 @@ python -m flambeau.report.settings > docs/settings.md
 from __future__ import annotations
 
 from flambeau.config import SETTINGS, Setting
+from flambeau.torch_compat.patches import PATCHES, Patch
 
 HEAD = """# Settings
 
@@ -48,9 +49,27 @@ Also trusted are the C++ compiler that `FLAMBEAU_CXX` names, the drivers and Tri
 they may have (PoCL: `POCL_CACHE_DIR`), and packages that add a target.
 """
 
+PATCHED = """
+## What is changed in torch
+
+Some of what Flambeau does has no hook in torch. All of it is listed here (`torch_compat/patches.py`). Calls that are
+not Flambeau's pass through a change as they are, and each has an undo. Most last as long as a compilation by this
+backend. The others stay, and everybody in the process meets them: `FLAMBEAU_PATCHES=0` leaves these out, at the
+price that their reasons name, and `flambeau.torch_compat.patches.undo_lasting()` takes them back.
+
+| name | what is changed | when | why | torch |
+|---|---|---|---|---|
+"""
+
 
 def page() -> str:
-    return HEAD + "".join(f"| `{s.name}` | `{s.env}` | {_default(s)} | {s.doc} |\n" for s in SETTINGS) + TRUST
+    settings = "".join(f"| `{s.name}` | `{s.env}` | {_default(s)} | {s.doc} |\n" for s in SETTINGS)
+    return HEAD + settings + TRUST + PATCHED + "".join(map(_row, PATCHES))
+
+
+def _row(p: Patch) -> str:
+    name = f"`{p.name}`, stays" if p.lasting else f"`{p.name}`"
+    return f"| {name} | {p.what} | {p.scope} | {p.reason} | {p.versions} |\n"
 
 
 def _default(setting: Setting) -> str:

@@ -29,6 +29,7 @@ from flambeau.targets.base import Allocator, Build, Launch, Plan, Source, Step, 
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.launch import CTYPES, Launcher, build_launcher, stored_launcher
 from flambeau.targets.toolchain import CompilerKilled, Toolchain, find_toolchain
+from flambeau.torch_compat import memory as torch_memory
 
 if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
@@ -78,7 +79,7 @@ class CpuTarget(Target):
         self._start()
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.c.kernel import INEXACT
+        from flambeau.codegen.c.dialect import INEXACT
         from flambeau.ir.capabilities import Capabilities
 
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
@@ -140,7 +141,7 @@ class CpuTarget(Target):
 
     def allocator(self, device: torch.device) -> Allocator:
         # It takes half the time of torch.empty_strided, which parses keywords.
-        allocate: Allocator = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+        allocate: Allocator = torch_memory.empty_strided_cpu
         return allocate
 
     def _start(self) -> None:

@@ -31,6 +31,8 @@ from flambeau.targets.launch import extension
 from flambeau.targets.search import OpenPlan, is_open, offered
 from flambeau.targets.toolchain import find_toolchain
 from flambeau.targets.triton_compile import Code, Facts, TritonCompiler
+from flambeau.torch_compat import cuda as torch_cuda
+from flambeau.torch_compat import memory as torch_memory
 
 if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
@@ -49,7 +51,7 @@ class BlockTarget(Target):
     """A target whose kernels are written in Triton."""
 
     def render(self, kernel: AnyKernel, name: str) -> BlockSource:
-        from flambeau.codegen.triton.blocks import render
+        from flambeau.codegen.triton.kernel import render
 
         return render(kernel, name)
 
@@ -88,7 +90,7 @@ class CudaTarget(BlockTarget):
     # ---- what it is ------------------------------------------------------------------------------------
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.triton.blocks import CAPABILITIES
+        from flambeau.codegen.triton.dialect import CAPABILITIES
 
         return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
                        arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there
@@ -103,13 +105,13 @@ class CudaTarget(BlockTarget):
     @cached_property
     def current_device(self) -> Callable[[], int]:
         torch.cuda.init()
-        device: Callable[[], int] = torch._C._cuda_getDevice
+        device: Callable[[], int] = torch_cuda.get_device
         return device
 
     @cached_property
     def current_stream(self) -> Callable[[int], int]:
         """The address of a device's current stream."""
-        stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        stream: Callable[[int], int] = torch_cuda.current_raw_stream
         return stream
 
     # ---- kernels ---------------------------------------------------------------------------------------
@@ -151,12 +153,12 @@ class CudaTarget(BlockTarget):
 
     def allocator(self, device: torch.device) -> Allocator:
         # On the current device, in half the time of torch.empty_strided, which parses keywords.
-        allocate: Allocator = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+        allocate: Allocator = torch_memory.empty_strided_cuda
         return allocate
 
     def queue(self) -> Hashable | None:
         # A graph that is being captured will run again, whenever it likes: nobody else may use its memory.
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if torch_cuda.is_current_stream_capturing():
             return None
         device = self.current_device()
         return device, self.current_stream(device)
@@ -165,7 +167,7 @@ class CudaTarget(BlockTarget):
         return torch.cuda.device(device)
 
     def guarded(self, run: Run, device: torch.device) -> Run:
-        exchange, back = torch._C._cuda_exchangeDevice, torch._C._cuda_maybeExchangeDevice
+        exchange, back = torch_cuda.exchange_device, torch_cuda.maybe_exchange_device
         index = device.index or 0
 
         def run_on_device(args: list[Any]) -> list[Any]:

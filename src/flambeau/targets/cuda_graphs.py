@@ -13,6 +13,7 @@ import torch
 
 from flambeau.ir.faults import error_of
 from flambeau.targets.base import Plan, Recorder, Recording, Run
+from flambeau.torch_compat import cuda as torch_cuda
 
 if TYPE_CHECKING:
     from flambeau.targets.cuda import CudaTarget
@@ -107,8 +108,8 @@ def abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     """
     _FAILED.append(graph)
     device = torch.cuda.current_device()
-    if attempt(torch._C._cuda_endAllocateToPool, device, pool):
-        attempt(torch._C._cuda_releasePool, device, pool)  # else it ended so far that the graph does it
+    if attempt(torch_cuda.end_allocate_to_pool, device, pool):
+        attempt(torch_cuda.release_pool, device, pool)  # else it ended so far that the graph does it
     if not attempt(capture_nothing, torch.cuda.Stream()):
         warnings.warn("flambeau: a CUDA graph capture failed, and torch's random numbers may raise from now on; "
                       "options={'graphs': False} avoids it", stacklevel=2)

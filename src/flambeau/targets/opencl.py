@@ -71,7 +71,8 @@ class OpenClTarget(Target):
         return self.render(kernel, name, True)
 
     def render(self, kernel: AnyKernel, name: str, bounded: bool = False) -> RangeSource:
-        from flambeau.codegen.simt.kernel import dtypes_of, render
+        from flambeau.codegen.simt.kernel import dtypes_of
+        from flambeau.codegen.simt.opencl import render
         from flambeau.ir.program import TableKernel
 
         assert not isinstance(kernel, TableKernel), "buffers have no addresses here"

@@ -27,7 +27,8 @@ from codegen.c.test_loops import (
     swapped,
 )
 from codegen.programs import built, run
-from flambeau.codegen.simt.kernel import OpenCL, bits_of, host_text
+from flambeau.codegen.simt.opencl import OpenCL, bits_of
+from flambeau.codegen.source import host_text
 from flambeau.ir import build
 from flambeau.ir.expr import check, const
 from flambeau.ir.index import Sym, as_index, ceildiv

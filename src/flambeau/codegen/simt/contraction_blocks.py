@@ -13,49 +13,44 @@ from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
+from flambeau.ir.tuning import CPU
 
-from ..writer import LANES
-from .contractions import FUSED, ContractWriter
+from ..dialect import LANES
+from .contractions import ContractWriter
 from .cpu_threads import SHARES
-from .kernel import VECTOR, Draft, OpenCL, Shape
+from .dialect import LaunchDraft, Shape, SimtDialect
 from .range_guards import guard_of
-
-ROWS, VECTORS = 6, 2  # so many vectors for sums: 16 registers are enough
-# The largest blocks: both factors and the result of one fit a second-level cache together.
-MOST_ROWS, MOST_COLUMNS, DEPTH = 192, 256, 256
-GAP = 64  # bytes between rows of an array: rows a power of two apart would share few lines of the cache
-SMALL = 1 << 16  # products below which there is nothing to divide
 
 
 class Blocks(ContractWriter):
-    def __init__(self, dialect: OpenCL, kernel: ContractKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
         size = self.dtype.itemsize
-        self.lanes = VECTOR // size
-        self.vector = f"{self.kind}{self.lanes}"
-        self.wide = VECTORS * self.lanes
+        self.lanes = CPU.vector_bytes // size
+        self.vector = dialect.vector(self.kind, self.lanes)
+        self.wide = CPU.tile_vectors * self.lanes
         rows, columns, depth = (volume(vars) for vars in (kernel.rows, kernel.columns, kernel.depth))
-        self.high = best_height(rows.const) if rows.is_const else ROWS
-        self.most_columns = MOST_COLUMNS * 4 // size
-        self.block_rows = fitted(rows.const if rows.is_const else MOST_ROWS, self.high, MOST_ROWS)
+        self.high = best_height(rows.const) if rows.is_const else CPU.tile_high
+        self.most_columns = CPU.block_columns * 4 // size
+        self.block_rows = fitted(rows.const if rows.is_const else CPU.block_rows, self.high, CPU.block_rows)
         self.block_columns = fitted(columns.const if columns.is_const else self.most_columns, self.wide,
                                     self.most_columns)
         if rows.is_const and columns.is_const:
             self.balance(rows.const, columns.const, shape.units)
         self.depth = self.stretch(depth)
         self.small = all(n.is_const for n in (rows, columns, depth, volume(kernel.batch))) and \
-            (rows * columns * depth * volume(kernel.batch)).const < SMALL
-        gap = GAP // size
+            (rows * columns * depth * volume(kernel.batch)).const < CPU.small_product
+        gap = CPU.block_gap // size
         self.deep_left = is_deep(kernel.left, kernel.rows, kernel.depth)
         self.left_row = (self.depth if self.deep_left else self.block_rows) + gap
         self.right_row = self.block_columns + gap
 
     def stretch(self, depth: Index) -> int:
         """Of the depth at once: whole lines of the innermost variable, if they are short."""
-        n = depth.const if depth.is_const and depth.const else DEPTH
+        n = depth.const if depth.is_const and depth.const else CPU.block_depth
         line = volume(self.k.depth[-1:])
-        whole = line.const if line.is_const and 1 < line.const < DEPTH else 1
-        return min(n, DEPTH // whole * whole)
+        whole = line.const if line.is_const and 1 < line.const < CPU.block_depth else 1
+        return min(n, CPU.block_depth // whole * whole)
 
     def balance(self, rows: int, columns: int, units: int) -> None:
         """Smaller blocks where there would be too few for all cores."""
@@ -71,7 +66,7 @@ class Blocks(ContractWriter):
 
     # ---- the whole -------------------------------------------------------------------------------------
 
-    def write(self) -> Draft:
+    def write(self) -> LaunchDraft:
         k = self.k
         arrays = {"lefts": (self.block_rows if self.deep_left else self.depth) * self.left_row,
                   "rights": self.depth * self.right_row, "sums": self.block_rows * self.block_columns}
@@ -79,29 +74,30 @@ class Blocks(ContractWriter):
             self.line(f"{self.kind} {name}[{length}] alignas(64);")
         rows, columns = self.length(k.rows), self.length(k.columns)
         high, wide = (f"(({n} + {b - 1}) / {b})" for n, b in ((rows, self.block_rows), (columns, self.block_columns)))
-        self.line(f"const long all = {high} * {wide} * {self.length(k.batch)};")
-        self.line("const long last = all * (fl_thread() + 1) / fl_threads();")
-        with self.scope("for (long block = all * fl_thread() / fl_threads(); block < last; ++block) {", k.batch):
-            self.line(f"const long c0 = block % {wide} * {self.block_columns}, line = block / {wide};")
-            self.line(f"const long r0 = line % {high} * {self.block_rows};")
-            self.line(f"const long r1 = fl_imin(r0 + {self.block_rows}, {rows});")
-            self.line(f"const long c1 = fl_imin(c0 + {self.block_columns}, {columns});")
-            self.line(f"const long item = line / {high};")
+        self.line(f"const {self.d.long} all = {high} * {wide} * {self.length(k.batch)};")
+        self.line(f"const {self.d.long} last = all * ({self.d.thread} + 1) / {self.d.threads};")
+        first = f"all * {self.d.thread} / {self.d.threads}"
+        with self.scope(f"for ({self.d.long} block = {first}; block < last; ++block) {{", k.batch):
+            self.line(f"const {self.d.long} c0 = block % {wide} * {self.block_columns}, line = block / {wide};")
+            self.line(f"const {self.d.long} r0 = line % {high} * {self.block_rows};")
+            self.line(f"const {self.d.long} r1 = {self.fl}imin(r0 + {self.block_rows}, {rows});")
+            self.line(f"const {self.d.long} c1 = {self.fl}imin(c0 + {self.block_columns}, {columns});")
+            self.line(f"const {self.d.long} item = line / {high};")
             self.decompose("item", k.batch)
             self.multiply()
             with self.walk(self.rows, "r0", "r1") as r, self.walk(self.columns, "c0", "c1", LANES) as c:
                 self.finish(f"sums[{r} * {self.block_columns} + {c}]")
-        return Draft(self, "1" if self.small else SHARES, before=tuple(self.tile()))
+        return LaunchDraft(self, "1" if self.small else SHARES, before=tuple(self.tile()))
 
     def multiply(self) -> None:
         """The sums of a block, stretch by stretch of the depth."""
         depth = self.length(self.k.depth)
-        with self.scope(f"for (long k0 = 0; k0 < fl_imax({depth}, 1); k0 += {self.depth}) {{"):
-            self.line(f"const long k1 = fl_imin(k0 + {self.depth}, {depth});")
+        with self.scope(f"for ({self.d.long} k0 = 0; k0 < {self.fl}imax({depth}, 1); k0 += {self.depth}) {{"):
+            self.line(f"const {self.d.long} k1 = {self.fl}imin(k0 + {self.depth}, {depth});")
             self.bring_left()
             self.bring_right()
-            with self.scope(f"for (long c = 0; c < c1 - c0; c += {self.wide}) "
-                            f"for (long r = 0; r < r1 - r0; r += {self.high}) {{"):
+            with self.scope(f"for ({self.d.long} c = 0; c < c1 - c0; c += {self.wide}) "
+                            f"for ({self.d.long} r = 0; r < r1 - r0; r += {self.high}) {{"):
                 left = f"r * {self.left_row}" if self.deep_left else "r"
                 self.line(f"KERNEL_NAME_tile(sums + r * {self.block_columns} + c, lefts + {left}, rights + c, "
                           "k1 - k0, k0 == 0);")
@@ -125,7 +121,8 @@ class Blocks(ContractWriter):
         `deep`: in memory the depth is contiguous; `lined`: in the array the points are."""
         lo, hi = f"{name}0", f"{name}1"
         with self.scope(f"if (({hi} - {lo}) % {step} != 0) {{"):
-            self.line(f"for (long k = 0; k < k1 - k0; ++k) for (long x = {hi} - {lo}; x % {step} != 0; ++x) "
+            long = self.d.long
+            self.line(f"for ({long} k = 0; k < k1 - k0; ++k) for ({long} x = {hi} - {lo}; x % {step} != 0; ++x) "
                       f"{place.format(**{name: 'x', 'k': 'k'})} = 0;")
         lanes = LANES if deep != lined else None
         own, (factor,) = joined(own, factor)
@@ -148,26 +145,27 @@ class Blocks(ContractWriter):
         holds = "" if guard.holds.op == "const" else f"!{self.value(guard.holds)} ? {end} : "
         low = high = ""
         for bound in guard.lows:
-            low = f"fl_imax({low or first}, {self.index(bound)})"
+            low = f"{self.fl}imax({low or first}, {self.index(bound)})"
         for bound in guard.highs:
-            high = f"fl_imin({high or end}, {self.index(bound)})"
-        self.line(f"const long {lo} = {holds}fl_imin({low or first}, {end});")
-        self.line(f"const long {hi} = fl_imax({lo}, {high or end});")
+            high = f"{self.fl}imin({high or end}, {self.index(bound)})"
+        self.line(f"const {self.d.long} {lo} = {holds}{self.fl}imin({low or first}, {end});")
+        self.line(f"const {self.d.long} {hi} = {self.fl}imax({lo}, {high or end});")
         return [(first, lo, None), (lo, hi, guard.inside), (hi, end, None)]
 
     # ---- a tile ----------------------------------------------------------------------------------------
 
     def tile(self) -> list[str]:
         """A function: rows times vectors of sums in registers, while the depth goes past."""
-        v, each = self.vector, [(r, c) for r in range(self.high) for c in range(VECTORS)]
+        v, each = self.vector, [(r, c) for r in range(self.high) for c in range(CPU.tile_vectors)]
         left = "l[{} * " + str(self.left_row) + " + k]" if self.deep_left else "l[k * " + str(self.left_row) + " + {}]"
         place = f"*({v}*)(sums + {{}} * {self.block_columns} + {{}})"
-        out = [f"FL_INLINE void KERNEL_NAME_tile({self.kind}* sums, const {self.kind}* l, const {self.kind}* r, "
-               "long n, bool first) {", f"  {FUSED}"]
-        out += [f"  {v} s{r}_{c} = first ? ({v})(0) : {place.format(r, c * self.lanes)};" for r, c in each]
-        out.append("  for (long k = 0; k < n; ++k) {")
+        out = [f"{self.d.inlined} void KERNEL_NAME_tile({self.kind}* sums, const {self.kind}* l, const {self.kind}* r, "
+               f"{self.d.long} n, bool first) {{", f"  {self.d.contracted}"]
+        zeros = self.d.zeros.format(v)
+        out += [f"  {v} s{r}_{c} = first ? {zeros} : {place.format(r, c * self.lanes)};" for r, c in each]
+        out.append(f"  for ({self.d.long} k = 0; k < n; ++k) {{")
         out += [f"    const {v} v{c} = *(const {v}*)(r + k * {self.right_row} + {c * self.lanes});"
-                for c in range(VECTORS)]
+                for c in range(CPU.tile_vectors)]
         out += [f"    s{r}_{c} += {left.format(r)} * v{c};" for r, c in each]
         out.append("  }")
         out += [f"  {place.format(r, c * self.lanes)} = s{r}_{c};" for r, c in each]
@@ -176,12 +174,12 @@ class Blocks(ContractWriter):
 
 def is_long(v: Sym) -> bool:
     """Whether it pays to find out where a line begins and ends, rather than to ask for each element."""
-    return not v.size.is_const or v.size.const >= VECTOR // 2
+    return not v.size.is_const or v.size.const >= CPU.vector_bytes // 2
 
 
 def best_height(rows: int) -> int:
     """Of a tile: that which wastes the least of its last one."""
-    return min(range(ROWS, 0, -1), key=lambda h: -(-rows // h) * (h + 1))
+    return min(range(CPU.tile_high, 0, -1), key=lambda h: -(-rows // h) * (h + 1))
 
 
 def fitted(size: int, step: int, most: int) -> int:

@@ -14,20 +14,17 @@ from flambeau.ir.lines import joined
 from flambeau.ir.program import ContractKernel
 
 from ..c.nest import NestWriter
-from ..writer import Steps
-from .kernel import ClWriter, OpenCL
-
-# What sums are kept in: integers wrap around, which only unsigned ones may.
-SUMS = {torch.float32: "float", torch.float64: "double", torch.int64: "ulong"}
-FUSED = "#pragma OPENCL FP_CONTRACT ON"  # a product and its sum are rounded once, in one instruction
+from ..dialect import Steps
+from .dialect import UNSIGNED, SimtDialect, SimtWriter
 
 
-class ContractWriter(ClWriter, NestWriter):
-    def __init__(self, dialect: OpenCL, kernel: ContractKernel) -> None:
+class ContractWriter(SimtWriter, NestWriter):
+    def __init__(self, dialect: SimtDialect, kernel: ContractKernel) -> None:
         super().__init__(dialect, kernel)
         self.k = kernel
         self.dtype: DType = kernel.left.dtype
-        self.kind = SUMS[self.dtype]
+        # What sums are kept in: integers wrap around, which only unsigned ones may.
+        self.kind = dialect.types[UNSIGNED.get(self.dtype, self.dtype)]
         # What follows the sum walks points as its own addresses do: often several variables as one.
         places = [Expr("index", torch.int64, (), address) for _, address in kernel.stores]
         exprs: tuple[Expr, ...] = (*(i.exprs[0] for i in kernel.items), *places)
@@ -64,7 +61,7 @@ class ContractWriter(ClWriter, NestWriter):
         with self.scope(f"for ({long} {at} = {lo}; {at} < {hi};) {{", outer):
             self.line(f"const {long} {rest} = {at} / {self.extent(last)}, {first} = {at} % {self.extent(last)};")
             self.decompose(rest, outer)
-            self.line(f"const {long} {end} = fl_imin({self.extent(last)}, {first} + {hi} - {at});")
+            self.line(f"const {long} {end} = {self.fl}imin({self.extent(last)}, {first} + {hi} - {at});")
             self.line(f"const {long} {off} = {at} - {lo} - {first};")
             yield first, end, off
             self.line(f"{at} += {end} - {first};")

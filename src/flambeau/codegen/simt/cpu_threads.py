@@ -1,4 +1,4 @@
-"""OpenCL on CPUs: a work-item is a thread, and the loops are those of the C++ kernels.
+"""On CPUs a work-item is a thread, and the loops are those of the C++ kernels.
 
 Where C++ divides a nest of loops among OpenMP's threads, here each work-item takes its share of it. Work-items do not
 wait for each other, so what C++ does in several steps becomes several launches: a scatter's start and its writes, and
@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from flambeau.ir.index import Index, Sym
-from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.index import Sym
+from flambeau.ir.program import Item
 
-from ..c.loops import LoopWriter
+from ..c.columns import ColumnWriter
+from ..c.maps import MapWriter
 from ..c.nest import NestWriter
+from ..c.rows import RowWriter
 from ..c.scans import ScanWriter
 from ..c.scatters import ScatterWriter
-from ..writer import TEAM, Scope, Shares, Steps
-from .kernel import ClWriter, Draft, OpenCL, Shape
+from ..dialect import TEAM, Shares, Steps
+from ..writer import Scope
+from .dialect import LaunchDraft, SimtWriter
 
 SHARES = "4 * units"  # several for each core: they need not take equally long
 EACH = "units"  # where every work-item passes over all that belongs to others
 
 
-class Threads(ClWriter, NestWriter):
+class Threads(SimtWriter, NestWriter):
     items = "1"
 
     @contextmanager
@@ -39,19 +42,19 @@ class Threads(ClWriter, NestWriter):
         bound = {v for v, *_ in loops} | {self.ranges[v][2] for v in vars if v in self.ranges}
         counts = [trips(lo, hi, step) for _, lo, hi, step in loops]
         total, at, end = (self.fresh(x) for x in ("all", "at", "end"))
-        self.line(f"const long {total} = {' * '.join(counts)};")
-        self.line(f"const long {end} = {total} * (fl_thread() + 1) / fl_threads();")
-        header = f"for (long {at} = {total} * fl_thread() / fl_threads(); {at} < {end}; ++{at}) {{"
+        self.line(f"const {self.d.long} {total} = {' * '.join(counts)};")
+        self.line(f"const {self.d.long} {end} = {total} * ({self.d.thread} + 1) / {self.d.threads};")
+        header = f"for ({self.d.long} {at} = {total} * {self.d.thread} / {self.d.threads}; {at} < {end}; ++{at}) {{"
         with self.scope(header, bound) as s:
             rest = at
             for k, ((v, lo, _, step), count) in enumerate(zip(reversed(loops), reversed(counts), strict=True)):
                 last = k == len(loops) - 1
                 place = rest if last else f"{rest} % ({count})"
                 place = place if step == "1" else f"({place}) * {step}"
-                self.line(f"const long {self.sym(v)} = {place if lo == '0' else f'{lo} + {place}'};")
+                self.line(f"const {self.d.long} {self.sym(v)} = {place if lo == '0' else f'{lo} + {place}'};")
                 if not last:
                     rest, before = self.fresh("q"), rest
-                    self.line(f"const long {rest} = {before} / ({count});")
+                    self.line(f"const {self.d.long} {rest} = {before} / ({count});")
             yield s
 
     @contextmanager
@@ -62,8 +65,8 @@ class Threads(ClWriter, NestWriter):
         with super().scope(header, vars, footer, how, counted) as s:
             yield s
 
-    def draft(self) -> Draft:
-        return Draft(self, self.items)
+    def draft(self) -> LaunchDraft:
+        return LaunchDraft(self, self.items)
 
 
 def trips(lo: str, hi: str, step: str) -> str:
@@ -71,19 +74,21 @@ def trips(lo: str, hi: str, step: str) -> str:
     return span if step == "1" else f"(({span} + {step} - 1) / {step})"
 
 
-class ThreadLoops(Threads, LoopWriter):
-    def is_long(self, points: Index) -> bool:
-        return False
-
+class ThreadMap(Threads, MapWriter):
     def settled(self, items: list[Item], v: Sym) -> list[Item]:
         return items  # every work-item would have to look at all of them
 
 
+class ThreadRows(Threads, RowWriter):
+    pass
+
+
+class ThreadColumns(Threads, ColumnWriter):
+    pass
+
+
 class ThreadScan(Threads, ScanWriter):
-    def rows(self) -> None:
-        k = self.k
-        with self.nest(k.outer, self.parallel((*k.outer, k.axis), self.cost, 1) if k.outer else None):
-            self.stretch(self.declare(self.needed))
+    pass
 
 
 class ThreadScatter(Threads, ScatterWriter):
@@ -97,21 +102,5 @@ class ThreadStart(Threads, ScatterWriter):
     pass
 
 
-def write_threads(kernel: Kernel, shape: Shape) -> list[Draft]:
-    from .contraction_blocks import Blocks
-
-    dialect = OpenCL(bounded=shape.bounded)
-    if isinstance(kernel, ContractKernel):
-        return [Blocks(dialect, kernel, shape).write()]
-    if isinstance(kernel, LoopKernel | ScanKernel):
-        one = ThreadLoops(dialect, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(dialect, kernel)
-        one.render()
-        return [one.draft()]
-    assert isinstance(kernel, ScatterKernel)
-    writes = ThreadScatter(dialect, kernel)
-    writes.render()
-    if not writes.begins:
-        return [writes.draft()]
-    start = ThreadStart(dialect, kernel)
-    start.start()
-    return [start.draft(), writes.draft()]
+LOOPS: dict[str, type[ThreadMap | ThreadRows | ThreadColumns]] = {
+    **dict.fromkeys(("points", "lines", "chunks", "tiles"), ThreadMap), "rows": ThreadRows, "columns": ThreadColumns}

@@ -1,4 +1,4 @@
-"""OpenCL on GPUs: a row is the work of one group, whose work-items read what lies side by side.
+"""On GPUs a row is the work of one group, whose work-items read what lies side by side.
 
 A reduction leaves a state with each work-item; these are joined in local memory. A row that fits into the registers
 of a group is read once, whatever is done with it. Scans of rows are in `scans.py`.
@@ -13,23 +13,14 @@ from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Sym, volume
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of, reductions_of
+from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of
+from flambeau.ir.tuning import POINTS
 
-from ..writer import Dialect, Scope
-from .kernel import Shape
-from .points import SHORT, PointLoops
-from .wide_access import FULL, Several
-
-LEAST = 32  # work-items of a group
-LINES = 4  # accesses of a work-item that are under way at once: with more work-items there is more to join
-STEP = 16  # elements of a work-item in each part of a row that does not fit into registers
-BARRIER = "barrier(CLK_LOCAL_MEM_FENCE);"
-
-
-def is_row(k: LoopKernel) -> bool:
-    """Whether what is contiguous is reduced, and long enough for a group."""
-    length = volume(k.inner)
-    return k.vector in k.inner and k.bounds is None and not (length.is_const and length.const <= SHORT)
+from ..dialect import Dialect
+from ..writer import Scope
+from .dialect import Shape
+from .points import PointLoops, States
+from .wide_access import Several
 
 
 def power_below(n: int) -> int:
@@ -45,18 +36,18 @@ class Rows(Several):
 
     def divide(self, shape: Shape, words: int) -> None:
         """How many work-items a group has, and elements each, if an element takes so many registers."""
-        most = max(self.lanes, power_below(max(FULL // words, 1)))
+        most = max(self.lanes, power_below(max(POINTS.registers // words, 1)))
         if not self.number.is_const:
-            self.group, self.each = power_below(shape.group), max(self.lanes, min(most, STEP))
+            self.group, self.each = power_below(shape.group), max(self.lanes, min(most, POINTS.step))
             return
         limit, lines = shape.group, max(-(-self.number.const // self.lanes), 1)
         while limit <= shape.largest:  # larger ones where a row does not fit otherwise
-            self.group = power_below(max(min(2 * -(-lines // LINES) - 1, limit), LEAST))
+            self.group = power_below(max(min(2 * -(-lines // POINTS.lines) - 1, limit), POINTS.smallest_group))
             self.each = -(-lines // self.group) * self.lanes
             if self.each <= most:
                 return
             limit *= 2
-        self.group, self.each = power_below(shape.group), max(self.lanes, min(most, STEP))
+        self.group, self.each = power_below(shape.group), max(self.lanes, min(most, POINTS.step))
 
     def is_held(self) -> bool:
         """Whether the elements of its work-items are all of a row."""
@@ -75,8 +66,8 @@ class Rows(Several):
     def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
         self.total = volume(vars) * self.group
         row = self.fresh("row")
-        self.line(f"const int {self.me} = get_local_id(0);")
-        self.line(f"const {self.d.long} {row} = get_group_id(0);")
+        self.line(f"const int {self.me} = {self.d.lane};")
+        self.line(f"const {self.d.long} {row} = {self.d.group};")
         with self.scope("{", vars) as s:
             self.decompose(row, vars)
             yield s
@@ -89,7 +80,7 @@ class Rows(Several):
             if key not in self._arrays:
                 self._arrays[key] = self.fresh("r")
                 # The function's own scope is the only one where they may stand.
-                self.scopes[0].lines.append(f"__local {key[0]} {self._arrays[key]}[{times * self.group}];")
+                self.scopes[0].lines.append(f"{self.d.local} {key[0]} {self._arrays[key]}[{times * self.group}];")
         return [self._arrays[key] for key in keys]
 
 
@@ -118,7 +109,7 @@ class RowLoops(Rows, PointLoops):
     def write(self) -> None:
         exprs = self.k.everything()
         held = self.is_held()
-        place = "" if held else "__local "
+        place = "" if held else f"{self.d.local} "
         for name in sorted(self.k.scratch):
             size = str(self.each) if held else self.index(volume(self.k.inner))
             self.line(f"{place}{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{size}];")
@@ -133,20 +124,14 @@ class RowLoops(Rows, PointLoops):
     def emit(self, e: Expr) -> tuple[int, str]:
         if e.op == "local" and self.is_held() and self.local(e.attr) is None:
             array = self.scratch(e.attr) if e.attr in self.k.scratch else self.kept[e.attr]
-            return len(self.scopes) - 1, self.stored_as(f"{array}[{self.current}]", e.dtype)
+            return len(self.scopes) - 1, self.as_value(f"{array}[{self.current}]", e.dtype)
         return super().emit(e)
 
-    def stage(self, stage: Sequence[Item]) -> None:
-        if stage[0].level == "outer" and stage[0].combine is None:
-            for i in stage:
-                self.map_item(i)
-            return
-        reductions = reductions_of(stage)
-        stored = [n for i in stage if i.combine is None for n in i.names if n in self.full]
-        states = self.declare(reductions)
+    def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: States) -> None:
+        stored = [n for i in items if i.combine is None for n in i.names if n in self.full]
         # A work-item meets the same points in every stage: what it stored, it may read again.
         with self.stretches() as base:
-            reads = self.ahead(exprs_of(stage))
+            reads = self.ahead(exprs_of(items))
             if self.is_held():
                 reads = [e for e in reads if e not in self.held]
             else:
@@ -155,12 +140,10 @@ class RowLoops(Rows, PointLoops):
             for _ in self.in_parts(bool(reads) and self.is_held()):
                 self.fetch(reads, base)
                 with self.every() as self.current, self.element(self.current, base, "skip"):
-                    self.body(stage, states)
+                    self.body(items, states)
                 self.flush(stored, base)
         for i in reductions:
-            joined = self.joined(i.joins, [states[n] for n in i.names])
-            states.update(zip(i.names, joined, strict=True))
-        self.finish(reductions, states)
+            states.update(zip(i.names, self.joined(i.joins, [states[n] for n in i.names]), strict=True))
 
     def map_item(self, item: Item) -> None:
         name = item.names[0]
@@ -176,7 +159,7 @@ class RowLoops(Rows, PointLoops):
         arrays = self.shared(c.dtypes)
         for array, state in zip(arrays, states, strict=True):
             self.line(f"{array}[{self.me}] = {state};")
-        self.line(BARRIER)
+        self.line(self.d.barrier)
         bits = self.group.bit_length() - 1
         if bits % 2:
             self.fold(c, arrays, str(self.group // 2), 2)
@@ -186,7 +169,7 @@ class RowLoops(Rows, PointLoops):
         for array, dtype in zip(arrays, c.dtypes, strict=True):
             names.append(self.fresh("v"))
             self.line(f"const {self.d.types[dtype]} {names[-1]} = {array}[0];")
-        self.line(BARRIER)
+        self.line(self.d.barrier)
         return names
 
     def fold(self, c: Combine, arrays: Sequence[str], left: str, fan: int) -> None:
@@ -194,7 +177,7 @@ class RowLoops(Rows, PointLoops):
             for k in range(1, fan):
                 self.combine_into(c, [f"{a}[{self.me}]" for a in arrays],
                                   [f"{a}[{self.me} + {k} * {left}]" for a in arrays])
-        self.line(BARRIER)
+        self.line(self.d.barrier)
 
     def keep(self, name: str, level: str, text: str) -> None:
         if level == "full":

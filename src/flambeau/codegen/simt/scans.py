@@ -1,4 +1,4 @@
-"""OpenCL on GPUs: a scan of a row, or of some columns side by side, is the work of one group.
+"""On GPUs a scan of a row, or of some columns side by side, is the work of one group.
 
 It goes through them part by part, and carries what the elements before it came to.
 """
@@ -8,23 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
-from flambeau.ir.index import ONE, Sym, ceildiv, volume
+from flambeau.ir.index import ceildiv, volume
 from flambeau.ir.program import ScanKernel
+from flambeau.ir.tuning import POINTS
 
 from ..c.scans import ScanWriter
-from ..writer import UNROLLED, Dialect
-from .kernel import Draft, Shape
-from .points import SHORT, PointScan
-from .rows import BARRIER, Rows, power_below
-from .wide_access import FULL
-
-FEW = 4096  # rows that would leave a GPU idle if each were one work-item's
-RUN = 4  # elements of a work-item side by side in a row
-WIDE, NARROW = 32, 8  # columns of a group, and where there are few
+from ..dialect import UNROLLED
+from .dialect import Shape, SimtDialect
+from .rows import Rows, power_below
 
 
 class GroupScan(Rows, ScanWriter):
-    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         self.flat, self.number, self.around = (kernel.axis,), kernel.axis.size, frozenset(kernel.outer)
         needed = kernel.combine.needed([*self.stored.values()], stretches=True)
@@ -64,13 +59,13 @@ class RowScan(GroupScan):
 
     runs = True
 
-    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         self.choose_lanes(kernel.exprs, self.address.items())
         if kernel.reverse and not (self.number.is_const and self.number.const % self.lanes == 0):
             self.lined = False  # counted from the end, lines do not begin where accesses may
-        self.lanes = self.lanes if self.lined else RUN
-        self.turned = f".s{'fedcba9876543210'[-self.lanes:]}" if kernel.reverse else ""
+        self.lanes = self.lanes if self.lined else POINTS.scan_run
+        self.backward = kernel.reverse
         self.divide(shape, 2 * self.words)
         while self.each > self.lanes and self.each // self.lanes * self.group * 4 * self.words > shape.local:
             self.each = max(self.each // 2 // self.lanes, 1) * self.lanes
@@ -90,13 +85,13 @@ class RowScan(GroupScan):
                 with self.each_line() as line:
                     last = f"({line} + 1) * {self.lanes} - 1"
                     self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{last}]" for j in own})
-                self.line(BARRIER)
+                self.line(self.d.barrier)
                 self.tree(sums)
                 self.kept = {name: self.array(self.dtypes[name], "w") for name in self.stored}
                 with self.each_line() as line:
                     self.join(own, sums, carry, line)
                 if not self.is_held():
-                    self.line(BARRIER)
+                    self.line(self.d.barrier)
                 self.flush([*self.stored], base)
 
     def each_line(self) -> AbstractContextManager[str]:
@@ -118,10 +113,10 @@ class RowScan(GroupScan):
                 for f in (1, 2, 3):
                     with self.scope(f"if ({self.me} >= {f} * h) {{"):
                         self.put(now, self.joined({j: self.at(sums[j], line, f"me - {f} * h") for j in own}, now))
-            self.line(BARRIER)
+            self.line(self.d.barrier)
             with self.each_line() as line:
                 self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{line}]" for j in own})
-            self.line(BARRIER)
+            self.line(self.d.barrier)
 
     def join(self, own: Mapping[int, str], sums: Mapping[int, str], carry: Mapping[int, str], line: str) -> None:
         """A run with all that lies before it, to be stored."""
@@ -140,15 +135,14 @@ class RowScan(GroupScan):
 class ColumnScan(GroupScan):
     """Columns that lie side by side; of each, a work-item has a stretch of elements below each other."""
 
-    def __init__(self, dialect: Dialect, kernel: ScanKernel, shape: Shape) -> None:
+    def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
-        column = column_of(kernel)
+        column = kernel.contiguous()
         assert column is not None
         self.column = column
-        points = volume(kernel.outer)
-        self.wide = NARROW if points.is_const and points.const < FEW else WIDE
+        self.wide = kernel.form.width
         self.group = power_below(shape.group)
-        self.each = self.lanes = power_below(max(FULL // 2 // self.words, 1))
+        self.each = self.lanes = power_below(max(POINTS.registers // 2 // self.words, 1))
 
     def at_once(self) -> int:
         return self.each * self.group // self.wide
@@ -161,21 +155,22 @@ class ColumnScan(GroupScan):
         others = [x for x in self.k.outer if x is not v]
         blocks = ceildiv(v.size, self.wide)
         self.total = volume(others) * blocks * self.group
-        self.line(f"const int {self.me} = get_local_id(0);")
-        self.line(f"const {long} block = get_group_id(0), other = block / {self.index(blocks)};")
+        self.line(f"const int {self.me} = {self.d.lane};")
+        self.line(f"const {long} block = {self.d.group}, other = block / {self.index(blocks)};")
         self.line(f"const {long} column = block % {self.index(blocks)} * {self.wide} + {self.me} % {self.wide};")
         sums = dict(zip(self.kinds, self.shared([*self.kinds.values()]), strict=True))
         with self.scope("{", self.k.outer):
             self.decompose("other", others)
             # Beyond the last column it is scanned once more, and not stored.
-            self.line(f"const {long} {self.sym(v)} = min(column, ({long})({self.extent(v)} - 1));")
+            last = self.d.minimum.format("column", f"({long})({self.extent(v)} - 1)")
+            self.line(f"const {long} {self.sym(v)} = {last};")
             carry = self.declare([*self.kinds])
             with self.stretches() as base:
                 self.fetched.clear()
                 self.fetch(self.ahead(self.k.exprs), base)
                 own = self.run_elements(base)
                 self.put({j: f"{sums[j]}[{self.me}]" for j in own}, {j: f"{own[j]}[{self.each - 1}]" for j in own})
-                self.line(BARRIER)
+                self.line(self.d.barrier)
                 before = self.join(sums, carry)
                 self.kept = {name: self.array(self.dtypes[name], "w") for name in self.stored}
                 with self.every() as s:
@@ -185,7 +180,7 @@ class ColumnScan(GroupScan):
                 with self.scope(f"if (column < {self.extent(v)}) {{"):
                     self.flush([*self.stored], base)
                 if not self.is_held():
-                    self.line(BARRIER)
+                    self.line(self.d.barrier)
 
     def join(self, sums: Mapping[int, str], carry: Mapping[int, str]) -> dict[int, str]:
         """What lies before the stretch of the work-item; and what is carried on."""
@@ -196,21 +191,3 @@ class ColumnScan(GroupScan):
             self.put(carry, self.joined(carry, {j: f"{sums[j]}[k * {self.wide} + {self.me} % {self.wide}]"
                                                 for j in self.kinds}))
         return before
-
-
-def column_of(k: ScanKernel) -> Sym | None:
-    """A variable along which all results are contiguous."""
-    return next((v for v in k.outer if all(a.coefficient(v) is ONE for _, a in k.stores)), None)
-
-
-def write_scan(dialect: Dialect, k: ScanKernel, shape: Shape) -> Draft:
-    short = k.axis.size.is_const and k.axis.size.const <= SHORT
-    rows = volume(k.outer)
-    contiguous = any(a.coefficient(k.axis) is ONE for _, a in k.stores)
-    column = column_of(k)
-    wide = column is not None and not (column.size.is_const and column.size.const < NARROW)
-    few = rows.is_const and rows.const < FEW
-    kind = PointScan if short else RowScan if contiguous else ColumnScan if wide else RowScan if few else PointScan
-    scan = kind(dialect, k, shape)
-    scan.write()
-    return scan.draft()

@@ -1,4 +1,4 @@
-"""OpenCL on GPUs: maps in which one variable is contiguous here and another one there, such as a transposition.
+"""On GPUs, maps in which one variable is contiguous here and another one there, such as a transposition.
 
 A group takes a tile of both. What is contiguous along the other variable goes through local memory: it is read along
 that one, and used along the first.
@@ -6,26 +6,23 @@ that one, and used along the first.
 
 from __future__ import annotations
 
-from flambeau.ir.expr import walk
 from flambeau.ir.index import Sym, ceildiv, volume
 from flambeau.ir.program import LoopKernel
+from flambeau.ir.tuning import POINTS
 
-from ..writer import Dialect
-from .kernel import Shape
+from ..dialect import Dialect
+from .dialect import Shape
 from .points import PointLoops
-from .rows import BARRIER
-from .wide_access import MANY, Several
-
-SIDE = 64  # of a tile, at most
+from .wide_access import Several
 
 
-class Turned(Several, PointLoops):
+class Transpose(Several, PointLoops):
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         assert kernel.vector is not None and kernel.tile is not None
         self.along, self.across = kernel.vector, kernel.tile
-        self.reads = kernel.turned()
-        side = SIDE
+        self.reads = kernel.transposed_reads()
+        side = POINTS.transpose_side
         while side > 1 and self.bytes(side) > shape.local:
             side //= 2
         self.long, self.high = side_of(self.along, side), side_of(self.across, side)
@@ -42,8 +39,8 @@ class Turned(Several, PointLoops):
         self.total = volume(others) * wide * high * self.group
         arrays = {e: self.fresh("turned") for e in self.reads}
         for e, array in arrays.items():  # a column more: neighbours are not in the same bank, whichever way
-            self.line(f"__local {self.d.stored[e.dtype]} {array}[{self.long * (self.high + 1)}];")
-        self.line(f"const {long} {self.me} = get_local_id(0), block = get_group_id(0);")
+            self.line(f"{self.d.local} {self.d.stored[e.dtype]} {array}[{self.long * (self.high + 1)}];")
+        self.line(f"const {long} {self.me} = {self.d.lane}, block = {self.d.group};")
         self.line(f"const {long} x0 = block % {self.index(wide)} * {self.long}, rest = block / {self.index(wide)};")
         self.line(f"const {long} y0 = rest % {self.index(high)} * {self.high}, other = rest / {self.index(high)};")
         with self.scope("{", others):
@@ -52,16 +49,17 @@ class Turned(Several, PointLoops):
                 x, y = self.places(s, f"/ {self.high}", f"% {self.high}")
                 with self.scope("{", (along, across)):
                     for v, at in ((along, f"x0 + {x}"), (across, f"y0 + {y}")):
-                        self.line(f"const {long} {self.sym(v)} = min(({long})({at}), ({long})({self.extent(v)} - 1));")
+                        last = self.d.minimum.format(f"({long})({at})", f"({long})({self.extent(v)} - 1)")
+                        self.line(f"const {long} {self.sym(v)} = {last};")
                     for e, array in arrays.items():
                         self.line(f"{array}[{x} * {self.high + 1} + {y}] = {self.value(e)};")
-            self.line(BARRIER)
+            self.line(self.d.barrier)
             with self.every() as s:
                 x, y = self.places(s, f"% {self.long}", f"/ {self.long}")
                 with self.scope("{", (along, across)) as scope:
                     self.line(f"const {long} {self.sym(along)} = x0 + {x}, {self.sym(across)} = y0 + {y};")
                     for e, array in arrays.items():
-                        scope.known[e] = self.stored_as(f"{array}[{x} * {self.high + 1} + {y}]", e.dtype)
+                        scope.known[e] = self.as_value(f"{array}[{x} * {self.high + 1} + {y}]", e.dtype)
                     with self.scope(f"if ({self.sym(along)} < {self.extent(along)} && "
                                     f"{self.sym(across)} < {self.extent(across)}) {{", (along, across)):
                         for stage in self.k.stages:
@@ -77,9 +75,3 @@ class Turned(Several, PointLoops):
 def side_of(v: Sym, most: int) -> int:
     """The least power of two that holds the variable, if it is short."""
     return min(most, 1 << (v.size.const - 1).bit_length()) if v.size.is_const and v.size.const else most
-
-
-def is_turned_map(k: LoopKernel) -> bool:
-    points = volume(k.outer)
-    return bool(k.turned()) and not k.inner and not (points.is_const and points.const < MANY) \
-        and not any(e.op == "fold" for e in walk(*k.everything()))

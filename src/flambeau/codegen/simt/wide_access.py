@@ -1,4 +1,4 @@
-"""OpenCL on GPUs: a work-item takes several elements, reads all of them before it computes, and writes them at last.
+"""On GPUs a work-item takes several elements, reads all of them before it computes, and writes them at last.
 
 Memory is far away, and its bandwidth is what is under way at once. Elements side by side are one access of 16 bytes
 where strides allow it and, which the kernel looks at, the offsets of its tensors do. Otherwise the elements of a
@@ -10,22 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from flambeau.ir.cost import cost_of
-from flambeau.ir.dtypes import DType, is_bool
+from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
+from flambeau.ir.tuning import POINTS
 
-from ..writer import UNROLLED, Dialect, Scope
-from .kernel import Shape
+from ..dialect import UNROLLED, Dialect
+from ..writer import Scope
+from .dialect import Shape
 from .points import PointLoops, Points
-
-BYTES = 16  # of an access
-FULL = 64  # registers of 32 bits that hold what a work-item has read
-PART = 8  # elements for which a work-item reads what it does not keep
-MANY = 1 << 14  # points of a map from which on bandwidth counts
-DEAR = 96  # operations of a point for which memory does not have to hurry, and that are not written several times
 
 
 class Several(Points):
@@ -40,7 +35,7 @@ class Several(Points):
     number: Index = ONE
     me = "me"
     part: tuple[int, int] | None = None  # of these elements, the ones that are dealt with now
-    turned = ""  # how a line is turned around where elements count downward
+    backward = False  # whether elements count downward: lines are reversed on their way
     address: dict[str, Index]
 
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
@@ -71,7 +66,7 @@ class Several(Points):
         others = [e for e in loads(*exprs) if e not in reads]
         if any(e.attr[1][0].coefficient(v) is ONE for e in others):
             return  # they are made one by one, and neighbours should make them side by side
-        lanes = BYTES // max((dtype.itemsize for dtype, _ in lines), default=BYTES)
+        lanes = POINTS.access_bytes // max((dtype.itemsize for dtype, _ in lines), default=POINTS.access_bytes)
         while lanes > 1:
             rows = len(self.flat) == 1 or v.size.is_const and v.size.const % lanes == 0
             if rows and all(is_line(a, v, lanes) for _, a in lines):
@@ -84,8 +79,8 @@ class Several(Points):
         if not self.lined:
             return
         names = [e.attr[0] for e in reads if is_line(e.attr[1][0], self.flat[-1], self.lanes)] + [*stores]
-        offsets = sorted({self.short[name].replace("p", "o") for name in names})
-        self.line(f"const bool wide = (({' | '.join(offsets)}) & {self.lanes - 1}) == 0;")
+        pointers = sorted({[*self.short].index(name) for name in names}, key=str)
+        self.line(f"const bool wide = {self.d.aligned(pointers, self.lanes)};")
 
     # ---- elements --------------------------------------------------------------------------------------
 
@@ -114,18 +109,16 @@ class Several(Points):
         at, text, guard = self.fresh("q"), self.place(s, base), "{"
         if not self.is_whole():
             if beyond == "clamp":
-                text = f"min(({self.d.long})({text}), ({self.d.long})({self.index(self.number)} - 1))"
+                end = f"({self.d.long})({self.index(self.number)} - 1)"
+                text = self.d.minimum.format(f"({self.d.long})({text})", end)
             else:
                 guard = f"if ({at} < {self.index(self.number)}) {{"
         self.line(f"const {self.d.long} {at} = {text};")
         with self.scope(guard, self.flat) as scope:
             self.bind(at)
             for e, array in self.fetched.items():
-                scope.known[e] = self.stored_as(f"{array}[{s}]", e.dtype)
+                scope.known[e] = self.as_value(f"{array}[{s}]", e.dtype)
             yield scope
-
-    def stored_as(self, text: str, dtype: DType) -> str:
-        return f"({text} != 0)" if is_bool(dtype) else text
 
     @contextmanager
     def every(self, step: int = 1, end: int = 0) -> Iterator[str]:
@@ -137,7 +130,7 @@ class Several(Points):
 
     def in_parts(self, wanted: bool) -> Iterator[None]:
         """A work-item's elements some at a time, where they need not all be there at once."""
-        step = max(self.lanes, PART) if wanted else self.each
+        step = max(self.lanes, POINTS.part) if wanted else self.each
         for first in range(0, self.each, step):
             self.part = (first, min(first + step, self.each))
             yield
@@ -159,8 +152,7 @@ class Several(Points):
 
         def wide(s: str) -> None:
             for e in lines:
-                line = f"(*({self.line_at(e.attr[0], e.attr[1][0], 'const ')})){self.turned}"
-                self.line(f"vstore{self.lanes}({line}, 0, {arrays[e]} + {s});")
+                self.line(self.d.read_line(*self.line_at(e.attr[0], e.attr[1][0]), f"{arrays[e]} + {s}", self.backward))
 
         def one(s: str, which: Sequence[Expr]) -> None:
             for e in which:
@@ -179,8 +171,8 @@ class Several(Points):
 
         def wide(s: str) -> None:
             for name in names:
-                line = f"vload{self.lanes}(0, {self.kept[name]} + {s}){self.turned}"
-                self.line(f"*({self.line_at(name, self.address[name])}) = {line};")
+                place = self.line_at(name, self.address[name])
+                self.line(self.d.write_line(*place, f"{self.kept[name]} + {s}", self.backward))
 
         def one(s: str) -> None:
             for name in names:
@@ -189,9 +181,9 @@ class Several(Points):
         if names:
             self.transfer(base, "skip", wide, one)
 
-    def line_at(self, name: str, address: Index, qualifier: str = "") -> str:
-        kind = f"{self.d.stored[self.dtypes[name]]}{self.lanes}"
-        return f"(__global {qualifier}{kind}*)({self.short[name]} + {self.index(address)})"
+    def line_at(self, name: str, address: Index) -> tuple[str, int, str]:
+        """Type, number and place of elements side by side."""
+        return self.d.stored[self.dtypes[name]], self.lanes, f"{self.short[name]} + {self.index(address)}"
 
     def transfer(self, base: str, beyond: str, wide: Callable[[str], None], one: Callable[[str], None]) -> None:
         """Accesses to all elements: lines of them where that can be, otherwise one by one."""
@@ -204,14 +196,14 @@ class Several(Points):
             self.line(f"const {self.d.long} {at} = {self.place(s, base)};")
             inside = "" if self.is_whole() else f" && {at} + {self.lanes} <= {self.index(self.number)}"
             with self.scope(f"if (wide{inside}) {{", self.flat):
-                self.bind(f"{at} + {self.lanes - 1}" if self.turned else at)
+                self.bind(f"{at} + {self.lanes - 1}" if self.backward else at)
                 wide(s)
             with self.scope("else {"), self.scope(f"for (int {j} = {s}; {j} < {s} + {self.lanes}; ++{j}) {{",
                                                   how=UNROLLED), self.element(j, base, beyond):
                 one(j)
 
 
-class SeveralPoints(Several, PointLoops):
+class StreamedPoints(Several, PointLoops):
     """A map of many points."""
 
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
@@ -221,13 +213,13 @@ class SeveralPoints(Several, PointLoops):
         exprs = kernel.everything()
         self.choose_lanes(exprs, kernel.stores)
         self.reads = self.ahead(exprs)
-        widest = max((self.dtypes[name].itemsize for name, _ in kernel.accesses()), default=BYTES)
-        self.each = max(self.lanes, BYTES // widest)
+        widest = max((self.dtypes[name].itemsize for name, _ in kernel.accesses()), default=POINTS.access_bytes)
+        self.each = max(self.lanes, POINTS.access_bytes // widest)
 
     def write(self) -> None:
         chunk, long = self.at_once(), self.d.long
         self.total = ceildiv(self.number, chunk) * self.group
-        self.line(f"const {long} {self.me} = get_local_id(0), base = ({long})get_group_id(0) * {chunk};")
+        self.line(f"const {long} {self.me} = {self.d.lane}, base = ({long}){self.d.group} * {chunk};")
         self.look(self.reads, self.address)
         self.fetch(self.reads, "base")
         self.kept = {name: self.array(self.dtypes[name], "w") for name in self.address}
@@ -239,13 +231,3 @@ class SeveralPoints(Several, PointLoops):
 
     def keep(self, name: str, level: str, text: str) -> None:
         self.line(f"{self.kept[name]}[{self.current}] = {text};")
-
-
-def is_streamed(k: LoopKernel) -> bool:
-    """Whether it is a map that memory limits."""
-    points = volume(k.outer)
-    exprs = k.everything()
-    windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
-    return bool(k.outer) and not k.inner and k.bounds is None and not windows \
-        and not (points.is_const and points.const < MANY) and cost_of(exprs) <= DEAR \
-        and 0 < len(loads(*exprs)) * BYTES // 4 <= FULL

@@ -1,0 +1,27 @@
+"""CUDA's devices, streams and pools of memory, as C functions; a build of torch without CUDA has none of them.
+
+A launch asks for device and stream: torch.cuda's functions of Python take some 0.5 us each, these a tenth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+NAMES = {
+    "get_device": "_cuda_getDevice",
+    "current_raw_stream": "_cuda_getCurrentRawStream",
+    "exchange_device": "_cuda_exchangeDevice",
+    "maybe_exchange_device": "_cuda_maybeExchangeDevice",
+    "is_current_stream_capturing": "_cuda_isCurrentStreamCapturing",
+    # A recording that failed leaves its pool open, and torch.cuda.graphs does not close it.
+    "end_allocate_to_pool": "_cuda_endAllocateToPool",
+    "release_pool": "_cuda_releasePool",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(torch._C, NAMES[name])

@@ -1,0 +1,9 @@
+"""Operators written in others: torch's tables, and the parts of them that decompositions of ours share."""
+
+from __future__ import annotations
+
+from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._decomp.decompositions import upsample_compute_output_size
+from torch._prims_common import suggest_memory_format
+
+__all__ = ["core_aten_decompositions", "decomposition_table", "suggest_memory_format", "upsample_compute_output_size"]

@@ -1,0 +1,20 @@
+"""The device from outside ("PrivateUse1"): its name, its module and who the accelerator is.
+
+Imported while torch itself is (autoload), so nothing of torch is imported here but what is there by then.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["accelerator", "backend_name", "register_device_module", "set_eval_frame"]
+
+backend_name = torch._C._get_privateuse1_backend_name  # `torch.utils` has only the function that sets it
+register_device_module = torch._register_device_module
+set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # which frames Dynamo looks at, without importing Dynamo
+
+
+def accelerator() -> torch.device | None:
+    """The device that torch takes for its accelerator, whether or not there is one: the public form asks the device."""
+    found: torch.device | None = torch._C._accelerator_getAccelerator()
+    return found

@@ -1,0 +1,32 @@
+"""The dispatcher: its keys, what kernels it has, and guards that leave parts of it out.
+
+`torch.library` registers kernels; it neither says which there are nor calls those below a key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet
+from torch._dispatch.python import no_python_dispatcher
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = ["AutoDispatchBelowAutograd", "DisableAutocast", "DisableTorchFunction", "DispatchKey", "DispatchKeySet",
+           "ForceDispatchKeyGuard", "TorchDispatchMode", "all_operator_names", "count_dispatch_modes",
+           "disable_current_modes", "excluded_keys", "has_kernel", "has_kernel_for_key", "included_keys",
+           "key_for_device", "no_python_dispatcher"]
+
+all_operator_names = torch._C._dispatch_get_all_op_names
+has_kernel = torch._C._dispatch_has_kernel
+has_kernel_for_key = torch._C._dispatch_has_kernel_for_dispatch_key
+key_for_device = torch._C._dispatch_key_for_device
+
+# What this thread includes and leaves out. Kernels set it to call autograd, or what is below it, from within.
+included_keys = torch._C._dispatch_tls_local_include_set
+excluded_keys = torch._C._dispatch_tls_local_exclude_set
+AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+ForceDispatchKeyGuard = torch._C._ForceDispatchKeyGuard
+DisableAutocast = torch._C._DisableAutocast
+
+# Whether somebody watches calls (`TorchDispatchMode`): asked at each run of a program, so it is the C function itself.
+count_dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -1,0 +1,13 @@
+"""Graphs and symbolic sizes: parts of torch.fx that have no public name."""
+
+from __future__ import annotations
+
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx.node import _get_qualified_name as qualified_name
+from torch.utils._sympy.printers import PythonPrinter
+
+__all__ = ["PURE_MODULES", "LazyGraphModule", "PythonPrinter", "qualified_name"]
+
+# `__module__` of the functions that Dynamo writes into graphs, and that act on their arguments and on nothing else.
+PURE_MODULES = ("torch", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "torch._C._special",
+                "torch._C._fft", "torch.functional", "_operator", "math", "torch._tensor")

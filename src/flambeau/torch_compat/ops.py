@@ -1,0 +1,24 @@
+"""The classes of torch's operators, and functions for operators that have no public name."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+__all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "allow_numbers_as_tensors", "conj", "foreach_add",
+           "foreach_div", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_pow", "neg_view"]
+
+# Lazy conjugates and negatives as such: `torch.conj` leaves real numbers alone and the public negative computes.
+conj = torch._conj
+neg_view = torch._neg_view
+
+# Operators over lists. Optimizers are written in them, and by these functions Dynamo knows them.
+foreach_add = torch._foreach_add
+foreach_div = torch._foreach_div
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_pow = torch._foreach_pow
+
+# Context: whether calls take Python's numbers where a schema says Tensor, as torch's own functions do.
+allow_numbers_as_tensors = torch._C._should_allow_numbers_as_tensors

@@ -1,0 +1,87 @@
+"""A change to torch as an object: what, why, for which releases, who sees it, how it is made and how it is undone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING: Any = object()  # nothing stands there, or nothing is to
+Change = tuple[Any, Any, Any]  # the owner (an object or a dict), the name there, and what is to stand there
+_LOCK = threading.Lock()
+
+
+@dataclass
+class _Made:
+    """One application: what it was given, and for each place what was put there and what it took the place of."""
+
+    given: tuple[Any, ...]
+    places: list[tuple[Any, Any, Any, Any]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Patch:
+    """A change to torch. `changes` is a function of what `apply` is given."""
+
+    name: str
+    what: str  # is changed
+    reason: str
+    scope: str  # when others see it
+    changes: Callable[..., Iterable[Change]]
+    lasting: bool = False
+    versions: str = "2.11 to 2.15"
+    settle: Callable[..., None] | None = None  # after each change: whether it is made or undone, and what was given
+    _made: list[_Made] = field(default_factory=list, repr=False)
+
+    def apply(self, *given: Any) -> None:
+        """Make the change. A second application lies above the first."""
+        changes = [*self.changes(*given)]  # may import, which must not happen under the lock
+        with _LOCK:
+            made = _Made(given)
+            for owner, name, new in changes:
+                made.places.append((owner, name, new, found_at(owner, name)))
+                put_at(owner, name, new)
+            self._made.append(made)
+        if self.settle is not None:
+            self.settle(True, *given)
+
+    def undo(self) -> None:
+        """Take back the latest application. What somebody else has changed since stays as it is."""
+        with _LOCK:
+            made = self._made.pop()
+            for owner, name, new, before in reversed(made.places):
+                if found_at(owner, name) is new:
+                    put_at(owner, name, before)
+        if self.settle is not None:
+            self.settle(False, *made.given)
+
+    @contextmanager
+    def applied(self, *given: Any) -> Iterator[None]:
+        self.apply(*given)
+        try:
+            yield
+        finally:
+            self.undo()
+
+    @property
+    def is_applied(self) -> bool:
+        return bool(self._made)
+
+
+def found_at(owner: Any, name: Any) -> Any:
+    """What stands there itself: MISSING where it is inherited."""
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
+
+
+def put_at(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(owner, dict):
+        if value is MISSING:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+    elif value is not MISSING:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)

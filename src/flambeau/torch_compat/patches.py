@@ -1,0 +1,201 @@
+"""Every change that Flambeau makes to torch: what, why, for which releases, who sees it, and its undo.
+
+    PATCHES                                  # all of them; docs/settings.md has the table
+    with WRAPPERS.applied(post_compile):     # within a block
+        ...
+    FRAMES.apply(passing); FRAMES.undo()     # until somebody undoes it
+
+Most hold only while this backend compiles, under Dynamo's lock. The others, marked `lasting`, are seen by everybody in
+the process. They do nothing for calls that are not Flambeau's, and FLAMBEAU_PATCHES=0 leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from .patch import MISSING, Change, Patch
+
+__all__ = ["MISSING", "PATCHES", "Patch", "undo_lasting"]
+
+# ---- while this backend compiles --------------------------------------------------------------------------
+
+
+def _wrappers(post_compile: Callable[..., Any]) -> Iterator[Change]:
+    from .aot import RuntimeWrapper
+
+    full = RuntimeWrapper.post_compile
+    yield RuntimeWrapper, "post_compile", lambda *args, **named: post_compile(full, *args, **named)
+
+
+def _cache(key_of: Callable[..., Any], save: Callable[..., Any]) -> Iterator[Change]:
+    from .aot import AOTAutogradCache, autograd_cache
+
+    original = AOTAutogradCache.save
+    yield autograd_cache, "autograd_cache_key", key_of
+    yield AOTAutogradCache, "_lookup", staticmethod(lambda *_, **__: None)
+    yield AOTAutogradCache, "save", staticmethod(lambda *args, **named: save(original, *args, **named))
+
+
+def _kernels(wanted: Mapping[Any, Mapping[Any, Any]]) -> Iterator[Change]:
+    """`wanted`: for each operator what stands under keys of its table; MISSING: nothing."""
+    for op, kernels in wanted.items():
+        for key, kernel in kernels.items():
+            yield op.py_kernels, key, kernel
+
+
+def _forget_kernels(_: bool, wanted: Iterable[Any]) -> None:
+    for op in wanted:
+        op._dispatch_cache.clear()  # of what was found in the table
+
+
+def _handlers(functions: Mapping[Any, Any], methods: Mapping[str, Any], leaving: Callable[..., Any]
+              ) -> Iterator[Change]:
+    """Not every release writes out every one of them."""
+    from .dynamo import TensorVariable, TorchInGraphFunctionVariable
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for function, number in functions.items():
+        if function in handlers:
+            yield handlers, function, leaving(handlers[function], number)
+    table: dict[str, Any] = vars(TensorVariable).get("tp_methods", {})  # from 2.15 on; before, methods by their names
+    for name, number in methods.items():
+        if name in table:
+            yield table, name, type(table[name])(leaving(table[name].handler, number))
+        elif (method := getattr(TensorVariable, f"method_{name}", None)) is not None:
+            yield TensorVariable, f"method_{name}", leaving(method, number)
+
+
+def _count(module: ModuleType, steps: list[Any], count: Any) -> Iterator[Change]:
+    from .optim import COUNT
+
+    read = getattr(module, COUNT)
+    yield module, COUNT, lambda x: count if any(x is t for t in steps) else read(x)
+
+
+def _compiling(capturable: bool) -> Iterator[Change]:
+    import torch
+
+    yield torch.compiler, "_is_compiling_flag", capturable
+
+
+WRAPPERS = Patch(
+    "wrappers", "`RuntimeWrapper.post_compile` of AOTAutograd",
+    "plain graphs get wrappers that cost a call a third of the Python; the choice of wrappers is not open to backends",
+    "while a graph is compiled", _wrappers)
+CACHE = Patch(
+    "cache", "`AOTAutogradCache.save` and `_lookup`, `autograd_cache_key`",
+    "compiled graphs are kept in Flambeau's cache; torch's is not open to other formats or keys",
+    "while a graph is compiled", _cache)
+KERNELS = Patch(
+    "kernels", "Python kernels (`py_kernels`) of operators with decompositions below autograd",
+    "torch takes these operators apart before it asks the table of decompositions", "while a graph is compiled",
+    _kernels, settle=_forget_kernels)
+HANDLERS = Patch(
+    "handlers", "Dynamo's handlers of `addcdiv`, `addcmul_`, `add_` and `_foreach_lerp_`",
+    'they write the operators out in others that round more often; `numerics="eager"` has eager\'s bits',
+    "while a frame is traced for this backend", _handlers)
+COUNTS = Patch(
+    "counts", "`_get_value` of an optimizer's module",
+    "a step is traced for any count of steps", "while a step is compiled", _count)
+COMPILING = Patch(
+    "compiling", "`torch.compiler._is_compiling_flag`",
+    "a step with `capturable=True` asks for a GPU where it is not compiled", "while a step is compiled", _compiling)
+
+
+# ---- lasting ----------------------------------------------------------------------------------------------
+
+
+def _frames(passing: Callable[..., Any]) -> Iterator[Change]:
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+    yield CatchErrorsWrapper, "__call__", passing(CatchErrorsWrapper.__call__)
+
+
+def _optimizers(routed: Callable[..., Any], remembering: Callable[..., Any]) -> Iterator[Change]:
+    import importlib
+
+    from .dynamo import prepare_optimizers
+    from .optim import FUNCTIONS, GROUP, group_classes, places
+
+    prepare_optimizers()
+    for module, name, kind in FUNCTIONS:
+        own = routed(getattr(importlib.import_module(module), name), module, kind)
+        for place in places(module, name):
+            yield place, name, own
+    for optimizer in group_classes():
+        yield optimizer, GROUP, remembering(getattr(optimizer, GROUP))
+
+
+def _skip_asides(on: bool, *_: Any) -> None:
+    """Frames that do nothing with tensors, about which Dynamo need not ask, at 20 us each."""
+    from .dynamo import skip_code, unskip_code
+    from .optim import aside_codes
+
+    for code in aside_codes():
+        (skip_code if on else unskip_code)(code)
+
+
+def _before_start(pin_memory: Callable[..., Any], accelerator: Callable[..., Any], found: Callable[..., Any]
+                  ) -> Iterator[Change]:
+    import torch
+
+    yield torch.Tensor, "pin_memory", pin_memory
+    yield torch._C, "_get_accelerator", accelerator
+    yield torch._C, "_accelerator_getAccelerator", found
+
+
+def _dlpack(device: Callable[..., Any]) -> Iterator[Change]:
+    import torch
+
+    yield torch.Tensor, "__dlpack_device__", device(torch.Tensor.__dlpack_device__)
+
+
+def _sharing(only_of_others: Callable[..., Any]) -> Iterator[Change]:
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch
+    from torch.multiprocessing import reductions
+
+    table: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    for kind, own in ((torch.Tensor, reductions.reduce_tensor), (torch.nn.Parameter, reductions.reduce_tensor),
+                      (torch.UntypedStorage, reductions.reduce_storage)):
+        yield table, kind, only_of_others(table.get(kind, own))
+
+
+FRAMES = Patch(
+    "frames", "`CatchErrorsWrapper.__call__` of Dynamo",
+    "Dynamo does not trace optimizers' frames for this backend (minutes for thousands of parameters), and no hook asks "
+    "a backend about a frame. Without it, Dynamo traces them, and neither the next row nor `handlers` is applied",
+    'from the first `torch.compile(backend="flambeau")` on', _frames, lasting=True)
+OPTIMIZERS = Patch(
+    "optimizers", "functions over lists in `torch.optim` and `torch.nn.utils.clip_grad` (`adam`, `_get_total_norm`), "
+    "`_init_group` of optimizers",
+    "steps and clipping run as few kernels; torch looks these functions up in its modules, and its hooks run beside a "
+    "step, not in its place. Without it, they are torch's, and traced where they are compiled",
+    "while this backend traces a frame; for good once it met an optimizer; while `flambeau.accelerate` serves steps",
+    _optimizers, lasting=True, settle=_skip_asides)
+BEFORE_START = Patch(
+    "before_start", "`Tensor.pin_memory`, `torch._C._get_accelerator` and `_accelerator_getAccelerator`",
+    "torch asks the device about them without starting it, and would find none. Without it, loaders that pin memory "
+    "must start the device first (`flambeau.enable_device()`)",
+    'from `import torch` until the first tensor of `torch.device("flambeau")`, where no other device is found',
+    _before_start, lasting=True)
+DLPACK = Patch(
+    "dlpack", "`Tensor.__dlpack_device__`",
+    "torch knows a device from outside there by its first name only. Without it, tensors of the device have no DLPack",
+    'from the first tensor of `torch.device("flambeau")` on', _dlpack, lasting=True)
+SHARING = Patch(
+    "sharing", "how multiprocessing sends tensors and storages (`ForkingPickler`)",
+    "memory of the device cannot be shared, and the error says so. Without it, what torch tries fails in other ways",
+    'from the first tensor of `torch.device("flambeau")` on', _sharing, lasting=True)
+
+PATCHES = (FRAMES, OPTIMIZERS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, KERNELS, COUNTS, COMPILING)
+
+
+def undo_lasting() -> None:
+    """Torch as it was, for those who share a process with Flambeau and are done with it."""
+    for patch in PATCHES:
+        while patch.lasting and patch.is_applied:
+            patch.undo()

@@ -1,0 +1,19 @@
+"""PyTorch's database of operators with sample inputs, for sweeps over all of them; there is no public one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.testing._comparison import default_tolerances
+from torch.testing._internal import common_methods_invocations as tables
+from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo, op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+__all__ = ["BinaryUfuncInfo", "OpInfo", "SampleInput", "UnaryUfuncInfo", "default_tolerances", "op_db",
+           "operator_tables"]
+
+
+def operator_tables() -> Iterator[OpInfo]:
+    """Every operator of the tables: those of tensors, and those over lists."""
+    lists = [n for n in dir(tables) if n == "op_db" or n.startswith("foreach_") and n.endswith("_op_db")]
+    return (info for name in lists for info in getattr(tables, name))
