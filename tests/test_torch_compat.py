@@ -22,12 +22,16 @@ from flambeau.frontends import intact, steps
 from flambeau.frontends.dynamo import flambeau_backend
 from flambeau.frontends.eager_steps import EagerSteps
 from flambeau.torch_compat import optim
+from flambeau.torch_compat.attributes import ATTRIBUTES
 from flambeau.torch_compat.patch import MISSING, Patch, found_at
 from flambeau.torch_compat.patches import FRAMES, OPTIMIZERS, PATCHES
 
 SOURCE = Path(flambeau.__file__).parent
 HOME = SOURCE / "torch_compat"
 SETTERS = ("setattr", "delattr")
+# Private attributes of Python's, ctypes', PyOpenCL's and Triton's objects.
+OTHERS = {"_Pointer", "_at_fork_reinit", "_cl", "_exit", "_fields", "_get_np_dtype", "_getframe", "_handle",
+          "_patch_lang_tensor", "_replace"}
 
 
 # ---- the check of the sources -------------------------------------------------------------------------------
@@ -119,6 +123,20 @@ def test_nobody_else_names_or_changes_torchs_inside() -> None:
     found = [f"{path.relative_to(SOURCE)}:{line}" for path in sources()
              for line in Reader(ast.parse(path.read_text())).found]
     assert not found, "these belong into flambeau/torch_compat:\n" + "\n".join(found)
+
+
+def test_private_attributes_of_torchs_objects_are_listed() -> None:
+    """What an object is, a syntax tree does not say: private names that nobody here defines are other people's."""
+    trees = {path: ast.parse(path.read_text()) for path in sources()}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    defined = {getattr(n, "name", None) or getattr(n, "id", None) or getattr(n, "arg", None) for _, n in nodes
+               if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.alias | ast.arg | ast.Name)}
+    defined |= {n.attr for _, n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+                and ast.unparse(n.value) in ("self", "cls")}
+    found = [f"{path.relative_to(SOURCE)}:{n.lineno}: {ast.unparse(n)}" for path, n in nodes
+             if isinstance(n, ast.Attribute) and is_private(n.attr) and n.attr not in defined | OTHERS | set(ATTRIBUTES)
+             and not ast.unparse(n.value).startswith(("aten", "torch.ops"))]
+    assert not found, "these belong into the table of flambeau/torch_compat/attributes.py:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("text", [

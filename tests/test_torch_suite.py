@@ -104,9 +104,9 @@ def test_a_stopped_run_is_a_sample_of_every_file() -> None:
 def test_a_run_stops_in_time(tmp_path: Path) -> None:
     settings, file = written(tmp_path, ENDINGS, kind="compile")
     began, state = time.monotonic(), State(settings, file, "stock")
-    run_tests(settings, file, "stock", lambda tests: ["TestEndings.test_passes", "TestEndings.test_hangs"], state,
+    run_tests(settings, file, "stock", lambda tests: ["TestEndings.test_fails", "TestEndings.test_hangs"], state,
               stop=began + 3)
-    assert time.monotonic() - began < 10 and [*state.tests] == ["TestEndings.test_passes"]  # the other is no result
+    assert time.monotonic() - began < 10 and [*state.tests] == ["TestEndings.test_fails"]  # the other is no result
 
 
 def test_every_ending_is_a_result(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_devices(tmp_path: Path) -> None:
     assert ours == {"TestDevices.test_add_float32": "passed", "TestDevices.test_is_the_cpu": "failed"}, lines
     found = report.results(settings, [file])
     assert [row["test"] for row in report.unexplained(found)] == ["TestDevices.test_is_the_cpu"]
-    assert "| `test_small.py` | 1 | 1 | 0 | 0 | 0 | 50.0% |" in report.table(found)
+    assert "| `test_small.py` | 2 | 2 | 1 | 1 | 0 | 0 | 0 | 50.0% |" in report.table(found)
     page = report.page(f"before {report.BEGIN} old {report.END} after", found)
     assert page.startswith("before ") and page.endswith(" after") and UNEXPLAINED in page and " old " not in page
     lines.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -67,6 +68,29 @@ def test_forms_that_pytorch_puts_together() -> None:
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             torch.linalg.solve(left, right)
     assert torch.linalg.solve(a.to(DEV), b.to(DEV)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("move", [
+    lambda x: x[1:4].copy_(x[:3]), lambda x: x[:4].view(2, 2).copy_(x[:4].view(2, 2).t()), lambda x: x[::2].copy_(
+        x[1::2]), lambda x: x[:1].expand(3).copy_(x[2:5])], ids=["shifted", "turned", "between", "onto one"])
+def test_copies_onto_what_they_read(move: Any) -> None:
+    found = []
+    for device in ("cpu", DEV):
+        x = torch.arange(6.0, device=device)
+        try:
+            move(x)
+            found.append(x.tolist())
+        except RuntimeError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
+
+
+def test_more_numbers_than_a_dtype_has() -> None:
+    for n in (2049, 2050):
+        out = torch.empty(0, dtype=torch.float16, device=DEV)
+        with pytest.raises(RuntimeError, match="n cannot be greater than 2049") if n > 2049 else nullcontext():
+            torch.randperm(n, out=out, device=DEV)
+            assert out.cpu().sort()[0].tolist() == torch.arange(n).half().tolist()
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 3), (1, 2, 7)], ids=str)

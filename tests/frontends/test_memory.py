@@ -239,6 +239,7 @@ REFUSED: dict[str, tuple[Fn, Tensor]] = {
     "binary_cross_entropy": (lambda x: F.binary_cross_entropy(x, x), torch.ones(4, dtype=torch.int64)),
     "binary_cross_entropy, mixed": (lambda x: F.binary_cross_entropy(x, x.bfloat16()), torch.full((4,), 0.5)),
     "hypot": (lambda x: torch.hypot(x, x), torch.ones(5, 1, dtype=torch.int64)),
+    "softmax of a scalar": (lambda x: x.softmax(3), torch.tensor(2.0)),
     "softmax": (lambda x: x.softmax(1), torch.ones(2, 3, dtype=torch.int64)),
     "var": (lambda x: x.var(), torch.ones(2, 3, dtype=torch.int64)),
     "index_select": (lambda x: x.index_select(0, x), torch.zeros(1, 2, dtype=torch.int64)),

@@ -29,7 +29,7 @@ ops_loaded()
 
 
 def blocks() -> Capabilities:
-    from flambeau.codegen.triton.blocks import CAPABILITIES
+    from flambeau.codegen.triton.dialect import CAPABILITIES
 
     return replace(CAPABILITIES, tables=False, gpu_eager=True)
 

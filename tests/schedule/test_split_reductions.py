@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flambeau.codegen.triton.blocks import CAPABILITIES
+from flambeau.codegen.triton.dialect import CAPABILITIES
 from flambeau.frontends.capture import capture
 from flambeau.frontends.decompositions import table
 from flambeau.ir.program import Launch, Program

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from flambeau.codegen.source import BlockSource
 from flambeau.frontends import pipeline
 from flambeau.frontends.graph_cache import keepers, stats
+from flambeau.ir.tuning import BLOCKS
 from flambeau.schedule import ordered_scatters
 
 pytestmark = [
@@ -227,8 +229,8 @@ def test_scans_join_pieces_in_groups(name: str, texts: list[BlockSource]) -> Non
 def test_scans_of_more_pieces_than_a_group(monkeypatch: pytest.MonkeyPatch, texts: list[BlockSource]) -> None:
     from flambeau.codegen.triton import scans
 
-    for name, value in (("ALONE", 16), ("WINDOW", 4), ("GROUP", 4), ("ROW", 16), ("PIECE", 64)):
-        monkeypatch.setattr(scans, name, value)
+    small = replace(BLOCKS, scan_alone=16, scan_window=4, scan_group=4, scan_row=16, scan_piece=64)
+    monkeypatch.setattr(scans, "BLOCKS", small)
     x, y = torch.arange(1.0, 16 * 11), torch.arange(1.0, 601).reshape(100, 6)
     torch.use_deterministic_algorithms(False)
     want = x.cumsum(0), x.flip(0).cumsum(0).flip(0), y.cumsum(0)

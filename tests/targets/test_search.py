@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from flambeau.codegen.source import BlockSource
-from flambeau.codegen.tuning import AROUND, HEURISTIC, Tuning
 from flambeau.config import config
 from flambeau.errors import OptionError
 from flambeau.frontends import pipeline
 from flambeau.frontends.dynamo import check_options
 from flambeau.frontends.graph_cache import keepers, stats
+from flambeau.ir.tuning import AROUND, UNSCALED, Scale
 from flambeau.targets import search
 from flambeau.targets.base import get_target
 from flambeau.targets.interpreter import InterpreterTarget
@@ -243,9 +243,9 @@ def test_the_option_is_checked() -> None:
 
 
 def test_shapes_stay_near_the_heuristic() -> None:
-    assert HEURISTIC not in AROUND and len(set(AROUND)) == len(AROUND)
-    assert (Tuning(1, -1).sized(64), Tuning(-9).sized(64), Tuning(1, 1).warped(32)) == (128, 1, 32)
-    assert (Tuning(warps=-1).warped(1), Tuning(stages=-2).staged(4), Tuning(stages=-2).staged(1)) == (1, 2, 1)
+    assert UNSCALED not in AROUND and len(set(AROUND)) == len(AROUND)
+    assert (Scale(1, -1).sized(64), Scale(-9).sized(64), Scale(1, 1).warped(32)) == (128, 1, 32)
+    assert (Scale(warps=-1).warped(1), Scale(stages=-2).staged(4), Scale(stages=-2).staged(1)) == (1, 2, 1)
 
 
 def test_memory_is_shared_with_its_address() -> None:

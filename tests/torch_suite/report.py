@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flambeau.results_file import origin
+
 from .files import DEVICE, KINDS, File, common_name
 from .reasons import UNEXPLAINED, reason
 from .runner import BAD, LOADING, Settings, State
@@ -26,7 +28,7 @@ def results(settings: Settings, files: Iterable[File]) -> dict[str, Any]:
     import torch
 
     rows = [row for file in files if (row := _row(settings, file)) is not None]
-    return {"torch": torch.__version__, "python": platform.python_version(),
+    return {**origin(), "torch": torch.__version__, "python": platform.python_version(),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "dtypes": list(settings.dtypes), "files": rows}
 
@@ -82,11 +84,15 @@ def share(row: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    names = ("passed", "failed", "not applicable", "skipped", "no reference")
+    names = ("tests", "ran", "passed", "failed", "not applicable", "skipped", "no reference")
     lines = [f"torch {found['torch']}, {found['date']}; tests of {', '.join(found['dtypes'])} or of no dtype.", "",
-             f"| file | {' | '.join(names)} | passed of those that apply |", "|---|" + "---|" * 6]
-    for row in found["files"]:
-        lines.append(f"| {_short(row['file'])} | {' | '.join(str(row[name]) for name in names)} | {share(row)} |")
+             f"| file | {' | '.join(names)} | passed of those that apply |", "|---|" + "---|" * (len(names) + 1)]
+    rows = [{"ran": row["tests"], "title": _short(row["file"])} | row for row in found["files"]]
+    for kind in KINDS:
+        if same := [row for row in rows if row.get("kind") == kind]:
+            rows.append({"title": f"all of {kind}", **{name: sum(row[name] for row in same) for name in names}})
+    for row in rows:
+        lines.append(f"| {row['title']} | {' | '.join(str(row[name]) for name in names)} | {share(row)} |")
     reasons = Counter((failure["reason"], failure["counts"]) for row in found["files"] for failure in row["failures"])
     if reasons:
         lines += ["", "| why a test fails | counts | tests |", "|---|---|---|"]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .files import DEVICE, KINDS, File, chosen, common_name
+from .worker import WHERE
 
 BATCH = 30  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
 BAD = ("failed", "crashed", "hung")
@@ -78,7 +79,7 @@ class Worker:
         os.close(theirs)
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, args=(ours,), daemon=True).start()
-        self.tell({"root": str(settings.root), "file": file._asdict(), "side": side, "limit": settings.limit})
+        self.tell({"root": str(settings.root), "file": file._asdict(), "side": side})
 
     def tell(self, order: Any) -> None:
         assert self.process.stdin is not None
@@ -107,6 +108,12 @@ class Worker:
         except subprocess.TimeoutExpired:
             self.kill()
             return self.process.wait()
+
+    def say_where(self) -> None:
+        """Into its log."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(WHERE)
+            time.sleep(0.3)
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -157,7 +164,7 @@ def _follow(settings: Settings, worker: Worker, batch: list[str], ended: Callabl
                 left.pop(report["test"], None)
                 ended(report)
     except TimeoutError:
-        pass
+        worker.say_where()
     if why == "hung":
         worker.kill()
     status = worker.end()

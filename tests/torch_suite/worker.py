@@ -2,7 +2,7 @@
 
     python -m torch_suite.worker REPORTS
 
-Two lines of JSON on standard input: {"root", "file", "side", "limit"}, and, after the names came, a list of those to
+Two lines of JSON on standard input: {"root", "file", "side"}, and, after the names came, a list of those to
 run. Reports are lines of JSON on the file descriptor REPORTS: {"tests"}, the names; {"test"}, when one begins; and
 {"test", "status", "seconds", "error", "trace"}, when it has ended. Statuses: passed, failed, skipped, expected (a
 failure that the file expects).
@@ -14,6 +14,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -26,13 +27,15 @@ from typing import Any
 from .files import DEVICE, File
 from .prepare import before_torch, prepare
 
+# Tells a worker to say where it is. In its own thread: to look at frames that run (faulthandler's timer) may crash.
+WHERE = signal.SIGUSR1
 _LENGTH = 1200  # characters kept of an error and of a trace
 
 
 class Reports(unittest.TestResult):
-    def __init__(self, descriptor: int, limit: float, settle: Callable[[], None]):
+    def __init__(self, descriptor: int, settle: Callable[[], None]):
         super().__init__()
-        self.limit, self.settle = limit, settle
+        self.settle = settle
         self.out = os.fdopen(descriptor, "w", buffering=1)
         self.reported: set[str] = set()
         self.whole_class: dict[str, dict[str, Any]] = {}  # what happened to a class before its first test
@@ -45,7 +48,6 @@ class Reports(unittest.TestResult):
         self.outcome: dict[str, Any] = {"status": "passed"}
         self.began = time.monotonic()
         self.write(test=name_of(test))
-        faulthandler.dump_traceback_later(0.9 * self.limit)  # shortly before the runner ends this process
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
@@ -56,7 +58,6 @@ class Reports(unittest.TestResult):
                 self.outcome["late"] = f"{type(error).__name__}: {error}"
             else:
                 self.addError(test, sys.exc_info())
-        faulthandler.cancel_dump_traceback_later()
         self.reported.add(name_of(test))
         self.write(test=name_of(test), seconds=round(time.monotonic() - self.began, 3), **self.outcome)
 
@@ -71,8 +72,10 @@ class Reports(unittest.TestResult):
             self.outcome = outcome
 
     def addError(self, test: Any, err: Any) -> None:
-        kind, value, _ = err
-        self._ended(test, "failed", f"{kind.__name__}: {value}", "".join(traceback.format_exception(*err)))
+        _, value, _ = err
+        chain = [value.__cause__, value] if value.__cause__ is not None else [value]  # what was wrong comes first
+        said = "; ".join(f"{type(x).__name__}: {x}" for x in chain)
+        self._ended(test, "failed", said, "".join(traceback.format_exception(*err)))
 
     addFailure = addError
 
@@ -133,13 +136,14 @@ def main() -> None:
     sys.argv[1:] = []  # torch's test tools read them
     file, side = File(**order["file"]), order["side"]
     faulthandler.enable()
+    faulthandler.register(WHERE)
     before_torch(file, side)
     settle = prepare(file, side)
     try:
         tests = tests_of(load(Path(order["root"]), file, side), file)
     except unittest.SkipTest:
         tests = {}  # the file says itself that it is not for us
-    reports = Reports(descriptor, order["limit"], settle)
+    reports = Reports(descriptor, settle)
     reports.write(tests=list(tests))
     wanted = json.loads(sys.stdin.readline() or "[]")
     # In unittest's own order: some tests leave things behind for those that come before them by name.

@@ -209,8 +209,9 @@ def multinomial(x: Tensor, n: int, replacement: bool = False, generator: torch.G
 
 def randperm(n: int, generator: torch.Generator | None = None, *, out: Tensor) -> Tensor:
     """The order of random numbers, of so many bits that no two are equal."""
-    if not n or n > 2**31 or out.dtype not in SUPPORTED or torch.tensor(n).to(out.dtype).to(torch.int64) != n:
-        return NotImplemented
+    exact = 2 / torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 2**31
+    if not n or n > min(exact, 2**31) or out.dtype not in SUPPORTED or torch.tensor(n).to(out.dtype).long() != n:
+        return NotImplemented  # what eager refuses is among these
     keys = torch.empty(n, dtype=torch.int64, device=out.device).random_(generator=generator)
     if out.numel() != n:
         out.resize_(n)

@@ -47,6 +47,18 @@ def same_geometry(a: Tensor, b: Tensor) -> bool:
             and a.is_neg() == b.is_neg())
 
 
+def refuse_overlap(source: Tensor, target: Tensor) -> None:
+    """Eager's error if elements of the one are others of the other: the same views are copied on the host."""
+    a, b = source.data_ptr(), target.data_ptr()
+    low, high = min(a, b), max(a + span(source), b + span(target))
+    if high - low >= span(source) + span(target) or source.dtype != target.dtype or (a - b) % source.element_size():
+        return
+    memory = torch.UntypedStorage(high - low, device="cpu")
+    there, here = (host_memory(0, t.dtype, t.shape, t.stride(), (t.data_ptr() - low) // t.element_size(), memory)
+                   for t in (source, target))
+    here.copy_(there)
+
+
 class Copies:
     """The copies of one device type, each on the current stream of the device that it touches."""
 
@@ -131,6 +143,7 @@ class Copies:
             if abs(a - b) >= nbytes:  # OpenCL does not copy what overlaps
                 self.driver.copy(source.device.index, self.core.stream(source.device.index), b, a, nbytes)
                 return
+        refuse_overlap(source, target)
         self._from_host(as_marked(self.to_host(source), source), target, False)
 
     def _from_host(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:

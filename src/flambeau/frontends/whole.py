@@ -77,14 +77,16 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
-        ctx.save_for_backward(x)
         ctx.where = dim, keepdim
         with AutoDispatchBelowAutograd():
-            return aten.prod.default(x) if dim is None else aten.prod.dim_int(x, dim, keepdim)
+            made = aten.prod.default(x) if dim is None else aten.prod.dim_int(x, dim, keepdim)
+        ctx.save_for_backward(x, made)  # what eager keeps must not be written to
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return torch.ops.flambeau.prod_backward.default(grad, *ctx.saved_tensors, *ctx.where), None, None
+        x, _ = ctx.saved_tensors
+        return torch.ops.flambeau.prod_backward.default(grad, x, *ctx.where), None, None
 
 
 def product(x: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .dtypes import SUPPORTED, DType, is_float
+from .tuning import CPU, Tuning
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Capabilities:
     # ATen has GPU kernels here: they save other tensors, step in float32 and do not report a division by zero.
     gpu_eager: bool = False
     contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls
+    tuning: Tuning = CPU  # the numbers by which loops are shaped
     sorts: bool = False  # sorts are kernels too; otherwise library calls
 
     def joins(self, mode: str, dtype: DType) -> bool:

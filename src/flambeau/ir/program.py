@@ -69,6 +69,15 @@ def identities_of(reductions: Iterable[Item]) -> list[tuple[str, Expr]]:
 
 
 @dataclass(frozen=True)
+class Form:
+    """The form of a kernel's loops: a name that the writers for its machine know, and how many columns lie side by side
+    where that is a part of it."""
+
+    name: str = ""
+    width: int = 0
+
+
+@dataclass(frozen=True)
 class LoopKernel:
     outer: tuple[Sym, ...]
     inner: tuple[Sym, ...]
@@ -81,6 +90,7 @@ class LoopKernel:
     bounds: tuple[Expr, Expr] | None = None  # a segment's first and last-plus-one inner index
     tile: Sym | None = None  # a second contiguous variable: the two are walked in square tiles
     origins: tuple[str, ...] = ()
+    form: Form = Form()
 
     @property
     def items(self) -> list[Item]:
@@ -105,7 +115,7 @@ class LoopKernel:
                        for stage in self.stages)
         return replace(self, stages=stages, stores=tuple((name, at.subs(mapping or {})) for name, at in self.stores))
 
-    def turned(self) -> list[Expr]:
+    def transposed_reads(self) -> list[Expr]:
         """What a map reads along the second variable of its tiles, at places that need no computing."""
         if self.tile is None or self.vector is None:
             return []
@@ -134,6 +144,11 @@ class ScanKernel:
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
     ordered: bool = False  # parts are joined in one way, whoever is ready first
+    form: Form = Form()
+
+    def contiguous(self) -> Sym | None:
+        """An outer variable along which all results are contiguous."""
+        return next((v for v in self.outer if all(a.coefficient(v) is ONE for _, a in self.stores)), None)
 
     def everything(self) -> list[Expr]:
         return [*self.exprs, *self.finish]

@@ -29,6 +29,8 @@ def _exponentials(x: Value, dim: int) -> tuple[Value, Value, Value]:
 
 @lower(aten._softmax)
 def softmax(x: Value, dim: int, half_to_float: bool) -> Value:
+    if not x.rank and dim not in (-1, 0):  # torch's tracing lets it pass, eager does not
+        return NotImplemented
     axes = wrap_dims(dim, x.rank)
     _, total, e = _exponentials(x, dim)
     return build.pointwise(x.shape, lambda i: e.load(i) / total.load(outside(i, axes)),

@@ -12,16 +12,10 @@ from flambeau.ir.index import ONE, Index, Sym, as_index, volume
 from flambeau.ir.lines import is_deep
 from flambeau.ir.nodes import Buffer, Contract, Graph, Node, Reduce, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import ContractKernel, Item
+from flambeau.ir.tuning import Tuning
 
 from .fuse import Group, member_exprs
-from .loop_nests import Draft, draft_group, merge, order, params_of, sizes_of, split_dims
-
-TILE = 64  # rows or columns of a result that are worth a worker
-DEEP = 512  # points of a sum below which a piece is not worth its own result
-# Of a machine with vectors, in its own unit, the time of 16 products: what it takes to turn a factor around on its way
-# into a tile, per element, and to write results that are not next to each other.
-TURN, APART = 24, 16
-HIGH, WIDE, AGAIN = 6, 16, 192  # a tile, and the rows after which the right factor is read again
+from .loop_nests import NestDraft, draft_group, merge, order, params_of, sizes_of, split_dims
 
 
 def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
@@ -48,9 +42,9 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     left, right = (e.symbols() for e in n.factors)
     tiles = size_of([v for v in n.kept if (v in left) == (v in right)])
     for one, other in (left, right), (right, left):
-        tiles *= -(-size_of([v for v in n.kept if v in one and v not in other]) // TILE)
+        tiles *= -(-size_of([v for v in n.kept if v in one and v not in other]) // caps.tuning.worker_side)
     depth = size_of(n.reduced)
-    most = min(caps.programs // max(tiles, 1), depth // DEEP)
+    most = min(caps.programs // max(tiles, 1), depth // caps.tuning.worker_depth)
     longest = max(n.reduced, key=lambda v: size_of([v]))
     size = size_of([longest])
     most = min(most, size)
@@ -90,7 +84,7 @@ def size_of(vars: Sequence[Sym], unknown: int = 1) -> int:
 # ---- the kernel ------------------------------------------------------------------------------------------
 
 
-def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> ContractKernel:
+def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tuning) -> ContractKernel:
     d = draft_group(g, buffers, stored)
     first, *rest = d.items
     d.items = [Item(first.names, first.level, first.exprs[0].args, first.combine), *rest]
@@ -99,9 +93,9 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Co
     split_dims(d, [batch, rows, columns, depth])
     batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
     depth = merge(inside_first(depth, d), d)
-    # Draft.substitute has renamed what was merged.
+    # NestDraft.substitute has renamed what was merged.
     (a, b), items = d.items[0].exprs, d.items[1:]
-    if cost(d, b, rows, columns, depth) > cost(d, a, columns, rows, depth):
+    if cost(d, b, rows, columns, depth, t) > cost(d, a, columns, rows, depth, t):
         a, b, rows, columns = b, a, columns, rows
     d.outer, d.inner = [*batch, *rows, *columns], depth
     return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
@@ -109,7 +103,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Co
                           tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
 
 
-def roles(d: Draft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
+def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
     """Rows, columns and batch. A factor that is the same along a variable (its step in memory is zero) does not depend
     on it; what neither depends on is what the product as it was `asked` for says."""
     left, right = (e.symbols() for e in d.items[0].exprs)
@@ -123,7 +117,7 @@ def roles(d: Draft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
     return rows, columns, batch
 
 
-def inside_first(depth: list[Sym], d: Draft) -> list[Sym]:
+def inside_first(depth: list[Sym], d: NestDraft) -> list[Sym]:
     """The summed variable that is contiguous in a factor goes innermost."""
     for e in loads(*d.items[0].exprs):
         for v in depth:
@@ -132,12 +126,13 @@ def inside_first(depth: list[Sym], d: Draft) -> list[Sym]:
     return depth
 
 
-def cost(d: Draft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym]) -> int:
+def cost(d: NestDraft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym], t: Tuning
+         ) -> int:
     """Of a kernel with these columns, which are vectors: they should be many, and next to each other in memory."""
     high, wide, deep = (size_of(vars, 1024) for vars in (rows, columns, depth))
-    work = -(-high // HIGH) * HIGH * (-(-wide // WIDE) * WIDE) * deep
+    work = -(-high // t.tile_high) * t.tile_high * (-(-wide // t.tile_wide) * t.tile_wide) * deep
     if is_deep(right, columns, depth):
-        work += TURN * wide * deep * -(-high // AGAIN)
+        work += t.transposed_factor * wide * deep * -(-high // t.block_rows)
     if not any(a.coefficient(v) is ONE for a in d.stores.values() for v in columns):
-        work += APART * high * wide
+        work += t.scattered_result * high * wide
     return work

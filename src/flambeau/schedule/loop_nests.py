@@ -19,11 +19,12 @@ from flambeau.ir.expr import Expr, const, index_value, loads, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, is_positive, offset_of, volume, walks_as_one
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
+from flambeau.ir.tuning import Tuning
 
+from .forms import is_shared
 from .fuse import Group, member_exprs
 
 _INT64 = torch.int64
-RECOMPUTE = 6  # operations that are cheaper again in a later stage than a row of scratch
 
 
 def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
@@ -61,7 +62,7 @@ def has_elements(b: Buffer, index: Sequence[Index]) -> Expr | None:
 
 
 @dataclass
-class Draft:
+class NestDraft:
     """A kernel while its loops are being shaped."""
 
     outer: list[Sym]
@@ -95,7 +96,7 @@ class Draft:
         return [i for e in walk(*self.exprs()) for i in e.own_indices()] + list(self.stores.values())
 
 
-def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Draft:
+def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> NestDraft:
     # Everything is in the order of its making: equal layers get equal text, in every process.
     made = dict.fromkeys(n for m in g.members for n in m.node.names)
     items: list[Item] = []
@@ -109,7 +110,7 @@ def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> Draft
             items.append(Item(m.node.names, m.level, exprs, combine))
     vars = g.vars
     stores = {name: address_of(buffers[name], g.written[name][0]) for name in made if name in stored}
-    d = Draft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
+    d = NestDraft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
               stores)
     if g.segment is not None:
         m = g.members[0]
@@ -130,7 +131,7 @@ def locals_in(exprs: Sequence[Expr]) -> set[str]:
     return {e.attr for e in walk(*exprs) if e.op == "local"}
 
 
-def stage(d: Draft, g_has_axes: bool) -> None:
+def stage(d: NestDraft, g_has_axes: bool) -> None:
     """When each item runs: full stages are even, outer stages odd; a reduction is ready one stage later."""
     made: dict[str, tuple[int, str]] = {}
     for i in d.items:
@@ -150,7 +151,7 @@ def stage(d: Draft, g_has_axes: bool) -> None:
             d.stage_of[name] = t
 
 
-def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of: dict[str, DType]
+def bring_forward(d: NestDraft, row_bytes: int | None, caps: Capabilities, dtype_of: dict[str, DType]
                   ) -> tuple[set[str], set[str]]:
     """Full-level values that a later stage reads: computed again, kept in a scratch row, or stored.
 
@@ -164,7 +165,7 @@ def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of:
         t = d.stage_of[i.names[0]]
         late = {n for n in locals_in(i.exprs) if n in bodies and d.stage_of[n] < t and n not in d.stores}
         again = {n for n in late if n not in scratch and n not in extra
-                 and cost_of(bodies[n].exprs) <= RECOMPUTE
+                 and cost_of(bodies[n].exprs) <= caps.tuning.recompute
                  and not bodies.keys() & locals_in(bodies[n].exprs)}  # to repeat it would repeat those too
         for n in late - again:
             if n in scratch or n in extra:
@@ -189,7 +190,7 @@ def bring_forward(d: Draft, row_bytes: int | None, caps: Capabilities, dtype_of:
 # ---- the shape of the loops ------------------------------------------------------------------------------
 
 
-def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
+def split_dims(d: NestDraft, lists: Sequence[list[Sym]]) -> None:
     """x // k and x % k of a variable: two variables instead, where k divides its size."""
     for _ in range(16):
         found = next(((v, k) for i in d.indices() for v, k in i.divisions()
@@ -205,7 +206,7 @@ def split_dims(d: Draft, lists: Sequence[list[Sym]]) -> None:
                 vs[at:at + 1] = [big, small]
 
 
-def choose_vector(d: Draft, candidates: Sequence[Sym]) -> Sym | None:
+def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | None:
     """The variable that is contiguous in most accesses; stores count double, jumps count against.
 
     What a kernel touches once per outer point (the result of a row's reduction) hardly counts."""
@@ -228,7 +229,7 @@ def choose_vector(d: Draft, candidates: Sequence[Sym]) -> Sym | None:
             else:
                 score -= weight
         length = span(v, d)
-        if length.is_const and length.const < 8:
+        if length.is_const and length.const < t.vector_least:
             score -= 6
         score += 0.01 * k
         if best is None or score > best_score:
@@ -236,7 +237,7 @@ def choose_vector(d: Draft, candidates: Sequence[Sym]) -> Sym | None:
     return best
 
 
-def span(v: Sym, d: Draft) -> Index:
+def span(v: Sym, d: NestDraft) -> Index:
     """The extent of a variable together with those before it that will be merged with it."""
     vars = d.inner if v in d.inner else d.outer
     at = vars.index(v)
@@ -250,7 +251,7 @@ def span(v: Sym, d: Draft) -> Index:
         at -= 1
 
 
-def order(vars: list[Sym], d: Draft, vector: Sym | None) -> list[Sym]:
+def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
     """Largest step of the main access outermost, the vector variable innermost."""
     stores = [a for _, a, s in d.accesses() if s]
     main = stores or [a for _, a, _ in d.accesses()]
@@ -270,7 +271,7 @@ def order(vars: list[Sym], d: Draft, vector: Sym | None) -> list[Sym]:
     return placed
 
 
-def merge(vars: list[Sym], d: Draft) -> list[Sym]:
+def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
     """Neighbours that every access walks as one become one."""
     for k in range(len(vars) - 2, -1, -1):
         a, b = vars[k], vars[k + 1]
@@ -281,13 +282,13 @@ def merge(vars: list[Sym], d: Draft) -> list[Sym]:
     return vars
 
 
-def mergeable(a: Sym, b: Sym, d: Draft) -> bool:
+def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
     return all(walks_as_one(i, a, b) for i in d.indices())
 
 
-def choose_tile(d: Draft, vars: Sequence[Sym], vector: Sym | None) -> Sym | None:
+def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning) -> Sym | None:
     """A second variable that is contiguous where the vector variable jumps: a transposition."""
-    if vector is None or not _at_least(vector, 16):
+    if vector is None or not _at_least(vector, t.transpose_least):
         return None
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
@@ -295,7 +296,7 @@ def choose_tile(d: Draft, vars: Sequence[Sym], vector: Sym | None) -> Sym | None
         if c is None or c is ONE or c is ZERO:
             continue
         for v in vars:
-            if v is not vector and address.coefficient(v) is ONE and _at_least(v, 8):
+            if v is not vector and address.coefficient(v) is ONE and _at_least(v, t.vector_least):
                 votes[v] = votes.get(v, 0) + 1
     return max(votes, key=lambda v: votes[v]) if votes else None
 
@@ -315,10 +316,10 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     # A segment's ends are read before its lanes: they may not differ from lane to lane.
     tied = set().union(*(e.symbols() for e in d.bounds)) if d.bounds else set()
     candidates = [*d.outer, *d.inner] if g.segment is None else [v for v in d.outer if v not in tied]
-    vector = choose_vector(d, candidates) if candidates else None
+    vector = choose_vector(d, candidates, caps.tuning) if candidates else None
     d.outer = order(d.outer, d, vector if vector in d.outer else None)
     d.inner = order(d.inner, d, vector if vector in d.inner else None)
-    tile = choose_tile(d, d.outer, vector) if not has_axes else None
+    tile = choose_tile(d, d.outer, vector, caps.tuning) if not has_axes else None
     last_outer = d.outer[-1] if d.outer else None
     before = list(d.outer)
     d.outer = merge(d.outer, d)
@@ -337,7 +338,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     if d.inner and vector in d.inner and all(v.size.is_const for v in d.inner):
         points = volume(d.outer)
         length = int(volume(d.inner))
-        if not points.is_const or points.const >= 32 or length < 8192:
+        if not is_shared(points, as_index(length), caps.tuning):
             row = length
     scratch, extra = bring_forward(d, row, caps, dtype_of)
     if extra:
@@ -364,7 +365,7 @@ def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Bu
     return tuple(Param(n, buffers[n].dtype, n in written) for n in dict.fromkeys(n for n, _, _ in accesses))
 
 
-def sizes_of(d: Draft) -> tuple[Sym, ...]:
+def sizes_of(d: NestDraft) -> tuple[Sym, ...]:
     """Run-time sizes that the kernel needs."""
     loop = {*d.outer, *d.inner}
     free: set[Sym] = set()
@@ -390,9 +391,9 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     at = tuple(ones.get(v, as_index(v)) for v in n.vars)
     stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
     outer = [v for v in n.vars if v is not axis and v.size is not ONE]
-    d = Draft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
+    d = NestDraft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
     split_dims(d, [d.outer])
-    vector = choose_vector(d, [*d.outer, axis])
+    vector = choose_vector(d, [*d.outer, axis], caps.tuning)
     row = vector is axis or vector is None
     d.outer = order(d.outer, d, None if row else vector)
     last = d.outer[-1] if d.outer else None
@@ -401,8 +402,8 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
         vector = d.outer[-1] if vector is last else None
         row = vector is None
     needed = n.combine.needed([e for name, e in zip(n.names, n.finish, strict=True) if name in stored])
-    simple, dear = len(n.combine.chained(needed)) == 1, cost_of(n.combine.result) > 16
-    if row and d.outer and _at_least(d.outer[-1], 8) and (simple or dear):
+    simple, expensive = len(n.combine.chained(needed)) == 1, cost_of(n.combine.result) > caps.tuning.expensive_combine
+    if row and d.outer and _at_least(d.outer[-1], caps.tuning.scan_side_by_side) and (simple or expensive):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     ordered = caps.deterministic and any(map(is_float, n.combine.dtypes))
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
@@ -453,7 +454,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     out_vars.sort(key=lambda v: -c.const if (c := init_address.coefficient(v)) is not None and c.is_const else 0)
     reads = [init, value, *(() if mask is None else (mask,)),
              *(Expr("index", _INT64, (), t) for t in target if any(isinstance(a, Dyn) for a in t.atoms()))]
-    d = Draft(vars, out_vars, [Item((out,), "full", tuple(reads))], {out: address, out + "'": init_address})
+    d = NestDraft(vars, out_vars, [Item((out,), "full", tuple(reads))], {out: address, out + "'": init_address})
     if owner is not None:
         d.stores[out + "''"] = owner
     d.outer = []

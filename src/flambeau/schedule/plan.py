@@ -14,6 +14,7 @@ from flambeau.ir.verify import verify
 
 from .buffer_reuse import write_mutations, write_over
 from .contractions import prepare_contractions, shape_contract
+from .forms import formed
 from .fuse import Group, Single, fuse, reads_elsewhere
 from .inline import inline, materialised
 from .layout import settle_layouts
@@ -103,7 +104,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     for g in groups:
         kernel: Kernel
         if isinstance(g, Group) and g.is_contract:
-            kernel = shape_contract(g, graph.buffers, stored)
+            kernel = shape_contract(g, graph.buffers, stored, caps.tuning)
         elif isinstance(g, Group):
             kernel, extra = shape_group(g, graph.buffers, stored, caps)
             stored |= extra
@@ -120,6 +121,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
                 kernel = shape_scatter(n, graph.buffers)
         if all(is_empty(graph.buffers[p.name]) for p in kernel.params if p.written) and not checks(g):
             continue
+        kernel = formed(kernel, caps.tuning)
         at = seen.setdefault(kernel, len(kernels))
         if at == len(kernels):
             kernels.append(kernel)
@@ -128,7 +130,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
                 list(graph.seeds), notes=notes)
     write_mutations(p, graph)
     if caps.tables:
-        join_launches(p)
+        join_launches(p, caps.tuning.table_launches)
     place_buffers(p, graph)
     write_over(p, graph.donated, caps.arena_most)
     forget_unused_kernels(p)

@@ -18,12 +18,6 @@ from flambeau.ir.index import ONE, Index, Sym, as_index, flat, offset_of, unflat
 from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import CHUNK
 
-FEWEST = 4  # launches that are worth a table
-PIECE = 4096  # points below which a piece is not worth its own result
-EVEN = 64  # lengths are multiples of it, so that every piece starts where wide reads can
-MORE = 4  # times as many pieces that are worth it to cut one more variable
-SIDE = 64  # results next to each other that one program computes where they are what is contiguous
-
 
 def split_reductions(graph: Graph, caps: Capabilities) -> None:
     alike = Counter(filter(None, (whole_row(graph, n) for n in graph.nodes))) if caps.tables else Counter()
@@ -31,7 +25,7 @@ def split_reductions(graph: Graph, caps: Capabilities) -> None:
     for n in graph.nodes:
         if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)):
             nodes.append(n)
-        elif alike and alike[whole_row(graph, n)] >= FEWEST:
+        elif alike and alike[whole_row(graph, n)] >= caps.tuning.table_launches:
             nodes += in_blocks(graph, n)
         else:
             nodes += split(graph, n, caps) if caps.programs > 1 else [n]
@@ -73,17 +67,18 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     points = int(volume(n.reduced))
     results = int(volume(n.kept))
     rows = reduces_contiguous(graph, n)
-    programs = results if rows else -(-results // SIDE)
-    least = PIECE if rows else PIECE // SIDE
+    t = caps.tuning
+    programs = results if rows else -(-results // t.split_columns)
+    least = t.split_piece if rows else t.split_piece // t.split_columns
     if programs * 2 > caps.programs or points < 4 * least:
         return [n]
     wanted = min(caps.programs // programs, points // least)
     lengths: dict[Sym, int] = {}
     for v in n.reduced:
         pieces = min(wanted, v.size.const)
-        if pieces >= (MORE if lengths else 2):
+        if pieces >= (t.split_more if lengths else 2):
             length = -(-v.size.const // pieces)
-            lengths[v] = length + (-length % EVEN if length > EVEN else 0)
+            lengths[v] = length + (-length % t.split_even if length > t.split_even else 0)
             wanted //= pieces
     return cut(graph, n, lengths, rows) if lengths else [n]
 

@@ -17,8 +17,6 @@ from flambeau.ir.expr import Expr, const, index_value, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
 from flambeau.ir.program import CHUNK, AnyKernel, Call, Copy, Launch, LoopKernel, Param, Program, TableKernel, exprs_of
 
-from .split_reductions import FEWEST
-
 Step: TypeAlias = Launch | Call | Copy
 LENGTH = Sym("length")
 PLACE = Sym("v", LENGTH)
@@ -117,8 +115,9 @@ def is_plain(k: LoopKernel, own: Index | None) -> bool:
 # ---- launches of a program -------------------------------------------------------------------------------
 
 
-def join_launches(p: Program) -> None:
-    """Launches of one form that do not wait for each other become one. Nothing moves across a call."""
+def join_launches(p: Program, fewest: int) -> None:
+    """Launches of one form that do not wait for each other become one, if there are enough. Nothing moves across a
+    call."""
     rows = {id(s): as_row(p.kernels[s.kernel], s.args) for s in p.steps if isinstance(s, Launch)}
     places: dict[TableKernel, int] = {}
     steps: list[Step] = []
@@ -127,15 +126,15 @@ def join_launches(p: Program) -> None:
         if isinstance(s, Launch):
             segment.append(s)
             continue
-        steps += _joined(p, segment, rows, places)
+        steps += _joined(p, segment, rows, places, fewest)
         segment = []
         if s is not None:
             steps.append(s)
     p.steps = steps
 
 
-def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int]
-            ) -> list[Step]:
+def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int],
+            fewest: int) -> list[Step]:
     """The launches between two calls, those that wait for the same number of others next to each other."""
     groups: dict[tuple[int, TableKernel], list[Launch]] = {}
     ranks = ranks_of(p, segment)
@@ -145,7 +144,7 @@ def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], pla
             groups.setdefault((rank, row.kernel), []).append(s)
     for rank, kernel in [key for key in groups if key[1].body.outer]:  # a tensor of one element is one of length one
         groups[rank, kernel] += groups.pop((rank, at_one_place(kernel)), [])
-    groups = {key: found for key, found in groups.items() if len(found) >= FEWEST}
+    groups = {key: found for key, found in groups.items() if len(found) >= fewest}
     if not groups:
         return list(segment)
     taken = {id(s) for found in groups.values() for s in found}

@@ -79,7 +79,7 @@ class CpuTarget(Target):
         self._start()
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.c.kernel import INEXACT
+        from flambeau.codegen.c.dialect import INEXACT
         from flambeau.ir.capabilities import Capabilities
 
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)

@@ -51,7 +51,7 @@ class BlockTarget(Target):
     """A target whose kernels are written in Triton."""
 
     def render(self, kernel: AnyKernel, name: str) -> BlockSource:
-        from flambeau.codegen.triton.blocks import render
+        from flambeau.codegen.triton.kernel import render
 
         return render(kernel, name)
 
@@ -90,7 +90,7 @@ class CudaTarget(BlockTarget):
     # ---- what it is ------------------------------------------------------------------------------------
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.triton.blocks import CAPABILITIES
+        from flambeau.codegen.triton.dialect import CAPABILITIES
 
         return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
                        arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there

@@ -40,7 +40,7 @@ class InterpreterTarget(BlockTarget):
     name = "interpreter"
 
     def capabilities(self) -> Capabilities:
-        from flambeau.codegen.triton.blocks import CAPABILITIES
+        from flambeau.codegen.triton.dialect import CAPABILITIES
 
         return replace(CAPABILITIES, name=self.name)
 
@@ -152,7 +152,7 @@ def memory_is(regions: list[Region] | None) -> Iterator[None]:
 
 def width_of(kind: str) -> int:
     """Bytes of an element behind a pointer of this type."""
-    from flambeau.codegen.triton.blocks import POINTER
+    from flambeau.codegen.triton.dialect import POINTER
 
     return next(dtype.itemsize for dtype, pointer in POINTER.items() if pointer == kind)
 

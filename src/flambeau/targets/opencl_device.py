@@ -21,6 +21,7 @@ from flambeau.codegen.simt.opencl import MISSING, MISSING_WITHOUT_DOUBLES
 from flambeau.errors import UnsupportedError
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, DType
+from flambeau.ir.tuning import CPU_WORK_ITEMS, POINTS
 
 if TYPE_CHECKING:
     import pyopencl
@@ -129,10 +130,12 @@ class ClDevice:
         missing = MISSING if doubles else MISSING_WITHOUT_DOUBLES
         if self.threads:
             return Capabilities(NAME, dtypes=self.dtypes, programs=PIECES, serial_scans=doubles,
-                                ordered_scatter=True, missing=missing, contracts=True, sorts=True)
+                                ordered_scatter=True, missing=missing, contracts=True, sorts=True,
+                                tuning=CPU_WORK_ITEMS)
         return Capabilities(NAME, dtypes=self.dtypes, programs=1024,
                             scratch_bytes=3 * int(self.device.local_mem_size), serial_scans=False, missing=missing,
-                            scatters=self.joins, masked_reads=True, gathers_rows=True, contracts=True, sorts=True)
+                            scatters=self.joins, masked_reads=True, gathers_rows=True, contracts=True, sorts=True,
+                            tuning=POINTS)
 
     @cached_property
     def joins(self) -> frozenset[tuple[str, DType]]:

@@ -19,6 +19,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType
 from flambeau.ir.nodes import Value
 from flambeau.ir.program import Kernel, TableKernel
+from flambeau.ir.tuning import CPU_WORK_ITEMS, POINTS
 from flambeau.schedule.plan import schedule
 
 WORDS = re.compile(r"__(global|local|kernel|private|constant|attribute)\b|\bget_\w+\(0|\bbarrier\(|\bv(load|store)\d?"
@@ -92,7 +93,8 @@ CASES: dict[str, tuple[Callable[..., list[Value]], list[torch.Tensor]]] = {
 
 def texts(case: str, threads: bool) -> Iterator[str]:
     make, args = CASES[case]
-    caps = Capabilities("gpu", programs=1024, ordered_scatter=threads, contracts=True, sorts=True)
+    caps = Capabilities("gpu", programs=1024, ordered_scatter=threads, contracts=True, sorts=True,
+                        tuning=CPU_WORK_ITEMS if threads else POINTS)
     for k, kernel in enumerate(schedule(graph_of(make, *args), caps).kernels):
         assert not isinstance(kernel, TableKernel)
         yield simt.render_in(Marked, kernel, f"k{k}", Shape(threads)).text

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from codegen.c.test_loops import affine, close, close_sum, each, running, softmax, sums
 from codegen.programs import Built, built, run
-from flambeau.codegen.simt.wide_access import MANY, PART
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import cast, where
 from flambeau.ir.nodes import Value
+from flambeau.ir.tuning import POINTS as TUNED
 from flambeau.targets.opencl_compile import library
 from flambeau.targets.opencl_device import host_device
 from opencl_forms import POINTS, THREADS
 
-N = MANY + 1  # odd: the last work-item has a part of its elements
+N = TUNED.streamed_points + 1  # odd: the last work-item has a part of its elements
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def test_rows_read_what_they_do_not_keep_some_at_a_time(n: int) -> None:
 
     b = built(make, base[:, :n], weight[:n], bias[:n], on=POINTS)
     text, = b.texts
-    assert text.count("float4*)(p2") == -(-n // 4 // 256 * 4 // PART)
+    assert text.count("float4*)(p2") == -(-n // 4 // 256 * 4 // TUNED.part)
     for k in (0, 1):
         x, w, c = base[:, k:k + n], weight[k:k + n], bias[k:k + n]
         close(b(x, w, c)[0], (x * w).double().softmax(1) * w + c)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flambeau.codegen.triton.blocks import CAPABILITIES, render
+from flambeau.codegen.triton.dialect import CAPABILITIES
+from flambeau.codegen.triton.kernel import render
 from flambeau.frontends.capture import capture
 from flambeau.frontends.decompositions import table
 from flambeau.schedule.plan import schedule

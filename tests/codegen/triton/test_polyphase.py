@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flambeau.codegen.triton.blocks import CAPABILITIES, render
+from flambeau.codegen.triton.dialect import CAPABILITIES
+from flambeau.codegen.triton.kernel import render
 from flambeau.ir import build
 from flambeau.ir.nodes import Graph
 from flambeau.ops.pooling import max_pool

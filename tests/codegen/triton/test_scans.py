@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from flambeau.codegen.triton import scans
 from flambeau.config import config
+from flambeau.ir.tuning import BLOCKS
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -34,8 +36,8 @@ LINES: dict[str, list[tuple[int | slice, float]]] = {
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every form with few elements: the interpreter is slow."""
-    for name, value in {"PROGRAMS": 10**6, "ALONE": 128, "PIECE": 256, "ROW": 64, "WINDOW": 4}.items():
-        monkeypatch.setattr(scans, name, value)
+    small = replace(BLOCKS, scan_programs=10**6, scan_alone=128, scan_piece=256, scan_row=64, scan_window=4)
+    monkeypatch.setattr(scans, "BLOCKS", small)
 
 
 def line(kind: str, n: int = 260) -> torch.Tensor:
@@ -52,7 +54,7 @@ def test_logarithms_of_sums(kind: str, shape: str, short_pieces: None, monkeypat
     if shape != "row":
         x = torch.stack((x, line("of one size"), x.flip(0)), 1)
     if shape == "walked":
-        monkeypatch.setattr(scans, "PROGRAMS", 0)
+        monkeypatch.setattr(scans, "BLOCKS", replace(scans.BLOCKS, scan_programs=0))
     torch._dynamo.reset()
     with config.override(graph_cache=False):
         run = torch.compile(lambda x: x.logcumsumexp(0), backend="flambeau", options={"target": "interpreter"})
@@ -67,7 +69,7 @@ def test_an_extremum_is_carried_with_the_sign_of_its_zero(shape: str, short_piec
     if shape == "row":
         x = x[:, 0].clone()
     if shape == "walked":
-        monkeypatch.setattr(scans, "PROGRAMS", 0)
+        monkeypatch.setattr(scans, "BLOCKS", replace(scans.BLOCKS, scan_programs=0))
     torch._dynamo.reset()
     with config.override(graph_cache=False):
         run = torch.compile(lambda x: x.cummax(0), backend="flambeau", options={"target": "interpreter"})

@@ -15,14 +15,10 @@ from flambeau.ir.expr import walk
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Item, identities_of
+from flambeau.ir.tuning import CPU
 
-from ..writer import LANES
+from ..dialect import LANES
 from .window_loops import WindowWriter
-
-FEW = 16  # additions one after the other, of values
-JOINS = 8  # of sums of a level below
-MOST = 3  # levels above the first; the highest takes what comes
-ROWS = 4  # of columns that are joined before they meet the states: these are read and written a quarter as often
 
 
 def rounds(c: Combine) -> bool:
@@ -50,9 +46,9 @@ class CascadeWriter(WindowWriter):
         reductions = [i for i in reductions if rounds(i.joins)]
         if not reductions or steps is not None and steps.is_const and steps.const <= every:
             return None
-        count, room = 1, every * JOINS
-        while count < MOST and not (steps is not None and steps.is_const and steps.const <= room):
-            count, room = count + 1, room * JOINS
+        count, room = 1, every * CPU.joins
+        while count < CPU.levels and not (steps is not None and steps.is_const and steps.const <= room):
+            count, room = count + 1, room * CPU.joins
         upper: dict[str, str] = {}
         for n, ident in identities_of(reductions):
             upper[n] = self.fresh("up")
@@ -73,8 +69,8 @@ class CascadeWriter(WindowWriter):
             if s.count == 1:
                 return
             risen = s.done if s.every == 1 else f"{s.done} / {s.every}"
-            with self.scope(f"for ({self.d.long} j = 1, m = {risen}; j < {s.count} && m % {JOINS} == 0; "
-                            f"++j, m /= {JOINS}) {{"):
+            with self.scope(f"for ({self.d.long} j = 1, m = {risen}; j < {s.count} && m % {CPU.joins} == 0; "
+                            f"++j, m /= {CPU.joins}) {{"):
                 self.join_level(s, {n: f"{a}[j]" for n, a in s.upper.items()},
                                 {n: f"{a}[j - 1]" for n, a in s.upper.items()}, begin=True)
 

@@ -7,11 +7,7 @@ from typing import TypeGuard
 
 from flambeau.ir.expr import Expr, rewrite, walk
 from flambeau.ir.index import Index, Op, Sym, as_index
-
-from ..writer import UNROLL
-
-SHORTEST = 8  # a part of a loop that is worth a body of its own
-COPIED = 500  # expressions that may be written out when a loop is cut into parts
+from flambeau.ir.tuning import CPU
 
 
 def pieces(exprs: Sequence[Expr], v: Sym, addresses: bool = False) -> list[tuple[int, int]]:
@@ -58,14 +54,14 @@ def choices(i: Index) -> list[Index]:
 
 def affordable(exprs: Sequence[Expr], v: Sym, parts: Sequence[tuple[int, int]]) -> bool:
     """A body written out once for each part, simplified there, must stay quick to compile."""
-    if len(parts) > COPIED // 10:
+    if len(parts) > CPU.copied // 10:
         return False
     total = 0
     for a, b in parts:
         memo: dict[Expr, Expr] = {}
         narrow = {v: as_index(Sym(v.name, v.size, a, b - 1))}
         total += written([rewrite(e, lambda x: x, narrow, memo) for e in exprs])
-    return total <= COPIED
+    return total <= CPU.copied
 
 
 def written(exprs: Sequence[Expr]) -> int:
@@ -74,7 +70,7 @@ def written(exprs: Sequence[Expr]) -> int:
     loops: set[tuple[Expr, ...]] = set()
     for e in walk(*exprs):
         total += 1
-        if e.op == "fold" and e.args not in loops and e.attr.steps <= UNROLL:
+        if e.op == "fold" and e.args not in loops and e.attr.steps <= CPU.unroll:
             loops.add(e.args)
             total += (e.attr.steps - 1) * sum(1 for _ in walk(*e.args[len(e.attr.carries):]))
     return total

@@ -13,11 +13,11 @@ from flambeau.ir.faults import access
 from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Kernel, sites_of
+from flambeau.ir.tuning import CPU
 
-from ..writer import Dialect, Scope, Shares, Steps, Writer
+from ..dialect import Dialect, Shares, Steps
+from ..writer import Scope, Writer
 from .prefetch import coming
-
-SERIAL = 24576  # element operations below which threads cost more than they bring
 
 
 def extent_names(pointer: str) -> tuple[str, str]:
@@ -133,9 +133,9 @@ class NestWriter(Writer):
     def parallel(self, vars: Sequence[Sym], cost: int, loops: int) -> Shares | None:
         """How threads divide a nest of so many loops; None where it is too small for that."""
         amount = self.work(vars, cost)
-        if amount is not None and amount < SERIAL:
+        if amount is not None and amount < CPU.serial:
             return None
-        return Shares(loops, f"{self.index(volume(vars) * cost)} >= {SERIAL}" if amount is None else "")
+        return Shares(loops, f"{self.index(volume(vars) * cost)} >= {CPU.serial}" if amount is None else "")
 
     @contextmanager
     def nest(self, vars: Sequence[Sym], how: Steps | None = None, *blocks: tuple[Sym, str, str]) -> Iterator[Scope]:

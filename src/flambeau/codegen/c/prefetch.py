@@ -12,13 +12,7 @@ import torch
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import Expr, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, from_atom, minimum
-
-AHEAD = 4096  # bytes of rows that are on their way at a time
-NEAREST, FARTHEST = 4, 24  # steps
-LONGEST = 2048  # bytes of a row: of a longer one the processor has its lines fetched by itself
-LINE = 64  # bytes that come at once
-DEAR = 12  # operations to find a place
-SMALL = 1 << 20  # bytes of a table that the caches hold anyway
+from flambeau.ir.tuning import CPU
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,7 @@ def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | Non
         return None
     finding = [a.expr for a in address.atoms() if isinstance(a, Dyn)]
     # To look ahead must be cheap, and possible: what the kernel itself computes is not there yet.
-    if cost_of(finding) > DEAR or any(e.op in ("local", "carry", "raw", "fold") for e in walk(*finding)):
+    if cost_of(finding) > CPU.prefetch_cost or any(e.op in ("local", "carry", "raw", "fold") for e in walk(*finding)):
         return None
     slope = address.coefficient(along)
     return _row(address, itemsize, step, along) if slope is ONE else \
@@ -46,9 +40,9 @@ def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | Non
 def _row(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
     """A row that lies where data say."""
     length = along.size.const * itemsize
-    if length > LONGEST or not any(_is_far(mono, coef * itemsize, step) for mono, coef in address.terms):
+    if length > CPU.prefetch_longest or not any(_is_far(mono, coef * itemsize, step) for mono, coef in address.terms):
         return None
-    steps = max(NEAREST, min(FARTHEST, AHEAD // length))
+    steps = max(CPU.prefetch_nearest, min(CPU.prefetch_farthest, CPU.prefetch_bytes // length))
     later = {step: minimum(as_index(step) + steps, step.size - 1), along: ZERO}
     start = rewrite(Expr("index", torch.int64, (), address), _trusting, later)
     return Coming(start.attr, length) if start.op == "index" else None
@@ -65,16 +59,16 @@ def _stretch(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | N
     assert place.hi is not None
     move, length = start.coefficient(step), (place.hi * abs(stride) + 1) * itemsize
     # There must be few lines to a read, or most of them would be in vain.
-    if move is None or move is ZERO or along in start.symbols() or 2 * (length // LINE) > along.size.const:
+    if move is None or move is ZERO or along in start.symbols() or 2 * (length // CPU.cache_line) > along.size.const:
         return None
-    steps = max(1, min(FARTHEST, AHEAD // 2 // length))
+    steps = max(1, min(CPU.prefetch_farthest, CPU.prefetch_bytes // 2 // length))
     return Coming(start.subs({step: as_index(step) + steps}), length)
 
 
 def _is_far(mono: tuple[object, ...], stride: int, step: Sym) -> bool:
     """Whether this term of an address is a computed index that jumps about in a large table with every step."""
     dyns = [a for a in mono if isinstance(a, Dyn) and step in a.symbols()]
-    return any(a.hi is None or (a.hi + 1) * abs(stride) >= SMALL for a in dyns)
+    return any(a.hi is None or (a.hi + 1) * abs(stride) >= CPU.cached_bytes for a in dyns)
 
 
 def _trusting(e: Expr) -> Expr:

@@ -15,9 +15,8 @@ from flambeau.ir.cost import FREE, SIMPLE
 from flambeau.ir.dtypes import is_bool
 from flambeau.ir.expr import Expr, cast, const, index_children, index_value, loads, rewrite, walk, where
 from flambeau.ir.index import Dyn, Index, Sym, from_atom
+from flambeau.ir.tuning import CPU
 
-WORTH = 16  # operations at a point
-ROOM = 16384  # bytes of the arrays
 NEVER = frozenset(("fold", "carry", "local", "check", "require", "raw"))
 
 
@@ -25,7 +24,7 @@ def best_shared(exprs: Sequence[Expr], others: Sequence[Sym], v: Sym) -> Sym | N
     """The outer variable on which most of the work at the points of v does not depend, if it is worth while."""
     gains = {c: gain(exprs, (c,), v) for c in others if _repeats(c)}
     best = max(gains, key=lambda c: gains[c], default=None)
-    return best if best is not None and gains[best] >= WORTH else None
+    return best if best is not None and gains[best] >= CPU.shared_work else None
 
 
 def gain(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> int:

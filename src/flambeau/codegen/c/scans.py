@@ -8,18 +8,13 @@ from contextlib import AbstractContextManager
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import Expr, cast, rewrite
-from flambeau.ir.index import ONE, Sym, volume
+from flambeau.ir.index import ONE, Sym
 from flambeau.ir.program import ScanKernel
+from flambeau.ir.tuning import CPU
 
-from ..writer import LANES, Dialect, Scope
+from ..dialect import LANES, Dialect
+from ..writer import Scope
 from .nest import NestWriter
-
-BLOCK = 256  # columns that are scanned side by side
-STRIP = 16  # elements of a row that are taken before the next row has its turn
-ABREAST = 8  # contiguous rows that are: more would be more streams than a cache likes
-PARTS = 64  # of a long row
-DEAR = 16  # operations of a combine
-FEW, LONG = 16, 1 << 15  # rows, and elements of a row, that make it worth cutting
 
 
 class ScanWriter(NestWriter):
@@ -32,10 +27,7 @@ class ScanWriter(NestWriter):
         self.needed = kernel.combine.needed([*self.stored.values()])
 
     def render(self) -> list[str]:
-        if self.k.vector is None:
-            self.rows()
-        else:
-            self.columns(self.k.vector)
+        {"rows": self.rows, "parts": self.rows_in_parts, "columns": self.columns}[self.k.form.name]()
         return self.scopes[0].lines
 
     def axis_loop(self, lo: str = "0", hi: str = "") -> AbstractContextManager[Scope]:
@@ -90,21 +82,20 @@ class ScanWriter(NestWriter):
 
     # ---- rows ------------------------------------------------------------------------------------------
 
+    def rows_in_parts(self) -> None:
+        """Few rows, and long."""
+        with self.nest(self.k.outer):
+            if not self.exact():
+                self.long_row()
+                return
+            # One thread may take the row as it is: the outcome is the same.
+            with self.scope(f"if ({self.fl}most_threads() == 1) {{"):
+                self.stretch(self.declare(self.needed))
+            with self.scope("else {"):
+                self.long_row()
+
     def rows(self) -> None:
         k = self.k
-        points, length = volume(k.outer), k.axis.size
-        dear = cost_of(k.combine.result) > DEAR  # to find out first what a part comes to would take too long
-        if points.is_const and points.const < FEW and not (length.is_const and length.const < LONG) and not dear:
-            with self.nest(k.outer):
-                if not self.exact():
-                    self.long_row()
-                    return
-                # One thread may take the row as it is: the outcome is the same.
-                with self.scope(f"if ({self.fl}most_threads() == 1) {{"):
-                    self.stretch(self.declare(self.needed))
-                with self.scope("else {"):
-                    self.long_row()
-            return
         how = self.parallel((*k.outer, k.axis), self.cost, len(k.outer)) if k.outer else None
         with self.nest(k.outer, how):
             self.stretch(self.declare(self.needed))
@@ -158,33 +149,33 @@ class ScanWriter(NestWriter):
         every = self.k.combine.needed([*self.stored.values()], stretches=True)
         size = self.fresh("z")
         # Not a power of two of bytes apart, or all parts would want the same lines of the cache.
-        self.line(f"const {self.d.long} {size} = {self.extent(self.k.axis)} / {PARTS + 1} / 16 * 16;")
-        states = self.declare(every, PARTS)
+        self.line(f"const {self.d.long} {size} = {self.extent(self.k.axis)} / {CPU.scan_parts + 1} / 16 * 16;")
+        states = self.declare(every, CPU.scan_parts)
         self.parts(states, size, every, store=False)
         carry = self.declare(every)
-        with self.scope(f"for (int c = 0; c < {PARTS}; ++c) {{"):
+        with self.scope(f"for (int c = 0; c < {CPU.scan_parts}; ++c) {{"):
             own = [f"{states[j]}[c]" if j in states else "0" for j in range(len(self.k.combine.left))]
             new = self.combined(self.k.combine, [carry.get(j, "0") for j in range(len(own))], own, every)
             for j, text in zip(every, new, strict=True):
                 self.line(f"{states[j]}[c] = {carry[j]};")
                 self.line(f"{carry[j]} = {text};")
         self.parts(states, size, self.needed, store=True)
-        self.stretch({j: carry[j] for j in self.needed}, f"{PARTS} * {size}", self.extent(self.k.axis))
+        self.stretch({j: carry[j] for j in self.needed}, f"{CPU.scan_parts} * {size}", self.extent(self.k.axis))
 
     def parts(self, states: dict[int, str], size: str, components: Sequence[int], store: bool) -> None:
         k = self.k
-        abreast = 1 if self.exact() else ABREAST
+        together = 1 if self.exact() else CPU.scan_side_by_side
         b, n = self.fresh("b"), self.extent(k.axis)
-        head = f"for ({self.d.long} {b} = 0; {b} < {PARTS}; {b} += {abreast}) {{"
+        head = f"for ({self.d.long} {b} = 0; {b} < {CPU.scan_parts}; {b} += {together}) {{"
         with self.scope(head, how=self.parallel((*k.outer, k.axis), self.cost, 1)):
-            if abreast == 1:
+            if together == 1:
                 slots = self.copied({j: f"{states[j]}[{b}]" for j in components})
                 lo, hi = f"{b} * {size}", f"({b} + 1) * {size}"
                 self.stretch(slots, lo, hi, store)
                 ends = {j: f"{states[j]}[{b}] = {slot};" for j, slot in slots.items()}
             else:
-                arrays = self.declare(components, abreast)
-                each = f"for (int l = 0; l < {abreast}; ++l)"
+                arrays = self.declare(components, together)
+                each = f"for (int l = 0; l < {together}; ++l)"
                 for j, array in arrays.items():
                     self.line(f"{each} {array}[l] = {states[j]}[{b} + l];")
                 with self.scope(f"for ({self.d.long} w = 0; w < {size}; ++w) {{"), \
@@ -199,13 +190,14 @@ class ScanWriter(NestWriter):
 
     # ---- columns ---------------------------------------------------------------------------------------
 
-    def columns(self, v: Sym) -> None:
-        k = self.k
+    def columns(self) -> None:
+        k, v = self.k, self.k.vector
+        assert v is not None
         others = tuple(x for x in k.outer if x is not v)
-        width = max(1, min(BLOCK, v.size.const)) if v.size.is_const else BLOCK
+        width = max(1, min(CPU.scan_columns, v.size.const)) if v.size.is_const else CPU.scan_columns
         apart = any(a.coefficient(v) is not ONE for a in self.address.values())
         if apart:
-            width = min(width, ABREAST if len(k.names) == 1 else ABREAST // 2)
+            width = min(width, CPU.scan_side_by_side if len(k.names) == 1 else CPU.scan_side_by_side // 2)
         # Enough blocks for the threads where there are few columns.
         if not others and v.size.is_const:
             width = max(min(width, 16), min(width, -(-v.size.const // 8)))
@@ -215,8 +207,8 @@ class ScanWriter(NestWriter):
             b = self.sym(block)
             end = self.end_of(b, width, v.size)
             arrays = self.declare(self.needed, width)
-            # To gather and scatter takes longer than to go one by one, unless what is between them is dear.
-            one_by_one = apart and cost_of(k.combine.result) <= DEAR
+            # To gather and scatter takes longer than to go one by one, unless what is between them is expensive.
+            one_by_one = apart and cost_of(k.combine.result) <= CPU.expensive_combine
             slots = {j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()}
             if one_by_one:
                 self.strips(v, b, end, slots)
@@ -228,8 +220,9 @@ class ScanWriter(NestWriter):
         """Rows that lie far apart, some elements of each in turn: a line of the cache is done with before it may have
         to go, and the rows still do not wait for each other."""
         first, axis = self.fresh("f"), self.k.axis
-        with self.scope(f"for ({self.d.long} {first} = 0; {first} < {self.extent(axis)}; {first} += {STRIP}) {{"):
-            last = self.end_of(first, STRIP, axis.size)
+        step = CPU.scan_strip
+        with self.scope(f"for ({self.d.long} {first} = 0; {first} < {self.extent(axis)}; {first} += {step}) {{"):
+            last = self.end_of(first, step, axis.size)
             with self.loop(v, b, end):
                 own = self.copied(slots)
                 with self.axis_loop(first, f"({last})"):

@@ -15,17 +15,11 @@ from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, index_value, loads, where
 from flambeau.ir.index import Dyn, Index, Sym, as_index, volume
 from flambeau.ir.program import ScatterKernel
+from flambeau.ir.tuning import CPU
 
-from ..writer import LANES, TEAM, Dialect
+from ..dialect import LANES, TEAM, Dialect
 from .nest import NestWriter
-from .row_invariants import ROOM, number
-
-ENOUGH = 16  # independent parts that keep threads busy
-BLOCK = 4096  # elements of the start that one thread fills at a time
-DEAR = 12  # operations from which on they are done in vectors, before any write
-TAPS = 64  # elements that a point writes, at most, if they are
-LEAST = 64  # points of a block
-LINE = 64  # bytes of a cache line: two threads should not write to the same one
+from .row_invariants import number
 
 JOIN = {"add": "add", "mul": "mul", "min": "min", "max": "max"}
 
@@ -45,7 +39,7 @@ class ScatterWriter(NestWriter):
         outer = [v for v in free if v not in rows]
         parts = volume(outer)
         whole = bool(rows) and not self.moves_with(rows[0])
-        many = outer and (not rows or not parts.is_const or parts.const >= ENOUGH)
+        many = outer and (not rows or not parts.is_const or parts.const >= CPU.scatter_parts)
         part = self.part_of(outer) if many else None
         if part is not None:  # what was just filled is still in the cache when it is written to
             how = self.parallel(k.vars, self.cost, len(outer)) or self.parallel(k.out_vars, 1, len(outer))
@@ -109,8 +103,8 @@ class ScatterWriter(NestWriter):
         block: list[tuple[Sym, str, str]] = []
         if how and not outer:
             part = Sym(f"{last.name}b", last.size)
-            block = [(part, end, str(BLOCK))]
-            begin, end = self.sym(part), f"{self.fl}imin({self.sym(part)} + {BLOCK}, {end})"
+            block = [(part, end, str(CPU.scatter_start))]
+            begin, end = self.sym(part), f"{self.fl}imin({self.sym(part)} + {CPU.scatter_start}, {end})"
         with self.nest(outer, how, *block), self.loop(last, begin, end, how=LANES):
             self.store(k.name, k.init_address, self.value(k.init))
 
@@ -120,7 +114,7 @@ class ScatterWriter(NestWriter):
             self.write()
             return
         v, rest = vars[0], vars[1:]
-        if not hi and self.is_dear(v, rest):
+        if not hi and self.is_expensive(v, rest):
             self.prepared(v, rest)
             return
         if rest:
@@ -132,14 +126,14 @@ class ScatterWriter(NestWriter):
         with self.loop(v, lo, hi or self.extent(v), how=lanes):
             self.write()
 
-    def is_dear(self, v: Sym, taps: Sequence[Sym]) -> bool:
+    def is_expensive(self, v: Sym, taps: Sequence[Sym]) -> bool:
         """Whether to find places and values takes longer than to write, for a few elements at each point of v."""
         k = self.k
         count = volume(taps)
         known = number(self.offset(v, taps)) is not None and all(e.attr[0] != k.name for e in loads(k.value))
-        few = count.is_const and count.const <= TAPS and not (v.size.is_const
-                                                              and v.size.const < LEAST)
-        return known and few and k.free.isdisjoint((v, *taps)) and cost_of(self.exprs()) >= DEAR
+        few = count.is_const and count.const <= CPU.scatter_taps and not (v.size.is_const
+                                                              and v.size.const < CPU.scatter_points)
+        return known and few and k.free.isdisjoint((v, *taps)) and cost_of(self.exprs()) >= CPU.scatter_work
 
     def exprs(self) -> list[Expr]:
         k = self.k
@@ -157,7 +151,8 @@ class ScatterWriter(NestWriter):
         points: list[dict[Sym, Index]] = [{}]
         for t in taps:
             points = [{**p, t: as_index(j)} for p in points for j in range(t.size.const)]
-        width = max(LEAST, min(256, ROOM // len(points) // (4 + k.value.dtype.itemsize) // 64 * 64))
+        room = CPU.shared_bytes // len(points) // (4 + k.value.dtype.itemsize) // 64 * 64
+        width = max(CPU.scatter_points, min(CPU.scatter_most, room))
         block = Sym(f"{v.name}s", v.size)
         start, end, place, value = self.sym(block), *(self.fresh(x) for x in ("e", "at", "val"))
         name, here = self.sym(v), f"[{self.sym(v)} - {start}]"
@@ -182,7 +177,7 @@ class ScatterWriter(NestWriter):
 
     def divided(self, bound: Sequence[Sym], v: Sym) -> None:
         """Every thread takes a range of the columns, in whole cache lines."""
-        line = max(1, LINE // self.k.value.dtype.itemsize)
+        line = max(1, CPU.cache_line // self.k.value.dtype.itemsize)
         with self.scope("{", how=TEAM):
             lo, hi = self.share(f"({self.extent(v)} + {line - 1}) / {line}")
             end = self.fresh("e")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from flambeau.ir.index import Index
 from flambeau.ir.program import CHUNK, TableKernel
+from flambeau.ir.tuning import CPU
 
-from ..writer import Dialect, Shares
-from .loops import LoopWriter
-
-FEW = 4  # blocks that one thread does
+from ..dialect import Dialect, Shares
+from .rows import RowWriter
 
 
-class TableWriter(LoopWriter):
+class TableWriter(RowWriter):
     """Writes the body for one block; its own names are those of the row's pointers."""
 
     def __init__(self, dialect: Dialect, kernel: TableKernel) -> None:
         super().__init__(dialect, kernel.body)
         self.kernel = kernel
         self.short = {p.name: f"q{at}" for at, p in enumerate(kernel.columns)}
-
-    def is_long(self, points: Index) -> bool:
-        return False  # a block is one thread's
 
     def render(self) -> list[str]:
         k = self.k
@@ -44,5 +39,5 @@ class TableWriter(LoopWriter):
             step = {None: "", 1: " + first"}.get(steps.get(p.name), f" + first / {CHUNK}")
             row.append(f"{kind}{apart} q{at} = ({kind}){column}{step};")
         return ["const int64_t rows = rows2 >> 1, count = count2 >> 1;",
-                self.d.pragma(Shares(1, f"count > {FEW}"), False, False),
+                self.d.pragma(Shares(1, f"count > {CPU.table_blocks}"), False, False),
                 "for (int64_t block = 0; block < count; ++block) {", *("  " + x for x in (*row, *body)), "}"]

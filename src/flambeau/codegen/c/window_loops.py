@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from flambeau.ir.expr import Expr, Fold, walk
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.program import Kernel
+from flambeau.ir.tuning import CPU
 
-from ..writer import Dialect, Steps
+from ..dialect import Dialect, Steps
 from .nest import NestWriter
-
-LANES = 64  # points of a block: the running values of one window stay in registers
 
 
 class WindowWriter(NestWriter):
@@ -41,9 +40,10 @@ class WindowWriter(NestWriter):
             return
         block = Sym(f"{v.name}w", v.size)
         start = self.sym(block)
-        with self.scope(f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {LANES}) {{", (block,)):
+        head = f"for ({self.d.long} {start} = {lo}; {start} < {hi}; {start} += {CPU.window_lanes}) {{"
+        with self.scope(head, (block,)):
             end = self.fresh("e")
-            self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {LANES}, {hi});")
+            self.line(f"const {self.d.long} {end} = {self.fl}imin({start} + {CPU.window_lanes}, {hi});")
             before, self.windows = self.windows, dict(self.windows)
             for e in apart:
                 self.window(e, v, start, end, how)
@@ -56,7 +56,7 @@ class WindowWriter(NestWriter):
         states = []
         for c in f.carries:
             array = self.fresh("f")
-            self.line(f"alignas(64) {self.d.types[c.dtype]} {array}[{LANES}];")
+            self.line(f"alignas(64) {self.d.types[c.dtype]} {array}[{CPU.window_lanes}];")
             states.append(f"{array}[{self.sym(v)} - {start}]")
         self.step(v, start, end, how, {}, states, e.args[:count])
         self.walk_window(f.loops, v, start, end, how, dict(zip(f.carries, states, strict=True)), e.args[count:])

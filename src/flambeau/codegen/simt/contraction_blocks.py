@@ -13,49 +13,44 @@ from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
+from flambeau.ir.tuning import CPU
 
-from ..writer import LANES
+from ..dialect import LANES
 from .contractions import ContractWriter
 from .cpu_threads import SHARES
-from .dialect import VECTOR, LaunchDraft, Shape, SimtDialect
+from .dialect import LaunchDraft, Shape, SimtDialect
 from .range_guards import guard_of
-
-ROWS, VECTORS = 6, 2  # so many vectors for sums: 16 registers are enough
-# The largest blocks: both factors and the result of one fit a second-level cache together.
-MOST_ROWS, MOST_COLUMNS, DEPTH = 192, 256, 256
-GAP = 64  # bytes between rows of an array: rows a power of two apart would share few lines of the cache
-SMALL = 1 << 16  # products below which there is nothing to divide
 
 
 class Blocks(ContractWriter):
     def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
         size = self.dtype.itemsize
-        self.lanes = VECTOR // size
+        self.lanes = CPU.vector_bytes // size
         self.vector = dialect.vector(self.kind, self.lanes)
-        self.wide = VECTORS * self.lanes
+        self.wide = CPU.tile_vectors * self.lanes
         rows, columns, depth = (volume(vars) for vars in (kernel.rows, kernel.columns, kernel.depth))
-        self.high = best_height(rows.const) if rows.is_const else ROWS
-        self.most_columns = MOST_COLUMNS * 4 // size
-        self.block_rows = fitted(rows.const if rows.is_const else MOST_ROWS, self.high, MOST_ROWS)
+        self.high = best_height(rows.const) if rows.is_const else CPU.tile_high
+        self.most_columns = CPU.block_columns * 4 // size
+        self.block_rows = fitted(rows.const if rows.is_const else CPU.block_rows, self.high, CPU.block_rows)
         self.block_columns = fitted(columns.const if columns.is_const else self.most_columns, self.wide,
                                     self.most_columns)
         if rows.is_const and columns.is_const:
             self.balance(rows.const, columns.const, shape.units)
         self.depth = self.stretch(depth)
         self.small = all(n.is_const for n in (rows, columns, depth, volume(kernel.batch))) and \
-            (rows * columns * depth * volume(kernel.batch)).const < SMALL
-        gap = GAP // size
+            (rows * columns * depth * volume(kernel.batch)).const < CPU.small_product
+        gap = CPU.block_gap // size
         self.deep_left = is_deep(kernel.left, kernel.rows, kernel.depth)
         self.left_row = (self.depth if self.deep_left else self.block_rows) + gap
         self.right_row = self.block_columns + gap
 
     def stretch(self, depth: Index) -> int:
         """Of the depth at once: whole lines of the innermost variable, if they are short."""
-        n = depth.const if depth.is_const and depth.const else DEPTH
+        n = depth.const if depth.is_const and depth.const else CPU.block_depth
         line = volume(self.k.depth[-1:])
-        whole = line.const if line.is_const and 1 < line.const < DEPTH else 1
-        return min(n, DEPTH // whole * whole)
+        whole = line.const if line.is_const and 1 < line.const < CPU.block_depth else 1
+        return min(n, CPU.block_depth // whole * whole)
 
     def balance(self, rows: int, columns: int, units: int) -> None:
         """Smaller blocks where there would be too few for all cores."""
@@ -161,7 +156,7 @@ class Blocks(ContractWriter):
 
     def tile(self) -> list[str]:
         """A function: rows times vectors of sums in registers, while the depth goes past."""
-        v, each = self.vector, [(r, c) for r in range(self.high) for c in range(VECTORS)]
+        v, each = self.vector, [(r, c) for r in range(self.high) for c in range(CPU.tile_vectors)]
         left = "l[{} * " + str(self.left_row) + " + k]" if self.deep_left else "l[k * " + str(self.left_row) + " + {}]"
         place = f"*({v}*)(sums + {{}} * {self.block_columns} + {{}})"
         out = [f"{self.d.inlined} void KERNEL_NAME_tile({self.kind}* sums, const {self.kind}* l, const {self.kind}* r, "
@@ -170,7 +165,7 @@ class Blocks(ContractWriter):
         out += [f"  {v} s{r}_{c} = first ? {zeros} : {place.format(r, c * self.lanes)};" for r, c in each]
         out.append(f"  for ({self.d.long} k = 0; k < n; ++k) {{")
         out += [f"    const {v} v{c} = *(const {v}*)(r + k * {self.right_row} + {c * self.lanes});"
-                for c in range(VECTORS)]
+                for c in range(CPU.tile_vectors)]
         out += [f"    s{r}_{c} += {left.format(r)} * v{c};" for r, c in each]
         out.append("  }")
         out += [f"  {place.format(r, c * self.lanes)} = s{r}_{c};" for r, c in each]
@@ -179,12 +174,12 @@ class Blocks(ContractWriter):
 
 def is_long(v: Sym) -> bool:
     """Whether it pays to find out where a line begins and ends, rather than to ask for each element."""
-    return not v.size.is_const or v.size.const >= VECTOR // 2
+    return not v.size.is_const or v.size.const >= CPU.vector_bytes // 2
 
 
 def best_height(rows: int) -> int:
     """Of a tile: that which wastes the least of its last one."""
-    return min(range(ROWS, 0, -1), key=lambda h: -(-rows // h) * (h + 1))
+    return min(range(CPU.tile_high, 0, -1), key=lambda h: -(-rows // h) * (h + 1))
 
 
 def fitted(size: int, step: int, most: int) -> int:

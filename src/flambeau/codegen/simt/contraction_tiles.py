@@ -13,13 +13,11 @@ from flambeau.ir.expr import Expr
 from flambeau.ir.index import Sym, volume
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
+from flambeau.ir.tuning import POINTS
 
-from ..writer import UNROLLED
+from ..dialect import UNROLLED
 from .contractions import ContractWriter
 from .dialect import LaunchDraft, Shape, SimtDialect
-
-EACH = 4  # rows and columns of a work-item
-DEPTH = 16
 
 
 class Tiles(ContractWriter):
@@ -27,7 +25,7 @@ class Tiles(ContractWriter):
         super().__init__(dialect, kernel)
         self.side = isqrt(shape.group)  # work-items
         self.group = self.side * self.side
-        self.tile = EACH * self.side
+        self.tile = POINTS.product_each * self.side
         self.row = self.tile + 1  # neighbours are not in the same bank, whichever way they are written
 
     def write(self) -> LaunchDraft:
@@ -35,24 +33,25 @@ class Tiles(ContractWriter):
         counts = [volume(vars) for vars in (k.rows, k.columns, k.batch)]
         high, wide = ((n + (tile - 1)) // tile for n in counts[:2])
         rows, columns, depth = (self.length(vars) for vars in (k.rows, k.columns, k.depth))
-        self.line(f"{self.d.local} {self.kind} lefts[{DEPTH * self.row}], rights[{DEPTH * self.row}];")
+        size = POINTS.product_depth * self.row
+        self.line(f"{self.d.local} {self.kind} lefts[{size}], rights[{size}];")
         self.line(f"const {long} me = {self.d.lane}, block = {self.d.group};")
         self.line(f"const {long} mine_r = me / {self.side}, mine_c = me % {self.side};")
         with self.scope("{", k.batch):
             self.line(f"const {long} c0 = block % {self.index(wide)} * {tile}, line = block / {self.index(wide)};")
             self.line(f"const {long} r0 = line % {self.index(high)} * {tile}, item = line / {self.index(high)};")
             self.decompose("item", k.batch)
-            self.line(f"{self.kind} sums[{EACH * EACH}];")
-            self.line(f"for (int s = 0; s < {EACH * EACH}; ++s) sums[s] = 0;")
-            with self.scope(f"for ({long} k0 = 0; k0 < {depth}; k0 += {DEPTH}) {{"):
+            self.line(f"{self.kind} sums[{POINTS.product_each * POINTS.product_each}];")
+            self.line(f"for (int s = 0; s < {POINTS.product_each * POINTS.product_each}; ++s) sums[s] = 0;")
+            with self.scope(f"for ({long} k0 = 0; k0 < {depth}; k0 += {POINTS.product_depth}) {{"):
                 self.bring("lefts", k.left, k.rows, "r0", rows)
                 self.bring("rights", k.right, k.columns, "c0", columns)
                 self.line(self.d.barrier)
                 self.multiply()
                 self.line(self.d.barrier)
-            with self.scope(f"for (int s = 0; s < {EACH * EACH}; ++s) {{", how=UNROLLED):
-                self.line(f"const {long} row = r0 + mine_r + s / {EACH} * {self.side};")
-                self.line(f"const {long} column = c0 + mine_c + s % {EACH} * {self.side};")
+            with self.scope(f"for (int s = 0; s < {POINTS.product_each * POINTS.product_each}; ++s) {{", how=UNROLLED):
+                self.line(f"const {long} row = r0 + mine_r + s / {POINTS.product_each} * {self.side};")
+                self.line(f"const {long} column = c0 + mine_c + s % {POINTS.product_each} * {self.side};")
                 with self.scope(f"if (row < {rows} && column < {columns}) {{", (*self.rows, *self.columns)):
                     self.decompose("row", self.rows)
                     self.decompose("column", self.columns)
@@ -62,10 +61,10 @@ class Tiles(ContractWriter):
     def bring(self, array: str, factor: Expr, own: Sequence[Sym], start: str, end: str) -> None:
         """A part of a factor into local memory, neighbours in memory by neighbours in the group."""
         k, long, at, x, y = self.k, self.d.long, *(self.fresh(n) for n in ("at", "point", "deep"))
-        places = (f"{at} / {DEPTH}", f"{at} % {DEPTH}") if is_deep(factor, own, k.depth) \
+        places = (f"{at} / {POINTS.product_depth}", f"{at} % {POINTS.product_depth}") if is_deep(factor, own, k.depth) \
             else (f"{at} % {self.tile}", f"{at} / {self.tile}")
         value = self.fresh("v")
-        with self.scope(f"for ({long} {at} = me; {at} < {self.tile * DEPTH}; {at} += {self.group}) {{"):
+        with self.scope(f"for ({long} {at} = me; {at} < {self.tile * POINTS.product_depth}; {at} += {self.group}) {{"):
             self.line(f"const {long} {x} = {start} + {places[0]}, {y} = k0 + {places[1]};")
             self.line(f"{self.kind} {value} = 0;")
             own, (factor,) = joined(own, factor)
@@ -77,12 +76,12 @@ class Tiles(ContractWriter):
             self.line(f"{array}[({y} - k0) * {self.row} + {x} - {start}] = {value};")
 
     def multiply(self) -> None:
-        every = range(EACH)
-        with self.scope(f"for (int k = 0; k < {DEPTH}; ++k) {{"):
+        every = range(POINTS.product_each)
+        with self.scope(f"for (int k = 0; k < {POINTS.product_depth}; ++k) {{"):
             self.line(self.d.contracted)
             for name, array, mine in (("l", "lefts", "mine_r"), ("r", "rights", "mine_c")):
                 for i in every:
                     self.line(f"const {self.kind} {name}{i} = {array}[k * {self.row} + {mine} + {i * self.side}];")
             for i in every:
                 for j in every:
-                    self.line(f"sums[{i * EACH + j}] += l{i} * r{j};")
+                    self.line(f"sums[{i * POINTS.product_each + j}] += l{i} * r{j};")

@@ -14,7 +14,7 @@ from flambeau.ir.lines import joined
 from flambeau.ir.program import ContractKernel
 
 from ..c.nest import NestWriter
-from ..writer import Steps
+from ..dialect import Steps
 from .dialect import UNSIGNED, SimtDialect, SimtWriter
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from flambeau.ir.index import Index, Sym
+from flambeau.ir.index import Sym
 from flambeau.ir.program import Item
 
-from ..c.loops import LoopWriter
+from ..c.columns import ColumnWriter
+from ..c.maps import MapWriter
 from ..c.nest import NestWriter
+from ..c.rows import RowWriter
 from ..c.scans import ScanWriter
 from ..c.scatters import ScatterWriter
-from ..writer import TEAM, Scope, Shares, Steps
+from ..dialect import TEAM, Shares, Steps
+from ..writer import Scope
 from .dialect import LaunchDraft, SimtWriter
 
 SHARES = "4 * units"  # several for each core: they need not take equally long
@@ -71,19 +74,21 @@ def trips(lo: str, hi: str, step: str) -> str:
     return span if step == "1" else f"(({span} + {step} - 1) / {step})"
 
 
-class ThreadLoops(Threads, LoopWriter):
-    def is_long(self, points: Index) -> bool:
-        return False
-
+class ThreadMap(Threads, MapWriter):
     def settled(self, items: list[Item], v: Sym) -> list[Item]:
         return items  # every work-item would have to look at all of them
 
 
+class ThreadRows(Threads, RowWriter):
+    pass
+
+
+class ThreadColumns(Threads, ColumnWriter):
+    pass
+
+
 class ThreadScan(Threads, ScanWriter):
-    def rows(self) -> None:
-        k = self.k
-        with self.nest(k.outer, self.parallel((*k.outer, k.axis), self.cost, 1) if k.outer else None):
-            self.stretch(self.declare(self.needed))
+    pass
 
 
 class ThreadScatter(Threads, ScatterWriter):
@@ -95,3 +100,7 @@ class ThreadScatter(Threads, ScatterWriter):
 
 class ThreadStart(Threads, ScatterWriter):
     pass
+
+
+LOOPS: dict[str, type[ThreadMap | ThreadRows | ThreadColumns]] = {
+    **dict.fromkeys(("points", "lines", "chunks", "tiles"), ThreadMap), "rows": ThreadRows, "columns": ThreadColumns}

@@ -18,9 +18,9 @@ from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index
 from flambeau.ir.program import Kernel
 
-from ..writer import CLike, Writer
+from ..dialect import CLike
+from ..writer import Writer
 
-VECTOR = 32  # bytes of a vector, on CPUs
 WRAPPING = ("add", "sub", "mul")
 UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
 

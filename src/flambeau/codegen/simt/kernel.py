@@ -7,7 +7,7 @@ divide the outermost among themselves (`cpu_threads.py`). On GPUs a work-item is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -22,14 +22,19 @@ from ..source import Range, RangeSource, host_text, site_table
 from ..writer import Writer
 from .contraction_blocks import Blocks
 from .contraction_tiles import Tiles
-from .cpu_threads import ThreadLoops, ThreadScan, ThreadScatter, ThreadStart
+from .cpu_threads import LOOPS as THREAD_LOOPS
+from .cpu_threads import ThreadScan, ThreadScatter, ThreadStart
 from .dialect import LaunchDraft, Shape, SimtDialect
-from .points import PointLoops, PointScatter, PointStart
-from .rows import RowLoops, is_row
-from .scans import write_scan
-from .transposes import Turned, is_turned_map
-from .wide_access import SeveralPoints, is_streamed
+from .points import PointLoops, PointScan, PointScatter, PointStart
+from .rows import RowLoops
+from .scans import ColumnScan, RowScan
+from .transposes import Transpose
+from .wide_access import StreamedPoints
 
+LOOPS: dict[str, type[PointLoops]] = {
+    "points": PointLoops, "rows": RowLoops, "transpose": Transpose, "streamed": StreamedPoints}
+SCANS: dict[str, type[PointScan | RowScan | ColumnScan]] = {
+    "points": PointScan, "rows": RowScan, "columns": ColumnScan}
 NARROW = 2**31 - 2**16  # indices below it are 32 bits wide, with room for the last group
 
 
@@ -95,7 +100,7 @@ def write_threads(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDr
     if isinstance(kernel, ContractKernel):
         return [Blocks(d, kernel, shape).write()]
     if isinstance(kernel, LoopKernel | ScanKernel):
-        one = ThreadLoops(d, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(d, kernel)
+        one = THREAD_LOOPS[kernel.form.name](d, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(d, kernel)
         one.render()
         return [one.draft()]
     assert isinstance(kernel, ScatterKernel)
@@ -110,19 +115,17 @@ def write_threads(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDr
 
 def write_points(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDraft]:
     """On GPUs."""
-    forms: dict[type[PointLoops], Callable[[LoopKernel], bool]] = {
-        RowLoops: is_row, Turned: is_turned_map, SeveralPoints: is_streamed}
     if isinstance(kernel, ContractKernel):
         return [Tiles(d, kernel, shape).write()]
     if isinstance(kernel, LoopKernel):
-        # Those forms read several elements at once, which nothing checks.
-        forms = {} if shape.bounded else forms
-        kind = next((kind for kind, suits in forms.items() if suits(kernel)), PointLoops)
-        loops = kind(d, kernel, shape)
+        # The other forms read several elements at once, which nothing checks.
+        loops = (PointLoops if shape.bounded else LOOPS[kernel.form.name])(d, kernel, shape)
         loops.write()
         return [loops.draft()]
     if isinstance(kernel, ScanKernel):
-        return [write_scan(d, kernel, shape)]
+        scan = SCANS[kernel.form.name](d, kernel, shape)
+        scan.write()
+        return [scan.draft()]
     drafts = []
     if kernel.init is not None:
         start = PointStart(d, kernel, shape)

@@ -13,10 +13,11 @@ import torch
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import SPECIAL
 from flambeau.ir.program import Kernel
+from flambeau.ir.tuning import CPU
 
+from ..dialect import APART, UNROLLED, Lanes, Steps
 from ..source import RangeSource
-from ..writer import APART, UNROLLED, Lanes, Steps
-from .dialect import VECTOR, Exchange, Shape, SimtDialect
+from .dialect import Exchange, Shape, SimtDialect
 from .kernel import render_in
 
 # Functions without a text in OpenCL C; the other special functions are computed in double.
@@ -55,7 +56,7 @@ class OpenCL(SimtDialect):
             if not how.points or (reports and counted):
                 return simd
             # In so many words: PoCL leaves such a loop one vector long, and its states in memory.
-            width = min(VECTOR // how.size, how.points)
+            width = min(CPU.vector_bytes // how.size, how.points)
             return f"{simd} vectorize_width({width}) interleave_count({max(how.points // width, 1)})"
         return {APART: "#pragma clang loop vectorize(disable) unroll_count(8)", UNROLLED: "#pragma unroll"}[how] \
             if how in (APART, UNROLLED) else ""

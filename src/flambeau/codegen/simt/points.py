@@ -19,17 +19,17 @@ from flambeau.ir.program import (
     Kernel,
     LoopKernel,
     identities_of,
-    reductions_of,
 )
+from flambeau.ir.tuning import POINTS
 
 from ..c.nest import NestWriter
 from ..c.scans import ScanWriter
 from ..c.scatters import JOIN, ScatterWriter
-from ..writer import Dialect, Scope
+from ..dialect import Dialect
+from ..stages import StageWriter
+from ..writer import Scope
 from .dialect import Exchange, LaunchDraft, Shape, SimtWriter
 
-CASCADE = 128  # points that are reduced on their own, so that rounding errors do not pile up
-SHORT = 64  # points of a row that one work-item takes
 SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is larger, and smaller than 1 / SMALL
 
 
@@ -71,7 +71,10 @@ def quotient(x: Expr, s: Expr) -> Expr:
     return Expr("over", s.dtype, (x, s, const((torch.ones(()) / s.attr).item(), s.dtype)))
 
 
-class PointLoops(Points):
+States = dict[str, str]  # a variable for each component
+
+
+class PointLoops(StageWriter[States], Points):
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         self.k = kernel
@@ -102,49 +105,45 @@ class PointLoops(Points):
 
     # ---- stages ----------------------------------------------------------------------------------------
 
-    def stage(self, stage: Sequence[Item]) -> None:
-        if not self.k.inner or stage[0].level == "outer" and stage[0].combine is None:
-            for i in stage:
-                self.map_item(i)
-            return
-        reductions = reductions_of(stage)
-        states = self.declare(reductions)
-        first = self.k.inner[0]
-        if self.k.bounds is not None:
-            lo, hi = (self.value(b) for b in self.k.bounds)
-            with self.loop(first, lo, hi):
-                self.body(stage, states)
-        elif reductions and not (first.size.is_const and first.size.const < 2 * CASCADE):
-            self.cascade(stage, reductions, states)
-        else:
-            self.nested(self.k.inner, lambda: self.body(stage, states))
-        self.finish(reductions, states)
+    def declare(self, items: Sequence[Item], reductions: Sequence[Item]) -> States:
+        return self.variables(reductions)
 
-    def declare(self, reductions: Sequence[Item]) -> dict[str, str]:
-        """A variable for each component, that holds the identity."""
+    def variables(self, reductions: Sequence[Item]) -> States:
+        """One for each component, that holds the identity."""
         states = {}
         for name, identity in identities_of(reductions):
             states[name] = self.fresh("a")
             self.variable(identity.dtype, states[name], self.d.constant(identity.attr, identity.dtype))
         return states
 
+    def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: States) -> None:
+        first = self.k.inner[0]
+        if self.k.bounds is not None:
+            lo, hi = (self.value(b) for b in self.k.bounds)
+            with self.loop(first, lo, hi):
+                self.body(items, states)
+        elif reductions and not (first.size.is_const and first.size.const < 2 * POINTS.cascade):
+            self.cascade(items, reductions, states)
+        else:
+            self.nested(self.k.inner, lambda: self.body(items, states))
+
     def cascade(self, stage: Sequence[Item], reductions: Sequence[Item], states: dict[str, str]) -> None:
         v = self.k.inner[0]
         group, last = Sym(f"{v.name}c", v.size), self.fresh("e")
-        with self.loop(group, "0", self.extent(v), str(CASCADE)):
-            parts = self.declare(reductions)
-            self.line(f"const {self.d.long} {last} = {self.fl}imin({self.sym(group)} + {CASCADE}, {self.extent(v)});")
+        with self.loop(group, "0", self.extent(v), str(POINTS.cascade)):
+            parts = self.variables(reductions)
+            end = f"{self.sym(group)} + {POINTS.cascade}"
+            self.line(f"const {self.d.long} {last} = {self.fl}imin({end}, {self.extent(v)});")
             with self.loop(v, self.sym(group), last):
                 self.nested(self.k.inner[1:], lambda: self.body(stage, parts))
             for i in reductions:
                 self.combine_into(i.joins, [states[n] for n in i.names], [parts[n] for n in i.names])
 
-    def body(self, stage: Sequence[Item], states: dict[str, str]) -> None:
-        for i in stage:
-            if i.combine is None:
-                self.map_item(i)
-            else:
-                self.combine_into(i.combine, [states[n] for n in i.names], [self.value(e) for e in i.exprs])
+    def take(self, i: Item, states: States) -> None:
+        self.combine_into(i.joins, [states[n] for n in i.names], [self.value(e) for e in i.exprs])
+
+    def together(self, i: Item, states: States) -> list[str]:
+        return [states[n] for n in i.names]
 
     def map_item(self, item: Item) -> None:
         name, text = item.names[0], self.value(item.exprs[0])
@@ -153,13 +152,6 @@ class PointLoops(Points):
             self.line(f"{self.scratch(name)}[{self.index(self.k.inner_position())}] = {text};")
         if name in self.address:
             self.keep(name, item.level, text)
-
-    def finish(self, reductions: Sequence[Item], states: dict[str, str]) -> None:
-        """What was reduced becomes a value of the point, and memory if anybody else wants it."""
-        for name in (n for i in reductions for n in i.names):
-            self.scopes[-1].locals[name] = states[name]
-            if name in self.address:
-                self.keep(name, "outer", states[name])
 
     def keep(self, name: str, level: str, text: str) -> None:
         self.store(name, self.address[name], text)

@@ -13,22 +13,14 @@ from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Sym, volume
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of, reductions_of
+from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of
+from flambeau.ir.tuning import POINTS
 
-from ..writer import Dialect, Scope
+from ..dialect import Dialect
+from ..writer import Scope
 from .dialect import Shape
-from .points import SHORT, PointLoops
-from .wide_access import FULL, Several
-
-LEAST = 32  # work-items of a group
-LINES = 4  # accesses of a work-item that are under way at once: with more work-items there is more to join
-STEP = 16  # elements of a work-item in each part of a row that does not fit into registers
-
-
-def is_row(k: LoopKernel) -> bool:
-    """Whether what is contiguous is reduced, and long enough for a group."""
-    length = volume(k.inner)
-    return k.vector in k.inner and k.bounds is None and not (length.is_const and length.const <= SHORT)
+from .points import PointLoops, States
+from .wide_access import Several
 
 
 def power_below(n: int) -> int:
@@ -44,18 +36,18 @@ class Rows(Several):
 
     def divide(self, shape: Shape, words: int) -> None:
         """How many work-items a group has, and elements each, if an element takes so many registers."""
-        most = max(self.lanes, power_below(max(FULL // words, 1)))
+        most = max(self.lanes, power_below(max(POINTS.registers // words, 1)))
         if not self.number.is_const:
-            self.group, self.each = power_below(shape.group), max(self.lanes, min(most, STEP))
+            self.group, self.each = power_below(shape.group), max(self.lanes, min(most, POINTS.step))
             return
         limit, lines = shape.group, max(-(-self.number.const // self.lanes), 1)
         while limit <= shape.largest:  # larger ones where a row does not fit otherwise
-            self.group = power_below(max(min(2 * -(-lines // LINES) - 1, limit), LEAST))
+            self.group = power_below(max(min(2 * -(-lines // POINTS.lines) - 1, limit), POINTS.smallest_group))
             self.each = -(-lines // self.group) * self.lanes
             if self.each <= most:
                 return
             limit *= 2
-        self.group, self.each = power_below(shape.group), max(self.lanes, min(most, STEP))
+        self.group, self.each = power_below(shape.group), max(self.lanes, min(most, POINTS.step))
 
     def is_held(self) -> bool:
         """Whether the elements of its work-items are all of a row."""
@@ -135,17 +127,11 @@ class RowLoops(Rows, PointLoops):
             return len(self.scopes) - 1, self.as_value(f"{array}[{self.current}]", e.dtype)
         return super().emit(e)
 
-    def stage(self, stage: Sequence[Item]) -> None:
-        if stage[0].level == "outer" and stage[0].combine is None:
-            for i in stage:
-                self.map_item(i)
-            return
-        reductions = reductions_of(stage)
-        stored = [n for i in stage if i.combine is None for n in i.names if n in self.full]
-        states = self.declare(reductions)
+    def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: States) -> None:
+        stored = [n for i in items if i.combine is None for n in i.names if n in self.full]
         # A work-item meets the same points in every stage: what it stored, it may read again.
         with self.stretches() as base:
-            reads = self.ahead(exprs_of(stage))
+            reads = self.ahead(exprs_of(items))
             if self.is_held():
                 reads = [e for e in reads if e not in self.held]
             else:
@@ -154,12 +140,10 @@ class RowLoops(Rows, PointLoops):
             for _ in self.in_parts(bool(reads) and self.is_held()):
                 self.fetch(reads, base)
                 with self.every() as self.current, self.element(self.current, base, "skip"):
-                    self.body(stage, states)
+                    self.body(items, states)
                 self.flush(stored, base)
         for i in reductions:
-            joined = self.joined(i.joins, [states[n] for n in i.names])
-            states.update(zip(i.names, joined, strict=True))
-        self.finish(reductions, states)
+            states.update(zip(i.names, self.joined(i.joins, [states[n] for n in i.names]), strict=True))
 
     def map_item(self, item: Item) -> None:
         name = item.names[0]

@@ -8,19 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
-from flambeau.ir.index import ONE, Sym, ceildiv, volume
+from flambeau.ir.index import ceildiv, volume
 from flambeau.ir.program import ScanKernel
+from flambeau.ir.tuning import POINTS
 
 from ..c.scans import ScanWriter
-from ..writer import UNROLLED
-from .dialect import LaunchDraft, Shape, SimtDialect
-from .points import SHORT, PointScan
+from ..dialect import UNROLLED
+from .dialect import Shape, SimtDialect
 from .rows import Rows, power_below
-from .wide_access import FULL
-
-FEW = 4096  # rows that would leave a GPU idle if each were one work-item's
-RUN = 4  # elements of a work-item side by side in a row
-WIDE, NARROW = 32, 8  # columns of a group, and where there are few
 
 
 class GroupScan(Rows, ScanWriter):
@@ -69,7 +64,7 @@ class RowScan(GroupScan):
         self.choose_lanes(kernel.exprs, self.address.items())
         if kernel.reverse and not (self.number.is_const and self.number.const % self.lanes == 0):
             self.lined = False  # counted from the end, lines do not begin where accesses may
-        self.lanes = self.lanes if self.lined else RUN
+        self.lanes = self.lanes if self.lined else POINTS.scan_run
         self.backward = kernel.reverse
         self.divide(shape, 2 * self.words)
         while self.each > self.lanes and self.each // self.lanes * self.group * 4 * self.words > shape.local:
@@ -142,13 +137,12 @@ class ColumnScan(GroupScan):
 
     def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
-        column = column_of(kernel)
+        column = kernel.contiguous()
         assert column is not None
         self.column = column
-        points = volume(kernel.outer)
-        self.wide = NARROW if points.is_const and points.const < FEW else WIDE
+        self.wide = kernel.form.width
         self.group = power_below(shape.group)
-        self.each = self.lanes = power_below(max(FULL // 2 // self.words, 1))
+        self.each = self.lanes = power_below(max(POINTS.registers // 2 // self.words, 1))
 
     def at_once(self) -> int:
         return self.each * self.group // self.wide
@@ -197,21 +191,3 @@ class ColumnScan(GroupScan):
             self.put(carry, self.joined(carry, {j: f"{sums[j]}[k * {self.wide} + {self.me} % {self.wide}]"
                                                 for j in self.kinds}))
         return before
-
-
-def column_of(k: ScanKernel) -> Sym | None:
-    """A variable along which all results are contiguous."""
-    return next((v for v in k.outer if all(a.coefficient(v) is ONE for _, a in k.stores)), None)
-
-
-def write_scan(dialect: SimtDialect, k: ScanKernel, shape: Shape) -> LaunchDraft:
-    short = k.axis.size.is_const and k.axis.size.const <= SHORT
-    rows = volume(k.outer)
-    contiguous = any(a.coefficient(k.axis) is ONE for _, a in k.stores)
-    column = column_of(k)
-    wide = column is not None and not (column.size.is_const and column.size.const < NARROW)
-    few = rows.is_const and rows.const < FEW
-    kind = PointScan if short else RowScan if contiguous else ColumnScan if wide else RowScan if few else PointScan
-    scan = kind(dialect, k, shape)
-    scan.write()
-    return scan.draft()

@@ -6,25 +6,23 @@ that one, and used along the first.
 
 from __future__ import annotations
 
-from flambeau.ir.expr import walk
 from flambeau.ir.index import Sym, ceildiv, volume
 from flambeau.ir.program import LoopKernel
+from flambeau.ir.tuning import POINTS
 
-from ..writer import Dialect
+from ..dialect import Dialect
 from .dialect import Shape
 from .points import PointLoops
-from .wide_access import MANY, Several
-
-SIDE = 64  # of a tile, at most
+from .wide_access import Several
 
 
-class Turned(Several, PointLoops):
+class Transpose(Several, PointLoops):
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         assert kernel.vector is not None and kernel.tile is not None
         self.along, self.across = kernel.vector, kernel.tile
-        self.reads = kernel.turned()
-        side = SIDE
+        self.reads = kernel.transposed_reads()
+        side = POINTS.transpose_side
         while side > 1 and self.bytes(side) > shape.local:
             side //= 2
         self.long, self.high = side_of(self.along, side), side_of(self.across, side)
@@ -77,9 +75,3 @@ class Turned(Several, PointLoops):
 def side_of(v: Sym, most: int) -> int:
     """The least power of two that holds the variable, if it is short."""
     return min(most, 1 << (v.size.const - 1).bit_length()) if v.size.is_const and v.size.const else most
-
-
-def is_turned_map(k: LoopKernel) -> bool:
-    points = volume(k.outer)
-    return bool(k.turned()) and not k.inner and not (points.is_const and points.const < MANY) \
-        and not any(e.op == "fold" for e in walk(*k.everything()))

@@ -10,22 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
+from flambeau.ir.tuning import POINTS
 
-from ..writer import UNROLLED, Dialect, Scope
+from ..dialect import UNROLLED, Dialect
+from ..writer import Scope
 from .dialect import Shape
 from .points import PointLoops, Points
-
-BYTES = 16  # of an access
-FULL = 64  # registers of 32 bits that hold what a work-item has read
-PART = 8  # elements for which a work-item reads what it does not keep
-MANY = 1 << 14  # points of a map from which on bandwidth counts
-DEAR = 96  # operations of a point for which memory does not have to hurry, and that are not written several times
 
 
 class Several(Points):
@@ -71,7 +66,7 @@ class Several(Points):
         others = [e for e in loads(*exprs) if e not in reads]
         if any(e.attr[1][0].coefficient(v) is ONE for e in others):
             return  # they are made one by one, and neighbours should make them side by side
-        lanes = BYTES // max((dtype.itemsize for dtype, _ in lines), default=BYTES)
+        lanes = POINTS.access_bytes // max((dtype.itemsize for dtype, _ in lines), default=POINTS.access_bytes)
         while lanes > 1:
             rows = len(self.flat) == 1 or v.size.is_const and v.size.const % lanes == 0
             if rows and all(is_line(a, v, lanes) for _, a in lines):
@@ -135,7 +130,7 @@ class Several(Points):
 
     def in_parts(self, wanted: bool) -> Iterator[None]:
         """A work-item's elements some at a time, where they need not all be there at once."""
-        step = max(self.lanes, PART) if wanted else self.each
+        step = max(self.lanes, POINTS.part) if wanted else self.each
         for first in range(0, self.each, step):
             self.part = (first, min(first + step, self.each))
             yield
@@ -208,7 +203,7 @@ class Several(Points):
                 one(j)
 
 
-class SeveralPoints(Several, PointLoops):
+class StreamedPoints(Several, PointLoops):
     """A map of many points."""
 
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
@@ -218,8 +213,8 @@ class SeveralPoints(Several, PointLoops):
         exprs = kernel.everything()
         self.choose_lanes(exprs, kernel.stores)
         self.reads = self.ahead(exprs)
-        widest = max((self.dtypes[name].itemsize for name, _ in kernel.accesses()), default=BYTES)
-        self.each = max(self.lanes, BYTES // widest)
+        widest = max((self.dtypes[name].itemsize for name, _ in kernel.accesses()), default=POINTS.access_bytes)
+        self.each = max(self.lanes, POINTS.access_bytes // widest)
 
     def write(self) -> None:
         chunk, long = self.at_once(), self.d.long
@@ -236,13 +231,3 @@ class SeveralPoints(Several, PointLoops):
 
     def keep(self, name: str, level: str, text: str) -> None:
         self.line(f"{self.kept[name]}[{self.current}] = {text};")
-
-
-def is_streamed(k: LoopKernel) -> bool:
-    """Whether it is a map that memory limits."""
-    points = volume(k.outer)
-    exprs = k.everything()
-    windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
-    return bool(k.outer) and not k.inner and k.bounds is None and not windows \
-        and not (points.is_const and points.const < MANY) and cost_of(exprs) <= DEAR \
-        and 0 < len(loads(*exprs)) * BYTES // 4 <= FULL

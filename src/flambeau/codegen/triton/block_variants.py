@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from flambeau.ir.index import Dyn, Index, as_index, upper
 from flambeau.ir.program import AnyKernel, ScatterKernel, TableKernel
+from flambeau.ir.tuning import AROUND
 
 from ..source import BlockSource, host_text
-from ..tuning import AROUND
-from .blocks import render
+from .kernel import render
 
 
 def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:

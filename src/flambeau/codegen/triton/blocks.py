@@ -13,77 +13,19 @@ from contextlib import contextmanager
 
 import torch
 
-from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.dtypes import DType, is_bool, is_float, opmath
-from flambeau.ir.expr import SPECIAL, Expr, Fold, cast, index_value, masked, walk, where
+from flambeau.ir.dtypes import DType, is_float
+from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
 from flambeau.ir.faults import LOW, head
 from flambeau.ir.index import Dyn, Index, Sym, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import AnyKernel, LoopKernel, Param, ScanKernel, ScatterKernel, TableKernel
+from flambeau.ir.program import Param
+from flambeau.ir.tuning import BLOCKS
 
-from ..source import BlockSource, Part, host_text, site_table
-from ..tuning import HEURISTIC, Tuning
-from ..writer import Dialect, Pipelined, Scope, Steps, Writer
-
-NARROW = 1 << 31  # indices below it are 32 bits wide
-WIDE, WIDEST = 4, 16  # elements of an access of 16 bytes: of the widest dtype that is common, and of the narrowest
-
-
-class Triton(Dialect):
-    types = {
-        torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16",
-        torch.float16: "tl.float16", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.int16: "tl.int16",
-        torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.uint16: "tl.uint16", torch.uint32: "tl.uint32",
-        torch.uint64: "tl.uint64", torch.bool: "tl.int1",
-    }
-    # Division is a function: the operator rounds wrongly for float32, and differs for negative integers.
-    infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
-    prefix = {"logical_not": "~", "bitwise_not": "~"}  # Triton's minus is 0 - x, which loses the sign of zero
-    quotient = "//"
-    divisor = "{0}"
-    end = ""
-    function = "fl.{}"
-
-    def bitcast(self, text: str, dtype: DType) -> str:
-        return f"{text}.to({self.types[dtype]}, bitcast=True)"
-
-    def constant(self, value: bool | int | float, dtype: DType, shape: str = "()") -> str:
-        if is_float(dtype):
-            number = float(value)
-            text = repr(number) if math.isfinite(number) else f'float("{number}")'
-        else:
-            text = str(int(value))
-        return f"tl.full({shape}, {text}, {self.types[dtype]})"
-
-    def cast(self, text: str, src: DType, dst: DType) -> str:
-        if src is dst:
-            return text
-        if is_bool(dst):
-            return f"{text} != 0"
-        if is_float(src) and not is_float(dst) and dst is not torch.int64:
-            text = f"tl.cast({text}, tl.int64)"  # narrow integers wrap, as they do in C through int64
-        if not is_float(src) and is_float(dst) and opmath(dst) is not dst:
-            text = f"tl.cast({text}, {self.types[opmath(dst)]})"  # as eager rounds them: to float32, then to half
-        return f"tl.cast({text}, {self.types[dst]})"
-
-
-TRITON = Triton()
-# The special functions that NVIDIA's device library has not.
-MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"}
-# Joins that memory itself does. Of floats it has no minimum that keeps NaN.
-SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
-                                           torch.int64)]
-                     + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
-# What is kept in registers decides most of it: rows of up to `row_elements` are read once.
-CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=16384, programs=1024,
-                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
-                            masked_reads=True, gathers_rows=True, waits_for_memory=True, tables=True)
-POINTER = {
-    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64", torch.bool: "*i1",
-}
+from ..dialect import Pipelined, Steps
+from ..source import host_text
+from ..writer import Scope, Writer
+from .dialect import NARROW, TRITON, Triton
 
 
 class BlockWriter(Writer):
@@ -223,9 +165,9 @@ class BlockWriter(Writer):
         """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
         own end is dropped, and lies in the same 16 bytes as what is not."""
         v = self.gathered
-        if v is None or self.axes.get(v) not in self.masks or not is_line(address, v, WIDE):
+        if v is None or self.axes.get(v) not in self.masks or not is_line(address, v, BLOCKS.access):
             return self.masks
-        whole = -(-v.size.const // WIDE) * WIDE
+        whole = -(-v.size.const // BLOCKS.access) * BLOCKS.access
         return {**self.masks, self.axes[v]: f"({self.sym(v)} < {whole})"}
 
     def branched(self, inside: str | None, vars: Iterable[Sym], free: Iterable[int], write: Callable[[], list[str]]
@@ -313,7 +255,7 @@ class BlockWriter(Writer):
     def shaped(self, text: str) -> str:
         return self.spread(text, self.loop_axes)
 
-    def keep(self, name: str, e: Expr) -> str:
+    def keep_value(self, name: str, e: Expr) -> str:
         """The text of an expression, which goes by a name from here on."""
         text = self.value(e)
         self.local_axes[name] = self.axes_of(e)
@@ -443,37 +385,7 @@ def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sy
     return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
 
 
-def render(kernel: AnyKernel, name: str, tuning: Tuning = HEURISTIC) -> BlockSource:
-    """The text of one kernel, in the block shape that the heuristics say or one beside it."""
-    from .loops import LoopBlocks
-    from .scans import ScanBlocks
-    from .scatters import write_scatter
-    from .tensor_tables import TableBlocks
-
-    if isinstance(kernel, ScatterKernel):
-        drafts = write_scatter(kernel)
-    else:
-        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks]] = {
-            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks}
-        drafts = [kinds[type(kernel)](kernel, tuning).render()]
-    arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
-    arguments += ["work"] if any(d.workspace for d in drafts) else []
-    workspace = ""
-    lines = ["import triton", "import triton.language as tl", "import tritonlib as fl", "", ""]
-    parts = []
-    for k, d in enumerate(drafts):
-        text = [*d.writer.helpers, "@triton.jit", f"def part{k}({', '.join([*arguments, 'bad'])}):",
-                *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
-                *("    " + x for x in d.writer.scopes[0].lines), ""]
-        lines += text
-        parts.append(Part(f"part{k}", d.grid, tuning.warped(d.warps)))
-        workspace = workspace or d.workspace
-    return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
-                       tuple("i64" for _ in kernel.sizes), tuple(parts), workspace,
-                       sites=() if isinstance(kernel, TableKernel) else site_table(kernel))
-
-
-class Draft:
+class PartDraft:
     """One part on its way: what was written, and how it is launched."""
 
     def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "") -> None:

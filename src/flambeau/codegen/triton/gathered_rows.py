@@ -13,15 +13,10 @@ from dataclasses import dataclass, replace
 from flambeau.ir.expr import loads, walk
 from flambeau.ir.index import ONE, Dyn, Sym, as_index, walks_as_one
 from flambeau.ir.program import LoopKernel
+from flambeau.ir.tuning import BLOCKS
 
 from .blocks import power
 from .polyphase import halved
-
-PIECE = 32  # channels that eight threads read at once, 16 bytes each: a line of memory
-CHANNELS = 32  # of one program. Others come later: what all programs read at a time shall stay in the cache
-POINTS = 32  # next to each other
-LINES = 1  # of points: where places are smooth, neighbours in a second direction share what they read
-THREAD = 8  # elements of one thread
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Rows:
 
     @property
     def warps(self) -> int:
-        return max(1, min(16, math.prod(self.blocks.values()) // (32 * THREAD)))
+        return max(1, min(16, math.prod(self.blocks.values()) // (32 * BLOCKS.gathered_thread)))
 
 
 def rows_of(k: LoopKernel) -> Rows | None:
@@ -46,17 +41,18 @@ def rows_of(k: LoopKernel) -> Rows | None:
     points = [v for v in k.outer if v is not c and v not in images]
     k, points = merged(k, points)
     # Channels before the points of an image: programs side by side read the same ones.
-    if c.size.is_const and c.size.const > PIECE and c.size.const % PIECE == 0:
-        k, low, _ = halved(k, c, PIECE)
+    if c.size.is_const and c.size.const > BLOCKS.channel_piece and c.size.const % BLOCKS.channel_piece == 0:
+        k, low, _ = halved(k, c, BLOCKS.channel_piece)
         high = k.outer[k.outer.index(low) - 1]
         k = replace(k, outer=(*images, high, *points, low), vector=low)
-        blocks = {high: block(high, CHANNELS // PIECE), low: PIECE}
+        blocks = {high: block(high, BLOCKS.channels // BLOCKS.channel_piece), low: BLOCKS.channel_piece}
     else:
         k = replace(k, outer=(*images, c, *points))
-        blocks = {c: min((block(c, n) for n in (CHANNELS, CHANNELS // 2)), key=lambda n: (covered(c, n), -n))}
-    room = POINTS * LINES
+        sizes = (block(c, n) for n in (BLOCKS.channels, BLOCKS.channels // 2))
+        blocks = {c: min(sizes, key=lambda n: (covered(c, n), -n))}
+    room = BLOCKS.gathered_points * BLOCKS.gathered_lines
     for v in reversed(points):
-        blocks[v] = block(v, POINTS if v is points[-1] else room)
+        blocks[v] = block(v, BLOCKS.gathered_points if v is points[-1] else room)
         room //= blocks[v]
     return Rows(k, {v: blocks[v] for v in k.outer if blocks.get(v, 1) > 1})
 

@@ -15,32 +15,19 @@ from flambeau.ir.expr import Expr, cast, walk
 from flambeau.ir.index import Index, Op, Sym, as_index, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of, sites_of
+from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
-from ..tuning import HEURISTIC, Tuning
-from ..writer import Pipelined
-from .blocks import WIDE, WIDEST, BlockWriter, Draft, is_wide, padded_read, power
+from ..dialect import Pipelined
+from ..stages import StageWriter
+from .blocks import BlockWriter, PartDraft, is_wide, padded_read, power
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
 
-THREADS = 128  # of a program that maps: four warps
-WINDOWS = 128  # of one that gives each point a thread
-ABREAST = 64  # of one whose points compute several windows
-TILE = 1024  # its elements, at most: two 16-byte accesses for each thread
-SQUARE = 64  # side of the tile of a transposition
-ROW = 16384  # elements of a row that is held whole
-PIECE = 2048  # elements of a row that goes by in pieces
-COLUMNS = 64  # columns side by side where they are what is contiguous
-MANY, FEW = 16, 16  # programs that are too few, and how many columns each has then
-GATHERED = 8  # items of a segment read at once
-BAGS = 256  # elements of the segments that one program reduces side by side
-STAGES = 4  # pieces of a row on their way at once
-SHARED = 96 << 10  # bytes of shared memory that they may take: two programs on a processor
 
-
-def stages_for(exprs: Iterable[Expr], elements: int, tuning: Tuning) -> int:
+def stages_for(exprs: Iterable[Expr], elements: int, scale: Scale) -> int:
     """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory."""
     piece = sum(e.dtype.itemsize * elements for e in {e for e in walk(*exprs) if e.op == "load"})
-    return min(tuning.staged(STAGES), 1 + SHARED // piece) if piece else 1
+    return min(scale.staged(BLOCKS.stages), 1 + BLOCKS.shared_bytes // piece) if piece else 1
 
 
 def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
@@ -54,9 +41,12 @@ def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
     return {v: out[v] for v in vars if v in out}
 
 
-class LoopBlocks(BlockWriter):
-    def __init__(self, k: LoopKernel, tuning: Tuning = HEURISTIC) -> None:
-        self.tuning = tuning
+Carries = dict[str, list[str]]  # what a loop carries of each reduction, by its first name
+
+
+class LoopBlocks(StageWriter[Carries], BlockWriter):
+    def __init__(self, k: LoopKernel, scale: Scale = UNSCALED) -> None:
+        self.scale = scale
         lanes, self.guards = shared_lanes(k)
         formed = self.formed(lanes)
         if any(v not in formed.outer for v in self.guards):  # written out: phases guard what they write by themselves
@@ -68,11 +58,13 @@ class LoopBlocks(BlockWriter):
         super().__init__(k.params, k.sizes, is_wide(exprs, [a for _, a in k.stores], points))
         self.k = k
         self.sites = sites_of(k)
-        self.addresses = dict(k.stores)
+        self.address = dict(k.stores)
         self.apart = self.phases is not None  # one point for each thread
         self.gathered = k.vector if self.rows else None
         self.inner = volume(k.inner)
         self.row: int | None = None  # the axis that is reduced
+        self.segment = ("", "", "")  # where a segment begins, how long it is, and how long the longest of all
+        self.state_dtypes = k.dtype_of()
 
     def formed(self, k: LoopKernel) -> LoopKernel:
         """The kernel with its rows gathered, or its phases written out, where it has any."""
@@ -82,7 +74,7 @@ class LoopBlocks(BlockWriter):
         self.phases = written_out(k)
         return self.phases.kernel if self.phases else k
 
-    def render(self) -> Draft:
+    def render(self) -> PartDraft:
         k = self.k
         if not k.inner:
             blocks = self.map_tile()
@@ -95,20 +87,21 @@ class LoopBlocks(BlockWriter):
             else:
                 self.branched(self.all_inside(), k.outer, self.full(), self.stages)
             if self.rows:
-                return Draft(self, grid, self.rows.warps)
-            return Draft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
+                return PartDraft(self, grid, self.rows.warps)
+            return PartDraft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
         length, whole = self.row_length()
-        blocks = spans(k.outer, self.rows_abreast(length))
+        blocks = spans(k.outer, self.rows_side_by_side(length))
         grid = self.tile(k.outer, blocks, length)
         if k.bounds is not None:
-            self.segment(length)
+            self.open_segment()
+            self.all_stages()
             # A warp for each 512 bytes next to each other: what it reads of all items, it reduces without the others.
-            return Draft(self, grid, max(1, min(4, self.elements() // length // 128)))
+            return PartDraft(self, grid, max(1, min(4, self.elements() // length // 128)))
         if whole:
             self.whole_row()
         else:
-            self.pieces(length)
-        return Draft(self, grid, warps_for(self.elements()))
+            self.all_stages()
+        return PartDraft(self, grid, warps_for(self.elements()))
 
     # ---- the tile --------------------------------------------------------------------------------------
 
@@ -126,38 +119,31 @@ class LoopBlocks(BlockWriter):
         if self.rows:
             return self.rows.blocks
         if k.tile is not None and k.vector is not None:
-            pair = {v: min(SQUARE, power(v.size.const)) if v.size.is_const else SQUARE
+            pair = {v: min(BLOCKS.transpose_side, power(v.size.const)) if v.size.is_const else BLOCKS.transpose_side
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
         exprs = k.everything()
-        windows = ABREAST if self.phases and self.phases.abreast else WINDOWS
-        room = self.tuning.sized(windows if self.apart else THREADS * per_thread(exprs))
+        windows = BLOCKS.neighbour_threads if self.phases and self.phases.neighbours else BLOCKS.window_threads
+        room = self.scale.sized(windows if self.apart else BLOCKS.threads * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
 
     def row_length(self) -> tuple[int, bool]:
         """Elements of the reduced axis in one tile, and whether that is all of it."""
         k = self.k
-        if k.bounds is not None:
+        if k.form.name == "segments":
             parts = max(len(i.names) for i in reductions_of(k.items))
-            return max(2, GATHERED // parts), False
-        contiguous = k.vector in k.inner
-        most = ROW if contiguous or k.scratch else 64
-        if self.inner.is_const and self.inner.const <= most:
+            return max(2, BLOCKS.segment_items // parts), False
+        if k.form.name == "whole rows":
             return power(self.inner.const), True
-        piece = self.tuning.sized(PIECE if contiguous else PIECE // self.columns())
+        piece = self.scale.sized(BLOCKS.piece // k.form.width)
         return (min(piece, power(self.inner.const)) if self.inner.is_const else piece), False
 
-    def rows_abreast(self, length: int) -> int:
+    def rows_side_by_side(self, length: int) -> int:
         if self.k.bounds is not None:
-            return self.tuning.sized(BAGS)
-        rows = self.tuning.sized(TILE) // length
-        return max(1 if self.k.vector in self.k.inner else self.columns(), rows)
-
-    def columns(self) -> int:
-        """Side by side: fewer, where there are too few for many programs."""
-        total = volume(self.k.outer)
-        return FEW if total.is_const and total.const <= MANY * COLUMNS else COLUMNS
+            return self.scale.sized(BLOCKS.segment_elements)
+        rows = self.scale.sized(BLOCKS.tile) // length
+        return max(self.k.form.width, rows)
 
     def all_inside(self) -> str | None:
         """What holds where the whole tile is inside, if accesses are wider then: neighbours in memory, aligned rows."""
@@ -165,10 +151,10 @@ class LoopBlocks(BlockWriter):
         if not self.masks or self.rows or k.tile is not None:
             return None
         last = k.outer[-1]
-        if last.size.is_const and last.size.const % WIDEST == 0 and not self.guards:
+        if last.size.is_const and last.size.const % BLOCKS.access_most == 0 and not self.guards:
             return None
         accessed = [a for e in walk(*k.everything()) if e.op == "load" for a in e.attr[1]] + [a for _, a in k.stores]
-        if not any(is_line(a, last, WIDE) for a in accessed):
+        if not any(is_line(a, last, BLOCKS.access) for a in accessed):
             return None
         ends: dict[Sym, Index] = {}
         for v, axis in self.axes.items():
@@ -181,43 +167,66 @@ class LoopBlocks(BlockWriter):
 
     # ---- stages ----------------------------------------------------------------------------------------
 
-    def stages(self) -> list[str]:
+    def all_stages(self) -> None:
         for items in self.k.stages:
-            self.stage(items, None)
+            self.stage(items)
+
+    def stages(self) -> list[str]:
+        """All of them over one tile: a reduction is finished where it stands."""
+        for items in self.k.stages:
+            self.body(items, {})
         return []
 
     def outer_axes(self) -> frozenset[int]:
         return self.full() - {self.row} if self.row is not None else self.full()
 
-    def stage(self, items: Sequence[Item], taken: dict[str, list[str]] | None) -> None:
-        """One pass of a stage's items over the current tile; `taken`: carried components of its reductions."""
-        for i in items:
-            if i.combine is None:
-                text = self.keep(i.names[0], i.exprs[0])
-                if i.names[0] in self.addresses:
-                    self.put(i.names[0], text, self.full() if i.level == "full" else self.outer_axes())
-                continue
-            kept = self.operands(i.combine, i.exprs, self.row)
-            if taken is None:
-                assert self.row is not None
-                self.finish(i, kept)
-            else:
-                slots = taken[i.names[0]]
-                if self.k.bounds is not None:  # in the order of the items: the first of equals may be what counts
-                    assert self.row is not None
-                    kept = self.reduced(i.combine, kept, self.row)
-                self.assign(slots, self.combined(i.combine, slots, kept))
+    def map_item(self, item: Item) -> None:
+        text = self.keep_value(item.names[0], item.exprs[0])
+        if item.names[0] in self.address:
+            self.keep(item.names[0], item.level, text)
 
-    def finish(self, i: Item, values: Sequence[str]) -> None:
-        """Across lanes, once; the components become values of the outer points."""
+    def take(self, i: Item, states: Carries) -> None:
+        """What lies in the tile: it joins what was carried so far, lane by lane, or is all there is."""
         assert self.row is not None
-        values = values if self.k.bounds is not None else self.reduced(i.joins, values, self.row)
-        for name, text, e in zip(i.names, values, i.joins.left, strict=True):
+        values = self.operands(i.joins, i.exprs, self.row)
+        if not states:
+            self.finish_item(i, self.reduced(i.joins, values, self.row))
+            return
+        if self.k.bounds is not None:  # in the order of the items: the first of equals may be what counts
+            values = self.reduced(i.joins, values, self.row)
+        self.assign(states[i.names[0]], self.combined(i.joins, states[i.names[0]], values))
+
+    def finish(self, reductions: Sequence[Item], states: Carries) -> None:
+        """The row's own names mean nothing any more."""
+        assert self.row is not None
+        self.masks.pop(self.row, None)
+        for v in self.k.inner:
+            self.axes.pop(v, None)
+        for i in reductions:
+            self.finish_item(i, self.together(i, states))
+
+    def together(self, i: Item, states: Carries) -> list[str]:
+        """Across lanes, once."""
+        assert self.row is not None
+        carried = states[i.names[0]]
+        return carried if self.k.bounds is not None else self.reduced(i.joins, carried, self.row)
+
+    def finish_item(self, i: Item, values: Sequence[str]) -> None:
+        for name, text in zip(i.names, values, strict=True):
             self.local_axes[name] = self.outer_axes()
-            self.scopes[-1].locals[name] = text
-            if name in self.addresses:
-                self.put(name, self.value(cast(Expr("local", e.dtype, (), name), self.dtypes[name])),
-                         self.outer_axes())
+            self.become(name, text)
+
+    def become(self, name: str, text: str) -> None:
+        self.scopes[-1].locals[name] = text
+        if name in self.address:
+            local = Expr("local", self.state_dtypes[name], (), name)
+            self.keep(name, "outer", self.value(cast(local, self.dtypes[name])))
+
+    def keep(self, name: str, level: str, text: str) -> None:
+        axes, address = self.full() if level == "full" else self.outer_axes(), self.address[name]
+        if self.row is not None and self.row not in self.index_axes(address):
+            axes = axes - {self.row}
+        self.store(name, address, text, axes)
 
     def elements_together(self, p: Phases) -> None:
         """All that is read, then what is computed from it; stores last, since reads do not pass them."""
@@ -228,36 +237,30 @@ class LoopBlocks(BlockWriter):
             if read is not None and not any(x.op in ("load", "local") for x in walk(read) if x is not read):
                 self.value(e)
         for i in self.k.items:
-            self.keep(i.names[0], i.exprs[0])
+            self.keep_value(i.names[0], i.exprs[0])
         full = self.full()
         for names in p.joined:
             texts = [self.scopes[-1].locals[n] for n in names]
-            place = self.pointer(p.buffers[names[0]], self.addresses[names[0]], full)
+            place = self.pointer(p.buffers[names[0]], self.address[names[0]], full)
             holds = self.inside(full, *(self.value(p.holds[n]) for n in names if n in p.holds))
             if len(names) > 1:
                 each = ", ".join([":"] * len(self.blocks) + ["None"])
                 step = f"tl.arange(0, {len(names)})[{', '.join(['None'] * len(self.blocks) + [':'])}]"
                 place, holds = f"({place})[{each}] + {step}", f"({holds})[{each}]" if holds else ""
-                texts = [self.together([self.spread(t, full) for t in texts])]
+                texts = [self.interleaved([self.spread(t, full) for t in texts])]
             self.line(f"tl.store({place}, {texts[0]}{f', {holds}' if holds else ''})")
 
-    def together(self, texts: Sequence[str]) -> str:
+    def interleaved(self, texts: Sequence[str]) -> str:
         """Two or four blocks side by side along one more axis."""
         if len(texts) == 2:
             return f"tl.join({texts[0]}, {texts[1]})"
         shape = ", ".join(map(str, (*self.blocks, len(texts))))
-        return f"tl.reshape(tl.join({self.together(texts[0::2])}, {self.together(texts[1::2])}), ({shape}))"
-
-    def put(self, name: str, text: str, axes: frozenset[int]) -> None:
-        address = self.addresses[name]
-        if self.row is not None and self.row not in self.index_axes(address):
-            axes = axes - {self.row}
-        self.store(name, address, text, axes)
+        return f"tl.reshape(tl.join({self.interleaved(texts[0::2])}, {self.interleaved(texts[1::2])}), ({shape}))"
 
     def emit(self, e: Expr) -> tuple[int, str]:
-        if e.op == "local" and self.local(e.attr) is None and e.attr in self.addresses:
+        if e.op == "local" and self.local(e.attr) is None and e.attr in self.address:
             # Stored in a stage before: read again.
-            return self.emit(Expr("load", e.dtype, (), (e.attr, (self.addresses[e.attr],))))
+            return self.emit(Expr("load", e.dtype, (), (e.attr, (self.address[e.attr],))))
         return super().emit(e)
 
     # ---- rows ------------------------------------------------------------------------------------------
@@ -279,41 +282,29 @@ class LoopBlocks(BlockWriter):
         self.decompose(self.open_row("", "" if exact else self.index(self.inner)), self.k.inner)
         self.stages()
 
-    def pieces(self, length: int) -> None:
-        k = self.k
-        exact = self.inner.is_const and self.inner.const % length == 0
-        for n, items in enumerate(k.stages):
-            if all(i.level == "outer" for i in items):
-                self.stage(items, None)
-                continue
-            if n:
-                self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
-            taken = self.carries(items)
-            first = Sym(f"base{n}", self.inner)
-            ahead = Pipelined(stages_for(exprs_of(items), math.prod(self.blocks), self.tuning))
-            with self.loop(first, "0", self.index(self.inner), str(length), how=ahead) as s:
-                s.vars.update(k.inner)
-                self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)
-                self.stage(items, taken)
-            self.close(items, taken)
-
-    def carries(self, items: Sequence[Item]) -> dict[str, list[str]]:
+    def declare(self, items: Sequence[Item], reductions: Sequence[Item]) -> Carries:
+        if self.k.bounds is None and items is not self.k.stages[0]:
+            self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
         axes = self.full() if self.k.bounds is None else self.outer_axes()
-        return {i.names[0]: self.start(i.joins, axes) for i in reductions_of(items)}
+        return {i.names[0]: self.start(i.joins, axes) for i in reductions}
 
-    def close(self, items: Sequence[Item], taken: dict[str, list[str]]) -> None:
-        """After the loop: the row's own names mean nothing any more, its reductions are finished."""
-        assert self.row is not None
-        self.masks.pop(self.row, None)
-        for v in self.k.inner:
-            self.axes.pop(v, None)
-        for i in reductions_of(items):
-            self.finish(i, taken[i.names[0]])
+    def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: Carries) -> None:
+        (self.in_segment if self.k.bounds is not None else self.in_pieces)(items, states)
 
-    def segment(self, length: int) -> None:
+    def in_pieces(self, items: Sequence[Item], states: Carries) -> None:
+        k, length = self.k, self.blocks[-1]
+        exact = self.inner.is_const and self.inner.const % length == 0
+        first = Sym(f"base{k.stages.index(tuple(items))}", self.inner)
+        ahead = Pipelined(stages_for(exprs_of(items), math.prod(self.blocks), self.scale))
+        with self.loop(first, "0", self.index(self.inner), str(length), how=ahead) as s:
+            s.vars.update(k.inner)
+            self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)
+            self.body(items, states)
+
+    def open_segment(self) -> None:
         """Points from lo to hi, which each outer point reads for itself."""
         k = self.k
-        assert k.bounds is not None and self.row is not None
+        assert k.bounds is not None
         lo, hi = (self.fresh("lo"), self.fresh("n"))
         axes = self.axes_of(*k.bounds)
         self.line(f"{lo} = {self.whole(self.value(k.bounds[0]))}")
@@ -322,18 +313,16 @@ class LoopBlocks(BlockWriter):
         if axes:
             holds = self.inside(axes)
             most = f"tl.max({f'tl.where({holds}, {hi}, 0)' if holds else hi})"
-        for items in k.stages:
-            if all(i.level == "outer" for i in items):
-                self.stage(items, None)
-                continue
-            taken = self.carries(items)
-            step = Sym(self.fresh("step"), as_index(1))
-            with self.loop(step, "0", most, str(length)) as s:
-                s.vars.update(k.inner)
-                at = self.open_row(self.sym(step), hi)
-                self.line(f"{self.sym(k.inner[0])} = {lo} + {at}")
-                self.stage(items, taken)
-            self.close(items, taken)
+        self.segment = (lo, hi, most)
+
+    def in_segment(self, items: Sequence[Item], states: Carries) -> None:
+        k, (lo, hi, most) = self.k, self.segment
+        step = Sym(self.fresh("step"), as_index(1))
+        with self.loop(step, "0", most, str(self.blocks[-1])) as s:
+            s.vars.update(k.inner)
+            at = self.open_row(self.sym(step), hi)
+            self.line(f"{self.sym(k.inner[0])} = {lo} + {at}")
+            self.body(items, states)
 
     def whole(self, text: str) -> str:
         return text if self.wide else f"tl.cast({text}, tl.int32)"

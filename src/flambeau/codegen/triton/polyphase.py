@@ -14,14 +14,10 @@ from itertools import product as points_of
 from flambeau.ir.expr import CHECKED, Expr, index_value, load, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index
 from flambeau.ir.program import Item, LoopKernel
+from flambeau.ir.tuning import BLOCKS
 
-from ..writer import UNROLL, Writer
+from ..writer import Writer
 from .blocks import power
-
-MOST = 16  # elements of one point
-ABREAST = 4  # windows next to each other that one point computes, where no division asks for phases
-LARGEST = 4  # values of one variable that are written out
-LINE = 32  # elements of a row in a compact tile: one access of a warp
 
 Limits = dict[Sym, Expr]  # phase variable -> what holds where its element exists
 
@@ -32,7 +28,7 @@ class Phases:
     buffers: dict[str, str]  # name of an element's value -> buffer it is stored in
     holds: dict[str, Expr]  # what must hold for its store
     joined: tuple[tuple[str, ...], ...]  # elements next to each other in memory
-    abreast: bool = False  # not phases, but windows next to each other
+    neighbours: bool = False  # not phases, but windows next to each other
 
 
 def written_out(k: LoopKernel) -> Phases | None:
@@ -50,18 +46,19 @@ def written_out(k: LoopKernel) -> Phases | None:
         if {low, *more}.issubset(phase_variables(split)) and not (more and checked):
             k, limits = split, more
     chosen = phase_variables(k)
-    if chosen or ABREAST == 1 or checked:
+    if chosen or BLOCKS.neighbours == 1 or checked:
         return unrolled(k, chosen, limits) if chosen else None
-    k, chosen, limits = abreast(k)
-    return replace(unrolled(k, chosen, limits), abreast=True) if chosen else None
+    k, chosen, limits = side_by_side(k)
+    return replace(unrolled(k, chosen, limits), neighbours=True) if chosen else None
 
 
-def abreast(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
+def side_by_side(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
     """Windows one above the other share most of what they read, and have more of it on its way at once."""
     lows: list[Sym] = []
     limits: Limits = {}
     near = [v for v in overlapping(k.everything(), k.outer) if v is not k.outer[-1]]
-    for v, n in [(v, ABREAST) for v in near] if len(near) == 1 else [(v, 2) for v in near[::-1][:ABREAST // 2]]:
+    most = BLOCKS.neighbours
+    for v, n in [(v, most) for v in near] if len(near) == 1 else [(v, 2) for v in near[::-1][:most // 2]]:
         if v.size.const > n:
             k, low, limit = halved(k, v, n)
             lows.append(low)
@@ -74,7 +71,7 @@ def spelled(k: LoopKernel) -> LoopKernel:
     done: dict[object, tuple[Expr, ...]] = {}
 
     def put(e: Expr) -> Expr:
-        if e.op != "fold" or e.attr.steps > UNROLL:
+        if e.op != "fold" or e.attr.steps > BLOCKS.unroll:
             return e
         n = len(e.attr.carries)
         key = (e.args, e.attr.loops)
@@ -89,7 +86,8 @@ def spelled(k: LoopKernel) -> LoopKernel:
 def divided(k: LoopKernel) -> Iterator[tuple[Sym, int]]:
     """Variables that some index divides by a small number."""
     for e in walk(*k.everything()):
-        yield from ((v, n) for i in e.own_indices() for v, n in i.divisions() if v in k.outer and n <= LARGEST)
+        yield from ((v, n) for i in e.own_indices() for v, n in i.divisions()
+                    if v in k.outer and n <= BLOCKS.phase_values)
 
 
 def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]:
@@ -111,7 +109,7 @@ def phase_variables(k: LoopKernel) -> list[Sym]:
     chosen: list[Sym] = []
     count = 1
     for v in reversed(k.outer):
-        if not v.size.is_const or not 1 < v.size.const <= LARGEST or count * v.size.const > MOST:
+        if not v.size.is_const or not 1 < v.size.const <= BLOCKS.phase_values or count * v.size.const > BLOCKS.phases:
             continue
         shared = sum(not follows(a, v) for a in followed)
         if shared and shared >= 4 * (len(followed) - shared):
@@ -207,7 +205,7 @@ def compact(vars: Sequence[Sym], near: Sequence[Sym], room: int) -> dict[Sym, in
     """A tile that is long in no direction: what neighbours share is read once by the programs that hold both."""
     last = vars[-1]
     most = {v: power(v.size.const) for v in vars if v.size.is_const}
-    out = {last: min(LINE, room, most.get(last, LINE))}
+    out = {last: min(BLOCKS.warp_line, room, most.get(last, BLOCKS.warp_line))}
     room //= out[last]
     growing = [v for v in reversed(near) if v is not last]
     while room > 1 and growing:

@@ -3,7 +3,7 @@
 Where there are programs enough without cutting the axis, one program walks all pieces of its rows. Otherwise each
 piece has a program of its own, in a single pass over memory: a piece publishes its own total at once, looks back over
 the totals and prefixes of those before it, and publishes its prefix ("decoupled look-back"). Programs take their
-number from a counter, so that whoever a program waits for is already running. Where it finds the first prefix depends
+number from a counter, so that the programs it waits for are already running. Where it finds the first prefix depends
 on the others' speed, and so does rounding; single rows, and `ordered` scans, look for it at places that are fixed.
 """
 
@@ -18,29 +18,18 @@ from flambeau.ir.index import ONE, Index, Sym
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel, sites_of
+from flambeau.ir.tuning import BLOCKS, Scale
 
-from ..tuning import Tuning
-from ..writer import Pipelined
-from .blocks import WIDE, WIDEST, BlockWriter, Draft, count_text, is_wide, power
+from ..dialect import Pipelined
+from .blocks import BlockWriter, PartDraft, count_text, is_wide, power
 from .loops import spans, stages_for
 
-PIECE = 2048  # elements of a tile of columns
-ALONE = 8192  # elements of a piece of a single row
-ROW = 16384  # elements of a row that is scanned in one piece
-COLUMNS = 32  # columns side by side where they are what is contiguous
-PROGRAMS = 200  # enough to fill a GPU, where each has several pieces on their way
-PER_THREAD = 64  # elements of 32 bits
-NARROW_EACH = 16  # the same where each is an access of its own
-DEAR = 10  # operations of a combine above which it, and not memory, takes the time
-WINDOW = 128  # predecessors that are read at once
-LONGEST, IN_A_ROW = 256, 32  # rows of a piece of columns, and pieces of all rows as long as that allows
-GROUP = 64  # pieces of columns between two prefixes, where the order is fixed
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 
 
 class ScanBlocks(BlockWriter):
-    def __init__(self, k: ScanKernel, tuning: Tuning) -> None:
-        self.tuning = tuning
+    def __init__(self, k: ScanKernel, scale: Scale) -> None:
+        self.scale = scale
         super().__init__(k.params, k.sizes, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
         self.k = k
         self.sites = sites_of(k)
@@ -48,25 +37,26 @@ class ScanBlocks(BlockWriter):
         self.inside_text: str | None = None  # what holds where the piece at hand is whole
         self.length: Index = k.axis.size
 
-    def render(self) -> Draft:
+    def render(self) -> PartDraft:
         k = self.k
-        rows = all(a.coefficient(k.axis) is ONE for a in self.addresses.values()) or not k.outer
+        rows = k.form.name == "rows"
         outer = list(k.outer)
         if not rows:  # what is contiguous goes last, so that it becomes the tile's axis
             side = next((v for v in outer if any(a.coefficient(v) is ONE for a in self.addresses.values())), outer[-1])
             outer.remove(side)
             outer.append(side)
-        most = self.tuning.sized(ROW if rows else PIECE // COLUMNS)
+        most = self.scale.sized(BLOCKS.scan_row if rows else BLOCKS.scan_piece // BLOCKS.scan_columns)
         piece = min(max(2, power(self.length.const)), most) if self.length.is_const else most
-        blocks = spans(outer, max(1, self.tuning.sized(PIECE) // piece))
+        blocks = spans(outer, max(1, self.scale.sized(BLOCKS.scan_piece) // piece))
         cut = self.length.const > piece if self.length.is_const else True
-        self.dear = cost_of(k.combine.result) > DEAR
-        look_back = cut and self.programs(outer, blocks) < PROGRAMS * (8 if self.dear else 1)
+        self.expensive = cost_of(k.combine.result) > BLOCKS.scan_combine
+        look_back = cut and self.programs(outer, blocks) < BLOCKS.scan_programs * (8 if self.expensive else 1)
         if look_back and rows:
-            piece = min(piece, self.tuning.sized(ALONE // len(k.combine.left)))
+            piece = min(piece, self.scale.sized(BLOCKS.scan_alone // len(k.combine.left)))
             blocks = spans(outer, 1)
-        elif look_back and self.length.is_const and not self.dear:  # pieces wait for one another: not too many in a row
-            piece = min(LONGEST, max(piece, power(-(-self.length.const // IN_A_ROW))))
+        elif look_back and self.length.is_const and not self.expensive:
+            # Pieces wait for one another: not too many in a row.
+            piece = min(BLOCKS.scan_longest, max(piece, power(-(-self.length.const // BLOCKS.scan_in_a_row))))
         self.blocks = [*blocks.values(), piece]
         self.row = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
@@ -76,17 +66,18 @@ class ScanBlocks(BlockWriter):
         look at they hold less."""
         k = self.k
         steps = [a.coefficient(k.axis) for a in self.addresses.values()]
-        if any(c is not ONE and c is not None and c.is_const and c.const % WIDE for c in steps):
-            return max(1, min(16, elements // (32 * NARROW_EACH)))  # more threads have more accesses on their way
+        if any(c is not ONE and c is not None and c.is_const and c.const % BLOCKS.access for c in steps):
+            # More threads have more accesses on their way.
+            return max(1, min(16, elements // (32 * BLOCKS.scan_thread_apart)))
         small = all(d.itemsize <= 4 for d in k.combine.dtypes)
-        each = PER_THREAD if small and (alone or len(k.combine.left) == 1) else PER_THREAD // 2
+        each = BLOCKS.scan_thread if small and (alone or len(k.combine.left) == 1) else BLOCKS.scan_thread // 2
         return max(1, min(16, elements // (32 * each)))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
         """How many programs there are if the axis is not cut; sizes of the run count as large."""
         n = 1
         for v in outer:
-            n *= -(-v.size.const // blocks.get(v, 1)) if v.size.is_const else PROGRAMS
+            n *= -(-v.size.const // blocks.get(v, 1)) if v.size.is_const else BLOCKS.scan_programs
         return n
 
     # ---- one piece -------------------------------------------------------------------------------------
@@ -175,10 +166,11 @@ class ScanBlocks(BlockWriter):
     def all_inside(self, first: str) -> str | None:
         """What holds where the whole piece is inside, if accesses are wider then."""
         k = self.k
-        if not first or self.row not in self.masks or self.length.is_const and self.length.const % WIDEST == 0:
+        even = self.length.is_const and self.length.const % BLOCKS.access_most == 0
+        if not first or self.row not in self.masks or even:
             return None
         read = [a for e in loads(*k.exprs) for a in e.attr[1]]
-        if not all(is_line(a, k.axis, WIDE) for a in (*read, *self.addresses.values())):
+        if not all(is_line(a, k.axis, BLOCKS.access) for a in (*read, *self.addresses.values())):
             return None
         return f"{first} + {self.blocks[self.row]} <= {self.index(self.length)}"
 
@@ -199,7 +191,7 @@ class ScanBlocks(BlockWriter):
 
     # ---- one program for a row ---------------------------------------------------------------------------
 
-    def walking(self, outer: list[Sym], blocks: dict[Sym, int], cut: bool) -> Draft:
+    def walking(self, outer: list[Sym], blocks: dict[Sym, int], cut: bool) -> PartDraft:
         grid = self.open_tile(outer, blocks)
         size = self.blocks[self.row]
         if not cut:
@@ -208,7 +200,7 @@ class ScanBlocks(BlockWriter):
             carry = self.start(self.k.combine, self.outside())
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
-            ahead = stages_for(self.k.exprs, math.prod(self.blocks), self.tuning)
+            ahead = stages_for(self.k.exprs, math.prod(self.blocks), self.scale)
             with self.loop(step, "0", count, how=Pipelined(ahead)) as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")
@@ -216,14 +208,14 @@ class ScanBlocks(BlockWriter):
                 totals = self.totals(scanned, "first")
                 self.put_after(carry, scanned)
                 self.assign(carry, self.combined(self.k.combine, carry, totals))
-        return Draft(self, grid, self.warps(math.prod(self.blocks), True))
+        return PartDraft(self, grid, self.warps(math.prod(self.blocks), True))
 
     def place(self, step: str, count: str) -> str:
         return f"({count} - 1 - {step})" if self.k.reverse else step
 
     # ---- a program for each piece ------------------------------------------------------------------------
 
-    def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> Draft:
+    def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> PartDraft:
         """Workspace: a counter, then the states of all pieces."""
         k, size = self.k, self.blocks[self.row]
         lanes = math.prod(blocks.values())
@@ -250,7 +242,7 @@ class ScanBlocks(BlockWriter):
         self.put_after(before, scanned)
         strips = " * ".join(count_text(n, b, self.host) for n, b in sizes) or "1"
         total = f"{strips} * {count_text(self.length, size, self.host)}"
-        return Draft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
+        return PartDraft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
 
     def side(self) -> str:
         """The position of each row of the tile among the tile's rows."""
@@ -272,13 +264,13 @@ class ScanBlocks(BlockWriter):
 
     def look_in_groups(self, before: list[str], totals: list[str], state: State) -> None:
         """In groups that the numbers of the pieces decide: the last piece of a group tells its prefix, the others tell
-        their totals and nothing else. So a prefix is always joined from the same parts, whoever was ready first."""
-        c, group = self.k.combine, WINDOW if state.lanes == 1 else GROUP
+        their totals and nothing else. So a prefix is always joined from the same parts, whichever was ready first."""
+        c, group = self.k.combine, BLOCKS.scan_window if state.lanes == 1 else BLOCKS.scan_group
         self.line(f"begin = step // {group} * {group}")
         with self.scope(f"if step - begin < {group - 1}:", footer=""):
             state.publish(totals, 1)
         if state.lanes == 1:
-            self.line(f"near = begin - 1 + tl.arange(0, {WINDOW})")
+            self.line(f"near = begin - 1 + tl.arange(0, {BLOCKS.scan_window})")
             self.line("there = (near >= 0) & (near < step)")
             state.poll("near", "there")
             with self.scope("while tl.max(tl.where(there & (flag == 0), 1, 0)) > 0:", footer=""):
@@ -305,14 +297,14 @@ class ScanBlocks(BlockWriter):
         c = self.k.combine
         if c.name in COMMUTATIVE:
             return self.reduced(c, values, 0)
-        last = f"tl.arange(0, {WINDOW}) == {WINDOW - 1}"
+        last = f"tl.arange(0, {BLOCKS.scan_window}) == {BLOCKS.scan_window - 1}"
         return self.picked(self.over("tl.associative_scan", c, values, 0), last, 0)
 
 
 class State:
     """What a piece tells the others: its total (flag 1), later its prefix (flag 2).
 
-    Every 32 bits of it stand in a word with their flag, which is written and read at once; whoever reads words whose
+    Every 32 bits of it stand in a word with their flag, which is written and read at once; a reader of words whose
     flags differ reads again. So no access has to wait for another."""
 
     def __init__(self, w: ScanBlocks, lanes: int) -> None:

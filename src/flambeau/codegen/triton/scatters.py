@@ -10,18 +10,16 @@ from itertools import product as points_of
 
 from flambeau.ir.expr import Expr, loads
 from flambeau.ir.index import ONE, Index, Sym, as_index, volume
-from flambeau.ir.program import Item, LoopKernel, ScatterKernel, sites_of
+from flambeau.ir.program import Form, Item, LoopKernel, ScatterKernel, sites_of
+from flambeau.ir.tuning import BLOCKS
 
-from .blocks import BlockWriter, Draft, is_wide
-from .loops import TILE, LoopBlocks, spans, warps_for
+from .blocks import BlockWriter, PartDraft, is_wide
+from .loops import LoopBlocks, spans, warps_for
 
-LARGEST, MOST = 4, 16  # values of one variable that is written out, and of all of them together
-TAPPED = 2048  # elements of rows that are added in several places
-APART = 256  # elements of a program that writes them one by one
 ATOMIC = {"add": "tl.atomic_add", "min": "tl.atomic_min", "max": "tl.atomic_max"}
 
 
-def write_scatter(k: ScatterKernel) -> list[Draft]:
+def write_scatter(k: ScatterKernel) -> list[PartDraft]:
     drafts = []
     if k.init is not None:
         drafts.append(LoopBlocks(start_of(k, k.init)).render())
@@ -32,16 +30,16 @@ def write_scatter(k: ScatterKernel) -> list[Draft]:
 def start_of(k: ScatterKernel, init: Expr) -> LoopKernel:
     """What the target starts as: a map of its own."""
     return LoopKernel(k.out_vars, (), k.out_vars[-1] if k.out_vars else None, ((Item((k.name,), "full", (init,)),),),
-                      ((k.name, k.init_address),), frozenset(), k.params, k.sizes)
+                      ((k.name, k.init_address),), frozenset(), k.params, k.sizes, form=Form("map"))
 
 
 def taps_of(k: ScatterKernel) -> list[Sym]:
     """Variables of a few values that one thing read is scattered over: they are written out."""
     reads = loads(k.value) if k.mode != "set" else []
     few = [v for v in k.vars if v not in k.free and v.size.is_const
-           and v.size.const <= LARGEST and any(v not in e.symbols() for e in reads)]
+           and v.size.const <= BLOCKS.tap_values and any(v not in e.symbols() for e in reads)]
     few = few[:-1] if len(few) == len(k.vars) else few  # one is left to be the tile's
-    return few if volume(few).const <= MOST else []
+    return few if volume(few).const <= BLOCKS.taps else []
 
 
 class ScatterBlocks(BlockWriter):
@@ -52,14 +50,14 @@ class ScatterBlocks(BlockWriter):
         self.k = k
         self.sites = sites_of(k)
 
-    def render(self) -> Draft:
+    def render(self) -> PartDraft:
         k = self.k
         taps = taps_of(k)
         vars = [v for v in k.vars if v not in taps]
         self.gathered = vars[-1] if taps else None
         # Writes that go anywhere are made one by one: with a thread for each, no block changes its layout for them.
         anywhere = bool(vars) and k.address.coefficient(vars[-1]) is not ONE
-        blocks = spans(vars, APART if anywhere else TAPPED if taps else TILE)
+        blocks = spans(vars, BLOCKS.scattered if anywhere else BLOCKS.tapped if taps else BLOCKS.tile)
         self.blocks = list(blocks.values())
         grid = self.open_tile(vars, blocks)
         for values in points_of(*(range(v.size.const) for v in taps)):
@@ -67,7 +65,7 @@ class ScatterBlocks(BlockWriter):
             mask = None if k.mask is None else k.mask.subs(point)
             self.write(k.address.subs(point), k.value.subs(point), k.mode, mask)
         elements = math.prod(self.blocks)
-        return Draft(self, grid, max(1, elements // (32 if anywhere else 512)) if anywhere or taps
+        return PartDraft(self, grid, max(1, elements // (32 if anywhere else 512)) if anywhere or taps
                      else warps_for(elements))
 
     def write(self, address: Index, value: Expr, mode: str, mask: Expr | None) -> None:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from flambeau.ir.nodes import Combine
-from flambeau.ir.program import CHUNK, Item, TableKernel, reductions_of
+from flambeau.ir.program import CHUNK, Item, TableKernel
+from flambeau.ir.tuning import BLOCKS, Scale
 
-from ..tuning import Tuning
-from .blocks import BlockWriter, Draft
-from .loops import THREADS, per_thread
+from ..stages import StageWriter
+from .blocks import BlockWriter, PartDraft
+from .loops import Carries, per_thread
 
-WARPS = THREADS // 32
+WARPS = BLOCKS.threads // 32
 
 
-class TableBlocks(BlockWriter):
+class TableBlocks(StageWriter[Carries], BlockWriter):
     """Addresses come out of memory, so nothing is known of them: blocks that are whole and of aligned tensors are told
     so, which is what accesses of 16 bytes take; the others go element by element."""
 
-    def __init__(self, k: TableKernel, tuning: Tuning) -> None:
+    def __init__(self, k: TableKernel, scale: Scale) -> None:
         super().__init__(k.params, k.sizes, wide=False)
         self.kernel, self.k = k, k.body
-        self.tuning = tuning
+        self.scale = scale
         self.steps = k.steps()
         self.dtypes |= {p.name: p.dtype for p in self.k.params}
         self.columns = k.columns
+        self.address = dict(self.k.stores)
+        self.is_whole = False  # whether all elements of the block are there
         self.short |= {p.name: f"q{at}" for at, p in enumerate(self.columns)}
 
-    def render(self) -> Draft:
+    def render(self) -> PartDraft:
         k = self.k
         self.line("rows = rows2 >> 1")
         self.line("block = tl.program_id(0)")
@@ -40,10 +42,10 @@ class TableBlocks(BlockWriter):
                 self.line(f"q{at} = {self.typed(at)}{f' + first // {CHUNK}' if p.name in self.steps else ''}")
         vars = (*k.outer, *k.inner)
         if not vars:
-            self.maps(k.items)
-            return Draft(self, self.grid(), 1)
+            self.once(k.items)
+            return PartDraft(self, self.grid(), 1)
         self.line(f"length = tl.minimum(tl.load(p0 + {len(self.columns)} * rows + row) - first, {CHUNK}).to(tl.int32)")
-        size = self.tuning.sized(THREADS * per_thread(k.everything()))
+        size = self.scale.sized(BLOCKS.threads * per_thread(k.everything()))
         self.blocks, self.axes = [size], {vars[0]: 0}
         aligned = " | ".join(f"a{at}" for at in moving)
         for header, whole in ((f"if (length == {CHUNK}) & ((({aligned}) & 15) == 0):", True), ("else:", False)):
@@ -51,12 +53,13 @@ class TableBlocks(BlockWriter):
                 for at in moving:
                     here = f"{self.typed(at)} + first"
                     self.line(f"q{at} = {f'tl.multiple_of({here}, 16)' if whole else here}")
+                self.is_whole = whole
                 for items in k.stages:
-                    if k.inner and items[0].level == "outer":
-                        self.maps(items)
+                    if k.inner:
+                        self.stage(items)
                     else:
-                        self.pieces(items, size, whole)
-        return Draft(self, self.grid(), WARPS)
+                        self.walk(items, (), {})
+        return PartDraft(self, self.grid(), WARPS)
 
     def grid(self) -> str:
         """A program for each block: the size says 2n + 1 for n of them."""
@@ -65,33 +68,37 @@ class TableBlocks(BlockWriter):
     def typed(self, at: int) -> str:
         return f"a{at}.to(tl.pointer_type({self.d.types[self.columns[at].dtype]}))"
 
-    def pieces(self, items: Sequence[Item], size: int, whole: bool) -> None:
-        v = next(iter(self.axes))
-        reductions = reductions_of(items)
-        taken = {i.names[0]: self.start(i.joins, self.full()) for i in reductions}
-        with self.scope(f"for piece in range(0, {CHUNK if whole else 'length'}, {size}):", (v,), footer=""):
+    def declare(self, items: Sequence[Item], reductions: Sequence[Item]) -> Carries:
+        return {i.names[0]: self.start(i.joins, self.full()) for i in reductions}
+
+    def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: Carries) -> None:
+        v, size = next(iter(self.axes)), self.blocks[0]
+        with self.scope(f"for piece in range(0, {CHUNK if self.is_whole else 'length'}, {size}):", (v,), footer=""):
             self.line(f"{self.sym(v)} = piece + {self.arange(0)}")
             self.masks = {}
-            if not whole:
+            if not self.is_whole:
                 self.masks[0] = self.fresh("m")
                 self.line(f"{self.masks[0]} = {self.sym(v)} < length")
-            for i in items:
-                self.maps((i,)) if i.combine is None else self.join(i, i.combine, taken[i.names[0]])
+            self.body(items, states)
         self.masks = {}
-        for i in reductions:
-            for name, text in zip(i.names, self.reduced(i.joins, taken[i.names[0]], 0), strict=True):
-                self.scopes[-1].locals[name], self.local_axes[name] = text, frozenset()
-                self.stored(name, text)
 
-    def join(self, i: Item, c: Combine, slots: Sequence[str]) -> None:
+    def take(self, i: Item, states: Carries) -> None:
         """What lies in this piece, lane by lane."""
-        self.assign(slots, self.combined(c, slots, self.operands(c, i.exprs, 0)))
+        slots = states[i.names[0]]
+        self.assign(slots, self.combined(i.joins, slots, self.operands(i.joins, i.exprs, 0)))
 
-    def maps(self, items: Iterable[Item]) -> None:
-        for i in items:
-            self.stored(i.names[0], self.keep(i.names[0], i.exprs[0]))
+    def together(self, i: Item, states: Carries) -> list[str]:
+        return self.reduced(i.joins, states[i.names[0]], 0)
 
-    def stored(self, name: str, text: str) -> None:
-        at = dict(self.k.stores).get(name)
-        if at is not None:
-            self.store(name, at, text, self.full() if at.symbols() else frozenset())
+    def become(self, name: str, text: str) -> None:
+        self.local_axes[name] = frozenset()
+        super().become(name, text)
+
+    def map_item(self, item: Item) -> None:
+        text = self.keep_value(item.names[0], item.exprs[0])
+        if item.names[0] in self.address:
+            self.keep(item.names[0], item.level, text)
+
+    def keep(self, name: str, level: str, text: str) -> None:
+        at = self.address[name]
+        self.store(name, at, text, self.full() if at.symbols() else frozenset())

@@ -1,0 +1,80 @@
+"""C++ for CPUs: the words of the language."""
+
+from __future__ import annotations
+
+import torch
+
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import SPECIAL
+
+from ..dialect import TEAM, CLike, Lanes, Shares, Steps
+
+# Eager has these from a vector library of its own, or has formulas of its own for them.
+INEXACT = SPECIAL | frozenset((
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
+    "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "pow", "atan2", "hypot",
+    "sqrt", "rsqrt", "fmod", "remainder"))
+
+
+class Cpp(CLike):
+    types = {
+        torch.float32: "float", torch.float64: "double", torch.bfloat16: "fl::bf16", torch.float16: "fl::half",
+        torch.int64: "int64_t", torch.int32: "int32_t", torch.int16: "int16_t", torch.int8: "int8_t",
+        torch.uint8: "uint8_t", torch.uint16: "uint16_t", torch.uint32: "uint32_t", torch.uint64: "uint64_t",
+        torch.bool: "bool",
+    }
+    fused = "fl::madd"
+    # By bits: g++ makes branches of such conditions, and a loop with many of them stays scalar.
+    choice = "fl::choose({}, {}, {})"
+    # Half as wide as a 64-bit sum; and where that sum is cut to 32 bits, g++ 12 gives up on the vectors.
+    narrow = "(int32_t){}"
+    # With -fno-trapping-math g++ 12 takes (float)(int)x for trunc(x), of which a zero keeps the sign of x. A zero that
+    # it knows nothing of stands between the two.
+    rounded = "({0} | ({1})unknown_zero)"
+    small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
+
+    prefetch = "fl::prefetch<{}>(&{});"
+    unlikely = "__builtin_expect({}, 0)"
+
+    def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
+        faults = " reduction(max:bad)" if reports else ""
+        if isinstance(how, Lanes):
+            # What `omp simd` reduces, g++ keeps in memory: a loop that reports is told that its steps are independent.
+            return "#pragma GCC ivdep" if reports and counted else f"#pragma omp simd{faults}"
+        if isinstance(how, Shares):
+            collapse = f" collapse({how.loops})" if how.loops > 1 else ""
+            condition = f" if({how.condition})" if how.condition else ""
+            return f"#pragma omp parallel for schedule(static){collapse}{condition}{faults}"
+        return f"#pragma omp parallel{faults}" if how is TEAM else ""
+
+    def bitcast(self, text: str, dtype: DType) -> str:
+        return f"fl::bitcast<{self.types[dtype]}>({text})"
+
+    def endless(self, value: float, single: bool) -> str:
+        kind = "f" if single else ""
+        return f'__builtin_nan{kind}("")' if value != value else f"{'-' if value < 0 else ''}__builtin_inf{kind}()"
+
+    def small_number(self, value: float, dtype: DType) -> str:
+        return f"{self.small[dtype]}({self.number(value, torch.float32)})"
+
+    def int64(self, value: int) -> str:
+        return "INT64_MIN" if value == -(2**63) else f"INT64_C({value})" if value >= 0 else f"(-INT64_C({-value}))"
+
+    def widened(self, text: str, src: DType) -> str:
+        return f"fl::to_float({text})"
+
+    def narrowed(self, text: str, src: DType, dst: DType) -> str:
+        if src not in (torch.float32, torch.float64):
+            text = self.cast(text, src, torch.float32)
+        return f"{self.small[dst]}({text})"
+
+    def whole(self, text: str, src: DType, dst: DType) -> str:
+        return f"fl::to_int<{self.types[dst]}>({text})"
+
+
+class BoundedCpp(Cpp):
+    bounded = True
+
+
+CPP = Cpp()
+BOUNDED = BoundedCpp()

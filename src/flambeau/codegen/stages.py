@@ -1,0 +1,82 @@
+"""The stages of a kernel, as the writers of every language go through them.
+
+Stages follow each other for every outer point. One that reduces declares a state for each component, joins the values
+of every point to it, and finishes: what lanes or threads found is brought together, and the components become values of
+the outer point. What a state is (a variable, an array of lanes, a block) and how points are walked, is up to the form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from flambeau.ir.index import Index
+from flambeau.ir.program import Item, LoopKernel, reductions_of
+
+from .writer import Writer
+
+S = TypeVar("S")  # the states of a stage's reductions
+
+
+class StageWriter(Writer, Generic[S]):
+    k: LoopKernel
+    address: dict[str, Index]  # of what is stored
+
+    def stage(self, items: Sequence[Item]) -> None:
+        if not self.k.inner or items[0].level == "outer" and items[0].combine is None:
+            self.once(items)
+            return
+        reductions = reductions_of(items)
+        states = self.declare(items, reductions)
+        self.walk(items, reductions, states)
+        self.finish(reductions, states)
+
+    def once(self, items: Sequence[Item]) -> None:
+        """A stage of the outer point alone."""
+        for i in items:
+            self.map_item(i)
+
+    def body(self, items: Sequence[Item], states: Mapping[str, Any], *where: Any) -> None:
+        """A stage at one point, or at all points of a block."""
+        for i in items:
+            if i.combine is None:
+                self.map_item(i)
+            else:
+                self.take(i, states, *where)
+
+    def finish(self, reductions: Sequence[Item], states: S) -> None:
+        """What was reduced becomes a value of the outer point, and memory if anybody else wants it."""
+        for i in reductions:
+            for name, text in zip(i.names, self.together(i, states), strict=True):
+                self.become(name, text)
+
+    def become(self, name: str, text: str) -> None:
+        self.scopes[-1].locals[name] = text
+        if name in self.address:
+            self.keep(name, "outer", text)
+
+    # ---- what a language and a form fill in --------------------------------------------------------------
+
+    def declare(self, items: Sequence[Item], reductions: Sequence[Item]) -> S:
+        """States that hold the identity."""
+        raise NotImplementedError
+
+    def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: S) -> None:
+        """The points of a stage, with `body` at each."""
+        raise NotImplementedError
+
+    def take(self, i: Item, states: Any, *where: Any) -> None:
+        """The value of a point joins a state."""
+        raise NotImplementedError
+
+    def together(self, i: Item, states: S) -> Sequence[str]:
+        """What all lanes came to."""
+        raise NotImplementedError
+
+    def map_item(self, item: Item) -> None:
+        """A value of the point, and memory."""
+        raise NotImplementedError
+
+    def keep(self, name: str, level: str, text: str) -> None:
+        """A value goes to memory."""
+        raise NotImplementedError

@@ -1,0 +1,73 @@
+"""Triton: the words of the language, and what its machines can do."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.dtypes import DType, is_bool, is_float, opmath
+from flambeau.ir.expr import SPECIAL
+from flambeau.ir.tuning import BLOCKS
+
+from ..dialect import Dialect
+
+NARROW = 1 << 31  # indices below it are 32 bits wide
+
+
+class Triton(Dialect):
+    types = {
+        torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16",
+        torch.float16: "tl.float16", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.int16: "tl.int16",
+        torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.uint16: "tl.uint16", torch.uint32: "tl.uint32",
+        torch.uint64: "tl.uint64", torch.bool: "tl.int1",
+    }
+    # Division is a function: the operator rounds wrongly for float32, and differs for negative integers.
+    infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
+    prefix = {"logical_not": "~", "bitwise_not": "~"}  # Triton's minus is 0 - x, which loses the sign of zero
+    quotient = "//"
+    divisor = "{0}"
+    end = ""
+    function = "fl.{}"
+    unroll = BLOCKS.unroll
+
+    def bitcast(self, text: str, dtype: DType) -> str:
+        return f"{text}.to({self.types[dtype]}, bitcast=True)"
+
+    def constant(self, value: bool | int | float, dtype: DType, shape: str = "()") -> str:
+        if is_float(dtype):
+            number = float(value)
+            text = repr(number) if math.isfinite(number) else f'float("{number}")'
+        else:
+            text = str(int(value))
+        return f"tl.full({shape}, {text}, {self.types[dtype]})"
+
+    def cast(self, text: str, src: DType, dst: DType) -> str:
+        if src is dst:
+            return text
+        if is_bool(dst):
+            return f"{text} != 0"
+        if is_float(src) and not is_float(dst) and dst is not torch.int64:
+            text = f"tl.cast({text}, tl.int64)"  # narrow integers wrap, as they do in C through int64
+        if not is_float(src) and is_float(dst) and opmath(dst) is not dst:
+            text = f"tl.cast({text}, {self.types[opmath(dst)]})"  # as eager rounds them: to float32, then to half
+        return f"tl.cast({text}, {self.types[dst]})"
+
+
+TRITON = Triton()
+# The special functions that NVIDIA's device library has not.
+MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"}
+# Joins that memory itself does. Of floats it has no minimum that keeps NaN.
+SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
+                                           torch.int64)]
+                     + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
+# What is kept in registers decides most of it: rows of up to `row_elements` are read once.
+CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=BLOCKS.row, programs=1024,
+                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
+                            masked_reads=True, gathers_rows=True, waits_for_memory=True, tables=True, tuning=BLOCKS)
+POINTER = {
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64", torch.bool: "*i1",
+}

@@ -1,0 +1,40 @@
+"""Kernels in Triton: which writer each kind has, and the module around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
+from flambeau.ir.tuning import UNSCALED, Scale
+
+from ..source import BlockSource, Part, site_table
+from .dialect import POINTER
+from .loops import LoopBlocks
+from .scans import ScanBlocks
+from .scatters import write_scatter
+from .tensor_tables import TableBlocks
+
+
+def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource:
+    """The text of one kernel, in the block shape that the heuristics say or one beside it."""
+    if isinstance(kernel, ScatterKernel):
+        drafts = write_scatter(kernel)
+    else:
+        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks]] = {
+            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks}
+        drafts = [kinds[type(kernel)](kernel, scale).render()]
+    arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
+    arguments += ["work"] if any(d.workspace for d in drafts) else []
+    workspace = ""
+    lines = ["import triton", "import triton.language as tl", "import tritonlib as fl", "", ""]
+    parts = []
+    for k, d in enumerate(drafts):
+        text = [*d.writer.helpers, "@triton.jit", f"def part{k}({', '.join([*arguments, 'bad'])}):",
+                *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
+                *("    " + x for x in d.writer.scopes[0].lines), ""]
+        lines += text
+        parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps)))
+        workspace = workspace or d.workspace
+    return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
+                       tuple("i64" for _ in kernel.sizes), tuple(parts), workspace,
+                       sites=() if isinstance(kernel, TableKernel) else site_table(kernel))

@@ -1,0 +1,239 @@
+"""The numbers by which loops are shaped, one table for each kind of machine: a value, its unit, and the reason for it.
+
+    from flambeau.ir.tuning import CPU
+    CPU.long_row          # 8192
+    explain(CPU)          # every field with its unit and reason
+
+Passes get the table of the machine they work for with its `Capabilities`; the writers of a language use the table of
+the machines that the language is for. A number that both depend on (what is a long row, how high is a tile) is one
+field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def number(value: int, unit: str, reason: str) -> Any:
+    return field(default=value, metadata={"unit": unit, "reason": reason})
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What passes ask of any machine."""
+
+    recompute: int = number(6, "operations", "cheaper again in a later stage than a row of fast memory")
+    enough_points: int = number(32, "outer points", "keep all threads busy without dividing a row")
+    long_row: int = number(8192, "elements", "a row from which on threads may share it; it has no fast memory then")
+    vector_least: int = number(8, "elements", "a variable shorter than this is a poor vector")
+    transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
+    split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
+    split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
+    split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
+    split_columns: int = number(64, "columns", "one program computes so many results side by side")
+    table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
+    worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
+    worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
+    # The cost of a matrix product, in the time of 16 products: which side vectors run along.
+    tile_high: int = number(6, "rows", "of a tile of sums in registers: 6 x 2 vectors leave 4 of 16 for the factors")
+    tile_wide: int = number(16, "columns of float32", "two vectors of a tile")
+    block_rows: int = number(192, "rows", "of a block whose factors and sums fit a second-level cache together; after "
+                                          "so many the right factor is read again")
+    transposed_factor: int = number(24, "times 16 products", "to bring one element of a factor into a tile crosswise")
+    scattered_result: int = number(16, "times 16 products", "to write one result that is not beside the last")
+    expensive_combine: int = number(16, "operations", "of a scan: a cheaper step waits for memory, not for itself")
+    scan_side_by_side: int = number(8, "rows", "that a scan takes together, so that no step waits for the one before")
+
+
+@dataclass(frozen=True)
+class CpuTuning(Tuning):
+    """C++ and OpenCL on CPUs: threads, vectors and caches."""
+
+    shares_rows: bool = True  # threads can divide a row among themselves and join what they found
+    # ---- threads
+    serial: int = number(24576, "element operations", "below it to wake threads takes longer than the work")
+    serial_shared: int = number(65536, "element operations", "the same for a row that threads share: they join, too")
+    chunks: int = number(64, "parts", "of a shared row: fixed, so that results do not depend on the threads")
+    chunk: int = number(4096, "elements", "of a contiguous variable that one thread takes at a time")
+    chunk_even: int = number(64, "elements", "chunks are multiples of it, so that all begin on a cache line")
+    column_chunk: int = number(32, "rows", "of a chunk of columns, at least")
+    table_blocks: int = number(4, "blocks", "of a table that one thread does faster than several")
+    # ---- vectors
+    unroll: int = number(36, "steps", "constant windows up to it (3x3x3 and a bit) are written out")
+    lane_bytes: int = number(128, "bytes", "of the states of one reduction: two vectors of 64 bytes")
+    bodies: int = number(4, "bodies", "that a compiler may write side by side to have their vectors under way at once")
+    row_steps: int = number(4, "steps", "of all lanes in a row, at least: with fewer, joining the lanes dominates")
+    columns: int = number(512, "columns", "reduced side by side: their states stay in the first-level cache")
+    register_bytes: int = number(512, "bytes", "of the states of a segment's columns that stay in registers")
+    held_bytes: int = number(1024, "bytes", "of states that compilers keep in registers while rows go past")
+    stack_bytes: int = number(1 << 20, "bytes", "that the states of columns may take in all chunks: stacks end at 8 MB")
+    window_lanes: int = number(64, "points", "of a block whose windows go in step: one running value in registers")
+    shortest_part: int = number(8, "elements", "of a split loop that are worth a body of their own")
+    copied: int = number(500, "expressions", "that may be written out when a loop is split: more compile too slowly")
+    # ---- rounding
+    additions: int = number(16, "values", "added one after the other before their sum rises by a level, as in eager")
+    joins: int = number(8, "sums", "of one level before they rise to the next")
+    levels: int = number(3, "levels", "above the first; the highest takes what comes")
+    joined_rows: int = number(4, "rows", "of columns joined first: their states are accessed a quarter as often")
+    # ---- caches
+    transpose_side: int = number(64, "elements", "of a tile along the vector")
+    transpose_bytes: int = number(256, "bytes", "of a tile the other way: whole lines of the cache")
+    transpose_gap: int = number(8, "elements", "between rows of a tile, which would meet in the cache")
+    shared_work: int = number(16, "operations", "at a point that are worth keeping for all rows")
+    shared_bytes: int = number(16384, "bytes", "of the arrays that keep them: half of a first-level cache")
+    shared_least: int = number(64, "points", "of such a block, at least: its loops are vectors")
+    shared_most: int = number(512, "points", "of such a block, at most")
+    cache_line: int = number(64, "bytes", "that come at once, and that two threads should not both write to")
+    prefetch_bytes: int = number(4096, "bytes", "of rows that are on their way at a time")
+    prefetch_nearest: int = number(4, "steps", "to ask ahead at least: memory takes as long")
+    prefetch_farthest: int = number(24, "steps", "to ask ahead at most: processors hold so many requests")
+    prefetch_longest: int = number(2048, "bytes", "of a row: a longer one the processor fetches by itself")
+    prefetch_cost: int = number(12, "operations", "to find a place, at most: it is found twice")
+    cached_bytes: int = number(1 << 20, "bytes", "of a table that the caches hold anyway")
+    # ---- scans
+    scan_columns: int = number(256, "columns", "scanned side by side")
+    scan_strip: int = number(16, "elements", "of a row before the next one has its turn: a line of the cache")
+    scan_parts: int = number(64, "parts", "of a long row")
+    scan_few: int = number(16, "rows", "with fewer of them threads must divide a row")
+    scan_long: int = number(1 << 15, "elements", "of a row that is worth dividing: it is gone over twice")
+    # ---- scatters
+    scatter_parts: int = number(16, "parts", "that do not meet keep threads busy")
+    scatter_start: int = number(4096, "elements", "of the start that one thread fills at a time")
+    scatter_work: int = number(12, "operations", "from which on places and values are found in vectors, before writes")
+    scatter_taps: int = number(64, "elements", "that a point writes, at most, if they are")
+    scatter_points: int = number(64, "points", "of such a block, at least")
+    scatter_most: int = number(256, "points", "of such a block, at most")
+    # ---- matrix products of OpenCL
+    vector_bytes: int = number(32, "bytes", "of a vector that every CPU since 2013 has")
+    tile_vectors: int = number(2, "vectors", "of a tile: its width")
+    block_columns: int = number(256, "columns of float32", "of a block in the second-level cache")
+    block_depth: int = number(256, "elements", "of the depth of a block")
+    block_gap: int = number(64, "bytes", "between rows of an array: a power of two apart they share few cache lines")
+    small_product: int = number(1 << 16, "products", "below which there is nothing to divide")
+
+
+@dataclass(frozen=True)
+class PointTuning(Tuning):
+    """GPUs in their C languages: work-items, groups and local memory."""
+
+    cascade: int = number(128, "elements", "that a work-item reduces on their own: errors of their sum do not pile up")
+    short_row: int = number(64, "elements", "a row up to it is one work-item's: a group would mostly wait")
+    smallest_group: int = number(32, "work-items", "run in step on every GPU")
+    lines: int = number(4, "accesses", "of a work-item under way at once; with more work-items there is more to join")
+    step: int = number(16, "elements", "of a work-item in each part of a row that does not fit into registers")
+    access_bytes: int = number(16, "bytes", "of the widest access")
+    registers: int = number(64, "registers of 32 bits", "that hold what a work-item has read")
+    part: int = number(8, "elements", "for which a work-item reads what it does not keep")
+    streamed_points: int = number(1 << 14, "points", "of a map from which on bandwidth counts, and not latency")
+    streamed_work: int = number(96, "operations", "at a point, at most: with more, memory does not have to hurry")
+    transpose_side: int = number(64, "elements", "of a tile in local memory")
+    few_rows: int = number(4096, "rows", "leave a GPU idle if each is one work-item's")
+    scan_run: int = number(4, "elements", "of a work-item side by side in a row")
+    scan_columns: int = number(32, "columns", "of a group that scans them")
+    scan_few_columns: int = number(8, "columns", "of a group where there are few")
+    product_each: int = number(4, "rows and columns", "of a work-item's sums: 16 registers")
+    product_depth: int = number(16, "elements", "of the depth that are in local memory at once")
+
+
+@dataclass(frozen=True)
+class BlockTuning(Tuning):
+    """GPUs in Triton: programs over tiles."""
+
+    unroll: int = number(36, "steps", "constant windows up to it (3x3x3 and a bit) are written out")
+    access: int = number(4, "elements", "of an access of 16 bytes, of the widest dtype that is common")
+    access_most: int = number(16, "elements", "of an access of 16 bytes, of the narrowest dtype")
+    # ---- maps
+    threads: int = number(128, "threads", "of a program that maps: four warps")
+    window_threads: int = number(128, "threads", "of one that gives each point a thread")
+    neighbour_threads: int = number(64, "threads", "of one whose points compute several windows")
+    tile: int = number(1024, "elements", "of a program: two accesses of 16 bytes for each thread")
+    transpose_side: int = number(64, "elements", "of the tile of a transposition")
+    phases: int = number(16, "elements", "that one point computes together, at most: its registers")
+    phase_values: int = number(4, "values", "of one variable that are written out")
+    neighbours: int = number(4, "windows", "next to each other that one point computes")
+    warp_line: int = number(32, "elements", "of a row in a compact tile: one access of a warp")
+    # ---- rows that are gathered
+    channel_piece: int = number(32, "channels", "that eight threads read at once, 16 bytes each: a line of memory")
+    channels: int = number(32, "channels", "of one program: what all programs read at a time shall stay in the cache")
+    gathered_points: int = number(32, "points", "next to each other")
+    gathered_lines: int = number(1, "lines of points", "where places are smooth, neighbours share what they read")
+    gathered_thread: int = number(8, "elements", "of one thread")
+    # ---- reductions
+    row: int = number(16384, "elements", "of a row that a program holds whole")
+    piece: int = number(2048, "elements", "of a row that goes by in pieces")
+    columns: int = number(64, "columns", "side by side where they are what is contiguous")
+    column_rows: int = number(64, "elements", "of a reduced axis that is held whole above columns")
+    few_programs: int = number(16, "programs", "too few to fill a GPU")
+    few_columns: int = number(16, "columns", "of a program then")
+    segment_items: int = number(8, "items", "of a segment read at once")
+    segment_elements: int = number(256, "elements", "of the segments that one program reduces side by side")
+    stages: int = number(4, "pieces", "of a row on their way at once")
+    shared_bytes: int = number(96 << 10, "bytes", "of shared memory that they may take: two programs on a processor")
+    # ---- scans
+    scan_piece: int = number(2048, "elements", "of a tile of columns")
+    scan_alone: int = number(8192, "elements", "of a piece of a single row")
+    scan_row: int = number(16384, "elements", "of a row that is scanned in one piece")
+    scan_columns: int = number(32, "columns", "side by side where they are what is contiguous")
+    scan_programs: int = number(200, "programs", "fill a GPU where each has several pieces on their way")
+    scan_thread: int = number(64, "elements of 32 bits", "of a thread")
+    scan_thread_apart: int = number(16, "elements", "of a thread where each is an access of its own")
+    scan_combine: int = number(10, "operations", "of a combine above which it, and not memory, takes the time")
+    scan_window: int = number(128, "pieces", "before its own that a piece looks at at once")
+    scan_longest: int = number(256, "rows", "of a piece of columns")
+    scan_in_a_row: int = number(32, "pieces", "that wait for one another, as far as the longest allows")
+    scan_group: int = number(64, "pieces", "of columns between two prefixes, where the order is fixed")
+    # ---- scatters
+    tap_values: int = number(4, "values", "of one variable that is written out")
+    taps: int = number(16, "values", "of all variables that are written out")
+    tapped: int = number(2048, "elements", "of rows that are added in several places")
+    scattered: int = number(256, "elements", "of a program that writes them one by one")
+
+
+def explain(table: Tuning) -> Iterator[tuple[str, int, str, str]]:
+    """Name, value, unit and reason of every number."""
+    for f in fields(table):
+        if f.metadata:
+            yield f.name, getattr(table, f.name), f.metadata["unit"], f.metadata["reason"]
+
+
+CPU = CpuTuning()
+CPU_WORK_ITEMS = CpuTuning(shares_rows=False)  # OpenCL on CPUs: work-items do not wait for each other
+POINTS = PointTuning()
+BLOCKS = BlockTuning()
+
+
+# ---- block shapes around those of the table ----------------------------------------------------------------
+
+MOST_WARPS = 32
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How far a kernel's blocks are from what the table says: elements of a program and its warps in powers of two,
+    pieces that are on their way at once in ones."""
+
+    elements: int = 0
+    warps: int = 0
+    stages: int = 0
+
+    def sized(self, elements: int) -> int:
+        return max(1, shifted(elements, self.elements))
+
+    def warped(self, warps: int) -> int:
+        return max(1, min(MOST_WARPS, shifted(warps, self.warps)))
+
+    def staged(self, stages: int) -> int:
+        return max(1, stages + self.stages)
+
+
+def shifted(n: int, by: int) -> int:
+    return n << by if by >= 0 else n >> -by
+
+
+UNSCALED = Scale()
+# What is worth a try: twice and half of the elements, with as many warps or as many elements for each thread; the same
+# elements on twice and half of the threads; fewer pieces on their way.
+AROUND = (Scale(elements=1), Scale(elements=-1), Scale(elements=1, warps=1), Scale(elements=-1, warps=-1),
+          Scale(warps=1), Scale(warps=-1), Scale(stages=-2))

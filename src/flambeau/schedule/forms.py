@@ -1,0 +1,137 @@
+"""Which form the loops of a kernel have: chosen here once, by the numbers of the machine, and written by codegen.
+
+A form is a name that the writers of the machine's language know, and a width where columns lie side by side. What
+depends on the text itself (where a loop is split because a mask changes, how large a tile is tried) stays with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from flambeau.ir.cost import cost_of
+from flambeau.ir.expr import loads, walk
+from flambeau.ir.index import ONE, Index, ceildiv, volume
+from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel
+from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
+
+
+def formed(kernel: Kernel, t: Tuning) -> Kernel:
+    """The kernel with its form; scatters and contractions have one each."""
+    if not isinstance(kernel, LoopKernel | ScanKernel):
+        return kernel
+    choose = next(choose for kind, choose in CHOICES[type(kernel)].items() if isinstance(t, kind))
+    return replace(kernel, form=choose(kernel, t))
+
+
+def is_shared(points: Index, length: Index, t: Tuning) -> bool:
+    """Few outer points and long rows: threads must share a row."""
+    return points.is_const and points.const < t.enough_points and (not length.is_const or length.const >= t.long_row)
+
+
+# ---- CPUs ------------------------------------------------------------------------------------------------
+
+
+def cpu_loops(k: LoopKernel, t: CpuTuning) -> Form:
+    if not k.inner:
+        return cpu_map(k, t)
+    if k.vector in k.outer:
+        return cpu_columns(k, t)
+    shared = t.shares_rows and k.bounds is None and is_shared(volume(k.outer), volume(k.inner), t)
+    return Form("shared rows" if shared else "rows")
+
+
+def cpu_map(k: LoopKernel, t: CpuTuning) -> Form:
+    if k.tile is not None:
+        return Form("tiles")
+    if k.vector is None:
+        return Form("points")
+    others = [v for v in k.outer if v is not k.vector]
+    return Form("chunks" if not others or is_shared(volume(others), k.vector.size, t) else "lines")
+
+
+def cpu_columns(k: LoopKernel, t: CpuTuning) -> Form:
+    assert k.vector is not None
+    dtypes = k.dtype_of()
+    states = [dtypes[n].itemsize for i in k.items if i.level == "outer" or i.combine is not None for n in i.names]
+    size = k.vector.size
+    width = max(1, min(t.columns, size.const)) if size.is_const else t.columns
+    if k.bounds is not None:
+        width = in_registers(size, width, max(states), t)
+    blocks = ceildiv(size, width) * volume([v for v in k.outer if v is not k.vector])
+    if not (t.shares_rows and k.bounds is None and is_shared(blocks, volume(k.inner), t)):
+        return Form("columns", width)
+    return Form("shared columns", min(width, max(16, t.stack_bytes // (t.chunks * sum(states)) // 16 * 16)))
+
+
+def in_registers(columns: Index, width: int, state: int, t: CpuTuning) -> int:
+    """The rows of a segment come from anywhere, so a narrow block costs nothing, and its states need not leave the
+    registers: the widest that has room there and divides the columns, if there is one."""
+    most = t.register_bytes // state
+    fitting = [w for w in range(most // 4, most + 1) if columns.is_const and columns.const % w == 0]
+    return fitting[-1] if width > most and fitting else width
+
+
+def cpu_scans(k: ScanKernel, t: CpuTuning) -> Form:
+    if k.vector is not None:
+        return Form("columns")
+    points, length = volume(k.outer), k.axis.size
+    few = points.is_const and points.const < t.scan_few
+    long = not length.is_const or length.const >= t.scan_long
+    # To find out first what a part comes to takes too long if a combine does.
+    cheap = cost_of(k.combine.result) <= t.expensive_combine
+    return Form("parts" if t.shares_rows and few and long and cheap else "rows")
+
+
+# ---- GPUs in their C languages -----------------------------------------------------------------------------
+
+
+def point_loops(k: LoopKernel, t: PointTuning) -> Form:
+    length, points, exprs = volume(k.inner), volume(k.outer), k.everything()
+    if k.vector in k.inner and k.bounds is None and not (length.is_const and length.const <= t.short_row):
+        return Form("rows")  # what is contiguous is reduced, and long enough for a group
+    windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
+    many = not k.inner and not (points.is_const and points.const < t.streamed_points) and not windows
+    if many and k.transposed_reads():
+        return Form("transpose")
+    memory = cost_of(exprs) <= t.streamed_work and 0 < len(loads(*exprs)) * t.access_bytes // 4 <= t.registers
+    return Form("streamed" if many and k.outer and k.bounds is None and memory else "points")
+
+
+def point_scans(k: ScanKernel, t: PointTuning) -> Form:
+    rows, column = volume(k.outer), k.contiguous()
+    few = rows.is_const and rows.const < t.few_rows
+    if k.axis.size.is_const and k.axis.size.const <= t.short_row:
+        return Form("points")
+    if any(a.coefficient(k.axis) is ONE for _, a in k.stores):
+        return Form("rows")
+    if column is not None and not (column.size.is_const and column.size.const < t.scan_few_columns):
+        return Form("columns", t.scan_few_columns if few else t.scan_columns)
+    return Form("rows" if few else "points")
+
+
+# ---- GPUs in Triton ----------------------------------------------------------------------------------------
+
+
+def block_loops(k: LoopKernel, t: BlockTuning) -> Form:
+    if not k.inner:
+        return Form("map")
+    total, length = volume(k.outer), volume(k.inner)
+    few = total.is_const and total.const <= t.few_programs * t.columns
+    width = 1 if k.vector in k.inner else t.few_columns if few else t.columns
+    if k.bounds is not None:
+        return Form("segments", width)
+    most = t.row if k.vector in k.inner or k.scratch else t.column_rows
+    return Form("whole rows" if length.is_const and length.const <= most else "rows in pieces", width)
+
+
+def block_scans(k: ScanKernel, t: BlockTuning) -> Form:
+    """Whether a row is cut, and its pieces wait for one another, follows from the size of a piece."""
+    return Form("rows" if not k.outer or all(a.coefficient(k.axis) is ONE for _, a in k.stores) else "columns")
+
+
+CHOICES: dict[type, dict[type[Tuning], Callable[[Any, Any], Form]]] = {
+    LoopKernel: {CpuTuning: cpu_loops, PointTuning: point_loops, BlockTuning: block_loops},
+    ScanKernel: {CpuTuning: cpu_scans, PointTuning: point_scans, BlockTuning: block_scans},
+}
