@@ -14,6 +14,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import const, index_value, walk
 from flambeau.ir.nodes import Graph, Pointwise, Value
 from flambeau.ir.scalar import exp, sin, sqrt
+from flambeau.ir.tuning import BLOCKS
 from flambeau.schedule.inline import DEEPEST, LARGEST, depth_of, inline
 from schedule.programs import launches, program, written
 
@@ -111,7 +112,7 @@ def test_something_dear_broadcast_is_kept() -> None:
 def test_where_memory_is_what_counts() -> None:
     """A root is computed for each point that is written, a sum of two for two readers rather than written; not a root
     for every point that a reduction reads, nor a sum of three for three readers."""
-    waits = Capabilities("test", waits_for_memory=True)
+    waits = Capabilities("test", tuning=BLOCKS)
 
     def rows(x: Value) -> list[Value]:
         row = build.pointwise(x.shape[1:], lambda i: 1.0 / sqrt(x.load((0, i[0])) + 1e-5))

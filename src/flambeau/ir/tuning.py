@@ -24,6 +24,8 @@ def number(value: int, unit: str, reason: str) -> Any:
 class Tuning:
     """What passes ask of any machine."""
 
+    cheap: int = number(4, "operations", "worth computing twice")
+    cheap_beside_memory: int = number(0, "operations", "the same where memory alone counts; 0 where it does not")
     recompute: int = number(6, "operations", "cheaper again in a later stage than a row of fast memory")
     enough_points: int = number(32, "outer points", "keep all threads busy without dividing a row")
     long_row: int = number(8192, "elements", "a row from which on threads may share it; it has no fast memory then")
@@ -141,11 +143,19 @@ class PointTuning(Tuning):
 class BlockTuning(Tuning):
     """GPUs in Triton: programs over tiles."""
 
+    cheap_beside_memory: int = number(16, "operations", "a root and a quotient: less than a trip through memory")
     unroll: int = number(36, "steps", "constant windows up to it (3x3x3 and a bit) are written out")
+    warp: int = number(32, "threads", "that run in step")
+    most_warps: int = number(16, "warps", "of a program: more leave too few registers for each thread")
+    thread: int = number(8, "elements", "of a thread that reduces")
     access: int = number(4, "elements", "of an access of 16 bytes, of the widest dtype that is common")
     access_most: int = number(16, "elements", "of an access of 16 bytes, of the narrowest dtype")
     # ---- maps
     threads: int = number(128, "threads", "of a program that maps: four warps")
+    map_warp: int = number(64, "elements", "of a warp, at least: two of each thread")
+    held_reads: int = number(36, "reads", "of a thread that its registers hold at once")
+    thread_draws: int = number(32, "elements", "of a thread that draws numbers: what prepares a draw is shared")
+    shared_lanes: int = number(16, "lanes", "that share what is the same for all of them")
     window_threads: int = number(128, "threads", "of one that gives each point a thread")
     neighbour_threads: int = number(64, "threads", "of one whose points compute several windows")
     tile: int = number(1024, "elements", "of a program: two accesses of 16 bytes for each thread")
@@ -169,6 +179,8 @@ class BlockTuning(Tuning):
     few_columns: int = number(16, "columns", "of a program then")
     segment_items: int = number(8, "items", "of a segment read at once")
     segment_elements: int = number(256, "elements", "of the segments that one program reduces side by side")
+    segment_warp: int = number(128, "elements", "of a warp: 512 bytes, which it reduces without the others")
+    segment_warps: int = number(4, "warps", "of a program that reduces segments")
     stages: int = number(4, "pieces", "of a row on their way at once")
     shared_bytes: int = number(96 << 10, "bytes", "of shared memory that they may take: two programs on a processor")
     # ---- scans
@@ -177,6 +189,7 @@ class BlockTuning(Tuning):
     scan_row: int = number(16384, "elements", "of a row that is scanned in one piece")
     scan_columns: int = number(32, "columns", "side by side where they are what is contiguous")
     scan_programs: int = number(200, "programs", "fill a GPU where each has several pieces on their way")
+    scan_expensive: int = number(8, "times as many programs", "are worth a look-back where a combine takes the time")
     scan_thread: int = number(64, "elements of 32 bits", "of a thread")
     scan_thread_apart: int = number(16, "elements", "of a thread where each is an access of its own")
     scan_combine: int = number(10, "operations", "of a combine above which it, and not memory, takes the time")
@@ -188,6 +201,7 @@ class BlockTuning(Tuning):
     tap_values: int = number(4, "values", "of one variable that is written out")
     taps: int = number(16, "values", "of all variables that are written out")
     tapped: int = number(2048, "elements", "of rows that are added in several places")
+    tapped_warp: int = number(512, "elements", "of a warp that adds rows")
     scattered: int = number(256, "elements", "of a program that writes them one by one")
 
 

@@ -19,11 +19,10 @@ from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import OPS, Expr, held, index_children, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, as_index
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
+from flambeau.ir.tuning import Tuning
 
 from .one_hot import picked
 
-CHEAP = 4  # operations that are worth computing twice
-CHEAP_BESIDE_MEMORY = 16  # the same where memory alone counts: a root and a quotient
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
 DEEPEST = 120  # operations that wait for one another: expressions are walked by recursion
 MOST_READS = 24
@@ -145,7 +144,7 @@ def _inline_into(n: Node, caps: Capabilities, bodies: dict[str, Body], uses: Cou
     reads = sum(1 for e in everything if e.op == "load")
     for name, places in seen.items():
         b = bodies[name]
-        verdict = _decide(b, n, uses[name], hard.get(name), inner_only[name], len(places), caps.waits_for_memory)
+        verdict = _decide(b, n, uses[name], hard.get(name), inner_only[name], len(places), caps.tuning)
         if verdict is None and (budget + b.size * len(places) > LARGEST or reads + b.reads > MOST_READS) and b.cost > 1:
             verdict = "the fused body would be too large"
         if verdict is None and depth + b.depth > DEEPEST:
@@ -186,19 +185,19 @@ def divisions_in(everything: list[Expr]) -> int:
                for a in i.atoms())
 
 
-def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, places: int, waits: bool) -> str | None:
+def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, places: int, t: Tuning) -> str | None:
     """None to inline it into n, else the reason to keep the value."""
     if b.reads == 0 and b.divisions and repeated:
         return "a table, with divisions"
-    if b.reads == 0 and b.cost <= 2 * CHEAP:
+    if b.reads == 0 and b.cost <= 2 * t.cheap:
         return None  # a constant or a function of the index
     if hard is not None:
         return hard
     if b.cost <= 1 and b.reads <= 1:
         return None  # only moves data
-    beside = waits and b.cost <= CHEAP_BESIDE_MEMORY
+    beside = b.cost <= t.cheap_beside_memory
     written = places == 1 and isinstance(n, Pointwise)  # every time it is computed, something is written
-    if b.reads <= 1 and (b.cost <= CHEAP or (beside and written)):
+    if b.reads <= 1 and (b.cost <= t.cheap or (beside and written)):
         return None
     if repeated or places > 1:
         return "read more than once by one consumer"

@@ -30,7 +30,7 @@ from codegen.programs import built, run
 from flambeau.codegen.simt.opencl import OpenCL, bits_of
 from flambeau.codegen.source import host_text
 from flambeau.ir import build
-from flambeau.ir.expr import check, const
+from flambeau.ir.expr import binary, check, const, unary
 from flambeau.ir.index import Sym, as_index, ceildiv
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import sin
@@ -275,3 +275,18 @@ def test_one_program_for_every_size(on: str) -> None:
                             (turned, e.sin().t())):
             close(ours, exact)
         assert torch.equal(top, x.amax(1)) and torch.equal(at, x.argmax(1))
+
+
+@pytest.mark.parametrize("on", FORMS)
+def test_functions_and_comparisons_of_halves(on: str) -> None:
+    """Which are bits in memory, and no numbers of the language."""
+    x = torch.tensor([1.5, -2.0, float("nan"), -0.0, 0.0, float("inf")]).bfloat16()
+    y = x.flip(0)
+
+    def make(x: Value, y: Value) -> list[Value]:
+        return [build.pointwise(x.shape, lambda i: unary("isnan", x.load(i))),
+                build.pointwise(x.shape, lambda i: x.load(i) < y.load(i)),
+                build.pointwise(x.shape, lambda i: binary("max", x.load(i), y.load(i)))]
+
+    for ours, exact in zip(run(make, x, y, on=on), (x.isnan(), x < y, torch.maximum(x, y)), strict=True):
+        assert torch.equal(ours.float().nan_to_num(7), exact.float().nan_to_num(7))

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from flambeau.ir.dtypes import DType, is_bool, is_int
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import OPS, Expr, cast
 from flambeau.ir.index import Index
 from flambeau.ir.program import Kernel
 
@@ -115,6 +115,14 @@ class SimtWriter(Writer):
 
     def read(self, buffer: str, address: str, dtype: DType) -> str:
         return self.as_value(super().read(buffer, address, dtype), dtype)
+
+    def emit(self, e: Expr) -> tuple[int, str]:
+        """Small floats are bits, and no numbers of the language: what is computed of them, is computed in float32."""
+        if e.op in OPS and e.op != "bitcast" and e.args and e.args[0].dtype in self.d.small:
+            wide = tuple(cast(a, torch.float32) for a in e.args)
+            same = e.dtype in self.d.small
+            e = cast(Expr(e.op, torch.float32 if same else e.dtype, wide, e.attr), e.dtype)
+        return super().emit(e)
 
     def _text(self, e: Expr, args: list[str]) -> str:
         text = super()._text(e, args)

@@ -26,7 +26,8 @@ class Rows:
 
     @property
     def warps(self) -> int:
-        return max(1, min(16, math.prod(self.blocks.values()) // (32 * BLOCKS.gathered_thread)))
+        warps = math.prod(self.blocks.values()) // (BLOCKS.warp * BLOCKS.gathered_thread)
+        return max(1, min(BLOCKS.most_warps, warps))
 
 
 def rows_of(k: LoopKernel) -> Rows | None:

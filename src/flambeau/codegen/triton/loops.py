@@ -88,15 +88,16 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
                 self.branched(self.all_inside(), k.outer, self.full(), self.stages)
             if self.rows:
                 return PartDraft(self, grid, self.rows.warps)
-            return PartDraft(self, grid, max(1, self.elements() // 32 if self.apart else min(4, self.elements() // 64)))
+            warps = min(BLOCKS.threads // BLOCKS.warp, self.elements() // BLOCKS.map_warp)
+            return PartDraft(self, grid, max(1, self.elements() // BLOCKS.warp if self.apart else warps))
         length, whole = self.row_length()
         blocks = spans(k.outer, self.rows_side_by_side(length))
         grid = self.tile(k.outer, blocks, length)
         if k.bounds is not None:
             self.open_segment()
             self.all_stages()
-            # A warp for each 512 bytes next to each other: what it reads of all items, it reduces without the others.
-            return PartDraft(self, grid, max(1, min(4, self.elements() // length // 128)))
+            warps = min(BLOCKS.segment_warps, self.elements() // length // BLOCKS.segment_warp)
+            return PartDraft(self, grid, max(1, warps))
         if whole:
             self.whole_row()
         else:
@@ -348,8 +349,8 @@ def per_thread(exprs: Iterable[Expr]) -> int:
             reads += (steps - 1) * sum(x.op == "load" for x in walk(*e.args[len(e.attr.carries):])) \
                 if e.attr.which == 0 else 0
     if not reads:
-        return 32  # random numbers: what prepares a draw is shared
-    return 8 if reads <= 4 else 4 if reads <= 9 else 2 if reads <= 18 else 1
+        return BLOCKS.thread_draws
+    return next((n for n in (8, 4, 2) if n * reads <= BLOCKS.held_reads), 1)
 
 
 def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
@@ -362,7 +363,7 @@ def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
             if not isinstance(a, Op) or a.kind != "mod" or not a.b.is_const:
                 continue
             v, n = a.a.atom(), a.b.const
-            if isinstance(v, Sym) and v in k.outer and n & (n - 1) == 0 and n <= 16 \
+            if isinstance(v, Sym) and v in k.outer and n & (n - 1) == 0 and n <= BLOCKS.shared_lanes \
                     and v.size.is_const and v.size.const > n:
                 new, low, limit = halved(k, v, n)
                 new = replace(new, vector=low if k.vector is v else k.vector)
@@ -371,6 +372,6 @@ def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
 
 
 def warps_for(elements: int) -> int:
-    """Eight elements a thread, up to sixteen warps."""
-    return max(1, min(16, elements // 256))
+    """For a program that reduces so many elements."""
+    return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * BLOCKS.thread)))
 

@@ -50,7 +50,8 @@ class ScanBlocks(BlockWriter):
         blocks = spans(outer, max(1, self.scale.sized(BLOCKS.scan_piece) // piece))
         cut = self.length.const > piece if self.length.is_const else True
         self.expensive = cost_of(k.combine.result) > BLOCKS.scan_combine
-        look_back = cut and self.programs(outer, blocks) < BLOCKS.scan_programs * (8 if self.expensive else 1)
+        enough = BLOCKS.scan_programs * (BLOCKS.scan_expensive if self.expensive else 1)
+        look_back = cut and self.programs(outer, blocks) < enough
         if look_back and rows:
             piece = min(piece, self.scale.sized(BLOCKS.scan_alone // len(k.combine.left)))
             blocks = spans(outer, 1)
@@ -68,10 +69,10 @@ class ScanBlocks(BlockWriter):
         steps = [a.coefficient(k.axis) for a in self.addresses.values()]
         if any(c is not ONE and c is not None and c.is_const and c.const % BLOCKS.access for c in steps):
             # More threads have more accesses on their way.
-            return max(1, min(16, elements // (32 * BLOCKS.scan_thread_apart)))
+            return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * BLOCKS.scan_thread_apart)))
         small = all(d.itemsize <= 4 for d in k.combine.dtypes)
         each = BLOCKS.scan_thread if small and (alone or len(k.combine.left) == 1) else BLOCKS.scan_thread // 2
-        return max(1, min(16, elements // (32 * each)))
+        return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
         """How many programs there are if the axis is not cut; sizes of the run count as large."""

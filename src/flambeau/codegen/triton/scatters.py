@@ -65,8 +65,8 @@ class ScatterBlocks(BlockWriter):
             mask = None if k.mask is None else k.mask.subs(point)
             self.write(k.address.subs(point), k.value.subs(point), k.mode, mask)
         elements = math.prod(self.blocks)
-        return PartDraft(self, grid, max(1, elements // (32 if anywhere else 512)) if anywhere or taps
-                     else warps_for(elements))
+        warp = BLOCKS.warp if anywhere else BLOCKS.tapped_warp
+        return PartDraft(self, grid, max(1, elements // warp) if anywhere or taps else warps_for(elements))
 
     def write(self, address: Index, value: Expr, mode: str, mask: Expr | None) -> None:
         full, text = self.full(), self.value(value)

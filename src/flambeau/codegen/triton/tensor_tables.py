@@ -11,7 +11,7 @@ from ..stages import StageWriter
 from .blocks import BlockWriter, PartDraft
 from .loops import Carries, per_thread
 
-WARPS = BLOCKS.threads // 32
+WARPS = BLOCKS.threads // BLOCKS.warp
 
 
 class TableBlocks(StageWriter[Carries], BlockWriter):
