@@ -331,3 +331,10 @@ def test_traces(tmp_path: Path) -> None:
     order = sorted(ranges, key=lambda r: r["ts"])
     assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in zip(order, order[1:]))
     assert any(e.get("name") == "my range" for e in events)
+
+
+def test_kernels_after_a_graph_break_are_not_traced() -> None:
+    """Dynamo goes on watching: it would run the compiler of the next kernel on tensors that are not there."""
+    x = torch.tensor([True, False, True], device=DEV)
+    compiled = torch.compile(lambda x: x[x].clone(), backend="flambeau")
+    assert compiled(x).cpu().tolist() == [True, True]

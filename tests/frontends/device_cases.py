@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import pickle
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -316,8 +317,13 @@ def test_strides_are_the_cpu_s(use: Any) -> None:
 def test_ranges_keep_the_shape_of_what_they_fill(fill: Any) -> None:
     for part in (slice(1, 3), slice(0, 3)):  # as many elements, and others
         expected, x = torch.zeros(2, 3), torch.zeros(2, 3, device=DEV)
-        assert fill(x[:, part]).shape == fill(expected[:, part]).shape
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert fill(x[:, part]).shape == fill(expected[:, part]).shape
+        assert len({str(w.message).partition(" (Triggered")[0] for w in said}) <= 1  # the same words twice
         same(x, expected)
+    out = torch.zeros(2, 3, dtype=torch.int64, device=DEV).t()
+    assert torch.randperm(6, out=out, device=DEV).sort()[0].tolist() == [*range(6)]
 
 
 def test_copies_of_numbers() -> None:

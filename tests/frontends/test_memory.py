@@ -198,7 +198,8 @@ def test_views_without_elements_begin_where_eagers_do() -> None:
 def test_scatters_copy_the_storage() -> None:
     """With where it begins, its end and what elements share; but not what is expanded."""
     base = torch.arange(8.0)
-    same(lambda x: x.slice_scatter(x[2:], 0, 2).unsqueeze_(0), lambda: base[2:].clone().narrow(0, 3, 3))
+    same(lambda x: x.slice_scatter(x[2:], 0, 2).select_scatter(x[0], 0, 1).unsqueeze_(0),
+         lambda: base[2:].clone().narrow(0, 3, 3))
 
     def beyond(x: Tensor) -> Tensor:
         x[5:] = 0

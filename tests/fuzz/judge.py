@@ -25,7 +25,7 @@ Backend = str | Callable[..., Any]
 # Kinds of findings, the worst first.
 KINDS = ("value", "gradient", "mutation", "bits", "gradient bits", "sharing", "shape", "raises", "no error", "warning",
          "gradients", "error type", "input layout", "input memory", "requires_grad", "identity", "strides", "offset",
-         "strides of size one", "gradient strides", "strides of nothing")
+         "strides of size one", "gradient strides", "layout of nothing")
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def differences(program: Program, number: int, eager: Call, ours: Call, exact: M
             continue
         if a.stride != b.stride:
             named = all(m == n or size == 1 for m, n, size in zip(a.stride, b.stride, a.shape, strict=True))
-            add("strides of nothing" if not a.value.numel() else "gradient strides" if group != "result" else
+            add("layout of nothing" if not a.value.numel() else "gradient strides" if group != "result" else
                 "strides of size one" if named else "strides",
                 f"{name} {list(a.shape)}: {a.stride} for {b.stride}")
         if a.offset != b.offset:
-            add("offset", f"{name}: {a.offset} for {b.offset}")
+            add("offset" if a.value.numel() else "layout of nothing", f"{name}: {a.offset} for {b.offset}")
         if a.grad != b.grad:
             add("requires_grad", f"{name}: {a.grad} for {b.grad}")
         if bits and bits_differ(a.value, b.value):
@@ -204,7 +204,8 @@ AOT: tuple[Backend, ...] = ("aot_eager",)
 
 def same_way(f: Finding) -> tuple[str, str]:
     """The kind, and the value or the error that it is about; strides have to be the same ones."""
-    return f.kind, f.detail if "strides" in f.kind else f.detail.split(" ")[0].rstrip(":")
+    whole = "strides" in f.kind or f.kind == "layout of nothing"
+    return f.kind, f.detail if whole else f.detail.split(" ")[0].rstrip(":")
 
 
 def findings(program: Program, target: str) -> tuple[list[Finding], list[Finding]]:

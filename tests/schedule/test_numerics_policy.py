@@ -43,3 +43,14 @@ def test_a_maximum_of_a_rough_function_has_a_gradient(dtype: torch.dtype) -> Non
     (ours,) = torch.autograd.grad(torch.compile(f, backend="flambeau")(x).sum(), x)
     (eager,) = torch.autograd.grad(f(x).sum(), x)
     torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("middle", [torch.bool, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_choice_among_integers_is_none_among_what_they_were_made_of(dtype: torch.dtype, middle: torch.dtype) -> None:
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x.to(middle), (1, 2)).to(x.dtype)
+
+    torch._dynamo.reset()
+    x = torch.tensor([[0.25, -1.5, 2.75]], dtype=dtype)
+    assert torch.equal(torch.compile(padded, backend="flambeau")(x), padded(x))

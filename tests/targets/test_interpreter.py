@@ -227,7 +227,8 @@ def test_bfloat16_is_rounded() -> None:
 
     def numbers(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         b = x.bfloat16()
-        return b, x.double().bfloat16(), x.half().bfloat16(), b.double(), b.half(), b * b, b.fill_(-1.3)
+        return (b, x.double().bfloat16(), x.half().bfloat16(), b.double(), b.half(), b * b, b.bool(), (b > 1).int(),
+                b.any(), b.fill_(-1.3))
 
     torch._dynamo.reset()
     made = torch.compile(numbers, backend="flambeau", options={"target": "interpreter", "numerics": "eager"})(x)

@@ -213,7 +213,7 @@ def randperm(n: int, generator: torch.Generator | None = None, *, out: Tensor) -
     if not n or n > min(exact, 2**31) or out.dtype not in SUPPORTED or torch.tensor(n).to(out.dtype).long() != n:
         return NotImplemented  # what eager refuses is among these
     keys = torch.empty(n, dtype=torch.int64, device=out.device).random_(generator=generator)
-    if out.numel() != n:
+    if out.shape != (n,):
         out.resize_(n)
     return out.copy_(keys.argsort())
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from flambeau.torch_compat.dispatch import DisableTorchFunction
+from flambeau.torch_compat.dispatch import DisableTorchFunction, untraced
 
 
 def private(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """What a kernel does on the host is not the caller's: neither modes nor a default device reach it."""
+    """What a kernel does on the host is not the caller's: neither modes nor a default device reach it, and Dynamo does
+    not trace it, although it may be watching the caller."""
 
+    @untraced
     def call(*args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction():
             return kernel(*args, **kwargs)

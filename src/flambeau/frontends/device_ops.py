@@ -17,7 +17,13 @@ import torch
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes, has_kernel, has_kernel_for_key
+from flambeau.torch_compat.dispatch import (
+    DisableAutocast,
+    disable_current_modes,
+    has_kernel,
+    has_kernel_for_key,
+    untraced,
+)
 from flambeau.torch_compat.ops import OpOverload
 
 from .decompositions import table
@@ -68,6 +74,7 @@ def open_gates() -> None:
 Program = tuple[Run, tuple[Range, ...], tuple[Numbers, ...]]  # with what it takes
 
 
+@untraced
 def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> Program | list[tuple[int, ...]] | None:
     """What serves calls like this one: a program; shapes that what it writes to should have first; or None.
 

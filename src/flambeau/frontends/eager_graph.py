@@ -321,6 +321,8 @@ class _Graph:
         if len(given) != len(made) or not all(isinstance(x, TensorLike) for x in given):
             raise UnsupportedError("what it writes to is not there")
         if any(x.shape != tuple(t.shape) for x, t in zip(given, made, strict=True)):
+            if self.form.op in KEEP_SHAPE and any(0 not in x.shape for x in given):
+                raise UnsupportedError("eager resizes it with words of its own")
             if self.into_any and all(self.form.op._schema.arguments[k].is_out for k in self.form.written):
                 raise OtherShapes([tuple(t.shape) for t in made])
             raise UnsupportedError("what it writes to has another shape")

@@ -27,7 +27,7 @@ import torch
 from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
 from flambeau.targets.background import Closing, Pool, closing, fork_safe
-from flambeau.torch_compat.dispatch import has_kernel_for_key, key_for_device
+from flambeau.torch_compat.dispatch import has_kernel_for_key, key_for_device, untraced
 
 from .devices import target_of
 from .eager_graph import Arguments, build, described
@@ -184,6 +184,7 @@ class _Gate:
         random = GROUPS[self.form.group].random
         now, tune = settings.wait or random, settings.tune and not random
 
+        @untraced
         def ask(kind: int, args: Arguments) -> None:
             job = _Job(self, kind, described(args), tune)
             if not closing():  # torch's kernel goes on serving

@@ -70,8 +70,12 @@ def copies_input(n: fx.Node) -> bool:
 
 
 def is_behind(n: fx.Node) -> bool:
-    """Whether it may begin behind the beginning of such a copy, as the argument of which that is the copy does."""
-    return n.target in COPY_STORAGE and not is_zero(n.args[0].meta["val"].storage_offset())  # type: ignore[union-attr]
+    """Whether it may begin behind the beginning of such a copy, as the argument of which that is the copy does. What
+    torch says of a copy of a copy begins at zero."""
+    if n.target not in COPY_STORAGE:
+        return False
+    x: fx.Node = n.args[0]  # type: ignore[assignment]
+    return not is_zero(x.meta["val"].storage_offset()) or is_behind(view_root(x))
 
 
 def writes_twice(n: fx.Node) -> bool:

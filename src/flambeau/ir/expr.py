@@ -267,6 +267,8 @@ def cast(x: Expr, dtype: DType) -> Expr:
             return const(int(x.attr), dtype)
         if not is_float(x.dtype) or is_bool(dtype) or dtype in (torch.float32, torch.float64):
             return const(x.attr, dtype)
+    if is_bool(dtype) and x.dtype in SMALL_FLOATS:  # a zero has a sign
+        x = cast(x, torch.float32)
     return Expr("cast", dtype, (x,))
 
 

@@ -55,7 +55,7 @@ def stored(e: Expr, dtype: DType, choices: tuple[str, ...] = _CHOICES) -> Expr |
     if e.op == "const":
         return None if math.isnan(e.attr) else const(e.attr, dtype)
     if e.op == "cast":
-        return e.args[0] if e.args[0].dtype is dtype else None
+        return e.args[0] if e.args[0].dtype is dtype and is_float(e.dtype) else None  # an integer lost its fraction
     if e.op not in choices:
         return None
     *_, a, b = e.args

@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -14,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 __all__ = ["AutoDispatchBelowAutograd", "DisableAutocast", "DisableTorchFunction", "DispatchKey", "DispatchKeySet",
            "ForceDispatchKeyGuard", "TorchDispatchMode", "all_operator_names", "count_dispatch_modes",
            "disable_current_modes", "excluded_keys", "has_kernel", "has_kernel_for_key", "included_keys",
-           "key_for_device", "no_python_dispatcher"]
+           "key_for_device", "no_python_dispatcher", "untraced"]
 
 all_operator_names = torch._C._dispatch_get_all_op_names
 has_kernel = torch._C._dispatch_has_kernel
@@ -30,3 +36,13 @@ DisableAutocast = torch._C._DisableAutocast
 
 # Whether somebody watches calls (`TorchDispatchMode`): asked at each run of a program, so it is the C function itself.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SKIP = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+
+
+def untraced(fn: _Function) -> _Function:
+    """A function that Dynamo traces neither itself nor what it calls: `torch.compiler.disable` without a wrapper and
+    without an import of Dynamo. After a graph break it watches kernels too, and would run them on fake tensors."""
+    set_code_exec_strategy(fn.__code__, _SKIP)
+    return fn
