@@ -9,8 +9,8 @@ import torch
 from torch._functorch.aot_autograd import aot_function
 from torch.utils import _pytree as pytree
 
-from flambeau.frontends.decompositions import table
-from flambeau.frontends.pipeline import compile_graph
+from flambeau.capture.decompositions import table
+from flambeau.pipeline import compile_graph
 
 
 def through(fn: Callable[..., Any], externs: tuple[str, ...] = (), dynamic: bool = False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flambeau.targets.base import register_target
-from flambeau.targets.opencl import OpenClTarget
-from flambeau.targets.opencl_device import ClDevice, host_device
+from flambeau.targets.opencl.device import ClDevice, host_device
+from flambeau.targets.opencl.target import OpenClTarget
 
 THREADS, POINTS = "opencl", "opencl-points"
 FORMS = (THREADS, POINTS)

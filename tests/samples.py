@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flambeau.frontends.testing import OPS, Report, check_opinfo
+from flambeau.testing.opinfo import OPS, Report, check_opinfo
 
 
 def samples_agree(name: str, dtype: torch.dtype = torch.float32, limit: int | None = 4) -> None:

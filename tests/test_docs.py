@@ -37,10 +37,25 @@ def test_examples(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_the_page_of_the_architecture_has_the_tree() -> None:
+    """Its rooms are the folders that there are, files that it names are there, and no folder is a heap."""
+    source = README.parent / "src" / "flambeau"
+    page = (README.parent / "docs" / "architecture.md").read_text()
+    rooms = {path.parent.relative_to(source) for path in source.rglob("*.py")} - {Path()}
+    tops = {str(room) for room in rooms if len(room.parts) == 1}
+    table, beside = re.split(r"\nBeside the line", page, maxsplit=1)
+    assert set(re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE)) | set(
+        re.findall(r"`(\w+)/`", beside.partition("\n\n")[0])) == tops
+    for name in set(re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|h))`", page)):
+        assert any((base / name).exists() for base in (source, source.parent, README.parent)), name
+    crowded = {str(room): n for room in rooms if (n := len(list((source / room).glob("*.py")))) > 16}
+    assert set(crowded) <= {"bench", "ops", "torch_compat"}, crowded  # files by operators, benches, parts of torch
+
+
 def test_tests_that_the_page_of_the_device_names() -> None:
     page = (README.parent / "docs" / "device.md").read_text()
-    files = {path.name: path.read_text() for path in (README.parent / "tests" / "frontends").glob("*_cases.py")}
-    files |= {name: (README.parent / "tests" / "frontends" / name).read_text()
+    files = {path.name: path.read_text() for path in (README.parent / "tests" / "device").glob("*_cases.py")}
+    files |= {name: (README.parent / "tests" / "device" / name).read_text()
               for name in ("device_areas.py", "device_streams.py")}
     rows = re.findall(r"^\|[^|]*\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE)
     named = [(test, where) for tests, where in rows for test in re.findall(r"`(\w+)\*?`", tests)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from flambeau.frontends.testing import OPS, RANDOM, check_opinfo, is_undefined, tolerance
+from flambeau.testing.opinfo import OPS, RANDOM, check_opinfo, is_undefined, tolerance
 from samples import agrees
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flambeau.config import config
-from flambeau.frontends.testing import OPS, check_opinfo
+from flambeau.testing.opinfo import OPS, check_opinfo
 from samples import agrees
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")

@@ -9,7 +9,7 @@ pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install '
 import torch
 
 from flambeau.config import config
-from flambeau.frontends.testing import OPS, check_opinfo
+from flambeau.testing.opinfo import OPS, check_opinfo
 from opencl_forms import FORMS, THREADS
 from samples import agrees
 from test_opinfo import EAGER_IS_OFF

@@ -17,10 +17,11 @@ import torch
 
 import flambeau
 from flambeau import torch_compat
+from flambeau.compile import kept_by_dynamo as intact
+from flambeau.compile.backend import flambeau_backend
 from flambeau.config import config
-from flambeau.frontends import intact, steps
-from flambeau.frontends.dynamo import flambeau_backend
-from flambeau.frontends.eager_steps import EagerSteps
+from flambeau.optim import compiled_steps as steps
+from flambeau.optim.eager_steps import EagerSteps
 from flambeau.torch_compat import optim
 from flambeau.torch_compat.attributes import ATTRIBUTES
 from flambeau.torch_compat.patch import MISSING, Patch, found_at
@@ -172,7 +173,7 @@ def test_every_name_is_there_and_every_file_fits_in_the_head() -> None:
 
 def test_what_is_imported_with_torch_imports_nothing_of_it() -> None:
     """The device is announced while torch is being imported: no part of torch is loaded for it."""
-    text = ("import sys, torch; before = {*sys.modules}; import flambeau.frontends.autoload;"
+    text = ("import sys, torch; before = {*sys.modules}; import flambeau.device.autoload;"
             "print(*sorted(m for m in {*sys.modules} - before if m.startswith('torch')))")
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True,
                          env={"PYTHONPATH": str(SOURCE.parent), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})

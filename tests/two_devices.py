@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flambeau
-from flambeau.targets import opencl_driver
-from flambeau.targets.opencl_device import ClDevice, devices
+from flambeau.targets.opencl import driver as opencl_driver
+from flambeau.targets.opencl.device import ClDevice, devices
 
 DEV = "flambeau"
 
@@ -25,7 +25,7 @@ def enabled() -> None:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    logger = logging.getLogger("flambeau.frontends.fallback")
+    logger = logging.getLogger("flambeau.device.fallback")
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(logging.NOTSET)

@@ -2,7 +2,7 @@
 
     torch.compile(model, backend="flambeau")
 
-Importing this package is cheap: torch is imported by the frontends, when the first of them is used.
+Importing this package is cheap: torch is imported by the doors, when the first of them is used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __version__ = "0.1.0"
 
 # Public names that need torch, and the module that has them.
 _LAZY = {
-    "accelerate": "flambeau.frontends.overrides",
-    "accelerated": "flambeau.frontends.overrides",
-    "enable_device": "flambeau.frontends.device",
-    "fallbacks": "flambeau.frontends.fallback",
-    "flambeau_backend": "flambeau.frontends.dynamo",
-    "mark_layers": "flambeau.frontends.layers",
+    "accelerate": "flambeau.eager.accelerate",
+    "accelerated": "flambeau.eager.accelerate",
+    "enable_device": "flambeau.device.enable",
+    "fallbacks": "flambeau.device.fallback",
+    "flambeau_backend": "flambeau.compile.backend",
+    "mark_layers": "flambeau.compile.regions.marked_layers",
 }
 _MODULES = ("debug",)  # that need torch
 
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'flambeau' has no attribute {name!r}")
     # By name, at run time: an import statement here would give every room that imports from `flambeau` a way
-    # to the frontends, against the import order.
+    # to the doors, against the import order.
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

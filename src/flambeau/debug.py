@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from flambeau.frontends import regions as region_search
-from flambeau.frontends.comparison import Comparison, compare
-from flambeau.frontends.graphs import RECORDED, Tally
-from flambeau.frontends.outline import in_pieces
-from flambeau.frontends.pipeline import Compiled
-from flambeau.frontends.recorded import observed
-from flambeau.frontends.regions import Pieces
-from flambeau.frontends.subgraphs import calls_subgraphs, written_out
+from flambeau.compare.comparison import Comparison, compare
+from flambeau.compare.recorded_calls import observed
+from flambeau.compile.regions import cut as region_search
+from flambeau.compile.regions.cut import Pieces
+from flambeau.compile.regions.pieces import in_pieces
+from flambeau.compile.subgraphs import calls_subgraphs, written_out
+from flambeau.pipeline import Compiled
+from flambeau.runtime.recording import RECORDED, Tally
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.dynamo import compilation_time_metrics
 

@@ -14,9 +14,9 @@ import pytest
 
 from flambeau.cli import main
 from flambeau.cli.compare import DIFFERENT, histogram
-from flambeau.frontends.comparison import Comparison
-from flambeau.frontends.differences import Difference
-from flambeau.frontends.first import First
+from flambeau.compare.comparison import Comparison
+from flambeau.compare.differences import Difference
+from flambeau.compare.first_difference import First
 from flambeau.report.comparison import page
 
 FILE = """

@@ -66,7 +66,7 @@ def test_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_device_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
-    from flambeau.targets.opencl_device import devices
+    from flambeau.targets.opencl.device import devices
 
     assert findings()["device"].detail == f'torch.device("flambeau"), opencl: {", ".join(d.name for d in devices())}'
     with config.override(device="cpu"):

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from flambeau import debug
+from flambeau import debug, pipeline
 from flambeau.cli import main
-from flambeau.frontends import pipeline
 from flambeau.report.program import Summary, summarise
-from flambeau.targets.cpu import CpuTarget
+from flambeau.targets.cpu.target import CpuTarget
 
-from ..frontends.replays import Replays
+from ..runtime.replays import Replays
 
 FILE = """
 import torch

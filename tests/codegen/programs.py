@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flambeau.frontends.executor import write
 from flambeau.ir import build
 from flambeau.ir.index import IndexLike, Sym, as_index
 from flambeau.ir.nodes import Graph, Value
 from flambeau.ir.program import AnyKernel, LoopKernel, Program, ScanKernel, ScatterKernel
+from flambeau.runtime.executor import write
 from flambeau.schedule.plan import schedule
 from flambeau.targets.base import get_target
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from agreement import agree, through
-from flambeau.frontends.capture import capture
+from flambeau.capture.graph import capture
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.nodes import Library
 

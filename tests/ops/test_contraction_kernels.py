@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from agreement import agree, through
 from flambeau.config import config
-from flambeau.frontends.pipeline import compile_graph
 from flambeau.ir.program import Call, ContractKernel, Copy, Launch
+from flambeau.pipeline import compile_graph
 from opencl_forms import FORMS
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from agreement import agree, through
-from flambeau.targets.cpu import CpuTarget
+from flambeau.targets.cpu.target import CpuTarget
 
 aten = torch.ops.aten
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flambeau.frontends.capture import capture
-from flambeau.frontends.pipeline import Options, compiled
-from flambeau.frontends.testing import differing
+from flambeau.capture.graph import capture
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import Expr, walk
 from flambeau.ir.numerics import EAGER, FAST, Policy
 from flambeau.ops import ops_loaded
+from flambeau.pipeline import Options, compiled
 from flambeau.schedule.plan import schedule
+from flambeau.testing.opinfo import differing
 
 aten = torch.ops.aten
 ops_loaded()

@@ -9,10 +9,10 @@ import torch
 from torch._functorch.aot_autograd import aot_function
 
 from agreement import agree, through
-from flambeau.frontends.decompositions import table
-from flambeau.frontends.pipeline import compile_graph
-from flambeau.frontends.whole import whole_operators
+from flambeau.capture.decompositions import table
+from flambeau.capture.kept_whole import whole_operators
 from flambeau.ir.program import ScanKernel
+from flambeau.pipeline import compile_graph
 
 NAN, INF = math.nan, math.inf
 

@@ -13,8 +13,8 @@ import torch
 from agreement import through
 from flambeau.config import config
 from flambeau.ir import sort as sorts
-from flambeau.targets.cpu import CpuTarget
-from flambeau.targets.interpreter import InterpreterTarget
+from flambeau.targets.cpu.target import CpuTarget
+from flambeau.targets.cuda.interpreter import InterpreterTarget
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agreement import agree
-from flambeau.frontends.testing import OPS
+from flambeau.testing.opinfo import OPS
 from samples import samples_agree
 
 SAMPLED = (

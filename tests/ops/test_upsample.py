@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 
 from agreement import agree, through
-from flambeau.frontends.decompositions import table
-from flambeau.frontends.whole import whole_operators
+from flambeau.capture.decompositions import table
+from flambeau.capture.kept_whole import whole_operators
 
 # (input, the arguments that say the output)
 RESIZES: list[tuple[tuple[int, int], dict[str, Any]]] = [

@@ -10,12 +10,12 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils import _pytree as pytree
 
-from flambeau.frontends.capture import capture
-from flambeau.frontends.decompositions import table
-from flambeau.frontends.pipeline import interpret
+from flambeau.capture.decompositions import table
+from flambeau.capture.graph import capture
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import Call, Kernel, Launch, Program
+from flambeau.pipeline import interpret
 from flambeau.schedule.plan import schedule
 
 CPU = Capabilities("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flambeau.frontends.whole import whole_operators
+from flambeau.capture.kept_whole import whole_operators
 from schedule.programs import programs
 
 

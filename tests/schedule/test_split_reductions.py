@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flambeau.capture.decompositions import table
+from flambeau.capture.graph import capture
 from flambeau.codegen.triton.dialect import CAPABILITIES
-from flambeau.frontends.capture import capture
-from flambeau.frontends.decompositions import table
 from flambeau.ir.program import Launch, Program
 from flambeau.ops import ops_loaded
 from flambeau.schedule.plan import schedule

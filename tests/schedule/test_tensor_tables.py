@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flambeau import pipeline
 from flambeau.config import config
-from flambeau.frontends import pipeline
-from flambeau.frontends.pipeline import Compiled
 from flambeau.ir.program import CHUNK, Launch, LoopKernel, Param, Program, TableKernel
+from flambeau.pipeline import Compiled
 from flambeau.schedule.tensor_tables import ranks_of
 
 TARGETS = ["cpu", pytest.param("interpreter", marks=pytest.mark.skipif(find_spec("triton") is None,

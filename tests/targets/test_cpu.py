@@ -21,10 +21,11 @@ import torch
 from flambeau.codegen.source import KernelSource
 from flambeau.config import config
 from flambeau.errors import CompileError, OptionError
-from flambeau.targets import base, cpu, launch, toolchain
+from flambeau.targets import base, launch, toolchain
 from flambeau.targets.base import Build, get_target, register_target
 from flambeau.targets.cache import DiskCache, shared_cache
-from flambeau.targets.cpu import CpuTarget
+from flambeau.targets.cpu import target as cpu
+from flambeau.targets.cpu.target import CpuTarget
 
 # A compiler that writes down each start, and does what the files beside it ask for.
 WRAPPER = """#!/bin/sh
@@ -263,7 +264,7 @@ CHILD = """
 import ctypes, sys
 from flambeau.codegen.source import KernelSource
 from flambeau.errors import CompileError
-from flambeau.targets.cpu import CpuTarget
+from flambeau.targets.cpu.target import CpuTarget
 text = open(sys.argv[1]).read()
 kernels = CpuTarget().build([KernelSource(f, text.replace("FACTOR", f), ()) for f in sys.argv[2:]]).wait()
 for factor, kernel in kernels.items():

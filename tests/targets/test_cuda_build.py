@@ -17,16 +17,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flambeau.capture.decompositions import table
+from flambeau.capture.graph import capture
 from flambeau.codegen.source import BlockSource, Part
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.frontends.capture import capture
-from flambeau.frontends.decompositions import table
-from flambeau.frontends.devices import graph_device
+from flambeau.runtime.placement import graph_device
 from flambeau.schedule.plan import schedule
-from flambeau.targets import triton_compile
-from flambeau.targets.cuda import CudaTarget
-from flambeau.targets.triton_compile import Code, Facts, TritonCompiler, Workers
+from flambeau.targets.cuda import triton_compile
+from flambeau.targets.cuda.target import CudaTarget
+from flambeau.targets.cuda.triton_compile import Code, Facts, TritonCompiler, Workers
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -85,7 +85,7 @@ def test_code_depends_on_what_it_may_assume(compiler: TritonCompiler) -> None:
 CHILD = """
 import json, sys
 from flambeau.codegen.source import BlockSource, Part
-from flambeau.targets.triton_compile import Facts, TritonCompiler, Workers
+from flambeau.targets.cuda.triton_compile import Facts, TritonCompiler, Workers
 
 workers = []
 new = Workers._new

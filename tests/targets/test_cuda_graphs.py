@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flambeau.ir.faults import Fault, head
-from flambeau.targets import cuda_graphs
-from flambeau.targets.cuda_graphs import CudaRecorder
+from flambeau.targets.cuda import recorder as cuda_graphs
+from flambeau.targets.cuda.recorder import CudaRecorder
 
 
 class Target:

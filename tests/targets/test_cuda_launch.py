@@ -20,11 +20,11 @@ from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.ir.faults import Fault
 from flambeau.targets.cache import shared_cache
-from flambeau.targets.cuda import CudaTarget, shape_function
-from flambeau.targets.cuda_graphs import CudaRecorder
+from flambeau.targets.cuda.recorder import CudaRecorder
+from flambeau.targets.cuda.target import CudaTarget, shape_function
+from flambeau.targets.cuda.triton_compile import Code, Facts
 from flambeau.targets.launch import build_extension
 from flambeau.targets.toolchain import find_toolchain
-from flambeau.targets.triton_compile import Code, Facts
 
 DRIVER = r"""
 #include <stdint.h>
@@ -204,7 +204,7 @@ def test_shapes_are_computed_once(machine: Machine, monkeypatch: pytest.MonkeyPa
         real = shape_function(text)
         return lambda *sizes: asked.append(sizes) or real(*sizes)
 
-    monkeypatch.setattr("flambeau.targets.cuda.shape_function", counted)
+    monkeypatch.setattr("flambeau.targets.cuda.target.shape_function", counted)
     k = machine.build([source(sizes=("i64",), parts=[Part("part0", "n0")])]).wait()["k"]
     for n in (1, 2, 3, 1, 2, 3):
         k([16, 32], [n])

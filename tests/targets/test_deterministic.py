@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flambeau import pipeline
 from flambeau.codegen.source import BlockSource
-from flambeau.frontends import pipeline
-from flambeau.frontends.graph_cache import keepers, stats
+from flambeau.compile.disk_cache import keepers, stats
 from flambeau.ir.tuning import BLOCKS
 from flambeau.schedule import ordered_scatters
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from flambeau.codegen.source import BlockSource, Part
 from flambeau.errors import CompileError
 from flambeau.targets.base import get_target
-from flambeau.targets.interpreter import InterpreterTarget
+from flambeau.targets.cuda.interpreter import InterpreterTarget
 from small_models import MODELS, gradients
 
 pytestmark = [
@@ -110,7 +110,8 @@ def test_text_that_does_not_parse_is_its_kernels_error() -> None:
 
 
 def test_triton_that_was_imported_to_compile_is_an_error() -> None:
-    text = "import triton; from flambeau.targets.interpreter import InterpreterTarget; InterpreterTarget().build([])"
+    text = ("import triton; from flambeau.targets.cuda.interpreter import InterpreterTarget; "
+            "InterpreterTarget().build([])")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "set TRITON_INTERPRET=1 before anything imports triton" in done.stderr

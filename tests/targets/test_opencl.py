@@ -23,10 +23,10 @@ from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.targets.base import get_target, register_target
 from flambeau.targets.cache import DiskCache
-from flambeau.targets.opencl import OpenClTarget
-from flambeau.targets.opencl_compile import ClCompiler, library
-from flambeau.targets.opencl_device import ClDevice, devices, host_device
-from flambeau.targets.opencl_memory import ALIGNMENT, HostMemory, Span, merged
+from flambeau.targets.opencl.compile import ClCompiler, library
+from flambeau.targets.opencl.device import ClDevice, devices, host_device
+from flambeau.targets.opencl.memory import ALIGNMENT, HostMemory, Span, merged
+from flambeau.targets.opencl.target import OpenClTarget
 from opencl_forms import FORMS, POINTS, THREADS
 from small_models import MODELS as SMALL
 from small_models import gradients
@@ -67,7 +67,7 @@ def test_threads_keep_to_a_core(given: dict[str, str], pinned: bool) -> None:
         pytest.skip("only where PoCL runs in a process that has all cores")
     script = f"""
 import os
-from flambeau.targets.opencl_device import devices
+from flambeau.targets.opencl.device import devices
 before = set(os.listdir("/proc/self/task"))
 devices()
 started = set(os.listdir("/proc/self/task")) - before

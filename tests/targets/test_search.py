@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flambeau import pipeline
 from flambeau.codegen.source import BlockSource
+from flambeau.compile.backend import check_options
+from flambeau.compile.disk_cache import keepers, stats
 from flambeau.config import config
 from flambeau.errors import OptionError
-from flambeau.frontends import pipeline
-from flambeau.frontends.dynamo import check_options
-from flambeau.frontends.graph_cache import keepers, stats
 from flambeau.ir.tuning import AROUND, UNSCALED, Scale
 from flambeau.targets import search
 from flambeau.targets.base import get_target
-from flambeau.targets.interpreter import InterpreterTarget
+from flambeau.targets.cuda.interpreter import InterpreterTarget
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),

@@ -46,14 +46,14 @@ def use_device() -> None:
     import torch
 
     import flambeau
-    from flambeau.targets import opencl_driver
-    from flambeau.targets.opencl_device import ClDevice, devices
+    from flambeau.targets.opencl import driver as opencl_driver
+    from flambeau.targets.opencl.device import ClDevice, devices
 
     first = devices()[0].device
     opencl_driver.devices = lambda: (ClDevice(0, first), ClDevice(1, first))  # type: ignore[assignment]
     flambeau.enable_device()
     torch.empty(1, device=DEVICE)  # a device that is in use is available
-    logging.getLogger("flambeau.frontends.fallback").setLevel(logging.ERROR)
+    logging.getLogger("flambeau.device.fallback").setLevel(logging.ERROR)
     # The skeleton device is a package that its tests import.
     sys.modules[f"torch_{DEVICE}"] = types.ModuleType(f"torch_{DEVICE}")
 

@@ -27,9 +27,9 @@ from flambeau.bench.chains import check_chains
 from flambeau.bench.harness import UNSTEADY, message, one_order, wanted
 from flambeau.bench.parts import OutOfTime, Talk
 from flambeau.bench.random_networks import draw as draw_network
+from flambeau.compare.differences import difference
 from flambeau.debug import collect
-from flambeau.frontends.differences import difference
-from flambeau.frontends.pipeline import Options, compiled
+from flambeau.pipeline import Options, compiled
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.ops import foreach_lerp_
 
@@ -121,7 +121,7 @@ def check_several_chains(dtype: torch.dtype, seeds: range, count: int, device: s
 
 
 def check_entry(name: str, dtype: torch.dtype, samples: int, device: str) -> list[Finding]:
-    from flambeau.frontends.testing import OPS, check_opinfo  # takes seconds
+    from flambeau.testing.opinfo import OPS, check_opinfo  # takes seconds
 
     def check() -> Any:
         return check_opinfo(name, dtype, limit=samples, numerics="eager", device=device)
@@ -308,7 +308,7 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def entry_names() -> tuple[list[str], list[str]]:
     """Pointwise entries, and others by what they are about."""
-    from flambeau.frontends.testing import OPS
+    from flambeau.testing.opinfo import OPS
     from flambeau.torch_compat.testing import BinaryUfuncInfo, UnaryUfuncInfo
 
     pointwise = [name for name, op in OPS.items() if isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo))

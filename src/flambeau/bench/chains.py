@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flambeau.frontends.differences import difference
-from flambeau.frontends.pipeline import Options, compiled
+from flambeau.compare.differences import difference
+from flambeau.pipeline import Options, compiled
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "exp": lambda x: torch.exp(-x.abs()), "sin": torch.sin,

@@ -27,8 +27,8 @@ from rich.table import Table
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
           "FLAMBEAU_CACHE_DIR": "flambeau"}
-IMPORTS = {"flambeau": tuple(f"flambeau.frontends.{m}"
-                             for m in ("dynamo", "decompositions", "partition", "pipeline", "whole"))}
+IMPORTS = {"flambeau": tuple(f"flambeau.{m}" for m in ("compile.backend", "capture.decompositions", "compile.partition",
+                                                      "pipeline", "capture.kept_whole"))}
 STATES = ("cold", "primed", "warm")
 TRIVIAL = "trivial"
 

@@ -180,7 +180,7 @@ class Case:
 
 
 def unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> int:
-    from flambeau.frontends.differences import difference
+    from flambeau.compare.differences import difference
 
     return sum(not difference(name, a.get(name), b.get(name)).equal for name in a | b)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from flambeau.frontends.device import enable_device
-from flambeau.frontends.device_module import NAME
+from flambeau.device.enable import enable_device
+from flambeau.device.torch_module import NAME
 
 COUNT, ROUNDS = 500, 20
 SHAPE = (64, 32)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flambeau.bench.harness import Row, message, timed, training_step
 from flambeau.bench.models import SUITE
-from flambeau.frontends.device import enable_device
-from flambeau.frontends.device_module import NAME, get_device_name
+from flambeau.device.enable import enable_device
+from flambeau.device.torch_module import NAME, get_device_name
 
 PLACES = {"cpu": "cpu", "flambeau": NAME}  # by the names of backends in a report
 PRODUCT, SIDES = "matmul", {"small": 1024, "large": 4096, "tiny": 32}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flambeau.bench.floor_cases import SIZES, Case, Draw, Tensors
 from flambeau.bench.harness import compiled, geometric_mean, message
-from flambeau.frontends.overrides import accelerate
+from flambeau.eager.accelerate import accelerate
 
 FLAGGEMS = "flaggems"
 PEERS = ("eager", "inductor", FLAGGEMS)

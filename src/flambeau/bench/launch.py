@@ -16,7 +16,7 @@ import torch
 
 from flambeau.codegen.source import BlockSource, Part
 from flambeau.targets.base import get_target
-from flambeau.targets.triton_worker import module_of
+from flambeau.targets.cuda.triton_worker import module_of
 
 COUNT, ROUNDS = 200, 50
 SIZE = 1024

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floors import FloorRow
-from flambeau.frontends.eager_steps import EagerSteps
+from flambeau.optim.eager_steps import EagerSteps
 
 STEPS = 20
 # (class, options, how many float32 numbers of a parameter are read or written)

@@ -19,9 +19,9 @@ from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floors import FloorRow
-from flambeau.frontends.device import enable_device
-from flambeau.frontends.device_module import NAME, get_device_name
-from flambeau.targets.opencl_device import devices
+from flambeau.device.enable import enable_device
+from flambeau.device.torch_module import NAME, get_device_name
+from flambeau.targets.opencl.device import devices
 
 SIDES = {"full": 8192, "small": 1536, "tiny": 64}  # of the square matrices
 ROUNDS, SECONDS = 9, 0.05

@@ -18,9 +18,9 @@ from flambeau import Error, OptionError, UnsupportedError
 from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, page_console
 
 if TYPE_CHECKING:
-    from flambeau.frontends.comparison import Comparison
-    from flambeau.frontends.differences import Difference
-    from flambeau.frontends.first import First
+    from flambeau.compare.comparison import Comparison
+    from flambeau.compare.differences import Difference
+    from flambeau.compare.first_difference import First
 
 DIFFERENT = 3  # the exit status; 1 is an error, and 2 an error of usage
 SHORT = 12  # rows of a table, unless --full

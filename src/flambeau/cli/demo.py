@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flambeau.bench.models import Built
-    from flambeau.frontends.pipeline import Compiled
+    from flambeau.pipeline import Compiled
 
 # Large enough for fusion to show, small enough for a cold Inductor to be done in a minute on two cores.
 SIZES = {

@@ -179,7 +179,7 @@ def _device(name: str) -> Finding:
 
 def _functions(name: str) -> Finding:
     # Where it is not there, operators that need it are eager's own kernels: nothing is missing.
-    from flambeau.targets.libdevice import inexact, toolkit_library, torch_cuda
+    from flambeau.targets.cuda.libdevice import inexact, toolkit_library, torch_cuda
 
     version = torch_cuda()
     if not version:

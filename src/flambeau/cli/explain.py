@@ -19,10 +19,10 @@ from flambeau import OptionError
 from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, page_console
 
 if TYPE_CHECKING:
-    from flambeau.frontends.graphs import Tally
-    from flambeau.frontends.pipeline import Compiled
-    from flambeau.frontends.regions import Pieces
+    from flambeau.compile.regions.cut import Pieces
+    from flambeau.pipeline import Compiled
     from flambeau.report.program import Summary
+    from flambeau.runtime.recording import Tally
 
 SHORT = 12  # lines of a section, unless --full
 CALLS = 5  # with --graphs: a warm-up, a recording, and what follows

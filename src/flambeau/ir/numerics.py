@@ -15,7 +15,7 @@ class Policy:
     # Every value has the bits of eager's kernels for this type of device; an operator whose lowering cannot promise
     # that, is a call of the kernel itself.
     kernels: str = ""
-    contracts: bool = False  # eager's compiler makes one rounding of a * b + c wherever it sees it
+    fuses_multiply_add: bool = False  # eager's compiler makes one rounding of a * b + c wherever it sees it
     reciprocals: bool = False  # what eager divides by a number, it multiplies by the number's reciprocal
     orders_zeros: bool = False  # of two zeros, eager's maxima are the positive one and its minima the negative one
     steps: bool = False  # some of eager's kernels compute in the dtype of their tensors, and round at every step
@@ -28,8 +28,8 @@ class Policy:
 FAST = Policy()
 # By the type of device. Elsewhere eager's kernels are our own, one operator at a time.
 EAGER = {
-    "cpu": Policy(rounds=True, kernels="cpu", contracts=True),
-    "cuda": Policy(rounds=True, kernels="cuda", contracts=True, reciprocals=True, orders_zeros=True,
+    "cpu": Policy(rounds=True, kernels="cpu", fuses_multiply_add=True),
+    "cuda": Policy(rounds=True, kernels="cuda", fuses_multiply_add=True, reciprocals=True, orders_zeros=True,
                    steps=True),
 }
 

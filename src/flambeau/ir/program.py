@@ -22,6 +22,14 @@ from .nodes import Combine, Value
 
 
 @dataclass(frozen=True)
+class Host:
+    """A number that Python computes from sizes when the program runs: floats, conditions, sizes by way of floats."""
+
+    text: str
+    sizes: frozenset[str]  # names of the symbols in it
+
+
+@dataclass(frozen=True)
 class Param:
     """A pointer argument of a kernel."""
 

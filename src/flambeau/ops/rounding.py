@@ -38,7 +38,7 @@ def is_exact() -> bool:
 
 def mad(a: Expr, b: Expr, c: Scalar) -> Expr:
     """a * b + c as eager's compiler has it."""
-    return fma(a, b, lift(c, a.dtype)) if build.policy().contracts and is_float(a.dtype) else a * b + c
+    return fma(a, b, lift(c, a.dtype)) if build.policy().fuses_multiply_add and is_float(a.dtype) else a * b + c
 
 
 def step(x: Expr) -> Expr:

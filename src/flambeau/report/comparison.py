@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from flambeau.frontends.comparison import Comparison
-from flambeau.frontends.differences import Difference
-from flambeau.frontends.first import First
+from flambeau.compare.comparison import Comparison
+from flambeau.compare.differences import Difference
+from flambeau.compare.first_difference import First
 
 HEADINGS = ("", "type", "differ", "of", "most ulps", "error of eager", "compiled", "ratio", "")
 BAR, GAP, TALL, LEFT, TOP = 34, 10, 180, 20, 24  # of the plot, in pixels

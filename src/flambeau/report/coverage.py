@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from flambeau.frontends.decompositions import table as decompositions
-from flambeau.frontends.twin import names as names_of
+from flambeau.capture.decompositions import table as decompositions
+from flambeau.compare.copied_call import names as names_of
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.ops import LOWERINGS, ops_loaded

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from flambeau.frontends.pipeline import Compiled
 from flambeau.ir.index import Sym
 from flambeau.ir.program import AnyKernel, Call, ContractKernel, Copy, Launch, LoopKernel, ScanKernel, TableKernel
 from flambeau.ops.registry import FAMILIES
+from flambeau.pipeline import Compiled
 from flambeau.schedule.memory import nbytes, values_in
 from flambeau.torch_compat.ops import OpOverload
 

@@ -6,9 +6,9 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flambeau.frontends.pipeline import Compiled
-from flambeau.frontends.region_nodes import name_of
-from flambeau.frontends.regions import Piece, Pieces, difference
+from flambeau.compile.regions.cut import Piece, Pieces, difference
+from flambeau.compile.regions.nodes import name_of
+from flambeau.pipeline import Compiled
 
 # Seen apart by most people, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")

@@ -41,8 +41,8 @@ A folder that does not meet this is neither read nor written. One warning says w
 keeps its kernels in a temporary folder of its own. `chmod go-w` or `chown` of the folder that is named, or another
 `FLAMBEAU_CACHE_DIR`, is the way out.
 
-The entry of a graph is plain data (`frontends/plain_data.py`): nothing is unpickled, and only the types of a closed
-table are made from it (`frontends/graph_entry.py`), each with the fields that it has. What does not fit is compiled
+The entry of a graph is plain data (`runtime/plain_data.py`): nothing is unpickled, and only the types of a closed
+table are made from it (`compile/cache_entry.py`), each with the fields that it has. What does not fit is compiled
 again. A graph that has anything else in it is not cached, with the reason at `FLAMBEAU_LOG=info`.
 
 Also trusted are the C++ compiler that `FLAMBEAU_CXX` names, the drivers and Triton with the caches of their own that

@@ -91,7 +91,7 @@ class Recording(ABC):
 
 
 class Recorder(ABC):
-    """How a target records runs (frontends/graphs.py says which, and when a recording may be replayed)."""
+    """How a target records runs (runtime/recording.py says which, and when a recording may be replayed)."""
 
     @abstractmethod
     def place(self) -> Hashable | None:
@@ -115,7 +115,7 @@ class Target(ABC):
     """One kind of machine."""
 
     name: ClassVar[str]
-    # For each group of eager operators (frontends/eager_ops.py) in which its kernels beat those that torch has for the
+    # For each group of eager operators (eager/operator_forms.py) in which its kernels beat those that torch has for the
     # same device: from how many elements on they do.
     wins: ClassVar[Mapping[str, int]] = {}
     channels_last: ClassVar[bool] = False  # torch's convolutions there are fastest where channels are contiguous
@@ -192,7 +192,7 @@ class Target(ABC):
         return None
 
     def driver(self) -> Any:
-        """Its machines as a device of PyTorch's (frontends/device_native.py says what that takes)."""
+        """Its machines as a device of PyTorch's (device/core.py says what that takes)."""
         raise UnsupportedError(f"the target {self.name} is no device of PyTorch's yet")
 
     def on_its_memory(self) -> Target | None:
@@ -202,10 +202,10 @@ class Target(ABC):
 
 _FACTORIES: dict[str, Callable[[], Target]] = {}
 _BUILT_IN = {
-    "cpu": "flambeau.targets.cpu:CpuTarget",
-    "cuda": "flambeau.targets.cuda:CudaTarget",
-    "interpreter": "flambeau.targets.interpreter:InterpreterTarget",
-    "opencl": "flambeau.targets.opencl:OpenClTarget",
+    "cpu": "flambeau.targets.cpu.target:CpuTarget",
+    "cuda": "flambeau.targets.cuda.target:CudaTarget",
+    "interpreter": "flambeau.targets.cuda.interpreter:InterpreterTarget",
+    "opencl": "flambeau.targets.opencl.target:OpenClTarget",
 }
 _TARGETS: dict[str, Target] = {}
 DEVICE = "flambeau"  # as a target: kernels on the memory of the device that PyTorch has from us

@@ -29,7 +29,8 @@ from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.base import Build, Launch, Plan, Step
 from flambeau.targets.cache import shared_cache
-from flambeau.targets.triton_compile import identity
+
+from .cuda.triton_compile import identity
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import cast, where
 from flambeau.ir.nodes import Value
 from flambeau.ir.tuning import POINTS as TUNED
-from flambeau.targets.opencl_compile import library
-from flambeau.targets.opencl_device import host_device
+from flambeau.targets.opencl.compile import library
+from flambeau.targets.opencl.device import host_device
 from opencl_forms import POINTS, THREADS
 
 N = TUNED.streamed_points + 1  # odd: the last work-item has a part of its elements

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flambeau.capture.decompositions import table
+from flambeau.capture.graph import capture
 from flambeau.codegen.triton.dialect import CAPABILITIES
 from flambeau.codegen.triton.kernel import render
-from flambeau.frontends.capture import capture
-from flambeau.frontends.decompositions import table
 from flambeau.schedule.plan import schedule
 
 pytestmark = [

@@ -1,0 +1,1 @@
+"""A captured FX graph, or one call, becomes a Graph."""

@@ -1,0 +1,361 @@
+"""Strides that eager's results have where torch's metadata says others.
+
+AOTAutograd traces with rules for shapes and strides that stand beside the kernels, and some disagree with the kernels.
+What a captured graph says is what we promise to the caller, so it is put right here, from the node that is wrong to the
+results. Where sizes are symbols, rules are asked at some numbers for them (`size_samples.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.ops import LOWERINGS
+from flambeau.runtime.placement import flat
+from flambeau.torch_compat.device import backend_name
+from flambeau.torch_compat.dispatch import no_python_dispatcher
+from flambeau.torch_compat.fake import FakeTensor, unset_fake_temporarily
+from flambeau.torch_compat.ops import OpOverload
+
+from .size_samples import SizeSamples
+from .storage import COPY_STORAGE, is_view, view_root
+
+aten = torch.ops.aten
+Strides = tuple[int, ...]
+# Their result's shape is a new symbol each time.
+NEW_SIZES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+# ---- ATen's rules -------------------------------------------------------------------------------------------
+
+
+def order(shape: Sequence[int], operands: Sequence[Strides]) -> list[int]:
+    """Dimensions from the fastest to the slowest, as the loops of elementwise kernels (TensorIterator) order them."""
+
+    def swaps(a: int, b: int) -> int:
+        for strides in operands:
+            if strides[a] == 0 or strides[b] == 0:
+                continue
+            if strides[a] != strides[b]:
+                return 1 if strides[a] > strides[b] else -1
+            if shape[a] > shape[b]:
+                return 1
+        return 0
+
+    out = list(range(len(shape)))[::-1]
+    for k in range(1, len(out)):
+        at = k
+        for other in range(k - 1, -1, -1):
+            found = swaps(out[other], out[at])
+            if found > 0:
+                out[other], out[at] = out[at], out[other]
+                at = other
+            elif found < 0:
+                break
+    return out
+
+
+def packed(shape: Sequence[int], dims: Sequence[int], least: int = 1) -> Strides:
+    """Of an array that is dense in this order of dimensions; `least`: what an empty one counts as."""
+    out, step = [0] * len(shape), 1
+    for d in dims:
+        out[d] = step
+        step *= max(shape[d], least)
+    return tuple(out)
+
+
+def contiguous(shape: Sequence[int]) -> Strides:
+    return packed(shape, range(len(shape))[::-1])
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """What ATen calls non-overlapping and dense: an array without elements is, whatever its strides."""
+    if t.is_contiguous():
+        return True
+    real = sorted((d for d in range(t.dim()) if t.shape[d] > 1), key=t.stride)
+    dense = packed([t.shape[d] for d in real], range(len(real)))
+    return [t.stride(d) for d in real] == list(dense)
+
+
+def preserved(t: torch.Tensor) -> Strides:
+    """Of a copy that keeps the order of memory."""
+    return t.stride() if is_dense(t) else packed(t.shape, order(t.shape, [t.stride()]))
+
+
+def suggested(t: torch.Tensor) -> torch.memory_format:
+    """Channels last where strides grow so, else contiguous."""
+    dims = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(t.dim())
+    if dims is None or t.stride(1) == 0:
+        return torch.contiguous_format
+    least = 0
+    for d in dims:
+        if t.shape[d] == 0 or t.stride(d) < least or d == 0 and least == t.stride(1):
+            return torch.contiguous_format
+        least = t.stride(d) * t.shape[d]
+    return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+
+
+def elementwise(result: torch.Tensor, *operands: Any) -> Strides:
+    """As TensorIterator lays out what it makes of these operands; numbers are arrays without dimensions to it."""
+    tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+    common = torch.result_type(*(operands if len(operands) == 2 else (tensors[0], tensors[-1])))
+    shape = result.shape
+    # Operands of another dtype are copied to the common one first.
+    strides = [t.stride() if t.dtype is common else preserved(t) for t in tensors]
+    if len(tensors) == len(operands) and all(t.shape == shape for t in tensors):
+        laid = [t.as_strided(t.shape, s) for t, s in zip(tensors, strides, strict=True)]
+        if all(t.is_contiguous() for t in laid):
+            return contiguous(shape)
+        if len(shape) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in laid):
+            return torch.empty_like(result, memory_format=torch.channels_last).stride()
+        if all(is_dense(t) and t.stride() == strides[0] for t in laid):
+            return strides[0]
+    dims = order(shape, [
+        (0,) * (len(shape) - t.dim()) + tuple(0 if m == 1 and n != 1 else k for m, n, k in zip(
+            t.shape, shape[len(shape) - t.dim():], s, strict=True)) for t, s in zip(tensors, strides, strict=True)])
+    return contiguous(shape) if dims == [*range(len(shape))][::-1] else packed(shape, dims, least=0)
+
+
+# ---- by operator --------------------------------------------------------------------------------------------
+#
+# A rule is given the first result as torch has it, and the arguments, all on the meta device.
+
+Rule = Callable[..., Strides]
+
+
+def as_preserved(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    kept = options.get("memory_format") in (None, torch.preserve_format) and x.shape == result.shape
+    return preserved(x) if kept else result.stride()
+
+
+def as_suggested(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    return torch.empty_like(result, memory_format=suggested(x)).stride()
+
+
+def as_pooled(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    last = torch.channels_last_3d
+    if x.dim() == 5:
+        return as_suggested(result, x)
+    return torch.empty_like(result[None], memory_format=last).stride()[1:] if x[None].is_contiguous(
+        memory_format=last) else contiguous(result.shape)
+
+
+def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    return contiguous(x.shape) if x.is_contiguous() else as_suggested(result, x)
+
+
+def as_contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    return contiguous(result.shape)
+
+
+def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Strides:
+    """The CPU's kernel joins two parts, along one dimension after the other."""
+    if not dims:
+        return contiguous(x.shape)
+    if x.numel() == 0:
+        return preserved(x)
+    for shift, dim in zip(shifts, dims, strict=True):
+        start = -shift % x.shape[dim]
+        x = torch.cat([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
+    return x.stride()
+
+
+def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
+    """Eager copies all of the storage, but not that of what is expanded."""
+    return preserved(x) if any(m > 1 and s == 0 for m, s in zip(x.shape, x.stride(), strict=True)) else x.stride()
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
+                     aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default), as_normalised),
+    **dict.fromkeys((aten.native_group_norm.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
+                     aten.replication_pad3d.default, aten.upsample_nearest2d.default,
+                     aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
+                     aten.upsample_bicubic2d.default), as_suggested),
+    aten.max_pool3d_with_indices.default: as_pooled,
+    **dict.fromkeys(COPY_STORAGE, copied_storage),
+    **dict.fromkeys((aten.flip.default, aten.sort.default, aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor,
+                     aten.index_put.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.put.default,
+                     aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.empty_like.default,
+                     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+                     aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype), as_preserved),
+    **dict.fromkeys((aten.normal.Tensor_Tensor, aten.im2col.default, aten.log_sigmoid_forward.default,
+                     aten.index_copy.default, aten.tril.default, aten.triu.default, aten.masked_fill.Scalar,
+                     aten.masked_fill.Tensor, aten.masked_scatter.default), as_contiguous),
+    **dict.fromkeys((aten.deg2rad.default, aten.rad2deg.default), lambda result, x: elementwise(result, x, 1.0)),
+    aten.roll.default: rolled,
+}
+# How many operands elementwise kernels have: of what is no plain formula here, or has a number inside of the kernel.
+OPERANDS = {
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
+    **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.nan_to_num.default, aten.celu.default, aten.clamp.default,
+                     aten.clamp_min.default, aten.clamp_max.default), 1),
+    aten.lerp.Scalar: 2, aten.where.self: 3,
+}
+
+
+def rule_of(op: Any) -> Asked | None:
+    """For an operator that is lowered by a formula, that of elementwise kernels; for a view, ATen's own code."""
+    if is_view(op):
+        return None if op is aten.as_strided.default else as_viewed
+    if op in RULES:
+        return as_made(RULES[op])
+    count = OPERANDS.get(op) or getattr(LOWERINGS.get(op), "operands", None)
+    if count is None:
+        return None
+    return as_made(lambda result, *args, **named: elementwise(result, *(a for a in args[:count] if a is not None)))
+
+
+# Where each result of a node lies at the numbers of a sample: strides, and how far behind its argument a view begins.
+Place = tuple[Strides, int]
+Asked = Callable[[fx.Node, Sequence[torch.Tensor], SizeSamples, int], list[Place]]
+
+
+def as_made(rule: Rule) -> Asked:
+    """By a rule for the first result. Several of one shape lie alike: a maximum and its place."""
+
+    def asked(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
+        args, named = arguments(n, samples, k)
+        first, *rest = (bare(t, samples, k) for t in made)
+        strides = rule(first, *args, **named)
+        return [(strides if t.shape == first.shape else t.stride(), 0) for t in (first, *rest)]
+
+    return asked
+
+
+def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
+    """By ATen's code for views, on an array of which nothing but shape and strides is known."""
+    args, named = arguments(n, samples, k)
+    new = tensors_in(n.target(*args, **named))  # type: ignore[operator]
+    if len(new) != len(made) or any(t.dtype is not args[0].dtype for t in new):
+        raise ValueError("other elements")
+    return [(t.stride(), int(t.storage_offset())) for t in new]
+
+
+def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
+    """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device, which does as
+    the CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
+    lie."""
+    samples = SizeSamples(graph)
+    changed: set[fx.Node] = set()
+    for n in graph.nodes:
+        val = n.meta.get("val")
+        if n.op != "call_function" or val is None:
+            continue
+        if n.target is operator.getitem:
+            new = n.args[0].meta["val"][n.args[1]] if n.args[0] in changed else val
+        elif isinstance(n.target, OpOverload) and not NEW_SIZES & set(n.target.tags):
+            new = settled(n, traced(n) if changed.intersection(n.all_input_nodes) else val, samples)
+        else:
+            continue
+        if new is not val and layout(new) != layout(val) and not (names_only and moved(new, val)):
+            n.meta["val"] = new
+            changed.add(n)
+
+
+def share_memory(graph: fx.Graph) -> bool:
+    """Whether two results do. With gradients AOTAutograd makes the view of a result anew, outside of the graph, with
+    strides that it has traced."""
+    *_, output = graph.nodes
+    roots = [view_root(n) for n in output.all_input_nodes]
+    return len(set(roots)) < len(roots)
+
+
+def tensors_in(val: Any) -> list[torch.Tensor]:
+    return [t for t in flat(val) if isinstance(t, torch.Tensor)]
+
+
+def layout(val: Any) -> list[tuple[list[Any], list[Any], Any]]:
+    """Shapes, strides and offsets, as something that compares without asking for the values of symbols."""
+
+    def text(x: Any) -> Any:
+        return x.node.expr if isinstance(x, torch.SymInt) else x
+
+    return [([*map(text, t.shape)], [*map(text, t.stride())], text(t.storage_offset())) for t in tensors_in(val)]
+
+
+def moved(new: Any, val: Any) -> bool:
+    """Whether an element lies elsewhere."""
+    return any(at != was or any(n != 1 and a != b for n, a, b in zip(shape, strides, before, strict=True))
+               for (shape, strides, at), (_, before, was) in zip(layout(new), layout(val), strict=True))
+
+
+def traced(n: fx.Node) -> Any:
+    """What torch's rule says of its arguments as they are now."""
+    val = n.meta["val"]
+    mode = next((t.fake_mode for t in flat(val) if isinstance(t, FakeTensor)), None)
+    if mode is None:
+        return val
+    args, named = fx.node.map_aggregate((n.args, n.kwargs), lambda x: x.meta["val"] if isinstance(x, fx.Node) else x)
+    try:
+        with mode:
+            new = n.target(*args, **named)  # type: ignore[operator]
+    except (RuntimeError, ValueError):  # a view that needs a copy of what lies so; ours needs none
+        return val
+    return new if [t.shape for t in tensors_in(new)] == [t.shape for t in tensors_in(val)] else val
+
+
+def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
+    """What eager's kernel makes of the arguments as they are now, where torch's rule says something else."""
+    rule = rule_of(n.target)
+    made = tensors_in(val)
+    given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
+    here = ("cpu", backend_name())
+    if rule is None or not made or any(
+            not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided
+            for t in (*made, *given)):
+        return val
+    try:
+        with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not the rules in its place
+            asked = [rule(n, made, samples, k) for k in range(len(samples))]
+        new = [placed(t, [a[j] for a in asked], given, samples, is_view(n.target)) for j, t in enumerate(made)]
+    except (RuntimeError, ValueError, TypeError, IndexError):  # an error of eager's comes with the call
+        return val
+    if all(a is b for a, b in zip(new, made, strict=True)):
+        return val
+    left = iter(new)
+    return [next(left) if isinstance(t, torch.Tensor) else t for t in val] if isinstance(val, (list, tuple)) else new[0]
+
+
+def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tensor], samples: SizeSamples, view: bool
+           ) -> torch.Tensor:
+    """A tensor like t that lies so at each sample; t itself if it does, or if nobody can say so of all sizes."""
+    start = given[0].storage_offset() if view else 0
+    behind = t.storage_offset() - start if view else 0
+    have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(behind, k)) for k in range(len(samples))]
+    if have == list(wanted):
+        return t
+    strides = samples.written([w for w, _ in wanted], (t.stride(), *(x.stride() for x in given)), t.shape)
+    offset = t.storage_offset() if [a for _, a in have] == [a for _, a in wanted] else start + wanted[0][1]
+    if strides is None or any(samples.value(offset - start, k) != a for k, (_, a) in enumerate(wanted)) and view:
+        return t
+    mode = t.fake_mode  # type: ignore[attr-defined]
+    with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext():
+        return t.as_strided(t.shape, strides, offset) if view else torch.empty_strided(
+            t.shape, strides, dtype=t.dtype, device=t.device)
+
+
+def arguments(n: fx.Node, samples: SizeSamples, k: int) -> Any:
+    """Those of a node, by position and by name, at the numbers of sample k."""
+    return fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
+
+
+def plain(x: Any, samples: SizeSamples, k: int) -> Any:
+    """An argument at the numbers of sample k."""
+    if isinstance(x, fx.Node):
+        x = x.meta["val"]
+    return bare(x, samples, k) if isinstance(x, torch.Tensor) else samples.value(x, k) if isinstance(
+        x, torch.SymInt) else x
+
+
+def bare(t: torch.Tensor, samples: SizeSamples, k: int) -> torch.Tensor:
+    """Of its shape and strides, and nothing else: ATen's own code computes with those of the meta device."""
+    shape, strides = ([samples.value(s, k) for s in x] for x in (t.shape, t.stride()))
+    with unset_fake_temporarily():
+        return torch.empty_strided(shape, strides, dtype=t.dtype, device="meta")

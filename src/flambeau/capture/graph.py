@@ -1,0 +1,432 @@
+"""From a captured ATen graph to our Graph: every operator through its lowering, or called as it is."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.errors import GuessedShapeError, UnsupportedError
+from flambeau.ir import build
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.dtypes import SUPPORTED, is_float
+from flambeau.ir.expr import Expr, cast, const, index_value, walk
+from flambeau.ir.index import Sym
+from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value
+from flambeau.ir.numerics import FAST, Policy
+from flambeau.ir.program import Host
+from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.ops.exact import is_exact
+from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
+from flambeau.runtime.launch_plan import DONATED, Held, as_number
+from flambeau.runtime.placement import CPU, flat, movable
+from flambeau.torch_compat.ops import OpOverload
+
+from . import random_replay
+from .eager_dtypes import eager_has_kernel
+from .in_place_forms import in_place_form
+from .other_devices import Elsewhere
+from .storage import Storage, dense, is_view, writes_twice
+from .symbols import Symbols
+
+aten = torch.ops.aten
+OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.addmm.default: aten.addmm.out,
+             aten.baddbmm.default: aten.baddbmm.out}
+# Their result is what they are given.
+SAME = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default, aten.alias.default,
+        aten.clone.default)
+# Their results' shapes depend on data, which not every version of torch knows.
+SHAPED_BY_DATA = (aten._unique.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
+                  aten.nonzero.default, aten.masked_select.default)
+
+
+@dataclass(frozen=True)
+class RunNumber:
+    """An argument that is a number, given at the run as the bits of a 64-bit word."""
+
+    dtype: torch.dtype  # float: the word is that of a double
+    number: bool  # takes part in promotion as a Python number does
+
+
+@dataclass
+class Captured:
+    graph: Graph
+    symbols: Symbols
+    # where each size symbol comes from: ("arg", position), ("size", buffer, dimension) or ("text", source, sizes in it)
+    sources: dict[Sym, tuple[Any, ...]] = field(default_factory=dict)
+    tensors: list[int] = field(default_factory=list)  # positions of the tensor arguments, in input order
+    externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
+
+
+def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = frozenset(),
+            device: torch.device = CPU, policy: Policy = FAST) -> Captured:
+    """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are."""
+    ops_loaded()
+    c = Captured(Graph(capabilities=caps, device=device.type, policy=policy), Symbols())
+    Lowering(gm, c, exclude, device).run()
+    return c
+
+
+class Lowering:
+    def __init__(self, gm: fx.GraphModule, c: Captured, exclude: frozenset[str], device: torch.device) -> None:
+        self.gm, self.c, self.g = gm, c, c.graph
+        self.exclude, self.device = exclude, device
+        self.elsewhere = Elsewhere(device)
+        self.env: dict[fx.Node, Any] = {}
+        self.storage = Storage(self)
+        self.done: set[fx.Node] = set()  # by a call that was made before them
+        self.numbers: list[Sym] = []  # numbers of the run
+        self.scanned: set[str] = set()
+        self.looked_at = 0  # nodes that went into it
+        self.composite: list[tuple[Any, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
+
+    def run(self) -> None:
+        position = 0
+        for n in self.gm.graph.nodes:
+            if n.op == "placeholder":
+                self.placeholder(n, position)
+                position += 1
+            elif n.op == "get_attr":
+                self.env[n] = self.attribute(n)
+            elif n.op == "call_function":
+                with build.building(self.g, n.name):
+                    self.env[n] = self.call(n)
+            elif n.op == "output":
+                self.output(n)
+            else:
+                raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
+        self.g.symbols = [*self.c.symbols.known.values(), *self.numbers]
+        self.solve_sizes()
+        self.c.sources |= {s: ("text", h.text, h.sizes) for s, h in self.c.symbols.hosts.items()}
+
+    # ---- inputs and outputs ----------------------------------------------------------------------------
+
+    def placeholder(self, n: fx.Node, position: int) -> None:
+        val = n.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            v = self.add_tensor(val)
+            self.elsewhere.note(v, val)
+            self.c.tensors.append(position)
+            if n.meta.get(DONATED):
+                self.g.donated.add(v.buffer)
+            self.env[n] = v
+            for k, size in enumerate(val.shape):
+                self.bind(size, ("size", v.buffer, k))
+        elif isinstance(val, RunNumber):
+            self.env[n] = self.run_number(val, position)
+        elif isinstance(val, (torch.SymInt, torch.SymFloat)):
+            self.env[n] = self.c.symbols.index(val) if isinstance(val, torch.SymInt) else self.c.symbols.host(val)
+            self.bind(val, ("arg", position), force=True)
+        elif val is None or isinstance(val, (int, float, bool)):
+            self.env[n] = val
+        else:
+            raise UnsupportedError(f"argument {n.name} of type {type(val).__name__} in a captured graph")
+
+    def run_number(self, val: RunNumber, position: int) -> Value:
+        word = Sym(f"number{position}", lo=None)
+        self.c.sources[word] = ("arg", position)
+        self.numbers.append(word)
+        if is_float(val.dtype) and torch.float64 not in self.g.capabilities.dtypes:
+            raise UnsupportedError("numbers of the run are doubles, which the device does not have")
+        with build.building(self.g, "number"):
+            bits = index_value(word, torch.int64)
+            whole = Expr("bitcast", torch.float64, (bits,)) if is_float(val.dtype) else bits
+            made = build.pointwise((), lambda _: cast(whole, val.dtype), val.dtype)
+        return replace(made, number=val.number, host=True)
+
+    def add_tensor(self, val: torch.Tensor) -> Value:
+        to = self.c.symbols.index
+        return self.g.add_input([to(s) for s in val.shape], val.dtype, [to(s) for s in val.stride()])
+
+    def bind(self, size: Any, source: tuple[Any, ...], force: bool = False) -> None:
+        if not isinstance(size, (torch.SymInt, torch.SymFloat)):
+            return
+        if not size.node.expr.is_Symbol:
+            self.composite.append((size, source))
+            return
+        s = self.c.symbols.symbol(size.node.expr, size.node.shape_env)
+        if force or s not in self.c.sources:
+            self.c.sources[s] = source
+
+    def solve_sizes(self) -> None:
+        """A backward graph may be given s + 1 and never s itself: what is missing is solved for."""
+        for k, (size, source) in enumerate(self.composite):
+            found = self.c.symbols.solve(size, f"part{k}", self.c.sources)
+            if found is not None:
+                missing, text = found
+                self.c.sources[Sym(f"part{k}")] = source
+                self.c.sources[missing] = ("text", text.text, text.sizes)
+
+    def attribute(self, n: fx.Node) -> Any:
+        held = operator.attrgetter(str(n.target))(self.gm)
+        return self.constant(held) if isinstance(held, torch.Tensor) else held
+
+    def constant(self, t: torch.Tensor) -> Value:
+        """A tensor held by the graph itself: small ones become numbers in the text, others a call's result."""
+        number = t.item() if t.numel() == 1 and t.dtype in SUPPORTED else None
+        with build.building(self.g):
+            if number is not None and t.device == self.device:
+                return build.pointwise([int(s) for s in t.shape], lambda _: const(number, t.dtype))
+            held, = build.extern(Held(t), (), {}, [(t.shape, t.dtype, t.stride())])
+        assert held is not None
+        self.storage.borrowed.add(held.buffer)
+        self.elsewhere.note(held, t)
+        if number is not None and movable(t):
+            self.elsewhere.note_number(held, number)
+        return held
+
+    def output(self, n: fx.Node) -> None:
+        results = n.args[0]
+        assert isinstance(results, (list, tuple))
+        outs: list[Any] = []
+        made: dict[fx.Node, Value] = {}
+        for r in results:
+            if isinstance(r, fx.Node) and r.target is aten.copy_.default:
+                r = r.args[0]  # what copy_ returns is the input it wrote to
+            v = self.env[r] if isinstance(r, fx.Node) else r
+            if isinstance(v, Value) and isinstance(r, fx.Node):
+                if r not in made:
+                    v = self.storage.result(r)
+                    made[r] = replace(v, twin=v in made.values())
+                v = made[r]
+            outs.append(v)
+        self.g.outputs = outs
+
+    # ---- calls -----------------------------------------------------------------------------------------
+
+    def call(self, n: fx.Node) -> Any:
+        target = n.target
+        val = n.meta.get("val")
+        if target is operator.getitem:
+            seq, k = n.args
+            return self.env[seq][k]  # type: ignore[index]
+        if target is aten._local_scalar_dense.default:
+            raise UnsupportedError(f"{n.name} makes a number of data inside a graph")
+        if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
+            return self.c.symbols.index(val) if isinstance(val, torch.SymInt) else val
+        if isinstance(val, (torch.SymFloat, torch.SymBool)):
+            return self.c.symbols.host(val)
+        if isinstance(val, (float, bool)):
+            return val
+        args, kwargs = self.arguments(n)
+        if n in self.done:
+            return args[0]
+        if target is aten.copy_.default:
+            return self.mutate(args[0], args[1], negated=n.args[0].meta["val"].is_neg())  # type: ignore[union-attr]
+        if target in (random_replay.RUN_AND_SAVE, random_replay.RUN_WITH):
+            return self.replayed(n, args, kwargs)
+        if target in SAME and self.elsewhere.is_constant(args[0]):
+            return args[0]  # nobody writes to it, and who returns it makes a copy
+        if target in READ_MEMORY:
+            args = self.in_memory(n, args)
+        if writes_twice(n):
+            return self.storage.called(n)
+        if isinstance(target, OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
+            before = len(self.g.nodes)
+            out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
+            if out is not NotImplemented and self.computable(self.g.nodes[before:]):
+                return self.settle(n, out)
+            del self.g.nodes[before:]
+        # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
+        # Products in fast numerics take what there is.
+        if self.g.policy.exact or target not in CONTRACTIONS:
+            args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
+        return self.extern(n, args, kwargs)
+
+    def arguments(self, n: fx.Node) -> tuple[Any, Any]:
+        return fx.node.map_aggregate(n.args, self.lookup), fx.node.map_aggregate(n.kwargs, self.lookup)
+
+    def in_memory(self, n: fx.Node, args: Any) -> Any:
+        """The arguments of an operator that looks at the memory of the first."""
+        x = n.args[0]
+        if not isinstance(x, fx.Node):
+            return args
+        schema = n.target._schema.arguments  # type: ignore[union-attr]
+        # By strides of its own it may go beyond the elements of its argument, whether it names where it begins or not.
+        beyond = any(a.name == "storage_offset" for a in schema)
+        return (self.storage.from_start(x) if beyond else self.storage.strided(x), *args[1:])
+
+    def computable(self, nodes: Sequence[Node]) -> bool:
+        """Whether the machine has all that the nodes ask for."""
+        caps = self.g.capabilities
+        lacking = caps.missing | caps.inexact if self.g.policy.exact else caps.missing
+        lacks = bool(lacking) or caps.dtypes != SUPPORTED
+        for node in nodes:
+            if lacks and any(e.op in lacking or e.dtype not in caps.dtypes for e in walk(*node.exprs())):
+                return False
+            if isinstance(node, Scatter) and node.mode != "set" and not caps.joins(node.mode, node.value.dtype):
+                return False
+        return True
+
+    def readable(self, args: Any) -> Any:
+        """Numbers that Python computes at the run, and scalars on the CPU, as values that a kernel can read."""
+
+        def value(x: Any) -> Any:
+            if not isinstance(x, Host):
+                return self.elsewhere.brought(x)
+            made, = build.extern(as_number, (x, self.device), {}, [((), torch.float64, ())])
+            assert made is not None
+            return replace(made, number=True)
+
+        return fx.node.map_aggregate(args, value)
+
+    def lookup(self, x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return self.env[x]
+        if isinstance(x, torch.SymInt):
+            return self.c.symbols.index(x)
+        return x
+
+    def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
+        if target not in LOWERINGS:
+            return False
+        if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
+            return False
+        given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
+                       for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
+        if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
+            return False
+        return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
+            supported(t) and t.device == self.device for t in made) and eager_has_kernel(n, self.device)
+
+    def settle(self, n: fx.Node, out: Any) -> Any:
+        """Check a lowering's results against torch's own metadata and take over the memory order."""
+        val = n.meta.get("val")
+        values = list(out) if isinstance(out, (list, tuple)) else [out]
+        metas = list(val) if isinstance(val, (list, tuple)) else [val]
+        if len(values) != len(metas):
+            raise AssertionError(f"lowering of {n.target} returns {len(values)} values, torch says {len(metas)}")
+        for k, (v, m) in enumerate(zip(values, metas, strict=True)):
+            if not isinstance(v, Value) or not isinstance(m, torch.Tensor):
+                continue
+            shape = tuple(self.c.symbols.index(s) for s in m.shape)
+            if v.dtype is not m.dtype or len(shape) != len(v.shape) or any(
+                    a is not b and a.is_const and b.is_const for a, b in zip(shape, v.shape, strict=True)):
+                raise AssertionError(f"lowering of {n.target} gives {v.dtype}{list(v.shape)}, "
+                                     f"torch says {m.dtype}{list(shape)}")
+            b = self.g.buffers[v.buffer]
+            strides = tuple(self.c.symbols.index(s) for s in m.stride())
+            if b.strides is None and v.is_whole(b) and dense(shape, strides):
+                b.strides = strides
+            # A size that is a number by a guard is that number: by it lowerings broadcast.
+            known = tuple(a if a.is_const else b for a, b in zip(shape, v.shape, strict=True))
+            if known != v.shape:
+                values[k] = v.view(known, lambda i: i)
+        return values if isinstance(out, (list, tuple)) else values[0]
+
+    def mutate(self, dst: Value, src: Value, negated: bool) -> Value:
+        """`negated`: the input's memory holds the opposites of its values."""
+        if dst.buffer not in self.g.inputs:
+            raise UnsupportedError("copy_ into something that is not an input of the graph")
+        b = self.g.buffers[dst.buffer]
+        if not dst.is_whole(b):
+            raise UnsupportedError("copy_ into a part of an input")
+        if dst in self.elsewhere or src in self.elsewhere or dst.dtype not in SUPPORTED:  # torch copies it
+            if dst.shape != src.shape or dst.dtype is not src.dtype:
+                raise UnsupportedError("a copy_ that is not a kernel, and a cast or a broadcast as well")
+            self.g.mutations.append((dst.buffer, src))
+            return src
+        if not negated and self.can_write_to(b, src):
+            self.g.mutations.append((dst.buffer, src))
+            return src
+        with build.building(self.g, "copy_"):
+            new = build.pointwise(dst.shape, lambda i: -load_at(src, i) if negated else load_at(src, i), dst.dtype)
+        # In the order of what it goes to, gaps included: then it can be written there at once.
+        self.g.buffers[new.buffer].strides = b.strides
+        self.g.mutations.append((dst.buffer, new))
+        return new
+
+    def can_write_to(self, target: Buffer, v: Value) -> bool:
+        """Whether the scan or scatter that makes a value could make it there. A copy would not fuse with those."""
+        b = self.g.buffers[v.buffer]
+        return (v.buffer in self.by_scans() and all(v.buffer != other.buffer for _, other in self.g.mutations)
+                and v.is_whole(b) and b.shape == target.shape and b.dtype is target.dtype
+                and b.strides == target.strides)
+
+    def by_scans(self) -> set[str]:
+        """What scans and scatters make."""
+        new, self.looked_at = self.g.nodes[self.looked_at:], len(self.g.nodes)
+        self.scanned.update(name for n in new if isinstance(n, (Scan, Scatter)) for name in n.names)
+        return self.scanned
+
+    def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], counted: bool = True) -> Any:
+        target: Any = n.target
+        form = in_place_form(n)
+        if form is not None:
+            target = form.op
+            self.done.update(form.done)
+        written = () if form is None else form.written
+        library = target in CONTRACTIONS and not self.g.capabilities.contracts
+        kind = Library if library else Extern
+        if kind is Extern and counted:
+            self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
+        val: Any = n.meta.get("val")
+        several = isinstance(val, (list, tuple))
+        if has_guessed_shape(target, val if several else [val]):
+            raise GuessedShapeError(f"torch has no rule for the shape of {target}")
+        metas = self.metas(target, val if several else [val])
+        if several:  # what nobody takes may be nothing at the run, whatever torch's rule for its shape says
+            taken = {u.args[1] for u in n.users if u.target is operator.getitem}
+            metas = [m if k in taken or len(taken) < len(n.users) else None for k, m in enumerate(metas)]
+            metas = metas[:len(metas) - len(written)]
+        out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
+            and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
+            and val.device == self.device else None
+        made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out, n.is_impure())
+        self.bind_results(made, val[:len(made)] if several else [val])
+        if is_view(target):
+            self.storage.borrowed.update(v.buffer for v in made if v is not None)
+        if several:
+            return [*made, *(args[k] for k in written)]
+        return made[0] if made else None
+
+    def metas(self, target: Any, vals: Sequence[Any]) -> list[Any]:
+        """(shape, dtype, strides) of each tensor that a call returns. Integers follow from sizes: who takes one out has
+        its value."""
+        to = self.c.symbols.index
+        for m in vals:
+            if m is not None and not isinstance(m, (torch.Tensor, torch.SymInt, int)):
+                raise UnsupportedError(f"{target} returns a {type(m).__name__}")
+        return [([to(n) for n in m.shape], m.dtype, [to(n) for n in m.stride()]) if isinstance(m, torch.Tensor)
+                else None for m in vals]
+
+    def bind_results(self, made: Sequence[Value | None], vals: Sequence[Any]) -> None:
+        for v, m in zip(made, vals, strict=True):
+            if isinstance(m, torch.Tensor) and v is not None:
+                self.elsewhere.note(v, m)
+                for k, size in enumerate(m.shape):
+                    self.bind(size, ("size", v.buffer, k))
+
+    def replayed(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A random operator that forward runs and backward repeats."""
+        val = random_replay.results(n)
+        several = isinstance(val, (list, tuple))
+        vals = list(val) if several else [val]
+        save = n.target is random_replay.RUN_AND_SAVE
+        state = [u.meta["val"] for u in n.users if save and u.args[1] == 0]
+        # The state's size is a symbol of its own, which only the node that takes it out of the tuple shows.
+        device = vals[0].device
+        before = state[:1] or ([random_replay.state(device)] if save else [])
+        op = str(n.args[0 if save else 1])
+        self.c.externs[op] = self.c.externs.get(op, 0) + 1
+        run = random_replay.run_and_save if save else random_replay.run_with
+        made = build.extern(run, (device, *args), dict(kwargs), self.metas(op, [*before, *vals]), True)
+        self.bind_results(made, [*before, *vals])
+        out = list(made[len(before):]) if several else made[-1]
+        return [made[0], out] if save else out
+
+
+def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
+    """Where torch does not know that data decides a shape, it runs the operator on zeros to see what comes out."""
+    sizes = [n for t in vals if isinstance(t, torch.Tensor) for n in t.shape]
+    return op in SHAPED_BY_DATA and all(isinstance(n, int) for n in sizes)
+
+
+def supported(t: torch.Tensor) -> bool:
+    """Whether its memory holds its values: a negated view (of a conjugate's imaginary part) holds their opposites."""
+    return t.dtype in SUPPORTED and t.layout is torch.strided and not t.is_quantized and not t.is_neg()

@@ -1,0 +1,90 @@
+"""Numbers for the sizes that a graph leaves open.
+
+A rule of ATen's compares sizes and strides. Where those are symbols it is asked at some numbers for them, the first of
+which are the sizes that the graph was captured with, and what it answers is written in terms of the symbols again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+
+from flambeau.runtime.placement import flat
+
+# Odd ones, so that no product of them is another's, nor one of the sizes that are constants.
+PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+Numbers = dict[Any, Any]
+
+
+class UnknownSize(ValueError):
+    """A size that only data decide."""
+
+
+class SizeSamples:
+    """Some numbers for all symbols of a graph. A graph without symbols has one sample, without numbers."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        hints: Numbers = {}
+        envs: list[Any] = []
+        for x in symbolic(graph):
+            if x.node.expr.is_Symbol and x.node.hint is not None and x.node.expr not in hints:
+                hints[x.node.expr] = sympy.Integer(int(x.node.hint))
+                envs.append(x.node.shape_env)
+        self.numbers = [hints]
+        if hints:
+            self.numbers += further(hints, envs[0])
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def value(self, x: Any, k: int) -> int:
+        """A size at the numbers of sample k."""
+        if not isinstance(x, torch.SymInt):
+            return int(x)
+        found = x.node.expr.xreplace(self.numbers[k])
+        if not found.is_Integer:
+            raise UnknownSize(str(found))
+        return int(found)
+
+    def written(self, wanted: Sequence[Sequence[int]], candidates: Iterable[Sequence[Any]], shape: Sequence[Any]
+                ) -> list[Any] | None:
+        """Strides in terms of symbols that have these values at the samples, dimension by dimension from tensors that
+        lie so, or from an array that is packed in this order; None if there are none."""
+        if len(self) == 1 and not self.numbers[0]:
+            return list(wanted[0])
+        order = sorted(range(len(shape)), key=lambda d: (wanted[0][d], wanted[0][d] * self.value(shape[d], 0), -d))
+        products: list[Any] = [1]
+        for d in order:
+            products.append(products[-1] * torch.sym_max(shape[d], 1))
+        out = []
+        for d in range(len(shape)):
+            found = next((c for c in (*(s[d] for s in candidates if len(s) == len(shape)), *products)
+                          if all(self.value(c, k) == w[d] for k, w in enumerate(wanted))), None)
+            if found is None:
+                return None
+            out.append(found)
+        return out
+
+
+def symbolic(graph: fx.Graph) -> Iterable[torch.SymInt]:
+    for n in graph.nodes:
+        for t in flat(n.meta.get("val")):
+            sizes = (*t.shape, *t.stride(), t.storage_offset()) if isinstance(t, torch.Tensor) and (
+                t.layout is torch.strided) else (t,)
+            yield from (s for s in sizes if isinstance(s, torch.SymInt))
+
+
+def further(hints: Numbers, env: Any) -> list[Numbers]:
+    """Other numbers, for which the graph holds as well."""
+    names = sorted(hints, key=str)
+    for ordered in (names, names[::-1]):
+        numbers = {s: sympy.Integer(PRIMES[k % len(PRIMES)]) for k, s in enumerate(ordered)}
+        ranges = ((n, env.var_to_range[s]) for s, n in numbers.items() if s in env.var_to_range)
+        if all(r.lower <= n <= r.upper for n, r in ranges) and all(
+                g.expr.xreplace(numbers) == sympy.true for g in env.guards):
+            return [numbers]
+    return []

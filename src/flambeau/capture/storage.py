@@ -1,0 +1,271 @@
+"""The memory that eager has a value in: whose it is, with which strides, and who shares it.
+
+Lowerings are lazy: a repeat, a flip or a copy is a change of index on somebody else's buffer, and costs nothing to who
+reads its elements. Some look at memory instead: `as_strided`, a view as another dtype, the caller who gets two results
+of which one is a view of the other. For them there is `Storage.of`: a value whose buffer is laid out as eager's memory,
+made by a copy where the lazy value is not. Which node's memory a node is in, the captured graph says.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.ir import build
+from flambeau.ir.index import ONE, ZERO, Index, as_index
+from flambeau.ir.nodes import Buffer, Value, contiguous_strides, dim_vars
+from flambeau.ops import LOWERINGS
+from flambeau.runtime.memory_layout import overlapping
+from flambeau.schedule.plan import strided
+from flambeau.torch_compat.ops import OpOverload
+
+if TYPE_CHECKING:
+    from .graph import Lowering
+
+aten = torch.ops.aten
+# Views, which their schemas do not say.
+SECRET = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+# Eager copies the whole storage of their first argument, and writes into the part of it that this argument is.
+COPY_STORAGE = (aten.diagonal_scatter.default, aten.select_scatter.default, aten.slice_scatter.default,
+                aten.as_strided_scatter.default, aten.copy.default)
+
+
+# ---- in the captured graph -------------------------------------------------------------------------------
+
+
+def is_view(op: Any) -> bool:
+    return isinstance(op, OpOverload) and (op.is_view or op in SECRET)
+
+
+def viewed(n: fx.Node) -> fx.Node | None:
+    """The node in whose memory n is, one step up; None if it has memory of its own."""
+    if n.op != "call_function" or not n.args or not isinstance(n.args[0], fx.Node):
+        return None
+    up = n.args[0]
+    if n.target is operator.getitem:
+        return up if viewed(up) is not None else None
+    return up if is_view(n.target) else None
+
+
+def view_root(n: fx.Node) -> fx.Node:
+    """The node whose memory n is in: itself, unless it is a view."""
+    up = viewed(n)
+    while up is not None:
+        n, up = up, viewed(up)
+    return n
+
+
+def copies_input(n: fx.Node) -> bool:
+    """Whether its storage is a copy of an input's, of which nobody knows the size before the run."""
+    if n.target not in COPY_STORAGE:
+        return False
+    base = view_root(n.args[0])  # type: ignore[arg-type]
+    return base.op == "placeholder" or copies_input(base)
+
+
+def is_behind(n: fx.Node) -> bool:
+    """Whether it may begin behind the beginning of such a copy, as the argument of which that is the copy does. What
+    torch says of a copy of a copy begins at zero."""
+    if n.target not in COPY_STORAGE:
+        return False
+    x: fx.Node = n.args[0]  # type: ignore[assignment]
+    return not is_zero(x.meta["val"].storage_offset()) or is_behind(view_root(x))
+
+
+def writes_twice(n: fx.Node) -> bool:
+    """Whether it writes into a copy in which elements share a place, so that others change as well. Of what is expanded
+    eager makes a copy without that."""
+    if n.target not in COPY_STORAGE:
+        return False
+    x = n.args[0].meta["val"]  # type: ignore[union-attr]
+    shape, strides = ([hint(s) for s in y] for y in (x.shape, x.stride()))
+    expanded = any(m > 1 and s == 0 for m, s in zip(shape, strides, strict=True))
+    return not expanded and overlapping(shape, strides)
+
+
+def hint(x: Any) -> int:
+    """A size, or what it was when it was captured; 1 where only data decide."""
+    return int(x.node.hint or 1) if isinstance(x, torch.SymInt) else int(x)
+
+
+def is_zero(x: Any) -> bool:
+    return not isinstance(x, torch.SymInt) and x == 0
+
+
+# ---- in our graph ----------------------------------------------------------------------------------------
+
+
+class Storage:
+    """The memory of the nodes that a capture has lowered."""
+
+    def __init__(self, lowering: Lowering) -> None:
+        self.lowering, self.g = lowering, lowering.g
+        self._of: dict[fx.Node, Value] = {}  # what makes memory
+        self._called: set[fx.Node] = set()  # of these, what ATen made
+        self._owners: dict[str, fx.Node] = {}  # buffer -> the node whose memory it is for the caller
+        self.borrowed: set[str] = set()  # made by calls, in memory of somebody else
+
+    def strides(self, n: fx.Node) -> tuple[Index, ...]:
+        return tuple(self.lowering.c.symbols.index(s) for s in n.meta["val"].stride())
+
+    def of(self, n: fx.Node) -> Any:
+        """The value of n as it lies in eager's memory; a list for a view that is several."""
+        up = viewed(n)
+        if up is None:
+            if n not in self._of:
+                self._of[n] = self.made(n)
+            return self._of[n]
+        above = self.of(up)
+        if n.target is operator.getitem:
+            return above[n.args[1]]
+        lazy = self.lowering.env[n]
+        if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype:
+            # No index leads there, whatever a lowering made of it.
+            return Value(above.buffer, lazy.shape, lazy.dtype, (ZERO,) * len(self.g.buffers[above.buffer].shape))
+        return self.view(n, up, above)
+
+    def view(self, n: fx.Node, up: fx.Node, above: Value) -> Any:
+        """The view n of what lies there."""
+        lazy = self.lowering.env[n]
+        if above == self.lowering.env[up] and inside(lazy, above):
+            return lazy
+        args, named = self.lowering.arguments(n)
+        before = len(self.g.nodes)
+        with build.building(self.g, n.name):
+            out = LOWERINGS[n.target](above, *args[1:], **named) if n.target in LOWERINGS else NotImplemented
+            if out is not NotImplemented and inside(out, above):
+                return self.lowering.settle(n, out)
+            del self.g.nodes[before:]  # it would compute what is to be a view
+            return self.lowering.extern(n, (self.strided(up), *args[1:]), named, counted=n.target not in LOWERINGS)
+
+    def made(self, n: fx.Node) -> Value:
+        """What makes memory, in a buffer that is laid out as this memory is in eager."""
+        v: Value = self.lowering.env[n]
+        b = self.g.buffers[v.buffer]
+        if n.op == "placeholder" or v in self.lowering.elsewhere:
+            return v
+        want = self.strides(n)
+        if v.is_whole(b) and b.strides == want:
+            return v
+        if dense(v.shape, want):
+            if b.strides is None:
+                b.strides = as_laid(v, b, want) or contiguous_strides(b.shape)
+            return v if v.numel is b.numel and lies_as(v, b, want) else self.copied(v, want)
+        # There are gaps, with what was in them before (a scatter into every other column): only ATen knows.
+        return self.called(n) if n.target in COPY_STORAGE else self.copied(v, want)
+
+    def called(self, n: fx.Node) -> Value:
+        args, named = fx.node.map_aggregate((n.args, n.kwargs), self.argument)
+        with build.building(self.g, n.name):
+            made: Value = self.lowering.extern(n, args, named)
+        return made
+
+    def argument(self, x: Any) -> Any:
+        if isinstance(x, fx.Node) and isinstance(self.lowering.env[x], Value):
+            return self.from_start(x)
+        return self.lowering.lookup(x)
+
+    def passed(self, x: Any) -> Any:
+        """An argument of a call that shall see what eager's kernel sees."""
+        v = self.lowering.lookup(x)
+        return self.strided(x) if isinstance(v, Value) and v not in self.lowering.elsewhere else v
+
+    def from_start(self, n: fx.Node) -> Value:
+        """`strided`, for who counts from the start of a storage: a copy of an input's is as long as that."""
+        root = view_root(n)
+        if copies_input(root):
+            self.call_copy(root)
+        return self.strided(n)
+
+    def call_copy(self, root: fx.Node) -> None:
+        """Let ATen copy the storage."""
+        if root not in self._called:
+            self._called.add(root)
+            self._of[root] = self.called(root)
+
+    def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
+        """In a buffer of its own. Holes and overlaps too: whoever was captured with these strides reads by them."""
+        with build.building(self.g, "copy"):
+            if v in self.lowering.elsewhere:
+                return self.lowering.elsewhere.copied(v, strides)
+            copy = build.pointwise(v.shape, lambda i: v.load(i))
+        self.g.buffers[copy.buffer].strides = strides
+        return copy
+
+    def result(self, n: fx.Node) -> Value:
+        """What the caller gets for n: in memory that is no other node's, unless torch says that it is."""
+        if n.op == "placeholder":
+            return self.lowering.env[n]
+        root = view_root(n)
+        if is_behind(root):
+            self.call_copy(root)
+        if root.op != "placeholder":
+            self.own(root)
+        return self.strided(n)
+
+    def strided(self, n: fx.Node) -> Value:
+        """The value of n in eager's memory, with eager's strides in dimensions of size one too."""
+        v: Value = self.of(n)
+        want = self.strides(n)
+        if not lies_as(v, self.g.buffers[v.buffer], want):
+            return self.copied(v, want)
+        return replace(v, strides=want, offset=self.offset(n, v))
+
+    def offset(self, n: fx.Node, v: Value) -> Index | None:
+        """Where a view begins, counted from its root, if it may be without elements; None: its index says it."""
+        root = view_root(n)
+        if root is n or (v.numel.bounds()[0] or 0) > 0 or self.of(root).buffer != v.buffer:
+            return None
+        first, start = (self.lowering.c.symbols.index(x.meta["val"].storage_offset()) for x in (n, root))
+        return first - start
+
+    def own(self, root: fx.Node) -> None:
+        v: Value = self.of(root)
+        others = v.buffer in self.g.inputs or v.buffer in self.borrowed or self.lowering.elsewhere.is_constant(v)
+        if others or self._owners.setdefault(v.buffer, root) is not root:
+            self._of[root] = self.copied(v, self.strides(root))
+            self._owners[self._of[root].buffer] = root
+
+
+def inside(x: Any, above: Value) -> bool:
+    """Whether a lowering's result is a view of that."""
+    values = x if isinstance(x, (list, tuple)) else [x]
+    return all(v is None or (v.buffer == above.buffer and v.dtype is above.dtype) for v in values)  # None: nobody's
+
+
+def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:
+    """Whether a value has these strides in its buffer; in dimensions of one element they are a matter of names."""
+    have = strided(v, b)
+    return have is not None and (v.numel is ZERO or all(
+        h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True)))
+
+
+def as_laid(v: Value, b: Buffer, want: Sequence[Index]) -> tuple[Index, ...] | None:
+    """The strides of a buffer with which a value that is all of it, up to the order of dimensions and those of size
+    one, has the strides that are wanted; None if it is not."""
+    places = {as_index(var): k for k, var in enumerate(dim_vars(v.shape)) if v.shape[k] is not ONE}
+    out = []
+    for i, n in zip(v.index, b.shape, strict=True):
+        k = None if n is ONE else places.pop(i, None)
+        if n is not ONE and (k is None or v.shape[k] is not n):
+            return None
+        out.append(ONE if k is None else want[k])
+    return None if places else tuple(out)
+
+
+def dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
+    """Non-overlapping and without holes, so that a fresh buffer can have these strides."""
+    left = [(n, s) for n, s in zip(shape, strides, strict=True) if n is not ONE]
+    step = ONE
+    while left:
+        found = next((d for d in left if d[1] is step), None)
+        if found is None:
+            return any(n is ZERO for n in shape)
+        left.remove(found)
+        step = step * found[0]
+    return True

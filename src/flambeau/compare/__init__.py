@@ -1,0 +1,1 @@
+"""Eager, compiled and float64 side by side."""

@@ -1,0 +1,325 @@
+"""A call in eager, compiled and in float64: how far results, gradients and layers are apart, and where that begins.
+
+    report = flambeau.debug.compare(model, x, numerics="eager")
+    report.equal, report.first, report.worse()
+
+The three runs have copies of parameters, buffers and inputs, and start from the same random numbers. Layers are the
+results of submodules, by forward hooks in all three; compiled, the hooks are part of the graph, so a layer is what the
+compiled model has there when it also returns it. Results and gradients come from a model without hooks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flambeau.capture.decompositions import table
+from flambeau.compile.backend import check_options
+from flambeau.errors import UnsupportedError
+from flambeau.targets.base import get_target
+from flambeau.torch_compat import pytree
+from flambeau.torch_compat.dispatch import TorchDispatchMode
+from flambeau.torch_compat.dynamo import innermost_fn
+from flambeau.torch_compat.ops import OpOverload
+
+from .copied_call import Twin
+from .differences import Difference, difference, gathered
+from .first_difference import First, first_of_call, of_torch
+from .recorded_calls import Call, kept, random_state, recorded, states
+
+HERE = str(Path(__file__).parents[1])
+SEEDED = torch.Tag.nondeterministic_seeded
+
+
+@dataclass
+class Comparison:
+    """What `compare` found. Rows name a result, a gradient, a changed input or buffer, or a layer."""
+
+    numerics: str
+    target: str
+    graphs: int  # compiled graphs that were called
+    results: list[Difference] = field(default_factory=list)
+    gradients: list[Difference] = field(default_factory=list)
+    changed: list[Difference] = field(default_factory=list)  # inputs, parameters and buffers that the call wrote to
+    layers: list[Difference] = field(default_factory=list)
+    first: First | None = None
+    also: list[First] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Difference]:
+        return [*self.results, *self.gradients, *self.changed]
+
+    @property
+    def equal(self) -> bool:
+        """Bit for bit, NaN payloads aside. Layers show the way, and are not counted."""
+        return all(row.equal for row in self.rows)
+
+    @property
+    def differ(self) -> int:
+        return sum(row.differ for row in self.rows)
+
+    @property
+    def total(self) -> int:
+        return sum(row.total for row in self.rows)
+
+    @property
+    def histogram(self) -> dict[str, int]:
+        """How many values differ by 1 ulp, by 2 or 3, by 4 to 7, ..."""
+        return gathered(self.rows)
+
+    def worse(self, than: float = 1.0) -> list[Difference]:
+        """Rows whose error against float64 is more than this multiple of eager's, the worst first."""
+        found = [row for row in self.rows if row.ratio is not None and row.ratio > than]
+        return sorted(found, key=lambda row: -(row.ratio or 0.0))
+
+    def headline(self) -> str:
+        what = f"numerics={self.numerics}, target {self.target}, {self.graphs} graph(s)"
+        if self.equal:
+            return f"equal: all {self.total:,} values are eager's, bit for bit ({what})"
+        return f"{self.differ:,} of {self.total:,} values differ from eager's ({what})"
+
+    def __str__(self) -> str:
+        first = [f"first: {self.first}"] if self.first else []
+        bins = [f"ulps: {', '.join(f'{name}: {n:,}' for name, n in self.histogram.items())}"] if self.histogram else []
+        return "\n".join([self.headline(), *bins, *first, *(f"note: {note}" for note in self.notes)])
+
+
+def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", backward: bool = True,
+            target: str | None = None, layers: bool = True, locate: bool = True) -> Comparison:
+    """Runs the function in eager, compiled and in float64, on copies of all it holds.
+
+    `backward`: gradients too, of results weighted from -1 to 1. `target`: as the option of torch.compile.
+    `layers`: compile once more to see the results of submodules. `locate`: look for the first operator that differs,
+    which compiles the graph that holds it again and again.
+    """
+    options = {"numerics": numerics, **({"target": target} if target is not None else {})}
+    check_options(options, None)
+    if target is not None:
+        get_target(target)  # Dynamo would wrap what is wrong with its name
+    function = innermost_fn(getattr(function, "_orig_mod", function))  # eager is what was compiled before it was
+    start = states()
+    eager = Run(Twin(function, args), start, backward)
+    torch.compiler.reset()  # what an earlier call left compiled would not be seen
+    try:
+        with recorded() as calls:
+            ours = Run(Twin(function, args), start, backward, options)
+        reference = Reference(function, args, start, backward, eager.dtypes)
+        names = sorted({c.compiled.package.target for c in calls})
+        out = Comparison(numerics, ", ".join(names) or "none", len(calls), notes=reference.notes)
+        if not calls:
+            out.notes.append("nothing was compiled: the function does no work on tensors that a graph could hold")
+        for part in ("results", "gradients", "changed"):
+            setattr(out, part, rows(getattr(eager, part), getattr(ours, part), getattr(reference, part)))
+        if layers and eager.layers:
+            compare_layers(out, function, args, start, options, eager, reference)
+        if locate and not out.equal:
+            find_first(out, calls, eager, function, args, start, backward)
+    finally:
+        torch.compiler.reset()
+    return out
+
+
+def rows(eager: dict[str, Any], ours: dict[str, Any], wide: dict[str, Any]) -> list[Difference]:
+    """What one of the two does not have, differs."""
+    names = dict.fromkeys([*eager, *ours])
+    return [difference(name, eager.get(name), ours.get(name), wide.get(name)) for name in names]
+
+
+# ---- the three runs ----------------------------------------------------------------------------------------
+
+
+class Run:
+    """Results, gradients and what was changed, of one run of a twin; compiled where there are options."""
+
+    def __init__(self, twin: Twin, start: Sequence[Any], backward: bool, options: dict[str, Any] | None = None, *,
+                 hooks: bool | None = None, dtypes: Sequence[torch.dtype] = (), mode: Any = None) -> None:
+        self.layers: dict[str, Any] = {}
+        found: list[tuple[str, Any]] = []
+        before = {name: kept(t) for name, t in twin.held().items()}
+        call = twin.call
+        if options is not None:
+            compiled = torch.compile(twin.function, backend="flambeau", options=options)
+            call = lambda: compiled(*twin.args)  # noqa: E731
+        wanted = options is None if hooks is None else hooks
+        with random_state(start), mode or nullcontext(), hooked(twin, found, wanted):
+            self.outputs = call()
+            self.results = named("result", self.outputs)
+            self.dtypes = [t.dtype for t in self.results.values() if isinstance(t, torch.Tensor)]
+            # Results may share memory with what a backward changes.
+            self.results = {name: kept(t) for name, t in self.results.items()}
+            if backward:
+                if mode is not None:
+                    mode.direction = "backward"
+                self.differentiate(dtypes or self.dtypes)
+            self.draws = any(not torch.equal(a, b) for a, b in zip(states(), start))
+        self.gradients = {f"gradient of {name}": t.grad for name, t in twin.leaves.items() if t.grad is not None}
+        self.changed = {f"{name} afterwards": t.detach() for name, t in twin.held().items()
+                        if name in before and not difference("", before[name], t.detach()).equal}
+        count: dict[str, int] = {}
+        for name, value in found:
+            count[name] = k = count.get(name, 0) + 1
+            self.layers |= named(name if k == 1 else f"{name} (call {k})", value)
+
+    def differentiate(self, dtypes: Sequence[torch.dtype]) -> None:
+        tensors = [t for t in pytree.tree_leaves(self.outputs) if isinstance(t, torch.Tensor)]
+        wanted = [(t, weights(t, dtype)) for t, dtype in zip(tensors, dtypes, strict=True) if t.requires_grad]
+        if wanted:
+            torch.autograd.backward([t for t, _ in wanted], [w for _, w in wanted])
+
+
+class Reference(Run):
+    """The run in float64, or the reason why there is none."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Sequence[Any], backward: bool,
+                 dtypes: Sequence[torch.dtype]) -> None:
+        self.results, self.gradients, self.changed, self.layers = {}, {}, {}, {}
+        self.notes: list[str] = []
+        try:
+            super().__init__(Twin(function, args, wide=True), start, backward, dtypes=dtypes)
+            if self.draws:
+                raise UnsupportedError("the function draws random numbers, and would draw others")
+        except Exception as e:  # whatever the function does, it may not do it in float64
+            self.notes.append(f"no float64 reference: {type(e).__name__}: {first_line(e)}")
+            self.results, self.gradients, self.changed, self.layers = {}, {}, {}, {}
+        for part in (self.results, self.gradients, self.changed, self.layers):
+            for name, t in list(part.items()):
+                if isinstance(t, torch.Tensor) and (t.is_floating_point() and t.dtype is not torch.float64):
+                    self.notes.append(f"no float64 reference for {name}: the function makes it {t.dtype}")
+                    del part[name]
+
+
+def named(what: str, values: Any) -> dict[str, Any]:
+    """The leaves of a result, by their paths in it."""
+    leaves, _ = pytree.tree_flatten_with_path(values)
+    return {f"{what}{pytree.keystr(path)}": t.detach() if isinstance(t, torch.Tensor) else t for path, t in leaves}
+
+
+def weights(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a result counts for in the sum that is differentiated: equal weights would hide what sums to nothing."""
+    line = torch.linspace(-1, 1, t.numel(), dtype=torch.float64) if t.numel() != 1 else torch.ones(1)
+    return line.to(dtype).to(t.device, t.dtype).reshape(t.shape)
+
+
+@contextmanager
+def hooked(twin: Twin, found: list[tuple[str, Any]], wanted: bool) -> Iterator[None]:
+    """The results of submodules, in the order in which they are there."""
+    handles = []
+    for prefix, root in twin.modules if wanted else ():
+        for name, module in root.named_modules():
+            if name or prefix:
+                def keep(m: Any, inputs: Any, output: Any, name: str = (prefix + name).strip(".")) -> None:
+                    found.append((name, output))
+
+                handles.append(module.register_forward_hook(keep))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def compare_layers(out: Comparison, function: Callable[..., Any], args: tuple[Any, ...], start: Sequence[Any],
+                   options: dict[str, Any], eager: Run, reference: Run) -> None:
+    torch.compiler.reset()
+    try:
+        ours = Run(Twin(function, args), start, False, options, hooks=True)
+    except Exception as e:  # a graph with hooks is another graph, and layers are not what was asked for first
+        out.notes.append(f"layers are not compared: {type(e).__name__}: {first_line(e)}")
+        return
+    both = [name for name in eager.layers if name in ours.layers]
+    out.layers = [difference(name, eager.layers[name], ours.layers[name], reference.layers.get(name)) for name in both]
+    if missing := len(eager.layers) - len(both):
+        out.notes.append(f"{missing} results of layers are seen in eager only")
+
+
+def first_line(e: Exception) -> str:
+    return (str(e).splitlines() or [""])[0]
+
+
+# ---- the first difference ----------------------------------------------------------------------------------
+
+
+def find_first(out: Comparison, calls: Sequence[Call], eager: Run, function: Callable[..., Any], args: tuple[Any, ...],
+               start: Sequence[Any], backward: bool) -> None:
+    again = Run(Twin(function, args), start, backward)
+    if unsteady := sum(row.differ for part in ("results", "gradients", "changed")
+                       for row in rows(getattr(eager, part), getattr(again, part), {})):
+        out.notes.append(f"eager does not repeat itself: {unsteady:,} values differ between two runs of it")
+    found = (first_of_call(call, number) for number, call in enumerate(calls, 1))
+    try:
+        firsts = list(itertools.islice((f for f in found if f is not None), 1))
+    except Exception as e:  # a graph with further results is another graph, and may be one that cannot be compiled
+        firsts = []
+        out.notes.append(f"the search for the first operator ended early: {type(e).__name__}: {first_line(e)}")
+    if not firsts or firsts[0].direction == "backward":
+        mode = Decomposed({n.target for call in calls for n in call.graph.nodes})
+        Run(Twin(function, args), start, backward, mode=mode)
+        firsts = [*firsts, *([mode.first] if mode.first else [])]
+        firsts.sort(key=lambda f: (f.direction == "backward", f.kind == "capture"))
+    out.first, out.also = (firsts[0], firsts[1:]) if firsts else (None, [])
+    if not firsts and not any("ended early" in note for note in out.notes):
+        out.notes.append("every captured graph gives what ATen gives operator by operator, and no operator was taken "
+                         "apart with other results: what is left is the order in which gradients are summed up")
+
+
+class Decomposed(TorchDispatchMode):
+    """Beside every operator of eager, those that the capture puts in its place; keeps the first that differs.
+
+    Those that the graphs hold as they are were not taken apart.
+    """
+
+    def __init__(self, whole: set[Any]) -> None:
+        super().__init__()
+        overloads = (op for op in table() if isinstance(op, OpOverload) and op not in whole)
+        self.apart = {op for op in overloads if SEEDED not in op.tags and not op._schema.is_mutable}
+        self.direction = "forward"
+        self.first: First | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.first is None and func in self.apart:
+            with Apart():
+                parts = table()[func](*args, **kwargs)
+            if parts is not NotImplemented:
+                self.look(func, out, parts)
+        return out
+
+    def look(self, func: Any, whole: Any, parts: Any) -> None:
+        for a, b in zip(pytree.tree_leaves(whole), pytree.tree_leaves(parts)):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                if not (off := difference(str(func), a, b)).equal:
+                    file, line = caller() if self.direction == "forward" else ("", 0)
+                    self.first = First(str(func), "capture", self.direction, difference=off, file=file, line=line)
+                    return
+
+
+class Apart(TorchDispatchMode):
+    """Operators are taken apart, and their parts as well."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in table():
+            with self:
+                out = table()[func](*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
+        return func(*args, **(kwargs or {}))
+
+
+def caller() -> tuple[str, int]:
+    """The line of the user's code that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not of_torch(file) and not file.startswith(HERE):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0

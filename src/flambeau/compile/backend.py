@@ -1,0 +1,174 @@
+"""torch.compile(backend="flambeau"): AOTAutograd captures, our pipeline compiles.
+
+    torch.compile(model, backend="flambeau", options={"numerics": "fast"})
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.config import config
+from flambeau.errors import OptionError
+from flambeau.ir.numerics import wants_bits
+from flambeau.optim.compiled_steps import install
+from flambeau.runtime.placement import common_device, target_of
+from flambeau.runtime.progress import progress
+from flambeau.torch_compat.aot import aot_autograd
+from flambeau.torch_compat.aot import config as aot_config
+from flambeau.torch_compat.dynamo import config as dynamo_config
+from flambeau.torch_compat.dynamo import without_runtime_marks
+from flambeau.torch_compat.fake import CompileContext, FakeTensor, TracingContext
+
+from .cache_key import held
+from .channels_last import channels_last
+from .disk_cache import GraphCache
+from .fast_call import lean_wrappers
+from .regions.cut import OBSERVERS, cut
+from .regions.pieces import in_pieces
+from .subgraphs import calls_subgraphs, written_out
+
+# Name: what it may be (None: `get_target` knows), and what it does.
+OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
+    "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: bit for bit what eager has"),
+    "target": (None, "runs the graphs, in place of the target of their device"),
+    "regions": ((True, False), "compile repeated parts of a graph once"),
+    "graphs": ((False, True), "record runs after a warm-up and replay them (NVIDIA GPUs)"),
+    "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
+}
+MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
+    # Read now: a backward may be compiled later, in a thread where an override does not hold.
+    out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
+                           "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
+                           "deterministic": torch.are_deterministic_algorithms_enabled(), "part": False}
+    for name, value in (options or {}).items():
+        if name not in OPTIONS:
+            raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
+        allowed, _ = OPTIONS[name]
+        if allowed is not None and value not in allowed:
+            raise OptionError(f"option {name}={value!r} is not one of {allowed}")
+        out[name] = value
+    if mode not in MODES:
+        raise OptionError(f"unknown mode {mode!r}", hint=f"the modes are {MODES}")
+    return out
+
+
+def flambeau_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
+    mode: str | None = None, **_: Any
+) -> Callable[..., Any]:
+    settings = check_options(options, mode)
+    if CompileContext.try_get() is not None:
+        without_runtime_marks()
+    # Gradients come laid out as eager's do: torch 2.11 would copy those that are not contiguous, between pieces too,
+    # and cuDNN's attention keeps plans that are wrong for another layout than the one it met first. Where a result has
+    # an element at several places, torch 2.11 cannot copy its gradient so.
+    laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
+    with progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out):
+        return compiled_backend(gm, example_inputs, settings)
+
+
+def results(gm: fx.GraphModule) -> list[torch.Tensor]:
+    """The tensors that a graph of Dynamo's returns, as Dynamo knows them."""
+    known = (n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes)
+    return [t for t in known if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+
+
+def compiled_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
+) -> Callable[..., Any]:
+    context = TracingContext.try_get()
+    if context is None or not context.fakify_first_call:
+        return compile_dynamo_graph(gm, example_inputs, settings)
+    # DDP compiles its buckets one by one, and runs each on fake tensors first, to learn what the next one gets.
+    # AOTAutograd would serve that run; but a graph out of the cache, or a piece called twice, does not come by it.
+    # Nor may a backward wait for its first run: torch counts those as one to a bucket, and pieces are more.
+    context.fakify_first_call = False
+    try:
+        with aot_config.patch(force_non_lazy_backward_lowering=True):
+            compiled = compile_dynamo_graph(gm, example_inputs, settings | {"part": True})
+    finally:
+        context.fakify_first_call = True
+
+    def run(*args: Any) -> Any:
+        return (gm if any(isinstance(x, FakeTensor) for x in args) else compiled)(*args)
+
+    return run
+
+
+def compile_dynamo_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
+) -> Callable[..., Any]:
+    """In pieces, if some of them repeat."""
+    if calls_subgraphs(gm):
+        gm = written_out(gm)
+    target = target_of(common_device(example_inputs), settings["target"])
+    if target is not None and target.channels_last and not wants_bits(settings["numerics"]):
+        gm = channels_last(gm)
+    if settings.pop("regions"):
+        found = cut(gm, example_inputs)
+        for observe in OBSERVERS:
+            observe(found)
+        if found.regions:
+            try:
+                run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings | {"part": True}))
+                return torch.compiler.disable(run, reason="calls compiled graphs")
+            except Exception as e:  # torch may refuse a piece where it takes the whole
+                if config.verify:
+                    raise
+                warnings.warn(f"flambeau: repeated regions are not used for this graph: {type(e).__name__}: {e}. "
+                              "Please report it.", RuntimeWarning, stacklevel=2)
+    return compile_whole(gm, example_inputs, settings)
+
+
+def compile_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    target = target_of(common_device([*held(gm).values(), *example_inputs]), settings["target"])
+    cache = GraphCache(gm, example_inputs, settings, target)
+    with lean_wrappers(gm, example_inputs):
+        found = cache.load()
+        if found is not None:
+            return found
+        if target is not None:
+            target.prepare()
+        return compile_anew(gm, example_inputs, settings, cache)
+
+
+def compile_anew(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], cache: GraphCache
+) -> Callable[..., Any]:
+    # Imported here: a process that finds its graphs in the cache needs none of the compiler.
+    from flambeau.capture.decompositions import table
+    from flambeau.capture.eager_strides import settle_strides
+    from flambeau.capture.kept_whole import whole_operators
+    from flambeau.pipeline import Options, compile_graph
+
+    from .partition import partition
+
+    wanted = Options(**settings)
+    exact = wants_bits(wanted.numerics)
+
+    def compiler() -> Callable[..., Any]:
+        return cache.compiler(lambda graph: compile_graph(graph, wanted))
+
+    def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
+        settle_strides(graph.graph, names_only=wanted.part)
+        return compile_graph(graph, wanted)
+
+    # One for each: torch writes into that of the backward.
+    backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(),
+                           inference_compiler=cache.compiler(compile_inference),
+                           partition_fn=partial(partition, settle=not wanted.part), decompositions=table(exact),
+                           keep_inference_input_mutations=True)
+    with dynamo_config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
+        return backend(gm, example_inputs)
+
+
+install(flambeau_backend)

@@ -1,0 +1,149 @@
+"""A compiled graph as plain data: what of torch's cache entry is kept, and the table of all types that it is made of.
+
+What torch's wrappers around a compiled function depend on is kept; what is only for logs, what says where Dynamo found
+its inputs, and wrappers that have nothing to do are left out. All private classes of torch that an entry is made of
+stand here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.graph_module import reduce_graph_module
+
+from flambeau.capture import random_replay
+from flambeau.codegen.source import BlockSource, KernelSource, Part, Range, RangeSource
+from flambeau.runtime import launch_plan
+from flambeau.runtime.launch_plan import Held, LaunchPlan, Step, Table, View
+from flambeau.runtime.operator_calls import Prepared, Strided
+from flambeau.runtime.plain_data import Codec, Malformed, Record, Unwritable, checker
+from flambeau.runtime.recordable import Recordable
+from flambeau.torch_compat.aot import VIEW_SEQUENCE, aot_autograd_result, descriptors, functionalization, schemas
+from flambeau.torch_compat.dispatch import disable_current_modes
+from flambeau.torch_compat.fake import FunctionalTensor
+
+OURS = (LaunchPlan, Step, Table, View, Prepared, Strided, Recordable, KernelSource, BlockSource, Part,
+        RangeSource, Range)
+# Functions that a program may call, by their names.
+FUNCTIONS = (launch_plan.as_number, launch_plan.on_device, launch_plan.laid_out, random_replay.run_and_save,
+             random_replay.run_with)
+TYPES = (torch.Tensor, FunctionalTensor, nn.Parameter, int, float, bool, type(None), torch.SymInt)
+LOGGED = dict.fromkeys(("aot_joint_graph_str", "aot_forward_graph_str", "aot_backward_graph_str", "min_cut_info_str"))
+# (module, class, fields that are written as something else, attributes that are set later); not every version of torch
+# has them all.
+TORCHS: tuple[tuple[ModuleType, str, dict[str, Any], tuple[str, ...]], ...] = (
+    (aot_autograd_result, "BundledAOTAutogradResult", {**LOGGED, "dispatch_wrappers": []}, ()),
+    (aot_autograd_result, "BundledCompiledForward", {}, ()),
+    (aot_autograd_result, "BundledCompiledBackward", {}, ()),
+    (schemas, "ViewAndMutationMeta", {"traced_tangents": []}, ("output_types", "dynamic_saved_tensors_idxs")),
+    (schemas, "InputAliasInfo", {}, ()),
+    (schemas, "OutputAliasInfo", {}, ()),
+    (schemas, "MemoryFormatMeta", {}, ()),
+    (schemas, "PlainTensorMeta", {}, ()),
+    (schemas, "CacheableAOTConfig", {"aot_autograd_arg_pos_to_source": None}, ()),
+    (schemas, "AOTConfig", {"aot_autograd_arg_pos_to_source": None, "cache_info": None}, ()),
+)
+
+
+def encode(entry: Any) -> bytes:
+    """An entry of torch's cache with our packages in it. Unwritable, if it has something that is not in the table."""
+    for wrapper in entry.dispatch_wrappers:
+        if getattr(wrapper, "needs_post_compile", True):
+            raise Unwritable(f"it needs the wrapper {type(wrapper).__name__}")
+    with disable_current_modes():  # of a trace that is under way: tensors are real here
+        return codec().encode(entry)
+
+
+def decode(data: bytes) -> Any:
+    """The entry. Malformed, if it is none."""
+    with disable_current_modes():
+        made = codec().decode(data)
+    if type(made) is not aot_autograd_result.BundledAOTAutogradResult:
+        raise Malformed(f"it is a {type(made).__name__}")
+    return made
+
+
+@cache
+def codec() -> Codec:
+    from .disk_cache import Stored
+
+    torchs = [Record(kind, instead, after) for module, name, instead, after in TORCHS
+              if (kind := getattr(module, name, None)) is not None]
+    # Descriptions of inputs and results, for messages.
+    described = [Record(kind) for kind in vars(descriptors).values()
+                 if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    own = [Attributes(Stored, package=LaunchPlan), Attributes(Held, tensor=torch.Tensor), BackwardModule()]
+    return Codec([*map(Record, OURS), *own, *torchs, *described, *views()], enums=[schemas.OutputType],
+                 values={f"{x.__module__}.{x.__name__}": x for x in (*FUNCTIONS, *TYPES)})
+
+
+class Attributes(Record):
+    """A class whose constructor takes just these attributes."""
+
+    def __init__(self, kind: type, **fields: Any) -> None:
+        self.kind, self.name, self.fields, self.instead, self.after = kind, kind.__name__, tuple(fields), {}, ()
+        self._checks = [checker(hint) for hint in fields.values()]
+
+
+class BackwardModule(Attributes):
+    """The backward graph, for compiled autograd, which traces it again: source text, as that of a program, and the
+    tensors that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(aot_autograd_result.SerializedGraphModule, imports=str, code=str,
+                         tensors=dict[str, torch.Tensor])
+
+    def values(self, x: Any) -> list[Any]:
+        body, imports = x.args
+        if x.fn is not reduce_graph_module or body["_modules"] or body["_parameters"]:
+            raise Unwritable("the backward graph holds modules")
+        return [imports, body["_code"], body["_buffers"]]
+
+    def new(self, *values: Any) -> Any:
+        imports, code, tensors = values
+        made: Any = object.__new__(self.kind)
+        made.fn = reduce_graph_module
+        made.args = {**vars(nn.Module()), "_code": code, "_buffers": tensors}, imports
+        return made
+
+
+# ---- views, by which results are made of an input or of each other ---------------------------------------
+
+
+def views() -> list[Record]:
+    if functionalization is None or VIEW_SEQUENCE is None:
+        return []
+    kinds = [kind for kind in vars(functionalization).values() if isinstance(kind, type) and hasattr(kind, "as_tuple")]
+    return [ViewSequence(VIEW_SEQUENCE), *(ViewStep(kind, functionalization.InverseReturnMode) for kind in kinds)]
+
+
+class ViewSequence(Attributes):
+    """Without its description of the view, with which traces are compared."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(kind, sequence=list[Any])
+
+    def new(self, *values: Any) -> Any:
+        made: Any = object.__new__(self.kind)
+        made.sequence, made.metadata = *values, None
+        return made
+
+
+class ViewStep(Attributes):
+    """One step, as the tuple that its native class is made from, which holds its elements to their types."""
+
+    def __init__(self, kind: type, mode: Any) -> None:
+        super().__init__(kind, parts=tuple[Any, ...])
+        self.mode = mode
+
+    def values(self, x: Any) -> list[Any]:
+        return [tuple(int(y) if isinstance(y, self.mode) else y for y in x.as_tuple())]
+
+    def new(self, *values: Any) -> Any:
+        (reapply, symbolic, mode, *rest), = values
+        return self.kind((reapply, symbolic, self.mode(mode), *rest))

@@ -1,0 +1,160 @@
+"""Images whose channels are contiguous, where the machine's library convolves those fastest.
+
+Every convolution of a captured graph is given its image and its weight in that order. What follows takes it over: most
+operators keep the order of what they read, the backward pass does, and what is in the order already is not copied.
+Operators that could tell the difference, and whoever called the graph, are given the order they would have had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.runtime.placement import flat
+from flambeau.torch_compat.fake import FakeTensor
+
+from .regions.nodes import ENTER, EXIT, GRADIENTS, INPLACE, name_of, value
+
+SMALL = 64  # if no convolution of a graph has more channels, the order does not pay
+RARE = 50  # nor if it has more calls than these for each of its convolutions
+# Operators to which the order of their arguments in memory means nothing, and whose results are nobody's views.
+FRESH = frozenset((
+    "conv2d", "batch_norm", "group_norm", "layer_norm", "linear", "matmul", "bmm", "einsum",
+    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "sigmoid", "tanh", "leaky_relu", "elu",
+    "celu", "selu", "mish", "softplus", "prelu", "clamp", "exp", "sqrt", "rsqrt", "square", "abs", "neg",
+    "add", "sub", "mul", "div", "truediv", "pow", "maximum", "minimum", "where",
+    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "lp_pool2d", "interpolate", "pad", "cat",
+    "concat", "mean", "sum", "amax", "amin", "clone", "softmax", "log_softmax",
+))
+# And those that may return, or write to, what they were given.
+SAME = frozenset((
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "to", "float", "half", "bfloat16", "detach",
+    "permute", "transpose", "movedim", "flatten", "reshape", "chunk", "split", "getitem", "contiguous",
+    "relu_", "add_", "sub_", "mul_", "div_", "clamp_", "iadd", "isub", "imul", "itruediv",
+))
+ORDER = torch.channels_last
+
+
+def channels_last(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with its convolutions in that order, or as it is where that may be wrong or will not pay."""
+    if not is_worth_it(gm):
+        return gm
+    try:
+        return Reordered(gm).run()
+    except Kept:
+        return gm
+
+
+class Kept(Exception):
+    """Why a graph keeps its order."""
+
+
+def is_worth_it(gm: fx.GraphModule) -> bool:
+    calls = [n for n in gm.graph.nodes if n.op.startswith("call")]
+    convolutions = [n for n in calls if name_of(n) == "conv2d"]
+    if not convolutions or len(calls) > RARE * len(convolutions):
+        return False
+    weights = [value(argument(n, 1, "weight")) for n in convolutions]
+    grouped = any(argument(n, 6, "groups") not in (None, 1) for n in convolutions)
+    fixed = all(isinstance(s, int) for n in gm.graph.nodes for t in tensors(value(n)) for s in t.shape)
+    fast = all(isinstance(w, FakeTensor) and multiplies_fast(w.dtype) for w in weights)
+    return fast and fixed and not grouped and any(max(w.shape[:2]) > SMALL for w in weights)
+
+
+def multiplies_fast(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16) or (dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
+
+
+class Reordered:
+    """Copies a graph, running it on fake tensors to see what lies how."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm, self.graph = gm, fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.mode: Any = next(t.fake_mode for n in gm.graph.nodes for t in tensors(value(n)))
+        self.entered: list[Any] = []
+
+    def run(self) -> fx.GraphModule:
+        gradients = torch.is_grad_enabled()
+        try:
+            for n in self.gm.graph.nodes:
+                self.new[n] = self.copy(n)
+        finally:
+            for entered in reversed(self.entered):
+                EXIT(entered)
+            GRADIENTS(gradients)
+        made = fx.GraphModule(self.gm, self.graph)
+        made.meta = self.gm.meta
+        return made
+
+    def copy(self, n: fx.Node) -> fx.Node:
+        name = name_of(n)
+        if n.op in ("placeholder", "get_attr"):
+            return self.graph.node_copy(n, self.new.__getitem__)
+        if n.op == "output":
+            return self.graph.node_copy(n, self.restored)
+        if n.op not in ("call_function", "call_method"):
+            raise Kept(f"{n.op} {n.target}")
+        if writes(n, name) and not self.may_write(n):
+            raise Kept(f"{name} writes to what may be a view")
+        convolved = (argument(n, 0, "input"), argument(n, 1, "weight")) if name == "conv2d" else ()
+
+        def given(x: fx.Node) -> fx.Node:
+            return self.ordered(self.new[x], ORDER) if x in convolved else (
+                self.new[x] if name in FRESH or name in SAME else self.restored(x))
+
+        made = self.graph.node_copy(n, given)
+        self.evaluate(made)
+        return made
+
+    def may_write(self, n: fx.Node) -> bool:
+        """Whether what an operator writes to is memory that the same operators would have made."""
+        at = argument(n, 0, "input")
+        return isinstance(at, fx.Node) and (at.op == "placeholder" or name_of(at) in FRESH or (
+            writes(at, name_of(at)) and self.may_write(at)))
+
+    def restored(self, n: fx.Node) -> fx.Node:
+        """What it was, in the order that it had."""
+        made = self.new[n]
+        for old, now in zip(tensors(value(n)), tensors(value(made)), strict=True):
+            if old.stride() == now.stride():
+                continue
+            if value(n) is not old or not old.is_contiguous():
+                raise Kept(f"{n.name} has an order of its own")
+            return self.ordered(made, torch.contiguous_format)
+        return made
+
+    def ordered(self, x: fx.Node, order: torch.memory_format) -> fx.Node:
+        if value(x).is_contiguous(memory_format=order):
+            return x
+        made = self.graph.call_method("contiguous", (x,), {"memory_format": order})
+        self.evaluate(made)
+        return made
+
+    def evaluate(self, n: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), value)
+        with self.mode:
+            try:
+                got = getattr(args[0], str(n.target))(*args[1:], **kwargs) if n.op == "call_method" else (
+                    n.target(*args, **kwargs))  # type: ignore[operator]
+            except Exception as e:
+                raise Kept(f"{n.name} fails: {e}") from e
+        if n.target is ENTER:
+            self.entered.append(got)
+        elif n.target is EXIT:
+            self.entered.remove(args[0])
+        n.meta = {**n.meta, "example_value": got}
+
+
+def argument(n: fx.Node, place: int, name: str) -> Any:
+    return n.args[place] if len(n.args) > place else n.kwargs.get(name)
+
+
+def writes(n: fx.Node, name: str) -> bool:
+    return name in INPLACE or (name.endswith("_") and not name.endswith("__")) or n.kwargs.get("inplace") is True
+
+
+def tensors(x: Any) -> list[FakeTensor]:
+    return [t for t in flat(x) if isinstance(t, FakeTensor)]

@@ -1,0 +1,215 @@
+"""Whole compiled graphs on disk: what an earlier process compiled is neither traced nor compiled again.
+
+An entry is what torch's own cache of AOTAutograd would keep (wrappers for mutation, aliasing, autograd, and
+guards on sizes), with our packages of forward and backward in it, as plain data of a closed table of types
+(`graph_entry.py`). It lies in the kernel cache, sealed and bounded like a kernel, under the key of Dynamo's graph.
+Whatever is wrong with an entry, the graph is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.compiler.config
+import torch.fx as fx
+
+from flambeau.config import config
+from flambeau.errors import CompileError
+from flambeau.runtime.launch_plan import LaunchPlan, Run
+from flambeau.runtime.plain_data import Unwritable
+from flambeau.targets.background import Closing, start
+from flambeau.targets.base import Build, Target
+from flambeau.targets.cache import DiskCache, shared_cache
+from flambeau.torch_compat import patches
+from flambeau.torch_compat.aot import AOT_COUNTER, SerializableAOTDispatchCompiler, check_cacheable
+from flambeau.torch_compat.aot import config as aot_config
+from flambeau.torch_compat.fake import TracingContext
+from flambeau.torch_compat.inductor import OutputCode
+from flambeau.torch_compat.inductor import config as inductor_config
+
+from .cache_entry import decode, encode
+from .cache_key import Uncacheable, graph_key, held
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".graph"
+PLACES = 4  # entries of one key: graphs with symbolic sizes that differ in what they assume about these
+SHARE = 8  # an entry larger than this part of the whole cache (a graph that holds tensors) is not kept
+
+stats: Counter[str] = Counter()  # hit, miss, stored, refused
+# Each waits for the kernels of a graph that is to be stored.
+keepers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+class Stored(OutputCode):
+    """A package in the form that AOTAutograd's results hold: callable once `post_compile` has loaded it."""
+
+    def __init__(self, package: LaunchPlan | None, build: Build | None = None) -> None:
+        super().__init__()
+        self.package = package  # None: this graph has none, and its entry is not kept
+        self.build = build  # of the package's kernels, in the process that compiled it
+
+    def __call__(self, inputs: Any) -> Any:
+        return self.run(inputs)
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        assert self.package is not None
+        self.run: Run = self.package.load()
+        self._boxed_call = True  # of the object: wrappers copy its own attributes, not its class's
+
+
+class GraphCache:
+    """The cache, as one graph sees it. Without a key it keeps nothing."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any],
+                 target: Target | None) -> None:
+        self.inputs = list(inputs)
+        self.held = list(held(gm).values())
+        self.key: str | None = None
+        self.free: str | None = None  # the place for a new entry
+        wanted = config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches
+        if wanted and target is not None:
+            try:
+                self.key = graph_key(gm, inputs, settings, target)
+            except Exception as reason:  # Uncacheable, or an input of a kind that nobody thought of
+                self.refuse(reason)
+
+    # ---- look up ---------------------------------------------------------------------------------------
+
+    def load(self) -> Callable[..., Any] | None:
+        """The compiled function of an earlier process, ready to call."""
+        if self.key is None:
+            return None
+        disk = self.disk()
+        places = [hashlib.sha256(f"{self.key} {k}".encode()).hexdigest() for k in range(PLACES)]
+        self.free = places[0]
+        for place in reversed(places):
+            data = disk.read(place, SUFFIX)
+            if data is None:
+                self.free = place
+                continue
+            try:
+                entry = decode(data)
+                if self.fits(entry):
+                    made = self.restore(entry)
+                    stats["hit"] += 1
+                    return made
+            except Exception as error:  # malformed, or a kernel that does not build any more
+                name = type(error).__name__
+                log.warning("a cached graph does not load, and is compiled again: %s: %s", name, error)
+                self.free = place
+        stats["miss"] += 1
+        return None
+
+    def fits(self, entry: Any) -> bool:
+        """Whether the sizes of this call are among those that the entry was compiled for."""
+        if not entry.guards_expr:
+            return True
+        sizes = [x.node.hint for x in self.inputs if isinstance(x, torch.SymInt)]
+        fake = TracingContext.get().fake_mode
+        env = fake.shape_env if fake is not None else None
+        return env is not None and bool(env.evaluate_guards_expression(entry.guards_expr, sizes))
+
+    def restore(self, entry: Any) -> Callable[..., Any]:
+        entry.sanitized_aot_config.aot_id = next(AOT_COUNTER)
+        run = entry.wrap_post_compile([*self.held, *self.inputs], entry.sanitized_aot_config, {})
+        first = self.held
+
+        def forward(*args: Any) -> Any:
+            return run([*first, *args])
+
+        return torch.compiler.disable(forward, reason="do not trace AOT-compiled graph")
+
+    # ---- keep ------------------------------------------------------------------------------------------
+
+    def compiler(self, compile_graph: Callable[[fx.GraphModule], Run]) -> Callable[..., Any]:
+        """A compiler for AOTAutograd; its results carry their packages if they are to be kept."""
+
+        def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+            run = compile_graph(graph)
+            # A backward that takes over its saved tensors' memory cannot run twice. Ours takes copies then, but torch
+            # would refuse retain_graph.
+            if (context := TracingContext.try_get()) and context.fw_metadata is not None:
+                context.fw_metadata.bw_donated_idxs = []
+            if self.key is None:
+                return run
+            made = getattr(run, "compiled", None)
+            run.__wrapped__ = Stored(made.package, made.build) if made else Stored(None)  # type: ignore[attr-defined]
+            return run
+
+        return compiled if self.key is None else SerializableAOTDispatchCompiler(
+            Stored, compiled)  # type: ignore[arg-type]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While it compiles, torch's cache of AOTAutograd hands its entry to us and finds none itself."""
+        if self.key is None:
+            yield
+            return
+
+        def key_of(mod: fx.GraphModule, *_: Any, **__: Any) -> tuple[str | None, list[str]]:
+            check_cacheable(mod)  # raises for what torch does not trust; there is no entry then
+            return self.key, []
+
+        def save(original: Callable[..., None], key: str, entry: Any, remote: bool) -> None:
+            parts = [p.result for p in (entry.compiled_fw, entry.compiled_bw) if hasattr(p, "result")]
+            if any(isinstance(part, Stored) for part in parts):
+                self.store(entry, parts)
+            else:  # of Inductor, in another thread
+                original(key, entry, remote)
+
+        # An entry holds forward and backward, so the backward is compiled at once: its kernels build beside those of
+        # the forward.
+        at_once = aot_config.patch(
+            enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True)
+        with at_once, inductor_config.patch(fx_graph_cache=True), patches.CACHE.applied(key_of, save):
+            yield
+
+    def store(self, entry: Any, parts: Sequence[Stored]) -> None:
+        """Keep an entry, as soon as all of its kernels have built."""
+        assert self.free is not None
+        disk = self.disk()
+        try:
+            if any(part.package is None for part in parts):
+                raise Uncacheable("a part of it runs as ATen")
+            data = encode(entry)
+            if len(data) > disk.limit // SHARE:
+                raise Uncacheable(f"it takes {len(data)} bytes")
+        except (Uncacheable, Unwritable) as reason:
+            self.refuse(reason)
+            return
+        builds = [part.build for part in parts if part.build is not None]
+        with suppress(Closing):
+            keepers.add(start(self.keep, builds, disk, self.free, data, name="keep"))
+
+    @classmethod
+    def keep(cls, builds: Sequence[Build], disk: DiskCache, place: str, data: bytes) -> None:
+        """Beside the caller: a backward that is never called would not be waited for otherwise."""
+        try:
+            for build in builds:
+                for kernel in build.wait().values():
+                    if isinstance(kernel, CompileError):
+                        raise kernel
+            decode(data)  # nothing is stored that could not be read
+        except Exception as reason:
+            cls.refuse(reason)
+        else:
+            disk.put(place, data, SUFFIX)
+            stats["stored"] += 1
+
+    @staticmethod
+    def refuse(reason: Exception) -> None:
+        stats["refused"] += 1
+        log.info("a graph is not cached: %s: %s", type(reason).__name__, reason)
+
+    @staticmethod
+    def disk() -> DiskCache:
+        return shared_cache(config.cache_dir, config.cache_limit_mb)

@@ -1,0 +1,160 @@
+"""A short way from a call to its compiled graph, and back through autograd.
+
+AOTAutograd wraps a graph for all that a graph may do: change its inputs, return views of them, hand sizes, random
+states and tensor subclasses to its backward. What most graphs do is read tensors and return new ones. Those get the
+wrappers of this file, which cost a call and its backward a third of the Python (some 150 us where kernels have just
+streamed through the caches). Every other graph, and every unusual call of these (a second derivative, a gradient laid
+out otherwise), goes AOTAutograd's way: ours is a subclass of its autograd function. Dynamo's own part of a call we
+can only shorten by the marks that it sets for profilers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.torch_compat import patches
+from flambeau.torch_compat.aot import BackwardState, OutputType, RuntimeWrapper, ViewAndMutationMeta
+from flambeau.torch_compat.autograd import (
+    current_transform,
+    deterministic_algorithms,
+    saved_tensors_hooks,
+    set_grad_enabled,
+)
+from flambeau.torch_compat.dynamo import skip_code
+
+from .regions.nodes import namespace
+
+NATIVE = ("aten", "prim", "prims")
+
+
+@contextmanager
+def lean_wrappers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Within it, AOTAutograd puts our wrappers around plain graphs, compiled anew or from its cache."""
+    if not ordinary(gm, inputs):
+        yield
+        return
+
+    def post_compile(full: Callable[..., Any], self: RuntimeWrapper, compiled: Callable[..., Any], aot_config: Any, *,
+                     runtime_metadata: ViewAndMutationMeta) -> Callable[..., Any]:
+        meta = runtime_metadata
+        if self.disable_amp or not returns_new_tensors(meta):
+            return full(self, compiled, aot_config, runtime_metadata=meta)
+        if not self.trace_joint:
+            return inference(compiled)
+        function = getattr(compiled, "__self__", None)  # `compiled` is CompiledFunction.apply
+        if self.indices_of_inps_to_detach or not isinstance(function, type) or not carries_tensors(function, meta):
+            return full(self, compiled, aot_config, runtime_metadata=meta)
+        return training(function, meta)
+
+    with patches.WRAPPERS.applied(post_compile):
+        yield
+
+
+# ---- which graphs are plain ------------------------------------------------------------------------------
+
+
+def ordinary(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """No operators of others, whose first call AOTAutograd watches; no hooks that it takes into the graph."""
+    operators = (n.target for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+    foreign = any(space not in NATIVE for t in operators if (space := namespace(t)) is not None)
+    hooked = saved_tensors_hooks(True) is not None
+    return not foreign and not hooked and not any(isinstance(x, BackwardState) for x in inputs)
+
+
+def returns_new_tensors(m: ViewAndMutationMeta) -> bool:
+    """And leaves its inputs, the grad mode and the marks on symbolic sizes alone."""
+    changed = m.num_mutated_inp_runtime_indices or m.mutated_graph_handled_indices_seen_by_autograd
+    return not (changed or m.num_intermediate_bases or m.dynamic_outputs or m.grad_enabled_mutation is not None
+                or m.is_rng_op_functionalized) and all(
+        o.output_type is OutputType.non_alias and issubclass(o.raw_type, torch.Tensor) for o in m.output_info)
+
+
+def carries_tensors(function: Any, m: ViewAndMutationMeta) -> bool:
+    """Nothing but tensors of known strides goes from forward to backward."""
+    other = (function.maybe_subclass_metadata, m.num_symints_saved_for_bw, m.num_opaque_objects_saved_for_bw,
+             m.dynamic_saved_tensors_idxs, m.tokens, m.num_backward_tokens, m.num_graphsafe_rng_states,
+             m.indices_of_inputs_that_requires_grad_with_mutations_in_bw)
+    layouts = [getattr(t, "memory_format", None) for t in m.subclass_tangent_meta]
+    return not any(other) and all(t is not None and t.stride is not None for t in layouts)
+
+
+# ---- the wrappers ----------------------------------------------------------------------------------------
+
+
+def inference(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+
+    def run(args: list[Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return compiled(args)
+        # Operators that are called as they are would record, if an input asks for gradients.
+        set_grad_enabled(False)
+        try:
+            return compiled(args)
+        finally:
+            set_grad_enabled(True)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def training(function: Any, m: ViewAndMutationMeta) -> Callable[[list[Any]], Any]:
+    apply = autograd_function(function, m).apply
+
+    def run(args: list[Any]) -> Any:
+        if torch.is_grad_enabled():
+            return apply(*args)
+        with torch.enable_grad():  # what the graph was traced for: it turned gradients on itself
+            return apply(*args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
+    """AOTAutograd's function with the usual call written out."""
+    count = m.num_forward_returns
+    checked = m.tensors_saved_for_backwards_with_vc_check_slice
+    unchecked = m.tensors_saved_for_backwards_no_vc_check_slice
+    constant = [k for k, o in enumerate(m.output_info) if not o.requires_grad]
+    tangents = [k for k, o in enumerate(m.output_info) if getattr(o, "requires_grad_for_backward", o.requires_grad)]
+    strides = [t.memory_format.stride for t in m.subclass_tangent_meta]  # type: ignore[union-attr]
+    expected = list(zip(tangents, strides, strict=True))
+    boxed = getattr(full, "boxed_grads_call", False)  # gradients come as one list
+
+    class CompiledFunction(full):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            outs = full.compiled_fw(list(args))
+            ctx.save_for_backward(*[x.detach() if x._is_view() else x for x in outs[checked]])
+            ctx._tensors_no_vc_check = [x.detach() if x._is_view() else x for x in outs[unchecked]]
+            ctx.symints = ctx.opaque_objects = ()
+            if constant:
+                ctx.mark_non_differentiable(*[outs[k] for k in constant])
+            ctx._materialize_non_diff_grads = False
+            return tuple(outs[:count])
+
+        @staticmethod
+        def backward(ctx: Any, *given: Any) -> Any:
+            grads: Any = given[0] if boxed else given
+            compiled = full.compiled_bw
+            if (compiled is None or torch.is_grad_enabled() or current_transform() is not None
+                    or (m.deterministic is False and deterministic_algorithms()) or m.bw_donated_idxs):
+                return full.backward(ctx, *given)
+            args = [*ctx.saved_tensors, *ctx._tensors_no_vc_check]
+            for k, stride in expected:
+                if type(grads[k]) is not torch.Tensor or grads[k].stride() != stride:
+                    return full.backward(ctx, *given)
+                args.append(grads[k])
+            if boxed:
+                grads.clear()
+            ctx.maybe_clear_saved_tensors()
+            return tuple(compiled(args))
+
+    # Dynamo stays out of this frame when a compiled function calls backward(); the frame has none of ours below it.
+    skip_code(CompiledFunction.backward.__code__)
+    return CompiledFunction

@@ -1,0 +1,153 @@
+"""The joint graph cut into forward and backward: equal calls are merged, then torch's minimal cut decides.
+
+Torch's cut would merge by itself, but for that it imports all of Inductor, which takes longer than most cuts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from flambeau.capture.eager_strides import settle_strides, share_memory
+from flambeau.capture.storage import SECRET
+from flambeau.runtime.launch_plan import DONATED
+from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
+from flambeau.torch_compat.ops import OpOverload
+
+EQUAL = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
+LEAKY = torch.ops.aten.leaky_relu.default
+# Two such calls are not one, though they look alike: they draw numbers, or name a size that only data decides.
+APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs: Any
+              ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """`settle`: strides are eager's where torch's metadata has others."""
+    merge_equal(joint.graph)
+    forget_unread(joint.graph)
+    keep_compared(joint.graph)
+    ask_results(joint.graph)
+    copy_again(joint.graph)
+    settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
+    with config.patch(cse=False):
+        forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
+    mark_donated(forward.graph, backward.graph)
+    return forward, backward
+
+
+def forget_unread(graph: fx.Graph) -> None:
+    """The gradient of a batch norm in training has no use for running statistics. They would be kept for it as they are
+    after the forward, in memory of their own. Without weights, their dtype says in which one it computes."""
+    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
+        grad, x, weight, mean, variance, *saved, train, eps, mask = n.args
+        if train is True and weight is not None:
+            n.args = (grad, x, weight, None, None, *saved, train, eps, mask)
+
+
+def keep_compared(graph: fx.Graph) -> None:
+    """A maximum's gradient goes to the values that equal it: computed once more, they might not."""
+    for n in graph.nodes:
+        if n.target in EQUAL:
+            for x in n.all_input_nodes:
+                while x.op == "call_function" and getattr(x.target, "is_view", False):
+                    x = x.all_input_nodes[0]
+                if x.op == "call_function" and not must_recompute(x):
+                    x.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def ask_results(graph: fx.Graph) -> None:
+    """A leaky ReLU's gradient asks for the sign of its argument. Its result has the same, and is kept anyway for what
+    reads it: an argument that the norm before it computed, need not be."""
+    results = {(n.args[0], tuple(n.args[1:2]) or (0.01,)): n for n in graph.nodes if n.target is LEAKY}
+    for n in graph.nodes:
+        if n.target is torch.ops.aten.leaky_relu_backward.default:
+            grad, x, slope, is_result = n.args
+            made = results.get((x, (slope,)))
+            if not is_result and made is not None and isinstance(slope, float | int) and slope > 0:
+                n.args = (grad, made, slope, True)
+
+
+def copy_again(graph: fx.Graph) -> None:
+    """An argument in another order is copied once more for the gradient: kept, it would be there a second time."""
+    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        x = n.args[0]
+        if isinstance(x, fx.Node) and x.op == "placeholder" and "memory_format" in n.kwargs and not must_save(n):
+            n.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def must_save(n: fx.Node) -> bool:
+    return n.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+
+
+def merge_equal(graph: fx.Graph) -> None:
+    *_, output = graph.nodes
+    # What is returned stays apart: two results of eager share no memory.
+    returned = {s for n in output.all_input_nodes for s in storages(n)}
+    seen: dict[Any, fx.Node] = {}
+    for n in graph.nodes:
+        if n.op != "call_function" or n.target is torch.ops.aten.empty.memory_format:
+            continue
+        if isinstance(n.target, OpOverload):
+            if n.target._schema.is_mutable:
+                return  # what follows may read other contents
+            if APART & set(n.target.tags):
+                continue
+        elif getattr(n.target, "__module__", None) not in (operator.__name__, "_operator"):
+            continue
+        if not returned.isdisjoint(storages(n)):
+            continue
+        first = seen.setdefault((n.target, frozen(n.args), frozen(n.kwargs)), n)
+        if first is not n:
+            n.replace_all_uses_with(first)
+            graph.erase_node(n)
+
+
+def mark_donated(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Tensors that the forward makes for its backward alone, and that share no memory with anything else it returns."""
+    *_, output = forward.nodes
+    makers = [(n.name, maker_of(n)) for n in output.args[0] if isinstance(n, fx.Node)]
+    returned = Counter(maker for _, maker in makers)
+    own = {name for name, maker in makers if maker is not None and returned[maker] == 1}
+    for n in backward.find_nodes(op="placeholder"):
+        n.meta[DONATED] = n.name in own
+
+
+def maker_of(n: fx.Node) -> fx.Node | None:
+    """The call that made the memory of n; None if it is an input's, or nobody knows. Results of one call count as one:
+    they might share some."""
+    while n.op == "call_function":
+        op = n.target
+        if isinstance(op, OpOverload) and op not in SECRET and all(
+                r.alias_info is None for r in op._schema.returns):
+            return n
+        if not n.args or not (op is operator.getitem or isinstance(op, OpOverload)):
+            return None
+        n = n.args[0]  # type: ignore[assignment]
+    return None
+
+
+def storages(n: fx.Node) -> Iterator[int]:
+    val = n.meta.get("val")
+    if isinstance(val, torch.Tensor) and val.layout is torch.strided:
+        yield val.untyped_storage()._cdata
+
+
+def frozen(x: Any) -> Any:
+    """Arguments as something that hashes, in which 1, 1.0 and True differ."""
+    if isinstance(x, fx.Node):
+        return x
+    if isinstance(x, (list, tuple)):
+        return (type(x), *map(frozen, x))
+    if isinstance(x, dict):
+        return (dict, *((k, frozen(v)) for k, v in x.items()))
+    if isinstance(x, slice):
+        return (slice, frozen(x.start), frozen(x.stop), frozen(x.step))
+    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(x), x.node.expr)
+    return (type(x), x)

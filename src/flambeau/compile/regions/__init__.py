@@ -1,0 +1,1 @@
+"""Repeated layers of a graph, compiled once."""

@@ -1,0 +1,242 @@
+"""Operators of the device that are made of others: those whose results are as large as data say, and their users; and
+draws that sort.
+
+Where the others cannot serve a call either (a dtype that only the CPU has), it goes on to the fallback.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flambeau.ir.dtypes import SUPPORTED
+
+from .python_kernels import aten_named, private
+
+aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+
+
+def equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool((x == y).all().item())
+
+
+def nonzero(x: Tensor) -> Tensor:
+    """Elements that are not zero are counted through; each writes its place at its number."""
+    mask = (x != 0).reshape(-1)
+    numbers = mask.cumsum(0)
+    count = int(numbers[-1].item()) if mask.numel() else 0
+    # One place more, for all the others.
+    place = torch.where(mask, numbers - 1, count)
+    found = x.new_empty(count + 1, dtype=torch.int64)
+    found = found.scatter_(0, place, torch.arange(mask.numel(), device=x.device))[:count]
+    columns = []
+    for size in reversed(x.shape):
+        columns.append(found % size)
+        found = found // size
+    return torch.stack(columns[::-1], 1) if columns else x.new_empty((count, 0), dtype=torch.int64)
+
+
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    x, mask = torch.broadcast_tensors(x, mask)
+    return x.reshape(-1).index_select(0, nonzero(mask.reshape(-1))[:, 0])
+
+
+def as_places(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None] | None:
+    """Indices with places instead of masks, all on the device; None where they are so already."""
+    if not any(i is not None and (i.dtype in _MASKS or i.device != x.device) for i in indices):
+        return None
+    out: list[Tensor | None] = []
+    for i in indices:
+        if i is None:
+            out.append(None)
+        elif i.dtype in _MASKS:
+            if i.dtype is torch.uint8:
+                warnings.warn("indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool "
+                              "instead.", stacklevel=2)
+            at = len(out)
+            for k, (size, expected) in enumerate(zip(i.shape, x.shape[at:])):
+                if size != expected:
+                    raise IndexError(f"The shape of the mask {list(i.shape)} at index {k} does not match the shape of "
+                                     f"the indexed tensor {list(x.shape)} at index {at + k}")
+            out.extend(nonzero(i.to(x.device)).unbind(1))
+        else:
+            out.append(i.to(x.device))
+    return out
+
+
+def index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    places = as_places(x, indices)
+    if places is None:
+        return NotImplemented
+    return aten.index.Tensor(x, places)
+
+
+def index_put_impl_(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False,
+                    unsafe: bool = False) -> Tensor:
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is not None and mask.dtype is torch.bool and values.numel() == 1 and not accumulate \
+            and mask.dim() <= x.dim() and mask.shape == x.shape[:mask.dim()]:
+        mask = mask.to(x.device).reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+        return x.masked_fill_(mask, values.reshape(()).to(x.dtype))
+    places = as_places(x, indices)
+    if places is None:
+        return NotImplemented
+    return aten._index_put_impl_.default(x, places, values, accumulate, unsafe)
+
+
+def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Of integers, which the CPU does not count, and code for accelerators takes for granted."""
+    if x.is_floating_point():
+        return NotImplemented
+    lo, hi = int(min), int(max)
+    if lo == hi and x.numel():
+        lo, hi = int(x.min().item()), int(x.max().item())
+    if lo == hi:
+        lo, hi = lo - 1, hi + 1
+    wide = x.reshape(-1).to(torch.int64)
+    place = ((wide - lo) * bins // (hi - lo)).clamp_max(bins - 1)
+    # One place more, for what is outside.
+    place = torch.where((wide >= lo) & (wide <= hi), place, bins)
+    return x.new_zeros(bins + 1).index_add_(0, place, torch.ones_like(wide, dtype=x.dtype))[:bins]
+
+
+# ---- unique ----------------------------------------------------------------------------------------------
+
+
+def runs(begins: Tensor, order: Tensor | None, inverse: bool, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of runs of equal elements, by where they begin: those places, the run of each element, and lengths.
+
+    `order`: where the elements were before they were sorted."""
+    starts = nonzero(begins)[:, 0]
+    none = starts.new_empty(0)
+    number, length = none, none
+    if inverse:
+        number = begins.cumsum(0) - 1
+        number = number if order is None else torch.empty_like(number).scatter_(0, order, number)
+    if counts:
+        length = torch.cat((starts[1:], starts.new_full((1,), begins.numel()))) - starts if starts.numel() else none
+    return starts, number, length
+
+
+def begins_of(rows: Tensor) -> Tensor:
+    """Whether an element, or a row, is another than the one before it."""
+    other = rows[1:] != rows[:-1]
+    other = other.any(1) if other.dim() > 1 else other
+    return torch.cat((other.new_ones(min(rows.shape[0], 1)), other))
+
+
+def unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    line, order = x.reshape(-1).sort(stable=True)
+    starts, number, length = runs(begins_of(line), order, return_inverse, return_counts)
+    return line.index_select(0, starts), number.reshape(x.shape) if return_inverse else number, length
+
+
+def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False) -> Any:
+    return unique2(x, sorted, return_inverse)[:2]
+
+
+def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+                       ) -> Any:
+    if dim is not None and not (x.dim() == 1 and dim in (0, -1)):
+        return unique_dim_consecutive(x, dim, return_inverse, return_counts)
+    line = x.reshape(-1)
+    starts, number, length = runs(begins_of(line), None, return_inverse, return_counts)
+    return line.index_select(0, starts), number.reshape(x.shape) if return_inverse else number, length
+
+
+# Rows are sorted by one column after the other: beyond this, the CPU is done sooner.
+_COLUMNS = 64
+
+
+def unique_dim(x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+               ) -> Any:
+    if not x.numel() or x.numel() > _COLUMNS * x.shape[dim]:
+        return NotImplemented
+    rows = x.movedim(dim, 0).reshape(x.shape[dim], -1)
+    order = torch.arange(rows.shape[0], device=x.device)
+    for column in reversed(rows.unbind(1)):
+        order = order.index_select(0, column.index_select(0, order).sort(stable=True)[1])
+    return rows_of_runs(x, dim, rows.index_select(0, order), order)
+
+
+def unique_dim_consecutive(x: Tensor, dim: int, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    if not x.numel():
+        return NotImplemented
+    return rows_of_runs(x, dim, x.movedim(dim, 0).reshape(x.shape[dim], -1), None)
+
+
+def rows_of_runs(x: Tensor, dim: int, rows: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers and lengths in any case, as on the CPU."""
+    starts, number, length = runs(begins_of(rows), order, True, True)
+    shape = x.movedim(dim, 0).shape[1:]
+    return rows.index_select(0, starts).reshape(-1, *shape).movedim(0, dim), number, length
+
+
+# ---- draws -----------------------------------------------------------------------------------------------
+
+
+def multinomial(x: Tensor, n: int, replacement: bool = False, generator: torch.Generator | None = None) -> Tensor:
+    """Of numbers p / q with q ~ Exp(1), the largest is at i with the chance of p_i, and so is the next of the rest."""
+    if x.dim() not in (1, 2) or not x.is_floating_point() or n <= 0 or x.shape[-1] > 2**24 or (
+            not replacement and n > x.shape[-1]):
+        return NotImplemented  # whose error says why
+    if x.dim() == 2 and not x.shape[0]:
+        return x.new_empty((0, n), dtype=torch.int64)
+    several = replacement and n > 1
+    wide = x if x.dtype is torch.float64 else x.float()
+    total = wide.sum(-1, keepdim=True)
+    wrong = torch.stack(((x < 0).any(), ~x.isfinite().all(), (total <= 0).any())).tolist()
+    if any(wrong):
+        said = ("encountering probability entry < 0", "encountering probability entry = infinity or NaN",
+                "sum of probabilities <= 0")
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"
+                           if not several and not wrong[2] or not several and any(wrong[:2])
+                           else f"invalid multinomial distribution ({said[wrong.index(True)]})")
+    if not several:
+        q = x / torch.empty_like(x).exponential_(1, generator=generator)
+        return q.argmax(-1, keepdim=True) if n == 1 else q.topk(n)[1]
+    drawn = torch.empty((*x.shape[:-1], n), dtype=wide.dtype, device=x.device).uniform_(generator=generator)
+    # The first sum that is greater: never that of a category without a chance. A number below one times the total
+    # stays below it.
+    sums = wide.cumsum(-1)
+    return torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
+
+
+def randperm(n: int, generator: torch.Generator | None = None, *, out: Tensor) -> Tensor:
+    """The order of random numbers, of so many bits that no two are equal."""
+    exact = 2 / torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 2**31
+    if not n or n > min(exact, 2**31) or out.dtype not in SUPPORTED or torch.tensor(n).to(out.dtype).long() != n:
+        return NotImplemented  # what eager refuses is among these
+    keys = torch.empty(n, dtype=torch.int64, device=out.device).random_(generator=generator)
+    if out.shape != (n,):
+        out.resize_(n)
+    return out.copy_(keys.argsort())
+
+
+_COMPOSED: dict[str, Callable[..., Any]] = {
+    "equal": equal, "nonzero": nonzero, "masked_select": masked_select, "index.Tensor": index,
+    "_index_put_impl_": index_put_impl_, "histc": histc, "_unique": unique, "_unique2": unique2,
+    "unique_consecutive": unique_consecutive, "unique_dim": unique_dim,
+    "unique_dim_consecutive": unique_dim_consecutive, "multinomial": multinomial, "randperm.generator_out": randperm,
+}
+
+
+def register_composed(aten_library: torch.library.Library, otherwise: Callable[..., Any]) -> None:
+    """`otherwise(op, *args)` computes what these cannot."""
+    for name, compute in _COMPOSED.items():
+        aten_library.impl(name, private(_composed(aten_named(name), compute, otherwise)), "PrivateUse1")
+
+
+def _composed(op: Any, compute: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        suits = tensors[0].dtype in SUPPORTED and not tensors[0].is_cpu and len({t.device for t in tensors}) == 1
+        out = compute(*args, **kwargs) if suits else NotImplemented
+        return otherwise(op, *args, **kwargs) if out is NotImplemented else out
+
+    return call

@@ -1,0 +1,1 @@
+"""Other libraries' operators and choices of devices."""

@@ -1,0 +1,1 @@
+"""flambeau.accelerate: eager operators on our kernels."""

@@ -1,0 +1,248 @@
+"""`accelerate`: eager operators of a device run on our kernels, where those are faster than torch's.
+
+    flambeau.accelerate("cuda")                 # from here on; .undo() ends it
+    with flambeau.accelerate("cpu", only="cumsum"):
+        ...
+    print(*flambeau.accelerated(), sep="\\n")    # what was replaced, and how often it was used
+
+A native gate (gate.cpp) stands before each operator at the backend's dispatch key, below autograd and autocast. Small
+calls pass it. For a larger one it looks for a kernel of just these dtypes, sizes and scalars; the second call of a kind
+asks this file to build one, in the background, while torch's kernel goes on serving. A kernel that is ready is timed
+against torch's on some calls, and stays only if it is the faster one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+
+from flambeau.config import config
+from flambeau.errors import OptionError, UnsupportedError
+from flambeau.optim.eager_steps import EagerSteps
+from flambeau.runtime.placement import target_of
+from flambeau.targets.background import Closing, Pool, closing, fork_safe
+from flambeau.torch_compat.dispatch import has_kernel_for_key, key_for_device, untraced
+
+from .gate import Gates, load_gates
+from .one_call import Arguments, build, described
+from .operator_forms import GROUPS, Form, wanted
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 2  # calls of a kind before its kernel is built: shapes that come once are not worth a compiler
+MOST_KERNELS = 64  # for one form of an operator; whoever has more shapes than that would compile for ever
+UNTRIED = 1 << 15  # elements, for operators that only their user's wish replaces
+
+
+# ---- what users call -----------------------------------------------------------------------------------
+
+
+def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | None = None,
+               exclude: str | Iterable[str] | None = None, *, wait: bool = False, tune: bool = True) -> Acceleration:
+    """Replace eager operators of a device, until `undo()` of what this returns or the end of its `with` block.
+
+    `only` and `exclude` name operators ("cumsum") or groups of them ("max pooling"). With `wait` a kernel is built
+    when a call first needs it, and that call waits. Without `tune` kernels are not timed against torch's: they serve
+    every call from the size on that is known to be worth it. Without `only`, steps of torch's optimizers and the
+    clipping of gradients run on our kernels as well.
+    """
+    kind = torch.device(device)
+    if kind.index is not None:
+        raise OptionError(f"operators are replaced on all devices of a type, and {kind} is one of them",
+                          hint=f"accelerate({kind.type!r})")
+    target = target_of(kind, config.target)
+    if target is None:
+        raise UnsupportedError(f"there is no target for tensors on {kind}")
+    forms = wanted(target.wins, only, exclude, UNTRIED)
+    key = key_for_device(kind.type)
+    usable = {form: size for form, size in forms.items() if has_kernel(form, key)}
+    native = load_gates()  # which may fail: nothing is replaced before
+    steps = EagerSteps(kind.type) if only is None and target.capabilities().tables else None
+    return Acceleration(native, kind.type, key, usable, _Settings(wait, tune), steps)
+
+
+def accelerated() -> list[Replaced]:
+    """The operators that are replaced now, the most used first."""
+    with _LOCK:
+        rows = [gate.row() for gate in _GATES.values() if gate.holders]
+    return sorted(rows, key=lambda row: (-row.ours, -row.original, row.operator))
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A form of an operator with a gate before it."""
+
+    operator: str
+    device: str
+    group: str
+    elements: int  # from which a call is looked at
+    ours: int  # calls since it was replaced
+    original: int
+    kernels: int  # that are in use, or being timed
+    slower: int  # that torch's kernel has beaten
+    refused: dict[str, int] = field(default_factory=dict)  # why there is none, and for how many kinds of calls
+
+    def __str__(self) -> str:
+        text = f"{self.operator} ({self.device}, from {self.elements} elements): {self.ours} calls ours, " \
+               f"{self.original} torch's; {self.kernels} kernels"
+        parts = [f"{self.slower} slower than torch's"] if self.slower else []
+        return "; ".join([text, *parts, *(f"{count} not built: {why}" for why, count in self.refused.items())])
+
+
+class Acceleration:
+    """What one `accelerate` replaced."""
+
+    def __init__(self, native: Gates, device: str, key: str, forms: dict[Form, int], settings: _Settings,
+                 steps: EagerSteps | None = None) -> None:
+        self.device = device
+        self._steps = steps
+        self._gates: list[_Gate] = []
+        with _LOCK:
+            try:
+                for form, elements in forms.items():
+                    gate = _GATES.get((device, form)) or _Gate(native, device, key, form)
+                    _GATES[device, form] = gate
+                    gate.hold(self, elements, settings)
+                    self._gates.append(gate)
+            except BaseException:
+                self.undo()
+                raise
+
+    def undo(self) -> None:
+        """Torch's own kernels again. Once is enough."""
+        if self._steps is not None:
+            self._steps.undo()
+        with _LOCK:
+            gates, self._gates = self._gates, []
+            for gate in gates:
+                gate.release(self)
+
+    def __enter__(self) -> Acceleration:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"<Acceleration of {len(self._gates)} operators on {self.device}>"
+
+
+@dataclass(frozen=True)
+class _Settings:
+    wait: bool
+    tune: bool
+
+
+def has_kernel(form: Form, key: str) -> bool:
+    """Whether the operator is one at this key, and not composed of others above it."""
+    return any(has_kernel_for_key(form.op.name(), k)
+               for k in (key, "CompositeExplicitAutograd"))
+
+
+# ---- gates ---------------------------------------------------------------------------------------------
+
+_LOCK = fork_safe(threading.RLock())
+_GATES: dict[tuple[str, Form], _Gate] = {}
+
+
+class _Gate:
+    """The gate before one form of an operator. It outlives its use: its kernels serve the next `accelerate`."""
+
+    def __init__(self, native: Gates, device: str, key: str, form: Form) -> None:
+        self.native, self.device, self.form = native, device, form
+        overload = form.op._overloadname
+        self.number = native.make(form.op._schema.name, "" if overload == "default" else overload, key, device)
+        self.holders: dict[Acceleration, tuple[int, _Settings]] = {}
+        self.refused: Counter[str] = Counter()
+        self.built = 0
+        self.before = (0, 0)  # calls that earlier uses counted
+
+    def hold(self, holder: Acceleration, elements: int, settings: _Settings) -> None:
+        if not self.holders:
+            self.before = self.native.usage(self.number)[:2]
+        self.open(elements, settings)
+        self.holders[holder] = elements, settings
+
+    def release(self, holder: Acceleration) -> None:
+        del self.holders[holder]
+        if self.holders:  # the last of them decides
+            self.open(*list(self.holders.values())[-1])
+        else:
+            self.native.close(self.number)
+
+    def open(self, elements: int, settings: _Settings) -> None:
+        # Who draws random numbers must not change between calls of one program, least of all by the clock.
+        random = GROUPS[self.form.group].random
+        now, tune = settings.wait or random, settings.tune and not random
+
+        @untraced
+        def ask(kind: int, args: Arguments) -> None:
+            job = _Job(self, kind, described(args), tune)
+            if not closing():  # torch's kernel goes on serving
+                WORKER.submit(job.run)
+            else:
+                job.done.set()
+            if now:
+                job.done.wait()
+
+        capturing = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
+        self.native.open(self.number, elements, self.form.measured(), 1 if now else PATIENCE, ask, capturing)
+
+    def row(self) -> Replaced:
+        ours, original, kernels = self.native.usage(self.number)
+        elements, _ = list(self.holders.values())[-1]
+        slower = sum(turn == 0 for turn, _, _ in kernels)
+        return Replaced(self.form.name, self.device, self.form.group, elements, ours - self.before[0],
+                        original - self.before[1], len(kernels) - slower, slower, dict(self.refused))
+
+
+@atexit.register
+def _close_all() -> None:
+    """The interpreter ends, calls of other threads may go on: without Python."""
+    with _LOCK:
+        for gate in _GATES.values():
+            if gate.holders:
+                gate.native.close(gate.number)
+
+
+# ---- kernels -------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """A kernel to build, for the calls of one kind."""
+
+    def __init__(self, gate: _Gate, kind: int, args: Arguments, tune: bool) -> None:
+        self.gate, self.kind, self.args, self.tune = gate, kind, args, tune
+        self.context = contextvars.copy_context()  # of the call: settings may be overridden in it
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        gate = self.gate
+        try:
+            if gate.built >= MOST_KERNELS:
+                raise UnsupportedError(f"{MOST_KERNELS} kernels were built already")
+            run, _ = self.context.run(build, gate.form, self.args)
+            gate.built += 1
+            gate.native.resolve(gate.number, self.kind, run, self.tune)
+        except Closing:
+            pass
+        except Exception as error:  # whatever is wrong with the compiler, torch's kernel goes on serving
+            reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+            gate.refused[reason] += 1
+            level = logging.INFO if isinstance(error, UnsupportedError) else logging.WARNING
+            log.log(level, "%s stays with torch: %s", gate.form.name, reason)
+        finally:
+            self.done.set()
+
+
+# One after another, in a thread that has none of its callers' modes and guards.
+WORKER = Pool(1, "accelerate")

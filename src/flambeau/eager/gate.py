@@ -1,0 +1,61 @@
+"""The native gates (gate.cpp): compiled once for each torch, with the signatures of the operators they stand before."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+from flambeau.config import config
+from flambeau.errors import UnsupportedError
+from flambeau.native.build import load_native, python_headers, source
+
+from .operator_forms import all_forms, cpp_names
+
+
+class Gates(Protocol):
+    """The extension module."""
+
+    def make(self, name: str, overload: str, key: str, device: str) -> int:
+        """A gate before one operator at one dispatch key; it exists until the process ends."""
+
+    def open(self, gate: int, threshold: int, measured: int, patience: int, ask: Callable[[int, tuple[Any, ...]], None],
+             capturing: Callable[[], bool] | None) -> None:
+        """Put it into the dispatch table, or change its settings if it is there."""
+
+    def close(self, gate: int) -> None:
+        """Take it out: what was there before is there again."""
+
+    def resolve(self, gate: int, kind: int, run: Callable[[list[Any]], list[Any]] | None, trial: bool) -> None:
+        """What serves the calls that `ask` was asked about: run, both in turns at first, or the original."""
+
+    def watch(self, changed: int, here: Callable[[], int]) -> None:
+        """Part of what calls are told apart by: what `here` says, once the word at the address `changed` is not 0."""
+
+    def usage(self, gate: int) -> tuple[int, int, list[tuple[int, float, float]]]:
+        """(calls of ours, calls of the original, for each kernel: turn, best time of the original, of ours)"""
+
+
+@cache
+def load_gates() -> Gates:
+    """The module, out of the cache or compiled now. CompileError where there is nothing to compile with."""
+    if not (python_headers() / "Python.h").exists():
+        raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
+                               hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
+    native: Gates = load_native("gate", "the gates before eager operators", text())
+    native.watch(*watched())
+    return native
+
+
+def watched() -> tuple[int, Callable[[], int]]:
+    """What gates watch of the settings."""
+    return ctypes.addressof(config.changed), config.variant
+
+
+def text() -> str:
+    """gate.cpp with its table of operators."""
+    headers, types = cpp_names(all_forms())
+    return source("gate").replace(
+        "// OPERATOR HEADERS", "\n".join(f"#include <{h}>" for h in headers)).replace(
+        "// OPERATOR ROWS", "\n".join(f"    row<{t}>()," for t in types))

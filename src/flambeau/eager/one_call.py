@@ -1,0 +1,341 @@
+"""One call of an eager operator as a graph, and the program that serves calls like it.
+
+The graph is the functional operator; what the form writes to is written at its end. Operators that torch or we put
+together out of others are taken apart first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flambeau.capture.decompositions import table
+from flambeau.capture.eager_strides import settle_strides
+from flambeau.capture.graph import Captured, RunNumber
+from flambeau.config import config
+from flambeau.errors import CompileError, UnsupportedError
+from flambeau.ir.expr import cast, index_value, walk, where
+from flambeau.ir.index import ZERO
+from flambeau.ir.program import Call, Copy
+from flambeau.ops import LOWERINGS
+from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.pipeline import Options, compiled
+from flambeau.runtime.launch_plan import Run
+from flambeau.runtime.memory_layout import is_dense, overlapping
+from flambeau.runtime.placement import flat
+from flambeau.targets.base import get_target
+from flambeau.torch_compat.fake import FakeTensorMode, unset_fake_temporarily
+from flambeau.torch_compat.fx import LazyGraphModule
+from flambeau.torch_compat.ops import OpOverload
+
+from .operator_forms import Form
+
+aten = torch.ops.aten
+
+Arguments = tuple[Any, ...]
+
+
+# ---- arguments -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """What a program depends on of a tensor, without holding its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    overlaps: bool
+    same: int  # the first tensor of the call that it is one with, or itself: what the gate's key says, and no more
+
+    @property
+    def is_dense(self) -> bool:
+        return is_dense(self.shape, self.strides)
+
+    def fake(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A scalar tensor on the CPU."""
+
+    value: bool | int | float
+    dtype: torch.dtype
+
+    def fake(self) -> torch.Tensor:
+        return torch.empty((), dtype=self.dtype, device="cpu")
+
+
+def described(args: Arguments, same: Iterable[int] | None = None, numbers: bool = False) -> Arguments:
+    """The arguments of a call with descriptions in place of tensors; `numbers`: scalars on the CPU by their value.
+
+    `same`: for each tensor the first that it is one with; by default, none is another's.
+    """
+    which = count() if same is None else iter(same)
+
+    def describe(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(describe(y) for y in x)
+        if not isinstance(x, torch.Tensor):
+            return x
+        if numbers and x.is_cpu and x.dim() == 0:
+            return Number(x.item(), x.dtype)
+        shape, strides = tuple(x.shape), x.stride()
+        return TensorLike(shape, strides, x.dtype, x.device, overlapping(shape, strides), next(which))
+
+    return tuple(describe(x) for x in args)
+
+
+def is_number(x: Any, kind: str) -> bool:
+    """Whether an argument is among the numbers of a call, as a gate counts them; `kind`: its type in the schema."""
+    return isinstance(x, Number) or (isinstance(x, (int, float)) and (
+        kind == "number" and not isinstance(x, bool) or kind in ("Tensor", "Optional[Tensor]")))
+
+
+def plain(x: Any) -> bool | int | float:
+    return x.value if isinstance(x, Number) else x
+
+
+def map_numbers(op: OpOverload, args: Arguments, change: Callable[[int, Any], Any]) -> Arguments:
+    """The call with what `change` makes of the position and the value of each of its numbers."""
+    position = count()
+
+    def mapped(x: Any, kind: str) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(mapped(y, "") for y in x)
+        return change(next(position), x) if is_number(x, kind) else x
+
+    return tuple(mapped(x, str(a.type)) for a, x in zip(op._schema.arguments, args, strict=True))
+
+
+def numbers_of(op: OpOverload, args: Arguments) -> list[Any]:
+    found: list[Any] = []
+    map_numbers(op, args, lambda k, x: found.append(x))
+    return found
+
+
+# ---- programs --------------------------------------------------------------------------------------------
+
+
+class OtherShapes(Exception):
+    """What a call writes to must have these shapes first."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+
+# They fill what they write to, row by row, and resize it only if it has another number of elements.
+KEEP_SHAPE = {aten.arange.out, aten.arange.start_out, aten.range.out, aten.linspace.out, aten.logspace.out}
+
+Range = tuple[int, int, int]  # a tensor of the call, and the least and the most that its values may be
+
+
+def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> tuple[Run, tuple[Range, ...]]:
+    """The function that serves such calls: it takes their tensors as a list, in order, and returns the results. With
+    it, what its kernels accept of those tensors that are indices as they are.
+
+    `into_any`: also where what the call writes to has gaps or another dtype, or has to be resized (OtherShapes).
+    The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits. UnsupportedError says why
+    there is none.
+    """
+    made = compiled(graph_of(form, args, lift, into_any), Options(config.numerics))
+    if made.captured.externs or any(
+            isinstance(s, Call) and isinstance(s.target, OpOverload) for s in made.program.steps):
+        graph = made.captured.graph
+        if lacking := {b.dtype for b in graph.buffers.values()} - graph.capabilities.dtypes:
+            raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
+                                   target=get_target(made.package.target).machine())
+        raise UnsupportedError("this call has no lowering")
+    if form.op is aten.copy_.default and any(isinstance(s, Copy) for s in made.program.steps):
+        raise UnsupportedError("the copy cannot be made in one step")  # another is this operator again
+    for kernel in (made.build.wait() if made.build is not None else {}).values():
+        if isinstance(kernel, CompileError):
+            raise kernel
+    return made.finish(), accepted(made.captured)
+
+
+def accepted(captured: Captured) -> tuple[Range, ...]:
+    """Of tensors whose values are indices."""
+    position = dict(zip(captured.graph.inputs, captured.tensors))  # numbers follow, which are no indices
+    found: dict[Range, None] = {}
+    for e in walk(*(e for node in captured.graph.nodes for e in node.exprs())):
+        if e.op != "check":
+            continue
+        size = e.attr.size
+        if size is ZERO:
+            raise UnsupportedError("what it indexes has no elements")  # who is asked instead says what is wrong
+        loads = [x for x in walk(e.args[0]) if x.op == "load"]
+        if len(loads) != 1 or len(e.args) > 1 or loads[0].attr[0] not in position or not size.is_const:
+            continue
+        which, at = position[loads[0].attr[0]], cast(loads[0], torch.int64)
+        if e.args[0] is at:
+            found[which, 0, size.const - 1] = None
+        elif e.args[0] is where(at < 0, at + index_value(size), at):
+            found[which, -size.const, size.const - 1] = None
+    return tuple(found)
+
+
+def graph_of(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> fx.GraphModule:
+    with FakeTensorMode():
+        return _Graph(form, args, lift, into_any).made()
+
+
+class _Graph:
+    def __init__(self, form: Form, args: Arguments, lift: int, into_any: bool) -> None:
+        self.form, self.args, self.lift, self.into_any = form, args, lift, into_any
+        self.count = 0  # of numbers so far, as the gate counts them
+        self.graph = fx.Graph()
+        self.held: dict[str, torch.Tensor] = {}
+        self.same: dict[TensorLike, fx.Node] = {}
+        self.numbers: list[tuple[Any, RunNumber]] = []
+
+    def made(self) -> fx.GraphModule:
+        form, schema = self.form, self.form.op._schema.arguments
+        nodes = [self.placeholder(x, str(a.type)) for a, x in zip(schema, self.args, strict=True)]
+        nodes = [fx.node.map_aggregate(x, self.number) for x in nodes]
+        given = {schema[k].name: nodes[k] for k in form.inputs if "Generator" not in str(schema[k].type)}
+        by_name = {schema[k].name for k in form.inputs if schema[k].kwarg_only}
+        targets = [node for k in form.written for node in flat(nodes[k])]
+        if form.factory:
+            like = targets[0].meta["val"]
+            given |= {"dtype": like.dtype, "device": like.device}
+            by_name |= {"dtype", "device"}
+        elif self.into_any and targets and "dtype" in given and given["dtype"] is None:  # sums are taken in that
+            given["dtype"] = targets[0].meta["val"].dtype
+        results = self.call(tuple(x for name, x in given.items() if name not in by_name),
+                            {name: x for name, x in given.items() if name in by_name})
+        settle_strides(self.graph)
+        if form.op in KEEP_SHAPE and self.into_any:
+            results = [self.shaped(result, target.meta["val"].shape)
+                       for result, target in zip(results, targets, strict=True)]
+        if targets:
+            self.check([x for k in form.written for x in flat(self.args[k])], results)
+            for target, result in zip(targets, results, strict=True):
+                node = self.graph.call_function(aten.copy_.default, (target, result))
+                node.meta["val"] = target.meta["val"]
+        self.graph.output([] if targets else results)
+        return LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
+
+    def shaped(self, result: fx.Node, shape: torch.Size) -> fx.Node:
+        """The result in that shape, if it has as many elements."""
+        val = result.meta["val"]
+        if val.shape == shape or val.numel() != shape.numel():
+            return result
+        node = self.graph.call_function(aten.view.default, (result, list(shape)))
+        node.meta["val"] = val.view(shape)
+        return node
+
+    def placeholder(self, x: Any, kind: str) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(self.placeholder(y, "") for y in x)
+        if isinstance(x, TensorLike):
+            node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+            node.meta["val"] = x.fake()
+            return self.same.setdefault(x, node)
+        lifted = self.is_lifted(x, kind)
+        if isinstance(x, Number):
+            if lifted:
+                return self.later(x, RunNumber(x.dtype, False))
+            name = f"number{len(self.held)}"
+            with unset_fake_temporarily():
+                self.held[name] = torch.scalar_tensor(x.value, dtype=x.dtype, device="cpu")
+            node = self.graph.get_attr(name)
+            node.meta["val"] = x.fake()
+            return node
+        return self.later(x, RunNumber(torch.int64 if isinstance(x, int) else torch.float64, True)) if lifted else x
+
+    def is_lifted(self, x: Any, kind: str) -> bool:
+        if not is_number(x, kind):
+            return False
+        self.count += 1
+        lifted = bool(self.lift >> (self.count - 1) & 1)
+        if lifted and isinstance(plain(x), bool):
+            raise UnsupportedError("a truth value is part of a program")
+        return lifted
+
+    def later(self, x: Any, kind: RunNumber) -> RunNumber:
+        """Placeholders of numbers come after those of tensors."""
+        self.numbers.append((x, kind))
+        return kind
+
+    def number(self, x: Any) -> Any:
+        if not isinstance(x, RunNumber):
+            return x
+        given, kind = self.numbers.pop(0)
+        assert kind is x
+        node = self.graph.placeholder(f"n{len(self.graph.nodes)}")
+        node.meta["val"] = kind
+        node.meta["example"] = given.fake() if isinstance(given, Number) else given
+        return node
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The results' nodes, None for what is none."""
+        functional: Any = self.form.functional
+        examples: Any = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example", n.meta["val"]))
+        if functional not in LOWERINGS and functional not in CONTRACTIONS:
+            return self.taken_apart(functional, args, kwargs, examples)
+        call = self.graph.call_function(functional, args, kwargs)
+        val = call.meta["val"] = functional(*examples[0], **examples[1])
+        if not isinstance(val, (list, tuple)):
+            return [call]
+        return [part(self.graph, call, k) for k in range(len(val))]
+
+    def taken_apart(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+                    examples: Any) -> list[Any]:
+        if self.lift:
+            raise UnsupportedError("its numbers are part of what it is made of")
+        used: list[fx.Node] = []
+        fx.node.map_arg((args, kwargs), used.append)
+        used = list(dict.fromkeys(used))
+
+        def of_tensors(*tensors: torch.Tensor) -> Any:
+            there = dict(zip(used, tensors, strict=True))
+            a, k = fx.node.map_arg((args, kwargs), lambda n: there[n])
+            return function(*a, **k)
+
+        traced = make_fx(of_tensors, decomposition_table=table(), tracing_mode="real")(
+            *(n.meta["val"] for n in used))
+        env: dict[fx.Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), used, strict=True))
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                found: Any = fx.node.map_arg(node.args[0], lambda n: env[n])
+                return list(found) if isinstance(found, (list, tuple)) else [found]
+            if node.op == "get_attr":
+                raise UnsupportedError("it is made with tensors of its own")
+            if node.op == "call_function":
+                env[node] = self.graph.node_copy(node, lambda n: env[n])
+        raise AssertionError("a graph without an output")
+
+    def check(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        """What takes the results can take them. Torch resizes and casts where it must."""
+        made = [r.meta["val"] for r in results]
+        if len(given) != len(made) or not all(isinstance(x, TensorLike) for x in given):
+            raise UnsupportedError("what it writes to is not there")
+        if any(x.shape != tuple(t.shape) for x, t in zip(given, made, strict=True)):
+            if self.form.op in KEEP_SHAPE and any(0 not in x.shape for x in given):
+                raise UnsupportedError("eager resizes it with words of its own")
+            if self.into_any and all(self.form.op._schema.arguments[k].is_out for k in self.form.written):
+                raise OtherShapes([tuple(t.shape) for t in made])
+            raise UnsupportedError("what it writes to has another shape")
+        if not all(x.dtype is t.dtype or self.into_any and torch.can_cast(t.dtype, x.dtype)
+                   for x, t in zip(given, made, strict=True)):
+            raise UnsupportedError("what it writes to has another dtype")
+        if len({*given}) < len(given) or any(x.overlaps or not self.into_any and not x.is_dense for x in given):
+            raise UnsupportedError("what it writes to is not plain memory")
+
+
+def part(graph: fx.Graph, call: fx.Node, k: int) -> fx.Node | None:
+    if call.meta["val"][k] is None:
+        return None
+    node = graph.call_function(operator.getitem, (call, k))
+    node.meta["val"] = call.meta["val"][k]
+    return node

@@ -1,1 +1,0 @@
-"""The doors from PyTorch."""

@@ -1,0 +1,1 @@
+"""C++ against torch's own headers, and the build of it."""

@@ -1,0 +1,1 @@
+"""Steps of optimizers and clipping, as kernels along tables of tensors."""

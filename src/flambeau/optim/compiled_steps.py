@@ -1,0 +1,220 @@
+"""torch.compile of an optimizer's step, or of the clipping of gradients: Dynamo traces none of it.
+
+To trace a step over two thousand parameters takes Dynamo and AOTAutograd minutes, and most of it is bookkeeping of
+tensors one by one. So where this backend compiles, the frames of torch's optimizers run as they are, and the functions
+over lists of tensors that they end in (`torch.optim.adam.adam`) are ours (multi_tensor.py). For all other callers,
+other backends among them, those functions are torch's own.
+
+Some steps compute with numbers that they read out of their states. Traced, they read tensors in float32 where eager has
+Python's numbers: who wants eager's bits gets torch's function as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from flambeau.compile import kept_by_dynamo
+from flambeau.config import config
+from flambeau.ir.numerics import wants_bits
+from flambeau.torch_compat.dynamo import (
+    SKIP_FRAME,
+    WRAPPER,
+    backend_of,
+    current_translator,
+    get_eval_frame_callback,
+    graph_break,
+    is_fullgraph,
+    may_break,
+    skip_code,
+)
+from flambeau.torch_compat.optim import READS, base_file, files
+from flambeau.torch_compat.patches import FRAMES, OPTIMIZERS
+
+from . import parameter_groups
+
+EAGER: Counter[str] = Counter()  # types of devices, and how many wish that uncompiled steps there are ours
+
+
+@cache
+def install(backend: Callable[..., Any]) -> Routes | None:
+    """Once for a process: from now on, steps that `backend` compiles are ours. None: FLAMBEAU_PATCHES=0."""
+    if not config.patches:
+        return None
+    ours = functools.partial(options_of, backend)
+    routes = Routes(ours)
+    always = frozenset({__file__, parameter_groups.__file__, base_file()}) | files(
+        ("step", "total_norm", "clip_with_norm", ""))
+    # Frames about which Dynamo need not ask us, at 20 us each.
+    for inside in (options_of, options_for, is_accelerated, backend_of):
+        skip_code(inside.__code__)
+    FRAMES.apply(functools.partial(passing, always, always | files((READS,)), ours, routes))
+    return routes
+
+
+class Routes:
+    """Torch's functions over lists of tensors are ours while this backend traces, and as long as it has a use for them:
+    for good, once a frame that it compiles has called one."""
+
+    def __init__(self, ours: Callable[..., Any]) -> None:
+        self.ours, self.wanted = ours, functools.partial(options_for, ours)
+        self.users, self.is_kept, self.lock = 0, False, threading.Lock()
+
+    def begin(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                OPTIMIZERS.apply(self.routed, self.remembering)
+
+    def end(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0 and OPTIMIZERS.is_applied:
+                OPTIMIZERS.undo()
+
+    def keep(self) -> None:
+        """What Dynamo compiled has them in it, or calls them: they stay."""
+        if not self.is_kept:
+            self.is_kept = True
+            self.begin()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def routed(self, original: Callable[..., Any], module: str, kind: str) -> Callable[..., Any]:
+        function = routed(original, module, kind, self)
+        skip_code(function.__code__)
+        return function
+
+    def remembering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        function = parameter_groups.remembering(original, self.wanted)
+        skip_code(function.__code__)
+        return function
+
+
+def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | None:
+    """The options of a compilation by this backend; None if the callback of frames is of another."""
+    callback = backend_of(callback)
+    if getattr(callback, "compiler_fn", callback) is not backend:
+        return None
+    return getattr(callback, "kwargs", {})
+
+
+def exact(given: dict[str, Any]) -> bool:
+    return wants_bits((given.get("options") or given).get("numerics", config.numerics))
+
+
+def passing(ours_always: frozenset[str], ours_exact: frozenset[str], ours: Callable[..., Any], routes: Routes,
+            convert: Callable[..., Any]) -> Callable[..., Any]:
+    """The files whose frames run as they are, always and where eager's bits are wanted."""
+
+    def is_exact(callback: Any) -> bool:
+        return (given := ours(callback)) is not None and exact(given)
+
+    def __call__(self: Any, frame: Any, *rest: Any) -> Any:
+        given = ours(self)
+        if given is None:
+            return convert(self, frame, *rest)
+        files = ours_exact if exact(given) else ours_always
+        if not is_fullgraph(self) and (frame.f_code.co_filename in files or leads_to(frame, files)):
+            routes.keep()
+            return SKIP_FRAME
+        with collecting_later(), routes.tracing(), kept_by_dynamo.kept_whole(is_exact):
+            return convert(self, frame, *rest)
+
+    # Dynamo looks up the stack for who called a frame (`torch.compiler.disable(recursive=False)`), past its own file.
+    __call__.__code__ = __call__.__code__.replace(co_filename=convert.__code__.co_filename)
+    return __call__
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """What Dynamo makes of a deep model stays until it is compiled: to look through it for garbage takes a tenth of
+    the time, and finds none."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def leads_to(frame: Any, files: frozenset[str]) -> bool:
+    """Whether this is the frame that torch.compile puts around a function that Dynamo would not trace by itself."""
+    if frame.f_code is not WRAPPER:
+        return False
+    inside = (getattr(cell.cell_contents, "__code__", None) for cell in frame.closure)
+    return any(code is not None and code.co_filename in files for code in inside)
+
+
+def options_for(ours: Callable[..., Any], tensors: Any) -> dict[str, Any] | None:
+    """The options for a call that is being run with these tensors; None if it is not ours."""
+    callback = get_eval_frame_callback()
+    given: dict[str, Any] | None = ours(callback) if callable(callback) else None
+    # What nobody asked to be compiled is near eager, not necessarily its bits (see ir/numerics.py).
+    return {"numerics": "near"} if given is None and is_accelerated(tensors) else given
+
+
+def routed(original: Callable[..., Any], module: str, kind: str, routes: Routes) -> Callable[..., Any]:
+    ours, wanted = routes.ours, routes.wanted
+
+    @torch.compiler.assume_constant_result
+    def traced_for_us() -> bool:
+        """While Dynamo traces: whether for us, and whether it may leave what it traces for a call."""
+        routes.keep()  # guards of what is traced name this function, whoever it is traced for
+        tx = current_translator()
+        given = ours(tx.output.compiler_fn)
+        return given is not None and (kind != READS or exact(given)) and may_break(tx)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if traced_for_us():
+                graph_break()
+        elif kind:
+            given = wanted(args[0] if args else ())
+            if given is not None and (kind != READS or exact(given)):
+                return run(original, module, kind, args, kwargs, given)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def is_accelerated(tensors: Any) -> bool:
+    """Whether the first tensor of a list is on a device whose steps are ours."""
+    if not any(EAGER.values()) or not isinstance(tensors, list) or not tensors:
+        return False
+    return isinstance(tensors[0], torch.Tensor) and EAGER[tensors[0].device.type] > 0
+
+
+@torch.compiler.disable
+def run(original: Callable[..., Any], module: str, kind: str, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
+    if kind == READS:
+        return original(*args, **kwargs)
+    # Imported here: a process that compiles no optimizer needs none of this.
+    from flambeau.compile.backend import check_options
+
+    from . import clipping
+    from .multi_tensor import list_function
+
+    settings = check_options(given.get("options"), given.get("mode"))
+    options = settings["target"], given.get("numerics", settings["numerics"])
+    if kind == "step":
+        return list_function(original, module)(args, kwargs, options)
+    with torch.no_grad():
+        return getattr(clipping, kind)(original, options, *args, **kwargs)

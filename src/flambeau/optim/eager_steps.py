@@ -1,0 +1,44 @@
+"""Uncompiled steps of optimizers on an accelerated device: the kernels of compiled ones, rounded as eager does.
+
+Nothing is imported for it before the first step of any optimizer. Clipping of gradients is ours from that step on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class EagerSteps:
+    """One wish for the steps on a type of device."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.on = device, False
+        self._hook = register_optimizer_step_pre_hook(self._start)
+
+    def _start(self, *_: Any) -> None:
+        self._hook.remove()
+        if not self.on:
+            from flambeau.compile.backend import flambeau_backend
+
+            from .compiled_steps import EAGER, install
+
+            routes = install(flambeau_backend)
+            if routes is not None:
+                routes.begin()
+                EAGER[self.device] += 1
+                self.on = True
+
+    def undo(self) -> None:
+        self._hook.remove()
+        if self.on:
+            from flambeau.compile.backend import flambeau_backend
+
+            from .compiled_steps import EAGER, install
+
+            EAGER[self.device] -= 1
+            routes = install(flambeau_backend)
+            if routes is not None:
+                routes.end()
+            self.on = False

@@ -1,0 +1,179 @@
+"""The line from a captured graph to something that runs: capture, schedule, render, build, execute."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.capture.graph import Captured, capture
+from flambeau.config import config
+from flambeau.errors import CompileError, UnsupportedError
+from flambeau.ir.numerics import policy_of
+from flambeau.ir.program import Launch, Program
+from flambeau.runtime.executor import write
+from flambeau.runtime.launch_plan import LaunchPlan, Run
+from flambeau.runtime.placement import graph_device, target_of
+from flambeau.runtime.progress import progress
+from flambeau.runtime.recordable import recordable
+from flambeau.runtime.recording import function_now
+from flambeau.runtime.result_checks import promises_of
+from flambeau.schedule.plan import schedule
+from flambeau.targets.background import Closing, check, fork_safe
+from flambeau.targets.base import Build
+from flambeau.torch_compat.fake import unset_fake_temporarily
+
+LOCK = fork_safe(threading.RLock())  # expressions are interned process-wide: one compile at a time
+
+
+@dataclass(frozen=True)
+class Options:
+    """How graphs are compiled. A backward has those of its forward, whatever holds when it is compiled."""
+
+    numerics: str = "fast"
+    target: str | None = field(default_factory=lambda: config.target)  # None: that of the graph's device
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    search: bool = False  # time other block shapes at the first call
+    graphs: bool = False  # record runs, and replay them
+    part: bool = False  # of something whose other parts were traced with the strides of torch's metadata
+
+
+@dataclass
+class Compiled:
+    """A graph on its way to being runnable; kernels build in the background until the first call."""
+
+    gm: fx.GraphModule
+    captured: Captured
+    program: Program
+    texts: list[Any]
+    build: Build | None
+    package: LaunchPlan
+    options: Options
+    seconds: dict[str, float] = field(default_factory=dict)
+    run: Run | None = None
+    exclude: frozenset[str] = frozenset()
+    function: Hashable = field(default_factory=function_now)  # that this graph is a part of
+
+    def finish(self) -> Run:
+        with LOCK:
+            if self.run is not None:
+                return self.run
+            start = time.perf_counter()
+            kernels = {}
+            if self.build is not None:
+                with progress("building kernels", count=self.build.count):
+                    kernels = self.waited(self.build)
+            self.seconds["wait for compiler"] = time.perf_counter() - start
+            bad = {int(k[1:]): e for k, e in kernels.items() if isinstance(e, CompileError)}
+            if bad:
+                return self.retry(bad)
+            self.run = self.package.bind(kernels, self.function)
+            return self.run
+
+    def waited(self, build: Build) -> dict[str, Any]:
+        try:
+            return build.wait()
+        except Closing:
+            check()
+            again = self.package.build()  # by this thread: somebody runs this while the process ends
+            assert again is not None
+            return again.wait()
+
+    def retry(self, bad: dict[int, CompileError]) -> Run:
+        """Kernels that do not build are left to ATen: their operators are called as they are."""
+        origins = {o for s in self.program.steps if isinstance(s, Launch) and s.kernel in bad for o in s.origins}
+        first = next(iter(bad.values()))
+        warnings.warn(f"flambeau: {len(bad)} kernel(s) did not build; their operators ({', '.join(sorted(origins))}) "
+                      f"run as ATen. Please report this with the following text.\n{first}",
+                      RuntimeWarning, stacklevel=2)
+        if origins <= self.exclude:
+            self.run = interpret(self.gm)
+            return self.run
+        self.run = compile_graph(self.gm, self.options, self.exclude | origins)
+        return self.run
+
+
+OBSERVERS: list[Callable[[Compiled], None]] = []  # called with every compiled graph; see flambeau.debug
+
+
+def boxed(c: Compiled) -> Run:
+    """A plain function around it: AOTAutograd's wrappers keep a function's attributes, not an object's."""
+
+    def run(args: list[Any]) -> list[Any]:
+        return (c.run or c.finish())(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    run.compiled = c  # type: ignore[attr-defined]
+    return run
+
+
+def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: frozenset[str] = frozenset()) -> Run:
+    """A boxed function for a functional ATen graph. What cannot be compiled runs as ATen, with one warning."""
+    try:
+        return boxed(compiled(gm, options or Options(), exclude))
+    except CompileError:
+        raise
+    except Exception as e:  # whatever is wrong with the compiler, the model runs
+        if config.verify:
+            raise
+        warnings.warn(f"flambeau: this graph runs as ATen because it could not be compiled: {type(e).__name__}: {e}. "
+                      "Please report it.", RuntimeWarning, stacklevel=2)
+        return interpret(gm)
+
+
+def compiled(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = frozenset()) -> Compiled:
+    """The graph on its way, or the error that says why it cannot be compiled."""
+    # Tensors that the graph holds are real, and are read while AOTAutograd's fake mode is on.
+    with LOCK, unset_fake_temporarily():
+        return _compile(gm, options, exclude)
+
+
+def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> Compiled:
+    device = graph_device(gm)
+    target = target_of(device, options.target)
+    if target is None:
+        raise UnsupportedError(f"there is no target for tensors on {device}")
+    with target.on(device):
+        caps = replace(target.capabilities(), deterministic=options.deterministic)
+        t0 = time.perf_counter()
+        captured = capture(gm, caps, exclude, device, policy_of(options.numerics, device.type))
+        t1 = time.perf_counter()
+        check()
+        program = schedule(captured.graph, caps, bool(config.verify))
+        t2 = time.perf_counter()
+        check()
+        written = target.bounded if config.verify is True else target.render
+        texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
+        if options.search and not options.deterministic:  # what the clock chooses, may round in another way
+            texts = [target.variants(k, text) for k, text in zip(program.kernels, texts, strict=True)]
+        t3 = time.perf_counter()
+        build = target.build(texts) if texts else None
+    count = sum(n.op == "placeholder" for n in gm.graph.nodes)
+    promises = promises_of(gm, captured.symbols.index) if config.verify is True else None
+    package = write(program, target.name, texts, captured.sources, captured.tensors, count, device, promises)
+    if options.graphs:
+        package = replace(package, graphs=recordable(program, gm, captured.tensors, device))
+    seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
+    made = Compiled(gm, captured, program, texts, build, package, options, seconds, exclude=exclude)
+    for observe in OBSERVERS:
+        observe(made)
+    return made
+
+
+def interpret(gm: fx.GraphModule) -> Run:
+    """The graph as it is, operator by operator."""
+
+    def run(args: list[Any]) -> list[Any]:
+        taken = list(args)
+        args.clear()
+        with torch.no_grad():
+            return list(fx.Interpreter(gm).run(*taken))
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

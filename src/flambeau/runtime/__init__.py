@@ -1,0 +1,1 @@
+"""One executor runs programs: launch plans, tables of addresses, recordings."""

@@ -1,0 +1,383 @@
+"""The one executor: a Program becomes a LaunchPlan, a function that launches its kernels and makes its calls.
+
+The function is written out once as straight-line Python source: no interpretation at run time. Neighbouring
+launches become one native plan over a table of pointers; intermediates of known size live in an arena that
+runs take turns with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flambeau.codegen.source import host_text
+from flambeau.ir.index import Index, Sym
+from flambeau.ir.nodes import Buffer, Value
+from flambeau.ir.program import BufferPlan, Call, Copy, Host, Launch, Program
+from flambeau.schedule.memory import lifetimes, nbytes
+from flambeau.schedule.plan import strided
+from flambeau.targets.base import Source
+from flambeau.torch_compat.ops import OpOverload
+
+from .address_tables import blocks_of, sizes_of
+from .launch_plan import LaunchPlan, Step, Table, View, is_operator, operator_path
+from .operator_calls import TENSOR, Prepared, Strided, by_schema, is_constant
+from .result_checks import Promises
+
+LARGE = 16 << 20  # bytes from which a target is told of fresh memory
+HEAVY = 1 << 20  # bytes that are worth a launch of their own, if others can have them afterwards
+
+
+def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym, tuple[Any, ...]],
+          positions: list[int], count: int, device: torch.device | None = None, promises: Promises | None = None
+          ) -> LaunchPlan:
+    """The package of a program.
+
+    `kernels` are its kernels' texts, `sources` says where its sizes come from, `positions` where its tensors
+    stand among the `count` arguments. It runs on `device`, else on the CPU. Its results are compared with `promises`.
+    """
+    w = Writer(p, sources, positions, count, [k.bounded for k in kernels], promises)
+    over = {b.over for b in p.buffers.values()}
+    return LaunchPlan(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
+                   w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"),
+                   overwritten=tuple(at for name, at in zip(p.inputs, positions, strict=True) if name in over))
+
+
+class Writer:
+    """Writes the source of a program's run function, and the tables of what it names."""
+
+    def __init__(self, p: Program, sources: dict[Sym, tuple[Any, ...]], positions: list[int],
+                 count: int, bounded: Sequence[bool] = (), promises: Promises | None = None) -> None:
+        self.p = p
+        self.promises = promises
+        self.bounded = bounded  # which kernels take the extents of their buffers, behind the sizes
+        self.symbols, self.positions, self.count = sources, positions, count
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self.operators: dict[str, str] = {}
+        self.plans: dict[str, tuple[Step, ...]] = {}
+        self.views: list[View] = []
+        self.tables: dict[str, Table] = {}
+        self.calls: dict[str, Prepared] = {}
+        self.slots: dict[str, int] = {}
+        self.variables: set[str] = set()
+        self.bound: set[Sym] = set()
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " + text)
+
+    # ---- texts ---------------------------------------------------------------------------------------
+
+    def const(self, x: Any, prefix: str = "c") -> str:
+        if is_operator(x):
+            return self.named(self.operators, "op", operator_path(x))
+        return self.named(self.constants, prefix, x)
+
+    @staticmethod
+    def named(table: dict[str, Any], prefix: str, x: Any) -> str:
+        name = f"{prefix}{len(table)}"
+        table[name] = x
+        return name
+
+    def shape(self, sizes: tuple[Index, ...]) -> str:
+        if all(s.is_const for s in sizes):
+            return self.const(tuple(s.const for s in sizes), "k")
+        return "(" + "".join(host_text(s) + ", " for s in sizes) + ")"
+
+    def slot(self, name: str) -> int:
+        return self.slots.setdefault(name, len(self.slots) + 1)  # slot 0 is the arena
+
+    def tensor(self, name: str) -> str:
+        """A variable that holds buffer `name` as a tensor."""
+        b = self.p.buffers[name]
+        if b.place != "arena":
+            return name
+        if name not in self.variables:
+            shape, strides = (tuple(s.const for s in x) for x in (b.shape, b.strides))
+            self.line(f"{name} = views[{len(self.views)}]")
+            self.views.append(View(b.offset, b.dtype, shape, strides))
+            self.variables.add(name)
+        return name
+
+    def view(self, v: Value) -> tuple[tuple[Index, ...], Index, bool] | None:
+        """Strides and offset of a value that is not its whole buffer, and whether the offset counts from where the
+        buffer's tensor begins: it may begin inside its storage."""
+        b = self.p.buffers[v.buffer]
+        got = strided(v, Buffer(b.name, b.shape, b.dtype, b.strides))
+        assert got is not None, f"{v} is not a strided view"
+        strides, offset = got
+        same = v.shape == b.shape and all(
+            s is t or n.at_most_one() for s, t, n in zip(strides, b.strides, b.shape, strict=True))
+        if v.strides is not None:
+            strides, same = v.strides, same and v.strides == b.strides
+        if v.offset is not None:
+            offset = v.offset
+        if same and offset.is_const and offset.const == 0:
+            return None
+        return strides, offset, b.place in ("input", "arena", "extern", "over")
+
+    def value(self, v: Value) -> str:
+        """A tensor expression for a value: the buffer, or a strided view of it."""
+        base, view = self.tensor(v.buffer), self.view(v)
+        if view is None:
+            return base
+        strides, offset, within = view
+        at = host_text(offset) + (f" + {base}.storage_offset()" if within else "")
+        return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
+
+    def results(self) -> list[str]:
+        """A result that is returned twice is one object; two that lie in the same place are two."""
+        named: dict[int, str] = {}
+        for o in self.p.outputs:
+            if isinstance(o, Value) and id(o) not in named:
+                text = self.argument(o) + (".detach()" if o.twin else "")
+                named[id(o)] = text
+                if sum(o is other for other in self.p.outputs) > 1 and not text.isidentifier():
+                    named[id(o)] = f"r{len(named)}"
+                    self.line(f"{named[id(o)]} = {text}")
+        return [named[id(o)] if isinstance(o, Value) else self.argument(o) for o in self.p.outputs]
+
+    def argument(self, x: Any) -> str:
+        if isinstance(x, Value):
+            return self.value(x)
+        if isinstance(x, Index):
+            return host_text(x)
+        if isinstance(x, Host):
+            return f"({x.text})"
+        if isinstance(x, (list, tuple)):
+            inside = "".join(self.argument(y) + ", " for y in x)
+            return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
+        if x is None or isinstance(x, (bool, int)):
+            return repr(x)
+        return self.const(x)
+
+    # ---- the function ----------------------------------------------------------------------------------
+
+    def source(self) -> str:
+        p = self.p
+        names = [f"_{k}" for k in range(self.count)]
+        for buffer, position in zip(p.inputs, self.positions, strict=True):
+            names[position] = buffer
+        self.line(f"{''.join(n + ', ' for n in names)} = args" if names else "pass")
+        self.line("args.clear()")
+        for s, source in self.symbols.items():
+            if source[0] == "arg":
+                self.line(f"{s.name} = {names[source[1]]}")
+                self.bound.add(s)
+        self.bind_sizes(set(p.inputs))
+        if self.promises is not None:
+            self.line(f"held = ({''.join(name + ', ' for name in p.inputs)})")
+        self.line("P = PROTO.copy()")
+        arena = p.arena_bytes > 0
+        if arena:
+            self.line(f"arena = POOL.take(TARGET, DEVICE, {p.arena_bytes})")
+            self.line("try:")
+            self.line("P[0] = arena.pointer")
+            self.line("views = arena.tensors.get(KEY)")
+            self.line("if views is None: views = arena.tensors[KEY] = make_views(arena)")
+        self.seeds([name for name in p.seeds if name in p.buffers])
+        launched = {a for s in p.steps if isinstance(s, Launch) for a in s.args}
+        for name, b in p.buffers.items():
+            if b.place == "input" and name in launched:
+                self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+        self.steps(launched)
+        outs = f"[{''.join(o + ', ' for o in self.results())}]"
+        self.line(f"return {outs if self.promises is None else self.compared(self.promises, outs)}")
+        if arena:
+            head = self.lines.index("    try:") + 1
+            self.lines[head:] = ["    " + x for x in self.lines[head:]]
+            self.lines += ["    finally:", "        POOL.give(arena)"]
+        return "def run(args):\n" + "\n".join(self.lines)
+
+    def compared(self, m: Promises, outs: str) -> str:
+        """The results, once they are known to be what torch was told."""
+        over = {b.over for b in self.p.buffers.values()}
+        donated = self.const(tuple(k for k, name in enumerate(self.p.inputs) if name in over))
+        strides = "".join(("None" if s is None else self.shape(s)) + ", " for s in m.strides)
+        return f"kept({outs}, held, ({strides}), {self.const(m.results)}, {self.const(m.inputs)}, {donated})"
+
+    def seeds(self, names: Sequence[str]) -> None:
+        """All drawn at once by torch's generator of the device, 16 bytes apart: kernels may count on that."""
+        if names:
+            self.line(f"seeds = draw_seeds({len(names)}, DEVICE)")
+        for k, name in enumerate(names):
+            self.line(f"P[{self.slot(name)}] = seeds.data_ptr() + {16 * k}")
+
+    def bind_sizes(self, ready: set[str]) -> None:
+        for s, source in self.symbols.items():
+            if source[0] == "size" and source[1] in ready and s not in self.bound:
+                self.line(f"{s.name} = {source[1]}.shape[{source[2]}]")
+                self.bound.add(s)
+        for s, source in self.symbols.items():
+            if source[0] == "text" and s not in self.bound and source[2] <= {b.name for b in self.bound}:
+                self.line(f"{s.name} = {source[1]}")
+                self.bound.add(s)
+
+    def allocate(self, name: str, launched: set[str]) -> None:
+        b = self.p.buffers[name]
+        layout = f"{self.shape(b.shape)}, {self.shape(b.strides)}"
+        if b.place == "over":
+            old = self.p.buffers[b.over]
+            same = (b.shape, b.strides) == (old.shape, old.strides)
+            self.line(f"{name} = {b.over}" + ("" if same else f".as_strided({layout})"))
+        else:
+            self.line(f"{name} = empty_strided({layout}, {self.const(b.dtype)})")
+            if self.is_of(name, LARGE):
+                self.line(f"fresh({name})")
+        if name in launched:
+            self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+
+    def is_of(self, name: str, least: int) -> bool:
+        """Whether a buffer may have that many bytes."""
+        size = nbytes(self.p.buffers[name])
+        return size is None or size >= least
+
+    def steps(self, launched: set[str]) -> None:
+        """Memory comes when the first step needs it, and goes after the last."""
+        p = self.p
+        pending: list[tuple[Step, tuple[str, ...], tuple[str, ...]]] = []  # with its operators, and its buffers
+        sizes: dict[str, int] = {}  # texts
+        dead: list[str] = []
+        lives = lifetimes(p)
+        begins: dict[int, list[str]] = {}
+        for name, b in p.buffers.items():
+            if b.place in ("output", "alloc", "over"):  # one that no step knows, comes last: then all sizes are known
+                begins.setdefault(lives[name][0] if name in lives else len(p.steps), []).append(name)
+
+        def flush() -> None:
+            if pending:
+                plan = self.named(self.plans, "plan", tuple(step for step, _, _ in pending))
+                table = "(" + "".join(s + ", " for s in sizes) + ")"
+                where = self.const(tuple((origins, args) for _, origins, args in pending), "w")
+                self.line(f"bad = {plan}(P, {table})")
+                self.line(f"if bad is not None: check(bad, {where}, PLANS['{plan}'], {table}, SITES)")
+                pending.clear()
+                sizes.clear()
+            if dead:
+                self.line(f"del {', '.join(dead)}")
+                dead.clear()
+
+        def begin(k: int) -> None:
+            new = begins.get(k, ())
+            fresh = [name for name in new if p.buffers[name].place != "over"]
+            if any(self.is_of(name, HEAVY) for name in fresh) and any(self.is_of(name, HEAVY) for name in dead):
+                flush()
+            for name in new:
+                self.allocate(name, launched)
+
+        for k, step in enumerate(p.steps):
+            begin(k)
+            if isinstance(step, Launch):
+                places = [p.buffers[name] for name in step.args]
+                pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
+                                 for b in places)
+                names = [s.name for s in p.kernels[step.kernel].sizes]
+                if step.lengths:
+                    pointers, names = self.table(pointers, step.lengths)
+                elif self.bounded and self.bounded[step.kernel]:
+                    names += [text for b in places for text in self.extent(b)]
+                slots = tuple(sizes.setdefault(s, len(sizes)) for s in names)
+                known = step.args if self.bounded and self.bounded[step.kernel] else ()
+                pending.append((Step(step.kernel, pointers, slots), step.origins, known))
+            else:
+                flush()
+                self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
+            dead += p.frees.get(k, ())
+            if not pending:
+                flush()
+        begin(len(p.steps))
+        flush()
+
+    def extent(self, b: BufferPlan) -> tuple[str, str]:
+        """The first element of a buffer's memory, counted from its pointer, and the end."""
+        if b.place in ("arena", "seed"):
+            size = nbytes(b) if b.place == "arena" else 16
+            assert size is not None
+            return "0", str(size // b.dtype.itemsize)
+        return f"-{b.name}.storage_offset()", f"elements_from({b.name})"
+
+    def table(self, pointers: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
+              ) -> tuple[tuple[tuple[int, int], ...], list[str]]:
+        """A table for these pointers: its own two, and the sizes that go with them."""
+        name = self.named(self.tables, "table", Table(pointers, lengths))
+        slots = self.slot(f"{name} addresses"), self.slot(f"{name} blocks")
+        self.line(f"m{name}, P[{slots[0]}], P[{slots[1]}] = {name}(P)")
+        return tuple((slot, 0) for slot in slots), [str(n) for n in sizes_of(len(lengths), blocks_of(lengths))]
+
+    def copy(self, c: Copy) -> None:
+        self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)})")
+
+    def prepared(self, c: Call) -> str | None:
+        """The text of a call of which all is known but its tensors; None if there is more."""
+        op = c.target if c.out is None else c.out
+        if not isinstance(op, OpOverload):
+            return None
+        outputs = () if c.out is not None or not c.names else c.outputs
+        found = by_schema(op, c.args, {**dict(c.kwargs), **({} if c.out is None else {"out": c.names[0]})}, outputs)
+        if found is None:
+            return None
+        args: list[Any] = []
+        tensors: list[str] = []
+        for x, kind in found:
+            got = self.known(x, str(kind))
+            if got is None:
+                return None
+            args.append(got[0])
+            tensors += got[1:]
+        name = self.named(self.calls, "call", Prepared(operator_path(op), tuple(args), outputs))
+        return f"{name}({', '.join(tensors)})"
+
+    def known(self, x: Any, kind: str) -> tuple[Any, ...] | None:
+        """An argument as a prepared call has it, and the tensor that goes there."""
+        if kind == "Tensor" and isinstance(x, str):  # a buffer that is written to
+            return TENSOR, self.tensor(x)
+        if isinstance(x, Value):
+            view = self.view(x)
+            if view is None:
+                return TENSOR, self.tensor(x.buffer)
+            strides, offset, within = view
+            if not all(i.is_const for i in (*x.shape, *strides, offset)):
+                return None
+            shape, steps = (tuple(i.const for i in y) for y in (x.shape, strides))
+            return Strided(shape, steps, offset.const, within), self.tensor(x.buffer)
+        constant = plain_constant(x)
+        return (constant,) if is_constant(constant, kind) else None
+
+    def call(self, c: Call, launched: set[str]) -> None:
+        call = self.prepared(c)
+        if call is None:
+            args = [self.argument(a) for a in c.args] + [f"{k}={self.argument(v)}" for k, v in c.kwargs]
+            args += [] if c.out is None else [f"out={self.tensor(c.names[0])}"]
+            call = f"{self.const(c.target if c.out is None else c.out, 'f')}({', '.join(args)})"
+        if c.out is not None or not c.names:
+            self.line(call)
+            return
+        if c.outputs is None:
+            self.line(f"{c.names[0]} = {call}")
+        elif call.startswith("call"):
+            self.line(f"{''.join(n + ', ' for n in c.names)} = {call}")
+        else:
+            got = f"r{len(self.lines)}"
+            self.line(f"{got} = {call}")
+            for name, k in zip(c.names, c.outputs, strict=True):
+                self.line(f"{name} = {got}[{k}]")
+            self.line(f"del {got}")
+        self.bind_sizes(set(c.names))
+        for name in c.names:
+            if name in self.p.buffers:
+                b = self.p.buffers[name]
+                strides = self.shape(b.strides)
+                if c.outputs is not None:  # not every rule of torch's for the dtypes of several results is right
+                    self.line(f"if {name}.dtype is not {b.dtype}: {name} = {name}.to({b.dtype})")
+                self.line(f"if {name}.stride() != {strides}: {name} = fit({name}, {strides})")
+                if name in launched:
+                    self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+
+
+def plain_constant(x: Any) -> Any:
+    """Sizes that are known as numbers, and what is several of them as a list."""
+    if isinstance(x, Index):
+        return x.const if x.is_const else x
+    return [plain_constant(y) for y in x] if isinstance(x, (list, tuple)) else x

@@ -1,0 +1,278 @@
+"""A program in its last form: plain data, from which its run function is made in any process.
+
+    package = executor.write(program, ...)     # when a graph is compiled
+    run = package.load()                       # there, in a later process, or out of a file
+
+The function was written out as straight-line Python source: nothing is interpreted at run time. What the
+source names stands beside it in tables: constants, operators, native plans over a table of pointers, views of
+the arena.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flambeau.errors import BoundsError, CompileError
+from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
+from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
+from flambeau.torch_compat.autograd import keeps_graph
+from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
+
+from .address_tables import PointerTable
+from .operator_calls import EXTENSION, Prepared
+from .recordable import Recordable
+from .recording import function_now, recorded
+from .result_checks import kept
+
+DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor in the arena."""
+
+    offset: int  # bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def over(self, memory: torch.Tensor) -> torch.Tensor:
+        count = (memory.numel() - self.offset) // self.dtype.itemsize
+        typed = memory[self.offset : self.offset + count * self.dtype.itemsize].view(self.dtype)
+        return typed.as_strided(self.shape, self.strides, typed.storage_offset())
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a plan."""
+
+    kernel: int  # position in LaunchPlan.kernels
+    pointers: tuple[tuple[int, int], ...]  # slot of the pointer table (0 is the arena), offset in bytes
+    sizes: tuple[int, ...]  # slots of the plan's size table
+
+
+@dataclass(frozen=True)
+class Table:
+    """The pointers of a launch along a table."""
+
+    pointers: tuple[tuple[int, int], ...]  # as those of a step, one column after the other
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    target: str
+    source: str  # def run(args): ...
+    kernels: tuple[Source, ...] = ()
+    plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out"
+    views: tuple[View, ...] = ()
+    tables: dict[str, Table] = field(default_factory=dict)
+    calls: dict[str, Prepared] = field(default_factory=dict)
+    slots: int = 1  # of the pointer table
+    device: torch.device = torch.device("cpu")
+    graphs: Recordable | None = None  # runs are to be recorded
+    overwritten: tuple[int, ...] = ()  # positions of arguments whose memory results take over
+
+    def load(self) -> Run:
+        """The run function; kernels come from the cache or are built. CompileError if one does not build."""
+        build = self.build()
+        kernels = build.wait() if build is not None else {}
+        for kernel in kernels.values():
+            if isinstance(kernel, CompileError):
+                raise kernel
+        return self.bind(kernels, function_now())
+
+    def build(self) -> Build | None:
+        """Start to build the kernels, in the background."""
+        target = get_target(self.target)
+        with target.on(self.device):
+            return target.build(self.kernels) if self.kernels else None
+
+    def bind(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
+        """The run function over kernels that are built. `function`: what was compiled, this graph being a part."""
+        target = get_target(self.target)
+        loaded: list[Any] = [kernels[k.name] for k in self.kernels]
+        scope: dict[str, Any] = {
+            **SCOPE, **self.constants,
+            **{name: operator_named(path) for name, path in self.operators.items()},
+            **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
+               for name, steps in self.plans.items()},
+            **{name: PointerTable(target, self.device, t.pointers, t.lengths) for name, t in self.tables.items()},
+            "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
+            "fresh": target.fresh,
+            "PROTO": [0] * self.slots, "KEY": next(_keys),
+            "PLANS": self.plans, "SITES": [k.sites for k in self.kernels],
+            "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
+        }
+        operators = {name: operator_named(c.operator) for name, c in self.calls.items()}
+        scope.update((name, c.python(operators[name])) for name, c in self.calls.items())
+        if self.calls:
+            EXTENSION.tell(lambda module: scope.update(
+                (name, c.native(module, operators[name])) for name, c in self.calls.items()))
+        exec(compile(self.source, "<flambeau program>", "exec"), scope)
+        run: Run = scope["run"]
+        if self.graphs is not None:
+            run = recorded(run, target.recorder(), self.graphs, self.device, function)
+        if self.overwritten:
+            run = keeping(run, self.overwritten)
+        return target.guarded(run, self.device)
+
+
+# ---- operators by name ---------------------------------------------------------------------------------
+
+
+def is_operator(x: object) -> bool:
+    return isinstance(x, (OpOverload, HigherOrderOperator))
+
+
+def operator_path(op: Any) -> str:
+    """Where it is found under torch.ops."""
+    return f"higher_order.{op.name()}" if isinstance(op, HigherOrderOperator) else str(op)
+
+
+def operator_named(path: str) -> Any:
+    return operator.attrgetter(path)(torch.ops)
+
+
+def keeping(run: Run, positions: tuple[int, ...]) -> Run:
+    """A backward that takes over what was saved for it, unless it is to run again: then it takes copies."""
+
+    def run_once(args: list[Any]) -> list[Any]:
+        if keeps_graph():
+            for k in positions:
+                args[k] = args[k].clone()
+        return run(args)
+
+    return run_once
+
+
+# ---- what the source calls -----------------------------------------------------------------------------
+
+
+class Held:
+    """A constant tensor of the graph, as a call without arguments."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __repr__(self) -> str:
+        return f"constant{list(self.tensor.shape)}"
+
+
+def on_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A scalar of the CPU there. As a number it travels with the launch, and nothing waits."""
+    return torch.full((), t.item(), dtype=t.dtype, device=device)
+
+
+def laid_out(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy with these strides, where the tensor is."""
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def draw_seeds(count: int, device: torch.device) -> torch.Tensor:
+    """Two words for each, drawn by torch's generator of the device."""
+    draw = SEEDS.get(device.type)
+    return draw(count, device) if draw else torch.empty((count, 2), dtype=torch.int64, device=device).random_()
+
+
+def as_number(x: float, device: torch.device) -> torch.Tensor:
+    """A number of the run in memory, where kernels can read it."""
+    return torch.full((), float(x), dtype=torch.float64, device=device)
+
+
+class Arena:
+    """One block of memory and the tensors made over it; a run owns it from start to end."""
+
+    __slots__ = ("memory", "place", "pointer", "tensors")
+
+    def __init__(self, memory: torch.Tensor, place: Hashable) -> None:
+        self.memory = memory
+        self.place = place
+        self.pointer = memory.data_ptr()
+        self.tensors: dict[int, list[torch.Tensor]] = {}
+
+
+class ArenaPool:
+    """Arenas that no run is using, by the queue that orders their use. A program takes the largest and grows it."""
+
+    def __init__(self) -> None:
+        self.free: dict[Hashable, list[Arena]] = {}
+        self.lock = threading.Lock()
+
+    def take(self, target: Target, device: torch.device, nbytes: int) -> Arena:
+        queue = target.queue()
+        if queue is None:
+            return Arena(target.empty(nbytes, device), None)
+        place = (target.name, device, queue)
+        with self.lock:
+            free = self.free.setdefault(place, [])
+            if free:
+                a = free.pop()
+                if a.memory.numel() >= nbytes:
+                    return a
+        return Arena(target.empty(nbytes, device), place)
+
+    def give(self, a: Arena) -> None:
+        if a.place is None:
+            return
+        with self.lock:
+            free = self.free[a.place]
+            free.append(a)
+            free.sort(key=lambda x: x.memory.numel())
+
+
+def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A result whose memory order is not the one the capture promised is brought into it."""
+    if all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), strides, strict=True)) or t.numel() == 0:
+        return t.as_strided(t.shape, strides, t.storage_offset())
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+# Of each step, its operators, and its buffers where their accesses are checked.
+Origins = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+
+
+def elements_from(t: torch.Tensor) -> int:
+    """How many there are in memory from a tensor's first on."""
+    return int(t.untyped_storage().nbytes() // t.dtype.itemsize - t.storage_offset())
+
+
+def check_status(bad: tuple[int, int], origins: Origins, steps: tuple[Step, ...], sizes: tuple[int, ...],
+                 sites: Sequence[Sites]) -> None:
+    """Raise what eager raises for the fault of a kernel. (position in the plan, fault)"""
+    at, code = bad
+    if at < 0:
+        error, culprit = error_of(code), "a kernel that was launched before"
+    else:
+        step, (operators, buffers) = steps[at], origins[at]
+        given = [sizes[slot] for slot in step.sizes]
+        culprit = f"the kernel of {', '.join(operators) or 'a graph'}"
+        if code >> KIND == Fault.MEMORY:
+            k = code >> WHICH & 255
+            first, end = given[len(given) - 2 * (len(buffers) - k):][:2]
+            raise BoundsError(f"{culprit} (k{step.kernel}) accessed element {index_of(code)} of buffer {buffers[k]}, "
+                              f"which has those from {first} to {end}", operator=", ".join(operators) or None)
+        error = error_of(code, size_of(code, sites[step.kernel], given))
+    error.add_note(f"reported by {culprit}")
+    raise error
+
+
+POOL = ArenaPool()
+SEEDS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {}  # for devices whose random numbers are ours
+_keys = itertools.count()
+# Names that every source may use.
+SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit,
+                         "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept}

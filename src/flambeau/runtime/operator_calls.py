@@ -1,0 +1,93 @@
+"""Calls of operators out of programs: all that is known when a program is written is converted once.
+
+From Python, torch looks at every argument of every call, which takes the host longer than the operator's own way to its
+kernel; views of arguments are calls of their own. A `Prepared` call takes its tensors and nothing else (calls.cpp).
+Until that is compiled, in the background, and where it cannot be, the same is done with what torch offers to Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from flambeau.native.build import Background
+from flambeau.torch_compat.ops import OpOverload
+
+TENSOR = ...  # stands for a tensor of the call
+# What an argument of a schema may be, by the name of its type.
+CONSTANTS: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "number": (int, float), "bool": (bool,), "str": (str,)}
+
+
+class Strided(NamedTuple):
+    """A view of a tensor of the call."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    within: bool  # counts from where the tensor begins, not from where its memory does
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        return t.as_strided(self.shape, self.strides, self.offset + (t.storage_offset() if self.within else 0))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    operator: str  # under torch.ops
+    args: tuple[Any, ...]  # all that its schema names, in order
+    outputs: tuple[int, ...] | None  # which results are returned; None: the only one, by itself
+
+    def native(self, module: Any, op: OpOverload) -> Callable[..., Any]:
+        return module.make(op._schema.name, op._schema.overload_name, self.args, self.outputs)
+
+    def python(self, op: OpOverload) -> Callable[..., Any]:
+        names = [a.name for a in op._schema.arguments if a.kwarg_only]
+        first = len(self.args) - len(names)
+
+        def call(*tensors: torch.Tensor) -> Any:
+            given = iter(tensors)
+            args = [next(given) if a is TENSOR else a.of(next(given)) if isinstance(a, Strided) else a
+                    for a in self.args]
+            made = op(*args[:first], **dict(zip(names, args[first:], strict=True)))
+            return made if self.outputs is None else tuple(made[k] for k in self.outputs)
+
+        return call
+
+
+def by_schema(op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[int] | None
+              ) -> list[tuple[Any, Any]] | None:
+    """The arguments of a call in the order of the schema, each with its type; None if something is missing, or if what
+    is to be returned is not a tensor."""
+    schema = op._schema
+    returned = [str(r.type) for r in schema.returns]
+    single = outputs is None and returned != ["Tensor"]
+    if single or any(returned[k:k + 1] != ["Tensor"] for k in outputs or ()) or len(args) > len(schema.arguments):
+        return None
+    out = []
+    for k, a in enumerate(schema.arguments):
+        if k < len(args):
+            x = args[k]
+        elif a.name in kwargs:
+            x = kwargs[a.name]
+        elif a.has_default_value():
+            x = a.default_value
+        else:
+            return None
+        out.append((x, a.type))
+    return out
+
+
+def is_constant(x: Any, kind: str) -> bool:
+    """Whether x is written as a constant of that type."""
+    if kind.startswith("Optional["):
+        return x is None or is_constant(x, kind[9:-1])
+    if kind.startswith("List["):
+        return isinstance(x, list) and kind[5:-1] in CONSTANTS and all(is_constant(y, kind[5:-1]) for y in x)
+    return x is None if kind == "Tensor" else isinstance(x, CONSTANTS.get(kind, ()))
+
+
+EXTENSION = Background("calls", "the calls of operators", lambda module: module.open(torch.Tensor), seconds=4,
+                       without="calls of operators spend more time in Python")

@@ -1,0 +1,1 @@
+"""C++ for the CPU."""

@@ -1,0 +1,1 @@
+"""Triton for NVIDIA GPUs, and its interpreter."""

@@ -1,0 +1,266 @@
+"""Triton's kernels without a GPU: its interpreter runs them on the CPU, program by program, in numpy.
+
+For tests of what is written for GPUs: the texts are the same, and so are the capabilities that they are written for.
+Triton decides when it is imported whether it compiles or interprets: TRITON_INTERPRET=1 must be set before that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flambeau.codegen.source import LIBRARY, BlockSource
+from flambeau.errors import BoundsError, CompileError, UnsupportedError
+from flambeau.ir.program import TableKernel
+
+from ..base import Build, Launch, Plan, Source, Step
+from ..launch import PythonPlan
+from ..search import OpenPlan, is_open, offered
+from .target import BlockTarget, shape_function
+from .triton_compile import signature
+from .triton_worker import module_of
+
+if TYPE_CHECKING:
+    from flambeau.ir.capabilities import Capabilities
+    from flambeau.ir.program import AnyKernel
+
+
+class InterpreterTarget(BlockTarget):
+    name = "interpreter"
+
+    def capabilities(self) -> Capabilities:
+        from flambeau.codegen.triton.dialect import CAPABILITIES
+
+        return replace(CAPABILITIES, name=self.name)
+
+    def bounded(self, kernel: AnyKernel, name: str) -> BlockSource:
+        source = self.render(kernel, name)
+        return source if isinstance(kernel, TableKernel) else replace(source, bounded=True, origins=kernel.origins)
+
+    def build(self, sources: Sequence[Source]) -> InterpreterBuild:
+        interpreted_triton()
+        return InterpreterBuild(sources)
+
+    def plan(self, steps: Sequence[Step]) -> Plan:
+        return OpenPlan(self, steps) if is_open(steps) else PythonPlan(steps)
+
+    # ---- the search for block shapes, for its tests ------------------------------------------------------
+
+    def chip(self) -> str:
+        return self.name
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        shared = (ctypes.c_uint8 * nbytes).from_address(address)
+        return torch.frombuffer(shared, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+
+class InterpreterBuild(Build):
+    """Nothing is compiled; a text that does not parse shows when it is loaded."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> dict[str, Launch | CompileError]:
+        out: dict[str, Launch | CompileError] = {}
+        for source in self._sources:
+            assert isinstance(source, BlockSource)
+            try:
+                out[source.name] = offered(source, InterpreterLaunch(source))
+            except SyntaxError as error:
+                out[source.name] = CompileError(f"the kernel {source.name} does not parse: {error}",
+                                                target=InterpreterTarget.name)
+        return out
+
+
+class InterpreterLaunch:
+    def __init__(self, source: BlockSource) -> None:
+        self.name = source.name
+        self._source = source
+        module = _module(source.text)
+        self._functions = [getattr(module, part.function) for part in source.parts]
+        self._shape: Callable[..., tuple[int, ...]] = shape_function(source)
+        self._kinds = list(signature(source).values())
+
+    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
+        count = len(self._source.sizes)
+        sizes, extents = sizes[:count], sizes[count:]
+        work, *grids = self._shape(*sizes)
+        memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
+        space = [ctypes.addressof(memory)] if self._source.workspace else []
+        values = [*pointers, *sizes, *space, ctypes.addressof(bad)]
+        name = f"{', '.join(self._source.origins)} ({self.name})"
+        given = [(name, "the workspace", ctypes.addressof(memory), ctypes.sizeof(memory)),
+                 (name, "the fault", ctypes.addressof(bad), 8)]
+        for k, (p, kind) in enumerate(zip(pointers, self._source.pointers, strict=True)):
+            if extents:
+                width = width_of(kind)
+                given.append((name, f"its pointer {k}", p + extents[2 * k] * width,
+                              (extents[2 * k + 1] - extents[2 * k]) * width))
+        # Infinities and NaN are numbers.
+        with np.errstate(all="ignore"), memory_is(given if self._source.bounded else None):
+            for k, function in enumerate(self._functions):
+                arguments = [argument(v, kind) for v, kind in zip(values, self._kinds, strict=True)]
+                try:
+                    function[tuple(grids[3 * k : 3 * k + 3])](*arguments)
+                except Exception as error:
+                    if isinstance(error.__cause__, BoundsError):
+                        raise error.__cause__ from None
+                    raise
+        return bad.value
+
+    def __repr__(self) -> str:
+        return f"<Launch {self.name}>"
+
+
+# ---- accesses that are checked ---------------------------------------------------------------------------
+
+# What a launch may access: the kernel, what it is to it, the first byte and how many.
+Region = tuple[str, str, int, int]
+WIDE = 16  # bytes of the last access to a row, which may end behind it
+_regions: list[Region] | None = None
+
+
+@contextmanager
+def memory_is(regions: list[Region] | None) -> Iterator[None]:
+    """Inside, an access of other memory is an error. None: whatever is accessed."""
+    global _regions
+    before, _regions = _regions, regions
+    try:
+        yield
+    finally:
+        _regions = before
+
+
+def width_of(kind: str) -> int:
+    """Bytes of an element behind a pointer of this type."""
+    from flambeau.codegen.triton.dialect import POINTER
+
+    return next(dtype.itemsize for dtype, pointer in POINTER.items() if pointer == kind)
+
+
+def check_accesses(addresses: Any, mask: Any) -> None:
+    if _regions is None:
+        return
+    at = np.unique(np.broadcast_to(addresses.data, mask.data.shape)[mask.data.astype(bool)].astype(np.int64))
+    inside = np.zeros(at.shape, bool)
+    for _, _, first, count in _regions:
+        inside |= (at >= first) & (at < (-(-(first + count) // WIDE) * WIDE if count else first))
+    if not inside.all():
+        wrong = int(at[~inside][0])
+        kernel, what, first, count = min(_regions, key=lambda r: abs(wrong - r[2]))
+        raise BoundsError(f"the kernel of {kernel} accessed byte {wrong - first} of {what}, which has {count}",
+                          target=InterpreterTarget.name)
+
+
+def argument(value: int, kind: str) -> Any:
+    """A number as the interpreter has it inside, with exactly this type: it follows addresses wherever they lead."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    dtype = tl.str_to_ty(kind, None)
+    numpy = np.uint64 if dtype.is_ptr() else {"i32": np.int32, "i64": np.int64}[kind]
+    return tl.tensor(TensorHandle(np.array([value], dtype=numpy), dtype), dtype)
+
+
+def from_bfloat16(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(numbers: Any) -> Any:
+    """The bits of the nearest, the even one of two."""
+    single = np.asarray(numbers, dtype=np.float32)
+    bits = single.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(single), 0x7FC0, rounded).astype(np.uint16)
+
+
+@cache
+def _module(text: str) -> ModuleType:
+    return module_of(text, f"interpreted{abs(hash(text))}")
+
+
+@cache
+def interpreted_triton() -> None:
+    """Triton imported so that it interprets, and the device library where texts find it."""
+    if find_spec("triton") is None:
+        raise CompileError("Triton is not installed", target=InterpreterTarget.name, hint="pip install triton")
+    if "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        raise UnsupportedError(
+            "Triton was imported to compile, not to interpret", target=InterpreterTarget.name,
+            hint="set TRITON_INTERPRET=1 before anything imports triton (torch._inductor and torch.compile do)")
+    if str(LIBRARY) not in sys.path:
+        sys.path.append(str(LIBRARY))
+    from triton.runtime import interpreter
+
+    def create_splat(self: Any, kind: Any, scalar: Any) -> Any:
+        # As the interpreter's own, but a comparison of floats, whose handle says float, stays a bool.
+        return interpreter.TensorHandle(np.full(kind.shape, scalar.data.reshape(-1)[0]), scalar.dtype.scalar)
+
+    builder = interpreter.InterpreterBuilder
+    builder.create_splat = create_splat
+    cast, convert, patch = builder.cast_impl, builder.create_fp_to_fp, interpreter._patch_lang_tensor
+
+    def cast_impl(self: Any, value: Any, kind: Any) -> Any:
+        """To and from bfloat16 by way of float32, as eager does; the interpreter's own knows that dtype beside float32
+        alone, and cuts digits off."""
+        given, wanted = value.dtype.scalar, kind.scalar
+        if triton.language.bfloat16 not in (given, wanted) or given == wanted:
+            return cast(self, value, kind)
+        data = value.data
+        if given == triton.language.bfloat16 and data.dtype == np.uint16:  # and no comparison, whose handle says so too
+            data = from_bfloat16(data)
+        data = to_bfloat16(data) if wanted == triton.language.bfloat16 else data.astype(interpreter._get_np_dtype(kind))
+        return interpreter.TensorHandle(data, wanted)
+
+    def create_fp_to_fp(self: Any, value: Any, kind: Any, rounding: Any) -> Any:
+        if triton.language.bfloat16 in (value.dtype.scalar, kind.scalar):
+            return cast_impl(self, value, kind)
+        return convert(self, value, kind, rounding)
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # Triton 3.6 asks numpy for the number of an array of one element, which newer ones refuse.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    builder.cast_impl, builder.create_fp_to_fp, interpreter._patch_lang_tensor = cast_impl, create_fp_to_fp, patched
+    builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), triton.language.bfloat16)
+    load, store, change = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+
+    def checked_load(self: Any, addresses: Any, mask: Any, *args: Any) -> Any:
+        check_accesses(addresses, mask)
+        return load(self, addresses, mask, *args)
+
+    def checked_store(self: Any, addresses: Any, value: Any, mask: Any, *args: Any) -> Any:
+        check_accesses(addresses, mask)
+        return store(self, addresses, value, mask, *args)
+
+    def checked_change(self: Any, op: Any, addresses: Any, value: Any, mask: Any, *args: Any) -> Any:
+        check_accesses(addresses, mask)
+        return change(self, op, addresses, value, mask, *args)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    builder.create_atomic_rmw = checked_change

@@ -1,0 +1,134 @@
+"""Recordings on NVIDIA GPUs: CUDA graphs, those of a function in one pool of torch's allocator."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flambeau.ir.faults import error_of
+from flambeau.torch_compat import cuda as torch_cuda
+
+from ..base import Plan, Recorder, Recording, Run
+
+if TYPE_CHECKING:
+    from .target import CudaTarget
+
+_ONE_AT_A_TIME = threading.RLock()  # graphs that share a pool are captured one after the other
+
+
+class CudaRecording(Recording):
+    def __init__(self, graph: torch.cuda.CUDAGraph, results: list[Any]) -> None:
+        self.graph = graph
+        self.results = results
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class CudaRecorder(Recorder):
+    """Graphs of one pool use the memory of each other's intermediates, so all of them run in the order of one stream:
+    each stream has pools, and streams to capture in, of its own. Torch's generator of the device counts in its own
+    memory what a graph draws, so a replay goes on where the call before it stopped."""
+
+    def __init__(self, target: CudaTarget) -> None:
+        self.target = target
+        # A pool, the stream to capture in, and a graph that keeps the pool: without any, torch takes no other for it.
+        self.places: dict[Hashable, tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]] = {}
+
+    def place(self) -> Hashable | None:
+        return self.target.queue()
+
+    @cached_property
+    def nothing(self) -> Plan:
+        return self.target.plan([])
+
+    def check(self) -> None:
+        # A replay launches nothing by itself, so nobody else would look at what kernels reported.
+        if bad := self.nothing([], ()):
+            error = error_of(bad[1])
+            error.add_note("reported by a kernel that was launched before")
+            raise error
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+        self.check()
+
+    def record(self, run: Run, inputs: list[Any], group: Hashable = None) -> CudaRecording:
+        with _ONE_AT_A_TIME:
+            place = self.place(), group
+            if place not in self.places:
+                torch.cuda.empty_cache()  # nothing can be given back to the system during a capture
+                pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                self.places[place] = pool, stream, capture_nothing(stream, pool)
+            pool, stream, _ = self.places[place]
+            graph = torch.cuda.CUDAGraph()
+            collects = gc.isenabled()
+            gc.disable()  # what it would delete may be another graph, which a capture does not survive
+            try:
+                with torch.cuda.stream(stream):
+                    # Kernels may be loaded, and memory of the host be pinned, while we capture; torch's own capture
+                    # of a pool allows it for its allocator in the same way.
+                    graph.capture_begin(pool, capture_error_mode="relaxed")
+                    results = run(list(inputs))
+                    graph.capture_end()
+            except BaseException:
+                with torch.cuda.stream(stream):
+                    ended = attempt(graph.capture_end)
+                if not ended:
+                    del self.places[place]
+                    abandon(graph, pool)
+                raise
+            finally:
+                if collects:
+                    gc.enable()
+            # To capture, torch wrote the seed of the generator in the other stream.
+            torch.cuda.current_stream().wait_stream(stream)
+            graph.replay()  # a capture computes nothing
+            return CudaRecording(graph, results)
+
+
+# ---- captures that fail ----------------------------------------------------------------------------------
+
+
+_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator of pinned memory goes on asking them what belongs to them
+
+
+def abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """A capture that became invalid cannot be ended. What torch then leaves in the middle of it:
+
+    - The allocator of the device, which can be told.
+    - The allocator of pinned memory, which cannot. It takes no second capture in the same pool, so the pool is given
+      up; recordings that were made in it keep their memory.
+    - Up to 2.11 the generator, which draws nothing any more until a capture ends well: an empty one does.
+    """
+    _FAILED.append(graph)
+    device = torch.cuda.current_device()
+    if attempt(torch_cuda.end_allocate_to_pool, device, pool):
+        attempt(torch_cuda.release_pool, device, pool)  # else it ended so far that the graph does it
+    if not attempt(capture_nothing, torch.cuda.Stream()):
+        warnings.warn("flambeau: a CUDA graph capture failed, and torch's random numbers may raise from now on; "
+                      "options={'graphs': False} avoids it", stacklevel=2)
+
+
+def capture_nothing(stream: torch.cuda.Stream, *pool: Any) -> torch.cuda.CUDAGraph:
+    with warnings.catch_warnings(), torch.cuda.stream(stream):
+        warnings.simplefilter("ignore")  # the graph is empty
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(*pool)
+        graph.capture_end()
+    torch.cuda.synchronize()
+    return graph
+
+
+def attempt(call: Callable[..., Any], *args: Any) -> bool:
+    try:
+        call(*args)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,337 @@
+"""NVIDIA GPUs: kernels in Triton, compiled in worker processes, started through the CUDA driver.
+
+Each kernel exists in variants that differ in what they assume of their arguments (`Facts`); every call checks which
+one it may use. The usual one, with aligned pointers, is compiled in the background; others when a call needs them.
+
+Launches are asynchronous, and so are errors: a kernel that finds something wrong with its data (an index out of range)
+says so in memory of the host, and the next launch on any device, which reads it there without waiting, raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache, cached_property
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from flambeau.codegen.source import BlockSource
+from flambeau.config import config
+from flambeau.errors import CompileError
+from flambeau.torch_compat import cuda as torch_cuda
+from flambeau.torch_compat import memory as torch_memory
+
+from ..background import Pool
+from ..base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
+from ..cache import DiskCache, shared_cache
+from ..launch import extension
+from ..search import OpenPlan, is_open, offered
+from ..toolchain import find_toolchain
+from . import libdevice
+from .triton_compile import Code, Facts, TritonCompiler
+
+if TYPE_CHECKING:
+    from flambeau.ir.capabilities import Capabilities
+    from flambeau.ir.program import AnyKernel
+
+_EXTENSION = "cuda_launcher"
+_DRIVER = "libcuda.so.1"
+_TIMED = 4  # launches at once: one alone is hardly longer than the clock's step
+_BUSY = 1 << 28  # bytes to write before that
+_GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
+
+_Codes = tuple["Future[Code | CompileError]", ...]
+
+
+class BlockTarget(Target):
+    """A target whose kernels are written in Triton."""
+
+    def render(self, kernel: AnyKernel, name: str) -> BlockSource:
+        from flambeau.codegen.triton.kernel import render
+
+        return render(kernel, name)
+
+    def variants(self, kernel: AnyKernel, source: Source) -> Source:
+        from flambeau.codegen.triton.block_variants import variants
+
+        assert isinstance(source, BlockSource)
+        return variants(kernel, source)
+
+
+class CudaTarget(BlockTarget):
+    """`arch` and `driver` are those of the machine, unless a test says otherwise."""
+
+    name = "cuda"
+    channels_last = True
+    # To start a kernel of ours takes the host some microseconds more than to start torch's: sizes from which on the
+    # kernels themselves take longer than that.
+    wins: ClassVar[Mapping[str, int]] = {
+        **dict.fromkeys(("cumulative", "max pooling", "average pooling", "adaptive pooling", "unpooling", "resizing",
+                         "grid sampling", "volume sampling", "writes by row", "writes by element"), 1 << 18),
+        **dict.fromkeys(("softmax", "layer norm", "dropout", "draws", "statistics", "extrema"), 1 << 20),
+        # of indices, each of which is a row
+        **dict.fromkeys(("embedding gradient", "embedding bags", "embedding bag gradients"), 1 << 12),
+    }
+
+    def __init__(self, arch: int | None = None, driver: str = _DRIVER) -> None:
+        self._arch = arch
+        self._driver = driver
+        self._compiler = TritonCompiler()
+        self._extension: Future[ModuleType] | None = None
+        self._open: ModuleType | None = None
+        self._lock = threading.Lock()
+        self._workspaces: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._functions: dict[tuple[int, str, bytes], int] = {}
+
+    # ---- what it is ------------------------------------------------------------------------------------
+
+    def capabilities(self) -> Capabilities:
+        from flambeau.codegen.triton.dialect import CAPABILITIES
+
+        return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
+                       arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there
+
+    def identity(self) -> str:
+        return f"{self.name} {self.arch(self.current_device())}"
+
+    def arch(self, device: int) -> int:
+        """Compute capability times ten."""
+        return self._arch or _capability(device)
+
+    @cached_property
+    def current_device(self) -> Callable[[], int]:
+        torch.cuda.init()
+        device: Callable[[], int] = torch_cuda.get_device
+        return device
+
+    @cached_property
+    def current_stream(self) -> Callable[[int], int]:
+        """The address of a device's current stream."""
+        stream: Callable[[int], int] = torch_cuda.current_raw_stream
+        return stream
+
+    # ---- kernels ---------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        self._compiler.prepare()
+        self._prepare_extension()
+
+    def build(self, sources: Sequence[Source]) -> CudaBuild:
+        self._prepare_extension()
+        device = self.current_device()
+        kernels = {}
+        for source in sources:
+            assert isinstance(source, BlockSource)
+            kernel = CudaKernel(self, source)
+            kernels[kernel] = kernel.start(device, True, 0)
+        return CudaBuild(kernels, device)
+
+    def plan(self, steps: Sequence[Step]) -> Plan:
+        plan: Plan = OpenPlan(self, steps) if is_open(steps) else self.launcher().Plan(steps)
+        return plan
+
+    def codes(self, source: BlockSource, facts: Facts, device: int) -> _Codes:
+        """The machine code of every part, begun."""
+        arch = self.arch(device)
+        return tuple(self._compiler.compile(source, part, facts, arch) for part in source.parts)
+
+    def function(self, code: Code, device: int) -> int:
+        """Machine code loaded into a device, once."""
+        key = (device, code.name, code.code)
+        if key not in self._functions:
+            try:
+                self._functions[key] = self.launcher().load(code.code, code.name, code.shared, device)
+            except RuntimeError as error:
+                raise CompileError(f"the kernel {code.name} does not load: {error}", target=self.name) from error
+        return self._functions[key]
+
+    # ---- memory and devices ----------------------------------------------------------------------------
+
+    def allocator(self, device: torch.device) -> Allocator:
+        # On the current device, in half the time of torch.empty_strided, which parses keywords.
+        allocate: Allocator = torch_memory.empty_strided_cuda
+        return allocate
+
+    def queue(self) -> Hashable | None:
+        # A graph that is being captured will run again, whenever it likes: nobody else may use its memory.
+        if torch_cuda.is_current_stream_capturing():
+            return None
+        device = self.current_device()
+        return device, self.current_stream(device)
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.cuda.device(device)
+
+    def guarded(self, run: Run, device: torch.device) -> Run:
+        exchange, back = torch_cuda.exchange_device, torch_cuda.maybe_exchange_device
+        index = device.index or 0
+
+        def run_on_device(args: list[Any]) -> list[Any]:
+            before = exchange(index)
+            try:
+                return run(args)
+            finally:
+                back(before)
+
+        return run_on_device
+
+    @cached_property
+    def _recorder(self) -> Recorder:
+        from .recorder import CudaRecorder
+
+        return CudaRecorder(self)
+
+    def recorder(self) -> Recorder:
+        return self._recorder
+
+    def workspace(self, device: int, stream: int, nbytes: int) -> int:
+        """Memory for the kernels of one stream, which run one after the other.
+
+        What is outgrown is kept: a captured graph may still write there. It doubles, so that it is not outgrown often.
+        """
+        pieces = self._workspaces.setdefault((device, stream), [])
+        if not pieces or pieces[-1].numel() < nbytes:
+            grown = 2 * pieces[-1].numel() if pieces else _GRANULE
+            pieces.append(self.empty(max(nbytes, grown), torch.device("cuda")))
+        return pieces[-1].data_ptr()
+
+    # ---- the search for block shapes -------------------------------------------------------------------
+
+    def chip(self) -> str:
+        return torch.cuda.get_device_name(self.current_device())
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        shared = _Memory({"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 2})
+        return torch.as_tensor(shared, device="cuda") if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Keeps the device busy while the host launches: else the events are around the host's work.
+        self.empty(_BUSY, torch.device("cuda")).zero_()
+        start.record()
+        for _ in range(_TIMED):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / _TIMED
+
+    # ---- the launcher ----------------------------------------------------------------------------------
+
+    def launcher(self) -> ModuleType:
+        """The extension, with the driver open; waits for its compiler at the first use after an install."""
+        with self._lock:
+            if self._open is None:
+                assert self._extension is not None
+                try:
+                    module = self._extension.result()
+                    module.open(self._driver, self.current_device, self.current_stream, self.workspace)
+                except (CompileError, ImportError, OSError) as error:
+                    raise CompileError(
+                        f"the launcher of CUDA kernels does not work: {error}", target=self.name,
+                        hint="it needs the NVIDIA driver (`nvidia-smi` finds it), a C++ compiler and Python's headers "
+                        "(Debian, Ubuntu: apt install g++ python3-dev)") from error
+                self._open = module
+            return self._open
+
+    def _prepare_extension(self) -> None:
+        with self._lock:
+            if self._extension is None:
+                # Settings are read here: an override holds in the caller's thread only.
+                disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+                self._extension = Pool(1, "launcher").submit(_extension, config.compiler, disk)
+
+
+def _extension(compiler: str, disk: DiskCache) -> ModuleType:
+    return extension(_EXTENSION, find_toolchain(compiler, disk), disk)
+
+
+class CudaKernel:
+    """One source and its variants, as the native launch asks for them."""
+
+    def __init__(self, target: CudaTarget, source: BlockSource) -> None:
+        self.target = target
+        self.source = source
+        self._launch: Launch | None = None
+
+    def start(self, device: int, aligned: bool, sizes: int) -> _Codes:
+        """Begin to compile a variant."""
+        return self.target.codes(self.source, Facts(aligned, sizes), device)
+
+    def make(self, device: int, aligned: bool, sizes: int) -> list[tuple[int, int, int, int]]:
+        """(function, warps, shared bytes, scratch bytes) of each part of a variant."""
+        return self.loaded(self.start(device, aligned, sizes), device)
+
+    def loaded(self, codes: _Codes, device: int) -> list[tuple[int, int, int, int]]:
+        parts = []
+        for future in codes:
+            code = future.result()
+            if isinstance(code, CompileError):
+                raise code
+            parts.append((self.target.function(code, device), code.warps, code.shared, code.scratch))
+        return parts
+
+    def launch(self) -> Launch:
+        if self._launch is None:
+            self._launch = self.target.launcher().Launch(
+                self.source.name, shape_function(self.source), self.start, self.make, checks_data(self.source))
+        return self._launch
+
+
+class CudaBuild(Build):
+    def __init__(self, kernels: Mapping[CudaKernel, _Codes], device: int) -> None:
+        self._kernels = kernels
+        self._device = device
+
+    def done(self) -> bool:
+        return all(future.done() for codes in self._kernels.values() for future in codes)
+
+    def count(self) -> tuple[int, int]:
+        return sum(all(f.done() for f in codes) for codes in self._kernels.values()), len(self._kernels)
+
+    def wait(self) -> dict[str, Launch | CompileError]:
+        out: dict[str, Launch | CompileError] = {}
+        for kernel, codes in self._kernels.items():
+            try:
+                kernel.loaded(codes, self._device)  # what does not load is known now, not at the first call
+                out[kernel.source.name] = offered(kernel.source, kernel.launch())
+            except CompileError as error:
+                out[kernel.source.name] = error
+        return out
+
+
+class _Memory:
+    """An address as torch takes one over."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+def shape_function(source: BlockSource) -> Callable[..., tuple[int, ...]]:
+    """Of the sizes: the bytes of the workspace, then the grid of each part in three dimensions."""
+    names = ", ".join(f"n{k}" for k in range(len(source.sizes)))
+    grids = "".join(f"*grid({part.grid}), " for part in source.parts)
+    scope: dict[str, Any] = {"grid": grid}
+    exec(f"def shape({names}): return ({source.workspace or 0}, {grids})", scope)
+    shape: Callable[..., tuple[int, ...]] = scope["shape"]
+    return shape
+
+
+def grid(x: int, y: int = 1, z: int = 1) -> tuple[int, int, int]:
+    """A grid in three dimensions."""
+    return x, y, z
+
+
+def checks_data(source: BlockSource) -> bool:
+    """Whether some part writes to `bad`, and does not just take it."""
+    return source.text.count("bad") > len(source.parts)
+
+
+@cache
+def _capability(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,0 +1,281 @@
+"""Triton kernels to machine code: in worker processes, on no GPU, kept on disk.
+
+    compiler = TritonCompiler()
+    code = compiler.compile(source, part, facts, arch=90).result()     # Code, or CompileError
+
+Machine code depends on what may be assumed of the arguments (`Facts`). Facts are checked at every call, so that the
+same source has several codes, each built when a call first asks for it. A process that finds its codes in the cache
+on disk neither starts a worker nor imports Triton.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import queue
+import re
+import selectors
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flambeau.codegen.source import LIBRARY, BlockSource, Part
+from flambeau.config import config
+from flambeau.errors import CompileError
+
+from ..background import Child, Pool, check
+from ..base import failed
+from ..cache import DiskCache, shared_cache
+from .libdevice import toolkit_library
+
+WORKER = Path(__file__).with_name("triton_worker.py")
+SUFFIX = ".cubin"
+# a*b+c has two roundings, as in eager; where one is wanted, the kernel says fma. Numbers below the least normal one
+# are numbers.
+OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+# Each worker takes some 100 MB; more of them do not make a graph's few dozen kernels faster.
+MOST_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What machine code may assume: all pointers, and which of the sizes, are divisible by 16."""
+
+    aligned: bool = True
+    sizes: int = 0  # a bit for each size
+
+
+@dataclass(frozen=True)
+class Code:
+    """Machine code of one function, and what a launch must know of it."""
+
+    name: str
+    warps: int
+    shared: int  # bytes of shared memory
+    scratch: int  # bytes of global memory for each program
+    code: bytes
+
+
+def divisible(source: BlockSource, facts: Facts) -> list[int]:
+    """Positions of the arguments that are divisible by 16."""
+    pointers, sizes = len(source.pointers), len(source.sizes)
+    found = [k for k in range(pointers) if facts.aligned]
+    found += [pointers + k for k in range(sizes) if facts.sizes >> k & 1]
+    return found + ([pointers + sizes] if source.workspace else [])
+
+
+def signature(source: BlockSource) -> dict[str, str]:
+    """The arguments of each of a source's functions, with their types."""
+    out = {f"p{k}": kind for k, kind in enumerate(source.pointers)}
+    out |= {f"n{k}": kind for k, kind in enumerate(source.sizes)}
+    return out | ({"work": "*i8"} if source.workspace else {}) | {"bad": "*i64"}
+
+
+class TritonCompiler:
+    """Codes by key, as futures: there, or on their way."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def compile(self, source: BlockSource, part: Part, facts: Facts, arch: int) -> Future[Code | CompileError]:
+        """Start to compile one function, unless that was done before."""
+        if self._pid != os.getpid():
+            self._start()
+        request = {"text": source.text, "function": part.function, "signature": signature(source), "arch": arch,
+                   "divisible": divisible(source, facts), "options": {**OPTIONS, "num_warps": part.warps},
+                   "library": library()}
+        key = hashlib.sha256(json.dumps([request, identity()]).encode()).hexdigest()
+        disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+        with self._lock:
+            known = self._codes.get(key)
+            if known is not None and not failed(known):
+                return known
+            made = self._codes[key] = Future()
+            if (code := unpacked(disk.read(key, SUFFIX))) is not None:
+                made.set_result(code)
+                return made
+            if find_spec("triton") is None:
+                del self._codes[key]
+                raise CompileError("Triton, which compiles kernels for NVIDIA GPUs, is not installed", target="cuda",
+                                   hint="pip install 'flambeau[cuda]'")
+            workers = self._workers()
+        workers.pool.submit(self._work, workers, request, source.name, key, disk, made)
+        return made
+
+    def prepare(self) -> None:
+        """Start the workers, so that the first kernels need not wait for their imports."""
+        if self._pid != os.getpid():
+            self._start()
+        if find_spec("triton") is not None:
+            with self._lock:
+                self._workers().prepare()
+
+    def _start(self) -> None:
+        """Empty tables: at first, and in a forked child, which lacks the threads that would fill them."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._codes: dict[str, Future[Code | CompileError]] = {}
+        self._pools: dict[tuple[int, int], Workers] = {}
+
+    def _workers(self) -> Workers:
+        kind = min(config.compile_jobs, MOST_WORKERS), config.compile_timeout
+        if kind not in self._pools:
+            self._pools[kind] = Workers(*kind, shared_cache(config.cache_dir, config.cache_limit_mb))
+        return self._pools[kind]
+
+    def _work(self, workers: Workers, request: dict[str, Any], name: str, key: str, disk: DiskCache,
+              made: Future[Code | CompileError]) -> None:
+        try:
+            answer = workers.ask(request)
+            if "error" in answer:
+                path = disk.put(key, request["text"].encode(), ".txt")
+                made.set_result(CompileError(
+                    f"{request['function']} of the kernel {name} did not compile:\n{answer['error']}",
+                    target="cuda", hint=f"its text is in {path}" if path else None))
+                return
+            code = Code(answer["name"], answer["warps"], answer["shared"], answer["scratch"],
+                        base64.b64decode(answer["code"]))
+            disk.put(key, packed(code), SUFFIX)
+            made.set_result(code)
+        except BaseException as error:  # it belongs to whoever waits for the code
+            made.set_exception(error)
+
+
+def packed(code: Code) -> bytes:
+    head = {k: v for k, v in asdict(code).items() if k != "code"}
+    return json.dumps(head).encode() + b"\n" + code.code
+
+
+def unpacked(data: bytes | None) -> Code | None:
+    """The other way; None if it is something else."""
+    head, _, code = (data or b"").partition(b"\n")
+    try:
+        fields = json.loads(head)
+        made = Code(fields["name"], fields["warps"], fields["shared"], fields["scratch"], code)
+    except (ValueError, TypeError, KeyError):
+        return None
+    numbers = made.warps, made.shared, made.scratch
+    return made if isinstance(made.name, str) and all(type(n) is int and n >= 0 for n in numbers) else None
+
+
+# ---- the processes ---------------------------------------------------------------------------------------
+
+
+class Worker(Child):
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        super().__init__(process)
+        self.folder = folder
+
+
+class Workers:
+    """Up to `count` worker processes. Each serves one request at a time; they start when they are needed.
+
+    A request that takes longer than `seconds` ends its worker.
+    """
+
+    def __init__(self, count: int, seconds: int, disk: DiskCache) -> None:
+        self.count, self.seconds, self.disk = count, seconds, disk
+        self.pool = Pool(count, "triton")
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # the one used last is warm
+        self._started = 0
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        for _ in range(self.count - self._started):
+            self._idle.put(self._new())
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What a worker answers. One that dies is replaced once: a second death is the text's fault."""
+        for _ in range(2):
+            check()
+            worker = self._take()
+            line = None
+            with suppress(BrokenPipeError):
+                line = self._answer(worker.process, request)
+            check()  # it was killed then
+            if line:
+                self._idle.put(worker)
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+            self._bury(worker)
+            if line == "":
+                return {"error": f"it had not compiled after {self.seconds} seconds, and was ended "
+                                 "(FLAMBEAU_COMPILE_TIMEOUT is the limit)"}
+        return {"error": f"the compiler ended with code {worker.process.returncode}"}
+
+    def _answer(self, worker: subprocess.Popen[str], request: dict[str, Any]) -> str | None:
+        """A line; nothing if there is none in time, None if the worker has ended."""
+        assert worker.stdin is not None and worker.stdout is not None
+        worker.stdin.write(json.dumps(request) + "\n")
+        worker.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(worker.stdout, selectors.EVENT_READ)
+            if not selector.select(self.seconds):
+                return ""
+        return worker.stdout.readline() or None
+
+    def _take(self) -> Worker:
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            return self._new()
+
+    def _new(self) -> Worker:
+        with self._lock:
+            self._started += 1
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        environment["PYTHONPATH"] = python_path()
+        # In a session of its own: an interrupt from the keyboard is for this process. A worker ends when its pipe is
+        # closed, and in the middle of a request by an alarm: where this process is killed, nobody else ends it.
+        folder = self.disk.folder()
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(LIBRARY), str(folder), str(self.seconds)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
+        return Worker(process, folder)
+
+    def _bury(self, worker: Worker) -> None:
+        with self._lock:
+            self._started -= 1
+        worker.end()
+        shutil.rmtree(worker.folder, ignore_errors=True)
+
+
+def python_path() -> str:
+    """Where this process finds its modules: Triton may come from a folder that only sys.path names."""
+    return os.pathsep.join(p for p in sys.path if p)
+
+
+# ---- what is installed -----------------------------------------------------------------------------------
+
+
+@cache
+def identity() -> Sequence[str]:
+    """What decides, besides the text, which machine code comes out: versions, and the functions that texts call."""
+    library = [p.read_text() for p in sorted(LIBRARY.glob("*.py"))]
+    linked = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (toolkit_library(),) if path is not None]
+    return (triton_version(), os.environ.get("TRITON_PTXAS_PATH", ""), *library, *linked)
+
+
+def library() -> str:
+    """The path of the toolkit's device library; empty: Triton links its own."""
+    return str(toolkit_library() or "")
+
+
+def triton_version() -> str:
+    """Read from its file: to import Triton takes longer than to load a kernel."""
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        return ""
+    found = re.search(r"__version__ *= *['\"]([^'\"]+)", Path(spec.origin).read_text())
+    return found.group(1) if found else str(Path(spec.origin).stat().st_mtime_ns)

@@ -1,0 +1,117 @@
+"""OpenCL kernels on memory of the process: launches and plans through PyOpenCL, which wait for what they started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy
+import pyopencl
+
+from flambeau.codegen.source import RangeSource
+from flambeau.errors import Error
+
+from ..base import Step
+from .compile import Kernel
+from .device import NAME, ClDevice
+from .memory import HostMemory, Span, addresses
+
+RECORD, WRITTEN = 6, 2  # words of a report, and what the first of them is when the others are there
+
+
+class ClLaunch:
+    """A kernel of one device: its functions, in the order of their launches."""
+
+    def __init__(self, device: ClDevice, kernel: Kernel, program: pyopencl.Program) -> None:
+        self.name = kernel.source.name
+        self.device = device
+        self.source = kernel.source
+        self._items = items_function(kernel.source)
+        self._functions = [pyopencl.Kernel(program, name) for name in kernel.functions()]
+        long = numpy.int64
+        kinds = [*(None, long) * len(self.source.itemsizes), *(long,) * self.source.sizes, None, long]
+        for function in self._functions:
+            function.set_scalar_arg_dtypes(kinds)
+
+    def enqueue(self, places: Sequence[tuple[pyopencl.Buffer | None, int]], sizes: Sequence[int],
+                faults: pyopencl.Buffer, at: int) -> None:
+        arguments: list[Any] = []
+        for (buffer, offset), itemsize in zip(places, self.source.itemsizes, strict=True):
+            if offset % itemsize:
+                raise Error(f"a tensor of {itemsize}-byte elements lies {offset % itemsize} bytes off its alignment",
+                            target=f"{NAME}, {self.device.name}")
+            arguments += (buffer, offset // itemsize)
+        arguments += (*sizes, faults, at)
+        for function, part, items in zip(self._functions, self.source.ranges, self._items(self.device.units, *sizes),
+                                         strict=True):
+            if items > 0:
+                function.set_args(*arguments)
+                whole = -(-items // part.group) * part.group
+                pyopencl.enqueue_nd_range_kernel(self.device.queue, function, (whole,), (part.group,))
+
+    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
+        bad = ClPlan([(self, [(k, 0) for k in range(len(pointers))], range(len(sizes)))])(pointers, sizes)
+        return 0 if bad is None else bad[1]
+
+    def __repr__(self) -> str:
+        return f"<Launch {self.name}>"
+
+
+class ClPlan:
+    """Launches in a row on one device's queue."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps: list[tuple[ClLaunch, tuple[tuple[int, int], ...], tuple[int, ...]]] = []
+        for launch, where, which in steps:
+            assert isinstance(launch, ClLaunch)
+            self._steps.append((launch, tuple(where), tuple(which)))
+        self._device = self._steps[0][0].device
+        self._memory = HostMemory(self._device)
+
+    @cached_property
+    def _faults(self) -> pyopencl.Buffer:
+        """A record for each of the steps."""
+        flags = pyopencl.mem_flags
+        return pyopencl.Buffer(self._device.context, flags.READ_WRITE | flags.COPY_HOST_PTR,
+                               hostbuf=numpy.zeros((len(self._steps), RECORD), numpy.int32))
+
+    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None:
+        self._device.check_process()
+        placed = [addresses(pointers, where) for _, where, _ in self._steps]
+        spans = [Span(address, nbytes, written) for (launch, _, _), there in zip(self._steps, placed, strict=True)
+                 for address, nbytes, written in zip(there, launch.source.reach, launch.source.written, strict=True)]
+        try:
+            with self._device.lock, self._memory.window(spans) as find:
+                for at, ((launch, _, which), there) in enumerate(zip(self._steps, placed, strict=True)):
+                    launch.enqueue([find(a) for a in there], [sizes[slot] for slot in which], self._faults, at)
+                    # Nothing after it may run: a later step may update what the caller will still use.
+                    if launch.source.checks and (code := self._reported(at)):
+                        return at, code
+                return None
+        except pyopencl.Error as error:
+            raise Error(f"a launch failed: {error}", target=f"{NAME}, {self._device.name}") from error
+
+    def _reported(self, at: int) -> int:
+        """What a step found wrong; waits for it."""
+        record = numpy.zeros(RECORD, numpy.int32)
+        place = at * record.nbytes
+        pyopencl.enqueue_copy(self._device.queue, record, self._faults, src_offset=place)
+        if not record[0]:
+            return 0
+        pyopencl.enqueue_copy(self._device.queue, self._faults, numpy.zeros_like(record), dst_offset=place)
+        return found(record)[1]
+
+
+def found(record: numpy.ndarray[Any, Any]) -> tuple[int, int, int]:
+    """What `fl_report` wrote: the number of the kernel, the fault, the size that was exceeded."""
+    return int(record[1]), *(int(x) for x in record[2:RECORD].view(numpy.int64))  # type: ignore[return-value]
+
+
+def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:
+    """Of the cores and the sizes: the work-items of each launch."""
+    names = ", ".join(["units", *(f"n{k}" for k in range(source.sizes))])
+    scope: dict[str, Any] = {}
+    exec(f"def items({names}): return ({''.join(r.items + ', ' for r in source.ranges)})", scope)
+    items: Callable[..., tuple[int, ...]] = scope["items"]
+    return items

@@ -1,0 +1,130 @@
+"""OpenCL devices of any vendor: kernels in OpenCL C, built by the device's driver, launched through PyOpenCL.
+
+Tensors on the CPU are computed where they are, by a device that works in the memory of the process: a plan waits for
+its kernels, and reports what they found wrong with their data at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from flambeau.codegen.source import RangeSource
+from flambeau.config import config
+from flambeau.errors import CompileError
+
+from ..base import Build, Launch, Plan, Source, Step, Target
+from ..cache import shared_cache
+from ..cpu.target import in_large_pages
+from .compile import Building, ClCompiler, Kernel
+from .device import NAME, ClDevice, host_device
+
+if TYPE_CHECKING:
+    import pyopencl
+
+    from flambeau.ir.capabilities import Capabilities
+    from flambeau.ir.program import AnyKernel
+
+    from .driver import ClDriver
+    from .eager import ClDeviceTarget
+
+
+MakeLaunch: TypeAlias = "Callable[[Kernel, pyopencl.Program], Launch]"
+
+
+@cache
+def _device_side() -> ClDeviceTarget:
+    from .eager import ClDeviceTarget
+
+    return ClDeviceTarget()
+
+
+class OpenClTarget(Target):
+    name = NAME
+
+    def __init__(self, device: ClDevice | None = None) -> None:
+        self._given = device
+        self._compilers: dict[int, ClCompiler] = {}
+
+    @cached_property
+    def device(self) -> ClDevice:
+        return self._given or host_device()
+
+    def driver(self) -> ClDriver:
+        return self.on_its_memory().driver()
+
+    def on_its_memory(self) -> ClDeviceTarget:
+        return _device_side()
+
+    def capabilities(self) -> Capabilities:
+        return self.device.capabilities()
+
+    def identity(self) -> str:
+        return f"{self.name} {self.device.identity}"
+
+    def machine(self) -> str:
+        return f"{NAME}, {self.device.name}"
+
+    def bounded(self, kernel: AnyKernel, name: str) -> RangeSource:
+        return self.render(kernel, name, True)
+
+    def render(self, kernel: AnyKernel, name: str, bounded: bool = False) -> RangeSource:
+        from flambeau.codegen.simt.kernel import dtypes_of
+        from flambeau.codegen.simt.opencl import render
+        from flambeau.ir.program import TableKernel
+
+        assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
+
+        self.device.check_dtypes(dtypes_of(kernel))
+        return render(kernel, name, replace(self.device.shape, bounded=bounded))
+
+    def build(self, sources: Sequence[Source]) -> ClBuild:
+        device = self.device
+        device.check_process()
+        disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+        compiler = self._compilers.setdefault(device.index, ClCompiler(device, self.keeps_binaries(device)))
+        texts = [source for source in sources if isinstance(source, RangeSource)]
+        return ClBuild(self.launch_on(device), compiler.start(texts, disk), compiler, config.compile_timeout)
+
+    def keeps_binaries(self, device: ClDevice) -> bool:
+        return True
+
+    def launch_on(self, device: ClDevice) -> MakeLaunch:
+        from .host import ClLaunch
+
+        return lambda kernel, program: ClLaunch(device, kernel, program)
+
+    def plan(self, steps: Sequence[Step]) -> Plan:
+        from .host import ClPlan
+
+        return ClPlan(steps)
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        memory = super().empty(nbytes, device)
+        self.fresh(memory)
+        return memory
+
+    def fresh(self, memory: torch.Tensor) -> None:
+        in_large_pages(memory)
+
+
+class ClBuild(Build):
+    def __init__(self, launch: MakeLaunch, kernels: dict[str, tuple[Kernel, Building]], compiler: ClCompiler,
+                 seconds: int) -> None:
+        self._launch = launch
+        self._kernels = kernels
+        self._compiler, self._seconds = compiler, seconds
+
+    def done(self) -> bool:
+        return all(program.done() for _, program in self._kernels.values())
+
+    def wait(self) -> dict[str, Launch | CompileError]:
+        out: dict[str, Launch | CompileError] = {}
+        for name, (kernel, future) in self._kernels.items():
+            program = self._compiler.result(kernel, future, self._seconds)
+            out[name] = program if isinstance(program, CompileError) else self._launch(kernel, program)
+        return out

@@ -1,0 +1,204 @@
+"""The short way to a compiled graph: plain graphs take it, and nobody can tell but by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile.beside_eager import compiled, same
+from flambeau.compile import fast_call as lean
+
+pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+def takes_short_way(out: Tensor) -> bool:
+    return getattr(getattr(out.grad_fn, "_forward_cls", None), "__module__", None) == lean.__name__
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The calls that AOTAutograd's own backward got."""
+    calls: list[str] = []
+    made = lean.autograd_function
+
+    def watched(full: Any, meta: Any) -> Any:
+        inherited = full.backward
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            calls.append("backward")
+            return inherited(ctx, *grads)
+
+        full.backward = staticmethod(backward)
+        return made(full, meta)
+
+    monkeypatch.setattr(lean, "autograd_function", watched)
+    yield calls
+
+
+@pytest.mark.parametrize(("f", "short"), [
+    (F.relu, True),
+    (lambda x: (x.sin() * 2, x.argmax(0)), True),  # one result has no gradient
+    (lambda x: x.detach() * x, True),
+    (lambda x: x.t(), False),  # a view of the input
+    (lambda x: x.exp().t(), False),  # a view of memory that nobody else has
+])
+def test_plain_graphs_take_it(f: Callable[[Tensor], Any], short: bool) -> None:
+    x = leaf(6, 8)
+    same(f, x)
+    out = compiled(f)(x)
+    assert takes_short_way(out[0] if isinstance(out, tuple) else out) == short
+
+
+def test_a_graph_that_changes_its_input_does_not() -> None:
+    def f(x: Tensor, seen: Tensor) -> Tensor:
+        seen.add_(1)
+        return x * seen
+
+    same(f, leaf(6, 8), torch.zeros(8))
+    assert not takes_short_way(compiled(f)(leaf(6, 8), torch.zeros(8)))
+
+
+def test_symbolic_sizes() -> None:
+    c = compiled(lambda x: x.exp() * x.shape[0], dynamic=True)
+    for n in (4, 7, 12):
+        same(lambda x: x.exp() * x.shape[0], leaf(n, 8), fn_compiled=c)
+
+
+def test_without_gradients() -> None:
+    x = torch.randn(6, 8)
+    c = compiled(F.relu)
+    with torch.inference_mode():
+        torch.testing.assert_close(c(x), F.relu(x))
+    assert not c(x).requires_grad
+    f = compiled(lambda x: x.argmax(1))  # an input that asks for gradients, and results that have none
+    torch.testing.assert_close(f(leaf(6, 8)).shape, (6,))
+    assert torch.is_grad_enabled()
+
+
+def test_gradients_on_within_no_grad() -> None:
+    def f(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x.sin() * 2
+
+    x = leaf(6, 8)
+    with torch.no_grad():
+        out = compiled(f)(x)
+        assert out.requires_grad and not torch.is_grad_enabled()
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(grad, x.detach().cos() * 2)
+
+
+# ---- unusual calls -------------------------------------------------------------------------------------
+
+
+def test_the_usual_call_is_short(general: list[str]) -> None:
+    x, c = leaf(6, 8), compiled(F.relu)
+    torch.autograd.grad(c(x), x, torch.randn(6, 8))  # may be the one that compiles the backward
+    general.clear()
+    torch.autograd.grad(c(x), x, torch.randn(6, 8))
+    assert general == []
+
+
+def test_a_gradient_in_another_layout(general: list[str]) -> None:
+    x, tangent, c = leaf(6, 8), torch.randn(8, 6).t(), compiled(F.relu)
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(c(x), x, tangent)
+        torch.testing.assert_close(grad, torch.where(x > 0, tangent, 0))
+    assert general == ["backward"] * 2
+
+
+def test_a_second_derivative_is_refused(general: list[str]) -> None:
+    x = leaf(6, 8)
+    (grad,) = torch.autograd.grad(compiled(torch.sin)(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, x.cos())
+    assert general == ["backward"]
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+def test_backward_twice() -> None:
+    x = leaf(6, 8)
+    out = compiled(torch.exp)(x)
+    seed = torch.randn(6, 8)
+    first = torch.autograd.grad(out, x, seed, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(out, x, seed), first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, x, seed)
+
+
+def test_a_result_without_a_gradient_of_its_own() -> None:
+    x = leaf(6, 8)
+    a, b = compiled(lambda x: (x.sin(), x.exp()))(x)
+    (grad,) = torch.autograd.grad(b, x, torch.ones(6, 8))
+    torch.testing.assert_close(grad, x.exp())
+
+
+def test_saved_memory_that_changed_is_noticed() -> None:
+    x = leaf(6, 8)
+    out = compiled(lambda x: x * x)(x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_hooks_on_saved_tensors() -> None:
+    x, seen = leaf(6, 8), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
+        out = compiled(lambda x: x * x)(x)
+    (grad,) = torch.autograd.grad(out, x, torch.ones(6, 8))
+    torch.testing.assert_close(grad, 2 * x)
+    assert seen
+
+
+def test_deterministic_algorithms_turned_on_in_between() -> None:
+    x = leaf(6, 8)
+    out = compiled(torch.sin)(x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
+            torch.autograd.grad(out, x, torch.ones(6, 8))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_backward_within_a_compiled_function() -> None:
+    """Dynamo is watching while our backward runs."""
+    inner = compiled(torch.sin)
+
+    def step(x: Tensor) -> Tensor:
+        out = inner(x) * 2
+        torch._dynamo.graph_break()
+        out.sum().backward()
+        assert x.grad is not None
+        return x.grad * 3
+
+    x = leaf(6, 8)
+    torch.testing.assert_close(torch.compile(step, backend="flambeau")(x), x.detach().cos() * 6)
+
+
+def test_autocast() -> None:
+    x, w = leaf(6, 8), leaf(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = compiled(lambda x, w: F.relu(x @ w))(x, w)
+    assert out.dtype is torch.bfloat16 and not takes_short_way(out)
+    out.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype is torch.float32
+
+
+def test_dynamo_marks_other_code_as_before() -> None:
+    assert torch._dynamo.config.record_runtime_overhead
+    compiled(F.relu)(torch.randn(6, 8))
+    assert torch._dynamo.config.record_runtime_overhead
+    with torch._dynamo.config.patch(record_runtime_overhead=False):
+        compiled(F.gelu)(torch.randn(6, 8))
+        assert not torch._dynamo.config.record_runtime_overhead

@@ -1,0 +1,91 @@
+"""Equal calls of a joint graph are merged, unless eager would give two different results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flambeau.compile import partition
+from flambeau.compile.partition import merge_equal
+from flambeau.config import config
+
+
+def calls(f: Callable[..., Any], *inputs: Tensor) -> list[str]:
+    """The operators that are left of a function's graph, which computes what it did before."""
+    gm = make_fx(f, tracing_mode="fake")(*inputs)
+    merge_equal(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    torch.manual_seed(0)
+    want = f(*(x.clone() for x in inputs))
+    torch.manual_seed(0)
+    torch.testing.assert_close(gm(*(x.clone() for x in inputs)), want)
+    return [n.target.__name__.partition(".")[0] for n in gm.graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize(("f", "left"), [
+    (lambda x: x.sin() * x.cos() + x.sin() * x.cos(), ["sin", "cos", "mul", "add"]),
+    (lambda x: x.max(0)[0] + x.max(0)[0], ["max", "getitem", "add"]),
+    (lambda x: (x + 1) * (x + 1.0), ["add", "add", "mul"]),
+    (lambda x: (x.sin(), x.sin()), ["sin", "sin"]),
+    (lambda x: x.bernoulli(0.5) + x.bernoulli(0.5), ["bernoulli", "bernoulli", "add"]),
+    (lambda x: x.sum() + x.mul_(2).sum() + x.sum(), ["sum", "mul_", "sum", "add", "sum", "add"]),
+], ids=["calls", "parts", "types", "returned", "random", "mutated"])
+def test_what_is_merged(f: Callable[..., Any], left: list[str]) -> None:
+    assert calls(f, torch.linspace(0.1, 0.9, 6).view(2, 3)) == left
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the forwards that are compiled keep for their backwards, beside their arguments."""
+    seen: list[Any] = []
+    cut = partition.min_cut_rematerialization_partition
+
+    def watched(joint: Any, *args: Any, **kwargs: Any) -> Any:
+        forward, backward = cut(joint, *args, **kwargs)
+        *_, output = forward.graph.nodes
+        seen.extend(n for n in output.args[0][kwargs["num_fwd_outputs"]:] if n.op != "placeholder")
+        return forward, backward
+
+    monkeypatch.setattr(partition, "min_cut_rematerialization_partition", watched)
+    return seen
+
+
+@pytest.mark.parametrize(("slope", "count"), [(0.01, 2), (0.2, 2), (0.0, 3), (-0.5, 3)])
+def test_what_a_leaky_relu_needs(slope: float, count: int, saved: list[Any]) -> None:
+    """Its result is kept for the convolution after it, its argument's argument for the norm before it. Its argument is
+    kept only where the result does not have the same sign."""
+    def f(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        x = F.group_norm(F.conv2d(x, first, padding=1), 2)
+        return F.conv2d(F.leaky_relu(x, slope), second)
+
+    torch.manual_seed(0)
+    x, *weights = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(2, 4, 3, 3)
+    leaves = [w.requires_grad_() for w in weights]
+    torch._dynamo.reset()
+    with config.override(graph_cache=False):
+        got = torch.autograd.grad(torch.compile(f, backend="flambeau")(x, *leaves).sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(f(x, *leaves).sum(), leaves))
+    assert sum(n.meta["val"].numel() == 2 * 4 * 5 * 5 for n in saved) == count, saved
+
+
+def test_arguments_in_another_order_are_not_kept_twice(saved: list[Any]) -> None:
+    def f(x: Tensor, weight: Tensor) -> Tensor:
+        order = torch.channels_last
+        y = F.conv2d(x.contiguous(memory_format=order), weight.contiguous(memory_format=order))
+        return F.conv2d(y.sin().contiguous(), weight[:, :2].mT)
+
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 3, 7, 7).requires_grad_(), torch.randn(2, 3, 3, 3).requires_grad_()]
+    torch._dynamo.reset()
+    with config.override(graph_cache=False):
+        got = torch.autograd.grad(torch.compile(f, backend="flambeau")(*leaves).square().sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(f(*leaves).square().sum(), leaves))
+    assert saved and not [n for n in saved if n.target is torch.ops.aten.clone.default
+                          and n.args[0].op == "placeholder"], saved
