@@ -52,11 +52,18 @@ def origin() -> dict[str, str]:
     """
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = module.name.removesuffix(".__main__") if module else ""
-    program = f"python -m {name}" if name and not name.startswith("flambeau.cli") else Path(sys.argv[0]).name
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return {"command": " ".join(["flambeau" if program in ("-c", "__main__.py") else program,
-                                 *map(shlex.quote, words)]),
+    file = Path(sys.argv[0])
+    program = (f"python -m {name}" if name and not name.startswith("flambeau.cli")
+               else f"python {shortened(file)}" if file.suffix == ".py" and file.name != "__main__.py" else "flambeau")
+    words = [shortened(Path(word)) if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return {"command": " ".join([program, *map(shlex.quote, words)]),
             "commit": os.environ.get("FLAMBEAU_COMMIT") or _commit()}
+
+
+def shortened(path: Path) -> str:
+    """A path without what is this machine's own."""
+    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else (
+        path.name if path.is_absolute() else str(path))
 
 
 def _commit() -> str:

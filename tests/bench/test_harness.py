@@ -9,6 +9,7 @@ import torch
 
 from flambeau.bench import harness, ops
 from flambeau.bench.harness import Row, alternate, geometric_mean, group_ratios
+from flambeau.results_file import write_results
 
 
 class FakeClock:
@@ -104,7 +105,7 @@ def test_measure_model_and_report(tmp_path: Path) -> None:
     assert [len(row.accuracy["aot_eager"]) for row in rows] == [len(harness.DRAWS)] * 2
     assert all(draw["rel"] < 1e-5 for row in rows for draw in row.accuracy["aot_eager"])
     assert harness.time_table("t", rows, ["eager", "aot_eager"]).row_count == 5
-    harness.write_json(tmp_path / "r.json", "models", rows, harness.summarise(rows, ["eager", "aot_eager"]))
+    write_results(tmp_path / "r.json", "models", rows, harness.summarise(rows, ["eager", "aot_eager"]))
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["machine"]["torch"] == torch.__version__
     assert set(report["summary"]["aot_eager over eager"]) == {"train", "infer", "all"}

@@ -22,7 +22,7 @@ from flambeau.ir.program import Host
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
-from flambeau.ops.registry import NEEDS, READ_MEMORY, load_at
+from flambeau.ops.registry import NEEDS, READ_MEMORY, OutOfRange, load_at
 from flambeau.runtime.launch_plan import DONATED, Held, as_number
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.torch_compat.ops import OpOverload
@@ -228,7 +228,10 @@ class Lowering:
             return self.storage.called(n)
         if isinstance(target, OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
-            out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
+            try:
+                out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
+            except OutOfRange:
+                out = NotImplemented
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]

@@ -160,11 +160,16 @@ def table(kind: str, rows: dict[Any, Callable[..., Expr]]) -> None:
         lower(op)(pointwise(formula, kind=kind))
 
 
+class OutOfRange(IndexError):
+    """An argument that eager refuses, although torch's tracing may let it pass: the call is left to eager, which says
+    so when it runs."""
+
+
 def wrap_dim(dim: int, rank: int) -> int:
     """A dimension counted from the end, as PyTorch allows; rank 0 counts as one dimension."""
     size = max(rank, 1)
     if not -size <= dim < size:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-size}, {size - 1}], but got {dim})")
+        raise OutOfRange(f"Dimension out of range (expected to be in range of [{-size}, {size - 1}], but got {dim})")
     return dim % size
 
 

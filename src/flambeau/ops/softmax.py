@@ -13,7 +13,7 @@ from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, exp, log
 from flambeau.ops.reduction import accumulate, outside
-from flambeau.ops.registry import lower, wrap_dims
+from flambeau.ops.registry import lower, wrap_dim, wrap_dims
 
 aten = torch.ops.aten
 
@@ -29,9 +29,7 @@ def _exponentials(x: Value, dim: int) -> tuple[Value, Value, Value]:
 
 @lower(aten._softmax)
 def softmax(x: Value, dim: int, half_to_float: bool) -> Value:
-    if not x.rank and dim not in (-1, 0):  # torch's tracing lets it pass, eager does not
-        return NotImplemented
-    axes = wrap_dims(dim, x.rank)
+    axes = wrap_dims(wrap_dim(dim, x.rank), x.rank)
     _, total, e = _exponentials(x, dim)
     return build.pointwise(x.shape, lambda i: e.load(i) / total.load(outside(i, axes)),
                            torch.float32 if half_to_float else x.dtype)

@@ -27,7 +27,7 @@ from flambeau.ir.index import (
 from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.scalar import eq, sum_over
 
-from .registry import lower, to_dtype, wrap_dim
+from .registry import OutOfRange, lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
 
@@ -216,7 +216,10 @@ def wrap_index(index: IndexLike, size: Index) -> Index:
 @lower(aten.select.int, aten.select_copy.int)
 def select(x: Value, dim: int, index: IndexLike) -> Value:
     d = wrap_dim(dim, x.rank)
-    at = wrap_index(index, x.shape[d])
+    size, given = x.shape[d], as_index(index)
+    if size.is_const and given.is_const and not -size.const <= given.const < size.const:
+        raise OutOfRange(f"select(): index {given.const} out of range for dimension {d} of size {size.const}")
+    at = wrap_index(index, size)
     return x.view(without(x.shape, d), lambda i: (*i[:d], at, *i[d:]))
 
 
