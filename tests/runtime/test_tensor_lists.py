@@ -154,8 +154,8 @@ def test_lists_are_remembered_and_gradients_are_not(monkeypatch: pytest.MonkeyPa
     optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
     step = torch.compile(optimizer.step, backend="flambeau")
     found: list[bool] = []
-    recall = groups.Group.recall
-    monkeypatch.setattr(groups.Group, "recall", lambda *args: found.append(recall(*args)) or found[-1])
+    recall = groups.ListGroup.recall
+    monkeypatch.setattr(groups.ListGroup, "recall", lambda *args: found.append(recall(*args)) or found[-1])
     for _ in range(5):
         p.grad = torch.randn(4)
         step()
