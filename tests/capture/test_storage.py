@@ -195,6 +195,22 @@ def test_views_without_elements_begin_where_eagers_do() -> None:
     same(lambda x: torch.bmm(x, x.mT), lambda: x.narrow(1, 1, 1))
 
 
+def test_shuffled_channels_are_a_copy_unless_there_are_none() -> None:
+    def fn(x: Tensor) -> list[Any]:
+        y = x[4::3]
+        return [torch.channel_shuffle(x, 2), torch.channel_shuffle(y, 2), y]
+
+    same(fn, lambda: torch.arange(144.0).view(4, 4, 3, 3))
+
+
+def test_copies_of_one_element_keep_its_stride() -> None:
+    def fn(x: Tensor) -> list[Any]:
+        y = x.as_strided((1,), (2,))
+        return [y.clone(), y.to(torch.int32), y.clone(memory_format=torch.contiguous_format)]
+
+    same(fn, lambda: torch.ones(5, 1))
+
+
 def test_scatters_copy_the_storage() -> None:
     """With where it begins, its end and what elements share; but not what is expanded."""
     base = torch.arange(8.0)

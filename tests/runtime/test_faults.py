@@ -56,6 +56,16 @@ def raised(f: Callable[..., Any], *args: Any) -> Exception:
     return caught.value
 
 
+def test_an_input_that_is_expanded_has_its_indices_checked() -> None:
+    """Its stride is zero, so that its address does not depend on the index."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, i: x.index_select(0, i) + 1, backend="flambeau")
+    x = torch.ones(1).expand(5)
+    assert compiled(x, torch.tensor([4, 0])).tolist() == [2, 2]
+    with pytest.raises(IndexError, match="index out of range in self: index 5 is out of bounds for dimension 0"):
+        compiled(x, torch.tensor([4, 5]))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_errors_are_eagers(name: str) -> None:
     f, bad = CASES[name]

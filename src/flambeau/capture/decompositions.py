@@ -39,7 +39,9 @@ def shrink_backward(grad: torch.Tensor, x: torch.Tensor, lambd: float) -> Any:
 
 
 def channel_shuffle(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Eager's kernel makes new memory, where torch's decomposition may end in a view."""
+    """Eager's kernel makes new memory, where torch's decomposition may end in a view; what is empty stays as it is."""
+    if x.numel() == 0:
+        return aten.alias(x)
     n, channels, *rest = x.shape
     mixed = x.reshape(n, groups, channels // groups, *rest).transpose(1, 2).reshape(x.shape)
     return mixed.clone(memory_format=suggest_memory_format(x))

@@ -15,7 +15,7 @@ import torch
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_float
-from flambeau.ir.expr import Expr, const, index_value, loads, rewrite, walk
+from flambeau.ir.expr import Expr, const, held, index_value, loads, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, is_positive, offset_of, volume, walks_as_one
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
@@ -43,7 +43,8 @@ def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) ->
             return Expr("local", x.dtype, (), name)
         there = has_elements(buffers[name], index)
         mask = x.args if there is None else (there & x.args[0] if x.args else there,)
-        return Expr("load", x.dtype, mask, (name, (address_of(buffers[name], index),)))
+        read = Expr("load", x.dtype, mask, (name, (address_of(buffers[name], index),)))
+        return held(read, index)  # a stride of zero takes an index out of the address, not its check
 
     return rewrite(e, fn)
 
