@@ -147,7 +147,7 @@ def part(talk: Talk, name: str, size: str, device: str) -> None:
         for seed in seeds:
             ratios.append(error(name, size, device, seed))
             # Of the draws, not of their mean: where an input of a rectifier is as near to zero as its error, all of a
-            # gradient depends on its sign, and whoever has that wrong is wrong by a thousand times.
+            # gradient depends on its sign, and a wrong sign is an error of a thousand times.
             results, gradients = (statistics.median(r) for r in zip(*ratios))
             talk.tell(error={name: gradients}, error_of_results={name: results}, draws={name: len(ratios)})
 

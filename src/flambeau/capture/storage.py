@@ -189,7 +189,7 @@ class Storage:
             self._of[root] = self.called(root)
 
     def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
-        """In a buffer of its own. Holes and overlaps too: whoever was captured with these strides reads by them."""
+        """In a buffer of its own. Holes and overlaps too: nodes that were captured with these strides read by them."""
         with build.building(self.g, "copy"):
             if v in self.lowering.elsewhere:
                 return self.lowering.elsewhere.copied(v, strides)

@@ -2,7 +2,7 @@
 
 Every convolution of a captured graph is given its image and its weight in that order. What follows takes it over: most
 operators keep the order of what they read, the backward pass does, and what is in the order already is not copied.
-Operators that could tell the difference, and whoever called the graph, are given the order they would have had.
+Operators that could tell the difference, and the caller of the graph, are given the order they would have had.
 """
 
 from __future__ import annotations

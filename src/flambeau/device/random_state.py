@@ -13,7 +13,7 @@ from flambeau.runtime.launch_plan import Run
 
 from .copies import Copies
 
-DRAWS: Counter[torch.device] = Counter()  # calls that drew numbers, for whoever must know whether one did
+DRAWS: Counter[torch.device] = Counter()  # calls that drew numbers, for tests that compare values
 
 
 def host_generator(generator: torch.Generator) -> torch.Generator:

@@ -38,7 +38,7 @@ from .operator_forms import GROUPS, Form, wanted
 log = logging.getLogger(__name__)
 
 PATIENCE = 2  # calls of a kind before its kernel is built: shapes that come once are not worth a compiler
-MOST_KERNELS = 64  # for one form of an operator; whoever has more shapes than that would compile for ever
+MOST_KERNELS = 64  # for one form of an operator; a program with more shapes would compile for ever
 UNTRIED = 1 << 15  # elements, for operators that only their user's wish replaces
 
 

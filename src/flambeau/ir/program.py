@@ -151,7 +151,7 @@ class ScanKernel:
     params: tuple[Param, ...]
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
-    ordered: bool = False  # parts are joined in one way, whoever is ready first
+    ordered: bool = False  # parts are joined in one order, whichever is ready first
     form: Form = Form()
 
     def contiguous(self) -> Sym | None:

@@ -176,7 +176,7 @@ def routed(original: Callable[..., Any], module: str, kind: str, routes: Routes)
     @torch.compiler.assume_constant_result
     def traced_for_us() -> bool:
         """While Dynamo traces: whether for us, and whether it may leave what it traces for a call."""
-        routes.keep()  # guards of what is traced name this function, whoever it is traced for
+        routes.keep()  # guards of what is traced name this function, for all backends
         tx = current_translator()
         given = ours(tx.output.compiler_fn)
         return given is not None and (kind != READS or exact(given)) and may_break(tx)

@@ -28,7 +28,7 @@ DESCRIBED = {
 TRUST = """
 ## What is trusted
 
-Compiled kernels and graphs are code, and run with the rights of whoever loads them: shared libraries, binaries for
+Compiled kernels and graphs are code, and run with the rights of the user who loads them: shared libraries, binaries for
 GPUs, and, in the entry of a graph, the Python source of its run function, the guards on its sizes and the names of the
 operators that it calls. So an entry is read only where nobody else can have written it, which is checked each time:
 

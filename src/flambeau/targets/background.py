@@ -9,7 +9,7 @@ Threads are daemons, so a program that has nothing more to do ends at once. Its 
 are killed with all that they started; threads find at their next step that the process ends (`Closing`), and are waited
 for, since one that came back from native code after the interpreter is gone would take the process down; what was
 given to `at_exit` is done last. Work that is asked for later still (by somebody else's exit handler) is done at once,
-by whoever asks.
+by the first that asks.
 
 A process that is killed runs no exit handler. Each compiler therefore has a watcher beside it, which reads from a pipe
 whose other end is in this process only: when that closes, the compiler's process group is killed.
@@ -171,7 +171,7 @@ class Pool:
 def _do(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         future.set_result(function(*args))
-    except BaseException as error:  # it belongs to whoever waits
+    except BaseException as error:  # raised where it is waited for
         future.set_exception(error)
 
 

@@ -66,7 +66,7 @@ def complete(module: ModuleType) -> None:
     if own is None or hasattr(own, "__wrapped__"):
         return
     ours = with_device(own)
-    for name, there in [*sys.modules.items()]:  # whoever has imported it has it under a name of its own
+    for name, there in [*sys.modules.items()]:  # modules that imported it hold it under their own names
         if name.partition(".")[0] in LIBRARIES:
             for key in [key for key, value in vars(there).items() if value is own]:
                 setattr(there, key, ours)

@@ -200,7 +200,7 @@ class CpuTarget(Target):
     def _compile_unit(self, unit: Sequence[_Kernel], toolchain: Toolchain, disk: DiskCache) -> None:
         try:
             self._compile(unit, toolchain, disk)
-        except BaseException as error:  # it belongs to whoever waits for the kernels
+        except BaseException as error:  # raised where the kernels are waited for
             for kernel in unit:
                 if not self._kernels[kernel.key].done():
                     self._kernels[kernel.key].set_exception(error)

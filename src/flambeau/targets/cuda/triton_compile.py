@@ -148,7 +148,7 @@ class TritonCompiler:
                         base64.b64decode(answer["code"]))
             disk.put(key, packed(code), SUFFIX)
             made.set_result(code)
-        except BaseException as error:  # it belongs to whoever waits for the code
+        except BaseException as error:  # raised where the code is waited for
             made.set_exception(error)
 
 

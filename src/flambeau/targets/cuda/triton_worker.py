@@ -72,7 +72,7 @@ def serve(requests: TextIO, answers: TextIO, seconds: int) -> None:
         signal.alarm(seconds + 1)
         try:
             answer = compiled(json.loads(line))
-        except Exception:  # of whatever kind: it is the text's, and belongs to whoever asked
+        except Exception:  # of whatever kind: the text is at fault, and the parent process raises it
             answer = {"error": traceback.format_exc()}
         signal.alarm(0)
         answers.write(json.dumps(answer) + "\n")

@@ -125,7 +125,7 @@ class ClCompiler:
         try:
             if unit:
                 self._compile(unit, waiting[0][1])
-        except BaseException as error:  # whoever waits for a kernel must hear of it
+        except BaseException as error:  # raised where the kernel is waited for
             for kernel in unit:
                 if not self._programs[kernel.key].done():
                     self._programs[kernel.key].set_exception(error)
