@@ -16,7 +16,7 @@ class Capabilities:
     # One worker walks a plane in order: sums scattered into it cost no atomics and always add up in the same order.
     # Without this, gradients that could be scattered are gathered.
     ordered_scatter: bool = False
-    # No result may depend on which of two points comes first: the user asked for it. Expensive without ordered scatters.
+    # No result may depend on which of two points comes first: on request, and expensive without ordered scatters.
     deterministic: bool = False
     row_elements: int | None = None  # longest row whose values stay in fast memory, whatever their dtype
     # Larger intermediates are allocated one by one: an arena is there all the time, while an allocator that keeps its
