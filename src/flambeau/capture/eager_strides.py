@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from flambeau.ops import LOWERINGS
+from flambeau.runtime.memory_layout import dense
 from flambeau.runtime.placement import flat
 from flambeau.torch_compat.device import backend_name
 from flambeau.torch_compat.dispatch import no_python_dispatcher
@@ -73,18 +74,9 @@ def contiguous(shape: Sequence[int]) -> Strides:
     return packed(shape, range(len(shape))[::-1])
 
 
-def is_dense(t: torch.Tensor) -> bool:
-    """What ATen calls non-overlapping and dense: an array without elements is, whatever its strides."""
-    if t.is_contiguous():
-        return True
-    real = sorted((d for d in range(t.dim()) if t.shape[d] > 1), key=t.stride)
-    dense = packed([t.shape[d] for d in real], range(len(real)))
-    return [t.stride(d) for d in real] == list(dense)
-
-
 def preserved(t: torch.Tensor) -> Strides:
     """Of a copy that keeps the order of memory."""
-    return t.stride() if is_dense(t) else packed(t.shape, order(t.shape, [t.stride()]))
+    return t.stride() if dense(t) else packed(t.shape, order(t.shape, [t.stride()]))
 
 
 def suggested(t: torch.Tensor) -> torch.memory_format:
@@ -113,7 +105,7 @@ def elementwise(result: torch.Tensor, *operands: Any) -> Strides:
             return contiguous(shape)
         if len(shape) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in laid):
             return torch.empty_like(result, memory_format=torch.channels_last).stride()
-        if all(is_dense(t) and t.stride() == strides[0] for t in laid):
+        if all(dense(t) and t.stride() == strides[0] for t in laid):
             return strides[0]
     dims = order(shape, [
         (0,) * (len(shape) - t.dim()) + tuple(0 if m == 1 and n != 1 else k for m, n, k in zip(

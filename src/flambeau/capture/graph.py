@@ -228,10 +228,7 @@ class Lowering:
             return self.storage.called(n)
         if isinstance(target, OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
             before = len(self.g.nodes)
-            try:
-                out = LOWERINGS[target](*self.readable(args), **self.readable(kwargs))
-            except OutOfRange:
-                out = NotImplemented
+            out = self.lowered(target, self.readable(args), self.readable(kwargs))
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
                 return self.settle(n, out)
             del self.g.nodes[before:]
@@ -284,6 +281,13 @@ class Lowering:
         if isinstance(x, torch.SymInt):
             return self.c.symbols.index(x)
         return x
+
+    def lowered(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the operator's lowering makes of these arguments; NotImplemented where the call is ATen's."""
+        try:
+            return LOWERINGS[target](*args, **kwargs) if target in LOWERINGS else NotImplemented
+        except OutOfRange:  # ATen says so when it runs
+            return NotImplemented
 
     def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
         if target not in LOWERINGS:

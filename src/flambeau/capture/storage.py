@@ -137,7 +137,7 @@ class Storage:
         args, named = self.lowering.arguments(n)
         before = len(self.g.nodes)
         with build.building(self.g, n.name):
-            out = LOWERINGS[n.target](above, *args[1:], **named) if n.target in LOWERINGS else NotImplemented
+            out = self.lowering.lowered(n.target, (above, *args[1:]), named)
             if out is not NotImplemented and inside(out, above):
                 return self.lowering.settle(n, out)
             del self.g.nodes[before:]  # it would compute what is to be a view
