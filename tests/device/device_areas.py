@@ -294,8 +294,8 @@ def test_the_profiler_measures_operators_on_the_device() -> None:
     x = torch.randn(512, 512, device=DEV)  # milliseconds: clocks may be coarse
     with torch.autograd.profiler.profile(use_device=DEV, use_kineto=False) as profile:
         (x @ x).relu()
-    rows = {row.key: row for row in profile.key_averages()}
-    assert rows["aten::mm"].device_time_total > 0
+    # Several rows have one key: torch groups apart those events that took less than a microsecond.
+    assert sum(row.device_time_total for row in profile.key_averages() if row.key == "aten::mm") > 0
     assert "FLAMBEAU" in profile.key_averages().table()
 
 
