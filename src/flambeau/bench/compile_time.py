@@ -109,9 +109,9 @@ def total_seconds(rows: Sequence[CompileRow], backends: Sequence[str]) -> dict[s
 
 
 def compile_table(title: str, rows: Sequence[CompileRow], backends: Sequence[str]) -> Table:
-    table = Table("model", *(f"{backend}\n{state}" for backend in backends for state in STATES), title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    from flambeau.bench.harness import number_table
+
+    table = number_table(title, "model", *(f"{backend}\n{state}" for backend in backends for state in STATES))
 
     def cells(seconds: dict[str, dict[str, float]]) -> list[str]:
         found = (seconds[backend].get(state) for backend in backends for state in STATES)

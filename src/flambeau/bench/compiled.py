@@ -21,7 +21,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from flambeau.bench.harness import alternate, clock_of, in_one_order, spread, wanted
+from flambeau.bench.harness import alternate, clock_of, in_one_order, number_table, spread, wanted
 from flambeau.bench.networks import DTYPES, NETWORKS
 from flambeau.bench.parts import Talk, absorb, run, threads
 
@@ -162,20 +162,8 @@ class Case:
 
     def measure(self, seconds: float) -> dict[str, dict[str, float]]:
         """Times of steps that follow one another, the kinds in turns."""
-        def several(step: Callable[[], Tensor], count: int) -> None:
-            for _ in range(count):
-                step()
-
-        counts = {}
-        for kind, step in self.steps.items():
-            several(step, 2)
-            start = self.clock()
-            several(step, 2)
-            counts[kind] = max(1, min(100, int(BURST / max((self.clock() - start) / 2, 1e-6))))
-        calls: dict[str, Callable[[], Any]] = {
-            kind: partial(several, step, counts[kind]) for kind, step in self.steps.items()}
-        times = alternate(calls, seconds, ROUNDS, warmup=1, clock=self.clock)
-        return {"ms": {kind: statistics.median(t) / counts[kind] * 1e3 for kind, t in times.items()},
+        times = alternate(self.steps, seconds, ROUNDS, clock=self.clock, burst=BURST)
+        return {"ms": {kind: statistics.median(t) * 1e3 for kind, t in times.items()},
                 "spread": {kind: spread(t) for kind, t in times.items()}}
 
 
@@ -246,11 +234,8 @@ def step_table(rows: Sequence[CompiledRow], size: str) -> Table:
     """What is in no row has no column."""
     cells = [[cell(getattr(row, part), kind, base) for _, part, kind, base in COLUMNS] for row in rows]
     shown = [k for k in range(len(COLUMNS)) if any(line[k] for line in cells)]
-    table = Table("step", *(COLUMNS[k][0] for k in shown), "unequal\nwhole", "unequal\nagain",
-                  title=f"Whole networks, {size}")
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = number_table(f"Whole networks, {size}", "step", *(COLUMNS[k][0] for k in shown), "unequal\nwhole",
+                         "unequal\nagain")
     for row, line in zip(rows, cells):
         counts = (row.unequal_with_regions, row.unequal_from_run_to_run)
         table.add_row(f"{row.name} {row.mode}", *(line[k] for k in shown),

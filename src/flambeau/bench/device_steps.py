@@ -8,7 +8,6 @@ first steps are compared before anything is timed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from flambeau.bench.harness import Row, message, timed, training_step
+from flambeau.bench.harness import Row, clock_of, message, timed, training_step
 from flambeau.bench.models import SUITE
 from flambeau.device.enable import enable_device
 from flambeau.device.torch_module import NAME, get_device_name
@@ -61,13 +60,8 @@ def measure(only: str | None, size: str, limit: float,
         except Exception as error:
             row.errors["flambeau"] = message(error)
         else:
-            timed(row, calls, limit, settled)
+            timed(row, calls, limit, clock_of(NAME))
         yield row
-
-
-def settled() -> float:
-    torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def step_table(rows: Sequence[Row], size: str) -> Table:

@@ -7,9 +7,11 @@ A backend is "eager", or a `torch.compile` backend with options after a colon:
 import ast
 import copy
 import math
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import track as rich_track
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 
 from flambeau.bench.models import SUITE, Built, without_dropout
@@ -64,17 +66,28 @@ def spread(times: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def alternate(calls: dict[str, Callable[[], Any]], limit: float = 3.0, rounds: tuple[int, int] = (5, 200),
-              warmup: int = 2, clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:
-    """Times of each callable: every round runs each once, in rotated order, until `limit` seconds are gone.
+def alternate(calls: Mapping[str, Callable[[], Any]], limit: float = 3.0, rounds: tuple[int, int] = (5, 200),
+              warmup: int = 2, clock: Callable[[], float] = time.perf_counter, count: int = 1, burst: float = 0.0,
+              wait: Callable[[], Any] = lambda: None) -> dict[str, list[float]]:
+    """Seconds of each callable: every round times each once, in rotated order, until `limit` seconds are gone.
 
-    At least `rounds[0]` rounds are run and at most `rounds[1]`.
+    At least `rounds[0]` rounds are run and at most `rounds[1]`. A time is the mean of `count` calls in a row, or of as
+    many as take `burst` seconds; `wait` is called before them, while no clock runs.
     """
+    def seconds(call: Callable[[], Any], count: int) -> float:
+        wait()
+        start = clock()
+        for _ in range(count):
+            call()
+        return (clock() - start) / count
+
     if not calls:
         return {}
     for _ in range(warmup):
         for call in calls.values():
             call()
+    counts = {name: max(1, min(1000, int(burst / seconds(call, 2)))) if burst else count
+              for name, call in calls.items()}
     names, (least, most) = list(calls), rounds
     times: dict[str, list[float]] = {name: [] for name in names}
     end = clock() + limit
@@ -83,9 +96,7 @@ def alternate(calls: dict[str, Callable[[], Any]], limit: float = 3.0, rounds: t
             break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            start = clock()
-            calls[name]()
-            times[name].append(clock() - start)
+            times[name].append(seconds(calls[name], counts[name]))
     return times
 
 
@@ -210,12 +221,32 @@ def clock_of(device: str) -> Callable[[], float]:
     """The time when all that the device was given is done."""
     if device == "cpu":
         return time.perf_counter
+    wait = torch.get_device_module(device).synchronize
 
     def synchronised() -> float:
-        torch.cuda.synchronize()
+        wait()
         return time.perf_counter()
 
     return synchronised
+
+
+@contextmanager
+def deadline(seconds: float, error: BaseException) -> Iterator[None]:
+    """The error where the block takes longer. Only the main thread has signals; others run without a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
@@ -310,15 +341,17 @@ def summarise(rows: Sequence[Row], backends: Sequence[str]) -> dict[str, dict[st
             for backend, base in comparisons(backends)}
 
 
+def number_table(title: str, name: str, *heads: str) -> Table:
+    """Without rows: a column of names, and columns of numbers."""
+    return Table(Column(name, no_wrap=True), *(Column(head, justify="right") for head in heads), title=title)
+
+
 def time_table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> Table:
     """Milliseconds by backend ("~": noisy), speed-ups, and the geometric means of each group below."""
     pairs = comparisons(backends)
     checked = [b for b in backends if any(b in row.accuracy for row in rows)]
-    table = Table("case", *(f"{b} ms" for b in backends), *(f"{b}\nover {base}" for b, base in pairs),
-                  *(f"{b}\neager errors" for b in checked), title=title)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = number_table(title, "case", *(f"{b} ms" for b in backends), *(f"{b}\nover {base}" for b, base in pairs),
+                         *(f"{b}\neager errors" for b in checked))
     for row in rows:
         times = ["~" * (row.spread[b] > NOISY) + f"{row.seconds[b] * 1e3:.2f}"
                  if b in row.seconds else "failed" for b in backends]

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from flambeau.bench.harness import UNSTEADY, geometric_mean, wanted
+from flambeau.bench.harness import UNSTEADY, geometric_mean, number_table, wanted
 from flambeau.bench.parts import Talk, run
 from flambeau.config import config
 
@@ -108,9 +108,8 @@ def over_eager(ms: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def bits_table(rows: Sequence[NumericsRow], size: str) -> Table:
-    table = Table("what", "cases", "values", "unequal", "eager\nunsteady", "errors", title=f"Eager's bits, {size}")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = number_table(f"Eager's bits, {size}", "what", "cases", "values", "unequal", "eager\nunsteady", "errors")
+    table.columns[0].no_wrap = False  # cases that differ are named there
     for row in rows:
         counts = (row.cases, row.values, row.unequal, row.unsteady, len(row.errors))
         table.add_row(row.name, *(f"{n:,}" for n in counts))

@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floors import FloorRow
+from flambeau.bench.harness import clock_of, message
 from flambeau.optim.eager_steps import EagerSteps
 
 STEPS = 20
@@ -74,7 +75,7 @@ def measure(device: str, only: str | None, backends: Sequence[str], bandwidth: f
                                                               {"foreach": True})), backend, device) as step:
                         measure_backend(row, backend, step, device)
                 except Exception as error:
-                    row.errors[backend] = str(error).strip().splitlines()[-1]
+                    row.errors[backend] = message(error)
                     continue
                 want = tensors if want is None else want
                 if any(not torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(tensors, want, strict=True)):
@@ -96,11 +97,7 @@ def stepping(optimizer: torch.optim.Optimizer, backend: str, device: str) -> Ite
 
 def measure_backend(row: StepRow, backend: str, step: Callable[[], Any], device: str) -> None:
     """Steps that follow one another: nobody waits for the device between them."""
-    def finished() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
+    finished = clock_of(device)
     start = finished()
     step()
     row.first[backend] = finished() - start
