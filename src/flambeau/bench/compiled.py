@@ -18,10 +18,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from flambeau.bench.harness import alternate, clock_of, in_one_order, number_table, spread, wanted
+from flambeau.bench.harness import alternate, clock_of, in_one_order, spread, wanted
 from flambeau.bench.networks import DTYPES, NETWORKS
 from flambeau.bench.parts import Talk, absorb, run, threads
 
@@ -218,32 +217,3 @@ def measure(device: str, size: str, modes: Sequence[str], only: str | None, kind
     for name, told in run("flambeau.bench.compiled", parts, jobs, limit, limit * PREPARE, environment):
         absorb(rows[name], told)
         yield list(rows.values())
-
-
-# Of the table: head, field of a row, kind, and the kind that it is divided by.
-COLUMNS = (
-    ("eager\nms", "ms", "eager", ""), ("inductor\nms", "ms", "inductor", ""), ("ours\nms", "ms", "ours", ""),
-    ("over\nwhole", "ms", "ours", "whole"), ("over\ninductor", "ms", "ours", "inductor"),
-    ("graphs over\nreduce", "ms", "graphs", "reduce"), ("ours\nMiB", "peak_mib", "ours", ""),
-    ("over\neager", "peak_mib", "ours", "eager"), ("over\ninductor", "peak_mib", "ours", "inductor"),
-    ("first s\nours", "first_s", "ours", ""), ("first s\ninductor", "first_s", "inductor", ""),
-)
-
-
-def step_table(rows: Sequence[CompiledRow], size: str) -> Table:
-    """What is in no row has no column."""
-    cells = [[cell(getattr(row, part), kind, base) for _, part, kind, base in COLUMNS] for row in rows]
-    shown = [k for k in range(len(COLUMNS)) if any(line[k] for line in cells)]
-    table = number_table(f"Whole networks, {size}", "step", *(COLUMNS[k][0] for k in shown), "unequal\nwhole",
-                         "unequal\nagain")
-    for row, line in zip(rows, cells):
-        counts = (row.unequal_with_regions, row.unequal_from_run_to_run)
-        table.add_row(f"{row.name} {row.mode}", *(line[k] for k in shown),
-                      *("" if count is None else str(count) for count in counts))
-    return table
-
-
-def cell(numbers: dict[str, float], kind: str, base: str) -> str:
-    if kind not in numbers or (base and not numbers.get(base)):
-        return ""
-    return f"{numbers[kind] / numbers[base]:.3f}" if base else f"{numbers[kind]:.2f}"

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floor_cases import SIZES, Case, Draw, Tensors
-from flambeau.bench.harness import alternate, clock_of, compiled, deadline, geometric_mean, message, number_table
+from flambeau.bench.harness import alternate, clock_of, compiled, deadline, geometric_mean, message
 from flambeau.eager.accelerate import accelerate
 
 FLAGGEMS = "flaggems"
@@ -240,23 +239,6 @@ def summarise(rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: floa
     return {"bandwidth": bandwidth,
             "mean": {b: mean(b, lambda row: True) for b in backends},
             "mean without sampling": {b: mean(b, lambda row: row.group != "sampling") for b in backends}}
-
-
-def floor_table(title: str, rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: float) -> Table:
-    """Ratios to the floor ("!": results are off), ours over the fastest peer, and ours at the reference bandwidth."""
-    ours = [b for b in backends if b.startswith(OURS)]
-    table = number_table(title, "case", "floor ms", *backends, *(f"{b} over\nbest peer" for b in ours),
-                         *(f"{b}\nat {REFERENCE / 1e12} TB/s" for b in ours))
-    for row in rows:
-        table.add_row(f"{row.name} {row.mode}", f"{row.floor * 1e3:.3f}",
-                      *(mark(row, b) + times(row.ratio(b)) for b in backends),
-                      *(times(row.over_best_peer(b)) for b in ours),
-                      *(times(None if (r := row.ratio(b)) is None else r * REFERENCE / bandwidth) for b in ours))
-    table.add_section()
-    summary = summarise(rows, backends, bandwidth)
-    for label in ("mean", "mean without sampling"):
-        table.add_row(label, "", *(times(summary[label][b]) for b in backends), *("" for _ in 2 * ours), style="bold")
-    return table
 
 
 def mark(row: FloorRow, backend: str) -> str:

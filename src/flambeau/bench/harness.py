@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import track as rich_track
-from rich.table import Column, Table
 from torch import Tensor, nn
 
 from flambeau.bench.models import SUITE, Built, without_dropout
@@ -337,34 +336,9 @@ def comparisons(backends: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def summarise(rows: Sequence[Row], backends: Sequence[str]) -> dict[str, dict[str, float]]:
+    """How many times faster each is, as means of groups."""
     return {f"{backend} over {base}": group_ratios(rows, backend, base)
             for backend, base in comparisons(backends)}
-
-
-def number_table(title: str, name: str, *heads: str) -> Table:
-    """Without rows: a column of names, and columns of numbers."""
-    return Table(Column(name, no_wrap=True), *(Column(head, justify="right") for head in heads), title=title)
-
-
-def time_table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> Table:
-    """Milliseconds by backend ("~": noisy), speed-ups, and the geometric means of each group below."""
-    pairs = comparisons(backends)
-    checked = [b for b in backends if any(b in row.accuracy for row in rows)]
-    table = number_table(title, "case", *(f"{b} ms" for b in backends), *(f"{b}\nover {base}" for b, base in pairs),
-                         *(f"{b}\neager errors" for b in checked))
-    for row in rows:
-        times = ["~" * (row.spread[b] > NOISY) + f"{row.seconds[b] * 1e3:.2f}"
-                 if b in row.seconds else "failed" for b in backends]
-        ratios = ["" if (r := row.ratio(b, base)) is None else f"{r:.2f}" for b, base in pairs]
-        errors = [f"{statistics.median(draw['eager_errors'] for draw in row.accuracy[b]):.1f}"
-                  if b in row.accuracy else "" for b in checked]
-        table.add_row(f"{row.name} {row.mode}", *times, *ratios, *errors)
-    table.add_section()
-    means = [group_ratios(rows, *pair) for pair in pairs]
-    for group in list(dict.fromkeys(row.group for row in rows)) + ["all"]:
-        cells = [f"{mean[group]:.2f}" if group in mean else "" for mean in means]
-        table.add_row(f"mean, {group}", *("" for _ in backends), *cells, style="bold")
-    return table
 
 
 def progress(items: Sequence[T], label: str, console: Console) -> Iterator[T]:

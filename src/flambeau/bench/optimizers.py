@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floors import FloorRow
@@ -108,16 +107,3 @@ def measure_backend(row: StepRow, backend: str, step: Callable[[], Any], device:
         step()
     row.host[backend] = (time.perf_counter() - start) / STEPS
     row.seconds[backend] = (finished() - start) / STEPS
-
-
-def step_table(rows: Sequence[StepRow], backends: Sequence[str]) -> Table:
-    table = Table("case", "floor ms", *(f"{b} ms" for b in backends), "over floor", "host ms", "first s",
-                  title="Optimizer steps")
-    for row in rows:
-        ours = row.ratio("flambeau")
-        table.add_row(row.name, f"{row.floor * 1e3:.3f}",
-                      *(f"{row.seconds[b] * 1e3:.3f}" if b in row.seconds else "" for b in backends),
-                      "" if ours is None else f"{ours:.2f}",
-                      *(f"{times['flambeau'] * scale:.2f}" if "flambeau" in times else ""
-                        for times, scale in ((row.host, 1e3), (row.first, 1.0))))
-    return table

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floors import FloorRow
 from flambeau.bench.harness import alternate, clock_of, message
 from flambeau.device.enable import enable_device
-from flambeau.device.torch_module import NAME, get_device_name
+from flambeau.device.torch_module import NAME
 from flambeau.targets.opencl.device import devices
 
 SIDES = {"full": 8192, "small": 1536, "tiny": 64}  # of the square matrices
@@ -108,14 +107,3 @@ def check(stream: Stream, there: list[Tensor], host: list[Tensor]) -> None:
         close = TOLERANCE.get(y.dtype, 0.0)
         # Long sums: by the largest.
         torch.testing.assert_close(x, y, rtol=close, atol=close * float(y.abs().max()) if close else 0.0)
-
-
-def stream_table(rows: Sequence[FloorRow]) -> Table:
-    beside = any("cpu" in row.seconds for row in rows)
-    table = Table("case", "GB/s", "of a copy", *(["over the CPU device"] if beside else []), title=get_device_name(0))
-    for row in rows:
-        taken = row.seconds.get("flambeau")
-        cells = ["failed", ""] if taken is None else [f"{row.bytes / taken / 1e9:.0f}", f"{row.floor / taken:.0%}"]
-        ratio = f"{taken / row.seconds['cpu']:.2f}" if taken is not None and "cpu" in row.seconds else ""
-        table.add_row(row.name, *cells, *([ratio] if beside else []))
-    return table
