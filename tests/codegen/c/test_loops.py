@@ -445,14 +445,14 @@ def test_one_program_for_every_size() -> None:
     for n, m in ((1, 1), (7, 33), (33, 7), (1, 8193), (8193, 1), (3, 10007), (10007, 3), (127, 129), (0, 5),
                  (600, 700)):
         x, y = torch.randn(n, m), torch.randn(n * m)
-        rows, columns, whole, soft1, soft0, run1, run0, turned, top, at, line, run_line = b(x, y)
+        rows, columns, whole, soft1, soft0, run1, run0, transposed, top, at, line, run_line = b(x, y)
         close_sum(rows, x, 1)
         close_sum(columns, x, 0)
         close_sum(whole, x, (0, 1))
         close_sum(line, y, 0)
         e = x.double()
         for ours, exact in ((soft1, e.softmax(1)), (soft0, e.softmax(0)), (run1, e.cumsum(1)), (run0, e.cumsum(0)),
-                            (turned, e.sin().t()), (run_line, y.double().cumsum(0))):
+                            (transposed, e.sin().t()), (run_line, y.double().cumsum(0))):
             close(ours, exact)
         assert torch.equal(top, x.amax(1)) and torch.equal(at, x.argmax(1))
 
