@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "compiled: steps, memory and bits of whole networks, in pieces and recorded; "
         "numerics: values that differ from eager's, where none should; "
         "floors: operators beside the memory limit, which is also what ops on cuda are; "
-        "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there",
+        "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there; "
+        "cliffs: cases drawn at random over all families, and the worst of them",
     )
     parser.add_argument("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
@@ -50,12 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="time for the rounds of one case; floors: the most that one backend may take for a case; "
-        "compiled and numerics: for all of it",
+        "compiled, numerics and cliffs: for all of it",
     )
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, for numerics all"
+        "--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, else all"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="numerics: of the first network drawn")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="numerics, cliffs: of the first case drawn")
+    parser.add_argument("--cases", type=int, default=100, metavar="N", help="cliffs: how many are drawn")
     parser.add_argument(
         "--states", default="cold,warm,primed", metavar="LIST", help="compile: of the caches; cold is always measured"
     )
@@ -238,6 +240,22 @@ def device_steps(args: argparse.Namespace, backends: Sequence[str], console: Con
     return rows, bench.step_table(rows, size), {"device": bench.get_device_name(0), "size": size}
 
 
+def cliffs(args: argparse.Namespace, backends: Sequence[str], console: Console) -> tuple[Any, Table, Any]:
+    from flambeau.bench import cliffs as bench
+
+    size = "tiny" if args.sizes == "tiny" else args.target
+    rows: list[bench.CliffRow] = []
+    summary: dict[str, Any] = {}
+    for rows, summary in bench.measure(args.target, size, args.only, args.cases, args.seed, backends,
+                                       args.jobs or os.cpu_count() or 1, args.limit or 12.0 * args.cases):
+        if args.json:
+            write_results(args.json, "cliffs", rows, summary, args.target)
+    if args.json and summary.get("cases"):
+        title = f"{summary['cases']} random cases, {args.target}"
+        args.json.with_suffix(".svg").write_text(bench.cliff_chart(rows, title))
+    return rows, bench.cliff_table(rows, summary, backends), summary
+
+
 def matching(only: str | None) -> list[str]:
     from flambeau.bench.models import SUITE
 
@@ -245,4 +263,5 @@ def matching(only: str | None) -> list[str]:
 
 
 KINDS = {"models": models, "ops": ops, "floors": floors, "compile": compile_times, "optimizers": optimizers,
-         "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps}
+         "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps,
+         "cliffs": cliffs}
