@@ -86,8 +86,9 @@ class Process:
     def __init__(self, name: str, module: str, arguments: Mapping[str, Any], until: float, caches: Path,
                  events: queue.Queue[tuple[Process, str, Any]], environment: Mapping[str, str]) -> None:
         self.name, self.tail = name, ""
-        # Ours is one for all, as it also holds extensions that would take every part seconds of a compiler.
-        folders = {variable: str(caches / ("" if folder == "flambeau" else name) / folder)
+        # Ours is one for all, as it also holds extensions that would take every part seconds of a compiler. Inductor
+        # calls a compiler with paths that may not have spaces.
+        folders = {variable: str(caches / ("" if folder == "flambeau" else name.replace(" ", "-")) / folder)
                    for variable, folder in CACHES.items()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flambeau.bench.parts", module, json.dumps(arguments), str(until)], text=True,

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "compiled: steps, memory and bits of whole networks, in pieces and recorded; "
         "numerics: values that differ from eager's, where none should; "
         "floors: operators beside the memory limit, which is also what ops on cuda are; "
-        "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there")
+        "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there; "
+        "cliffs: cases drawn at random over all families, and the worst of them")
     add("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
     add("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
     add("--backends", metavar="LIST",
@@ -38,9 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the measurements and the machine here")
     add("--limit", type=float, metavar="SECONDS",
         help="time for the rounds of one case; floors: the most that one backend may take for a case; "
-        "compiled and numerics: for all of it")
-    add("--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, for numerics all")
-    add("--seed", type=int, default=0, metavar="N", help="numerics: of the first network drawn")
+        "compiled, numerics and cliffs: for all of it")
+    add("--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, else all")
+    add("--seed", type=int, default=0, metavar="N", help="numerics, cliffs: of the first case drawn")
+    add("--cases", type=int, default=100, metavar="N", help="cliffs: how many are drawn")
     add("--states", default="cold,warm,primed", metavar="LIST",
         help="compile: of the caches; cold is always measured")
     floor_options = parser.add_argument_group("floors")
@@ -204,6 +206,19 @@ def device_steps(args: argparse.Namespace, backends: Sequence[str], console: Con
     return growing(rows, "Steps", lambda rows: {"device": get_device_name(0), "size": size})
 
 
+def cliffs(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
+    from flambeau.bench import cliffs as bench
+
+    size = "tiny" if args.sizes == "tiny" else args.target
+    rows, summary = list[Any](), dict[str, Any]()
+    for rows, summary in bench.measure(args.target, size, args.only, args.cases, args.seed, backends,
+                                       args.jobs or os.cpu_count() or 1, args.limit or 12.0 * args.cases):
+        yield rows, "The worst of the random cases", summary
+    if args.json and summary.get("cases"):
+        title = f"{summary['cases']} random cases, {args.target}"
+        args.json.with_suffix(".svg").write_text(bench.cliff_chart(rows, title))
+
+
 def matching(only: str | None) -> list[str]:
     from flambeau.bench.models import SUITE
 
@@ -212,4 +227,4 @@ def matching(only: str | None) -> list[str]:
 
 KINDS: dict[str, Callable[[argparse.Namespace, Sequence[str], Console], Measured]] = {
     "models": models, "ops": ops, "floors": floors, "compile": compile_times, "optimizers": optimizers,
-    "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps}
+    "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps, "cliffs": cliffs}

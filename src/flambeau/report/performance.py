@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flambeau.bench.cliffs import WORST, CliffRow, limits
 from flambeau.bench.floors import OURS, PEERS, REFERENCE
 from flambeau.bench.harness import NOISY, comparisons, geometric_mean
 from flambeau.report.chart import Series, ratio_chart
@@ -250,6 +251,23 @@ def bits(report: dict[str, Any]) -> Parts:
             *([times] if times.rows else [])]
 
 
+def random_cases(report: dict[str, Any]) -> Parts:
+    """The worst of them, beside what limits them, and the distribution below."""
+    summary, backends = report["summary"], backends_of(report)
+    timed = sorted(((ratio, row) for row in (CliffRow(**r) for r in report["rows"])
+                    if not row.short() and (ratio := row.ratio()) is not None), key=lambda found: -found[0])
+    sheet = Sheet(["case", *(f"{label(b)} ms" for b in backends), "over the faster peer", "limits"])
+    for ratio, row in timed[:WORST]:
+        sheet.add(f"{row.seed} {row.name}",
+                  *(f"{row.seconds[b] * 1e3:.3f}" if b in row.seconds else "failed" for b in backends),
+                  cell(ratio), limits(row, summary["bandwidth"]))
+    blank = [""] * len(backends)
+    sheet.mean("geometric mean", *blank, cell(summary["mean"], "{:.3f}"))
+    for bound, share in summary["within"].items():
+        sheet.mean(f"within {bound} × the faster peer", *blank, f"{share:.1%}")
+    return [f"The worst {min(WORST, len(timed))} of {len(timed)}.", sheet]
+
+
 def database(report: dict[str, Any]) -> Parts:
     """Entries of `op_db` by dtype: how many agree, and on the device how many of these without the CPU's help."""
     device = report["machine"].get("device")
@@ -269,6 +287,7 @@ SECTIONS = {
     "compile": ("Compile time, first training step", compile_seconds),
     "ops": ("Operators", steps),
     "floors": ("Operators beside the memory limit", floors),
+    "cliffs": ("Random cases", random_cases),
     "optimizers": ("Steps of optimizers", optimizer_steps),
     "numerics": ("Eager's bits", bits),
     "opinfo": ("PyTorch's operator database", database),
