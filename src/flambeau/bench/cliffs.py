@@ -34,7 +34,7 @@ PREPARE = 0.7  # of the time, in which compilers run
 WITHIN = (1.05, 1.1, 1.5, 2.0)  # of the fastest peer
 WORST = 20
 PROFILED = 1.2  # times the fastest peer, from which on the kernels of a case are looked at
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 4e-2, torch.bfloat16: 1.5e-1}
+TOLERANCE = 0.1  # of the largest value
 
 
 @dataclass
@@ -78,25 +78,33 @@ def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
         out = compiled(*inputs)
         return [out] if isinstance(out, Tensor) else list(out)
 
+    gradients: list[Tensor] = []
+
     def both(*inputs: Tensor) -> list[Tensor]:
         out = [t for t in forward(*inputs) if t.requires_grad]
+        if not gradients:  # not ones: of the sum of a softmax or a norm there is nothing but rounding
+            draw = torch.Generator(out[0].device).manual_seed(case.seed)
+            gradients.extend(torch.empty_like(t).normal_(generator=draw) for t in out)
         leaves = [t for t in inputs if t.requires_grad]
-        return out + list(torch.autograd.grad(out, leaves, [torch.ones_like(t) for t in out], allow_unused=True))
+        return out + list(torch.autograd.grad(out, leaves, gradients, allow_unused=True))
 
     return both if case.gradient else forward
 
 
 def wrong(got: Sequence[Tensor], eager: Sequence[Tensor]) -> str:
-    """A look at the values, so that no wrong kernel is timed; tests elsewhere are the strict ones."""
+    """A look at the values, so that no wrong kernel is timed; tests elsewhere are the strict ones.
+
+    Where all values are mere rounding, as the gradient of a softmax's sum, any value is right.
+    """
     for mine, theirs in zip(got, eager, strict=True):
         if mine is None or theirs is None:
             continue
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             return f"{mine.dtype}{list(mine.shape)} where eager has {theirs.dtype}{list(theirs.shape)}"
         if mine.is_floating_point():
-            scale = theirs.double().nan_to_num(0, 0, 0).abs().max().clamp_min(1e-3)
+            scale = theirs.double().nan_to_num(0, 0, 0).abs().max().clamp_min(64 * torch.finfo(mine.dtype).eps)
             off = ((mine.double() - theirs.double()).nan_to_num(0, 0, 0).abs().max() / scale).item()
-            if off > TOLERANCE[mine.dtype]:
+            if off > TOLERANCE:
                 return f"off by {off:.1e} of the largest value"
     return ""
 
