@@ -101,6 +101,7 @@ class Lowering:
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
         self.g.symbols = [*self.c.symbols.known.values(), *self.numbers]
+        self.g.typical = self.c.symbols.typical
         self.solve_sizes()
         self.c.sources |= {s: ("text", h.text, h.sizes) for s, h in self.c.symbols.hosts.items()}
 
