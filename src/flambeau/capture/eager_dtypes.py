@@ -34,13 +34,13 @@ def trusting(op: OpOverload) -> bool:
     return (name.startswith("_") and tensors > 1) or "backward" in name
 
 
-def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> None:
-    """Call it with what `given` makes of its arguments; warnings and draws of it leave no trace."""
+def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> Any:
+    """Its result for what `given` makes of its arguments; warnings and draws of it leave no trace."""
     state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
     try:
         with warnings.catch_warnings(), disable_current_modes(), torch.no_grad(), DisableAutocast():
             warnings.simplefilter("ignore")
-            op(*(given(x) for x in args), **{name: given(x) for name, x in kwargs.items()})
+            return op(*(given(x) for x in args), **{name: given(x) for name, x in kwargs.items()})
     finally:
         if state is not None:
             torch.set_rng_state(state)

@@ -185,6 +185,9 @@ class Lowering:
         assert isinstance(results, (list, tuple))
         outs: list[Any] = []
         made: dict[fx.Node, Value] = {}
+        for given in n.all_input_nodes:
+            if isinstance(self.env[given], Value):
+                self.storage.lay_out(given)
         for r in results:
             if isinstance(r, fx.Node) and r.target is aten.copy_.default:
                 r = r.args[0]  # what copy_ returns is the input it wrote to

@@ -17,8 +17,8 @@ import torch
 import torch.fx as fx
 
 from flambeau.ir import build
-from flambeau.ir.index import ONE, ZERO, Index, as_index
-from flambeau.ir.nodes import Buffer, Value, contiguous_strides, dim_vars
+from flambeau.ir.index import ONE, ZERO, Index, as_index, offset_of
+from flambeau.ir.nodes import Buffer, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ops import LOWERINGS
 from flambeau.runtime.memory_layout import overlapping
 from flambeau.schedule.plan import strided
@@ -196,6 +196,22 @@ class Storage:
             copy = build.pointwise(v.shape, lambda i: v.load(i))
         self.g.buffers[copy.buffer].strides = strides
         return copy
+
+    def lay_out(self, n: fx.Node) -> None:
+        """Before anybody is given n or what shares its memory: a root in whose dimensions n is no strided array is laid
+        out in one."""
+        root = view_root(n)
+        if root is n or root.op == "placeholder":
+            return
+        v, base, want = self.of(n), self.of(root), self.strides(root)
+        if v.buffer == base.buffer and dense(base.shape, want) and not lies_as(
+                v, self.g.buffers[v.buffer], self.strides(n)):
+            with build.building(self.g, "copy"):
+                line = build.pointwise((base.numel,), lambda i: base.load(
+                    [i[0] // s % m for s, m in zip(want, base.shape, strict=True)]))
+            self.g.buffers[line.buffer].strides = (ONE,)
+            at = offset_of(as_indices(dim_vars(base.shape)), want)
+            self._of[root] = Value(line.buffer, base.shape, base.dtype, (at,))
 
     def result(self, n: fx.Node) -> Value:
         """What the caller gets for n: in memory that is no other node's, unless torch says that it is."""
