@@ -187,7 +187,7 @@ RULES: dict[Any, Rule] = {
 OPERANDS = {
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
     **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
-    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.nan_to_num.default, aten.celu.default, aten.clamp.default,
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.celu.default, aten.clamp.default,
                      aten.clamp_min.default, aten.clamp_max.default), 1),
     aten.lerp.Scalar: 2, aten.where.self: 3,
 }

@@ -228,9 +228,14 @@ class Storage:
         """The value of n in eager's memory, with eager's strides in dimensions of size one too."""
         v: Value = self.of(n)
         want = self.strides(n)
-        if not lies_as(v, self.g.buffers[v.buffer], want):
+        b = self.g.buffers[v.buffer]
+        if not lies_as(v, b, want):
             return self.copied(v, want)
-        return replace(v, strides=want, offset=self.offset(n, v))
+        start = self.offset(n, v)
+        whole = v.is_whole(b) or (v.shape == b.shape and v.numel is ZERO)
+        if start is ZERO and whole:  # as the buffer itself: who compares the two finds them equal
+            v, start = self.g.whole(v.buffer), None
+        return replace(v, strides=want, offset=start)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
         """Where a view begins, counted from its root, if it may be without elements; None: its index says it."""
