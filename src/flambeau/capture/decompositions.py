@@ -16,12 +16,14 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.torch_compat.decomp import core_aten_decompositions, decomposition_table, suggest_memory_format
 
+from .eager_dtypes import taken_apart
+
 aten = torch.ops.aten
 
 # They round nothing.
 MOVES = (
     aten.block_diag, aten.diag_embed, aten.diagonal_backward, aten.eye,
-    aten.nan_to_num, aten.pixel_shuffle, aten.pixel_unshuffle, aten.rot90,
+    aten.pixel_shuffle, aten.pixel_unshuffle, aten.rot90,
     aten.select_backward, aten.slice_backward, aten.stack,
 )
 # Beyond torch's core set: operators whose decomposition ends in operators that we lower.
@@ -53,24 +55,6 @@ OWN: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.channel_shuffle.default, aten.native_channel_shuffle.default), channel_shuffle)}
 
 
-# Losses whose kernels take floats, and whether of several dtypes; taken apart, they would compute with anything.
-STRICT = {aten.binary_cross_entropy.default: False, aten.huber_loss.default: False,
-          aten.multi_margin_loss.default: False, aten.smooth_l1_loss.default: True}
-
-
-def of_floats(decomposition: Callable[..., Any], several: bool) -> Callable[..., Any]:
-    """What eager does not take stays whole: then ATen raises its error."""
-
-    def taken_apart(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        other = args[0] if args else x
-        mixed = other.is_floating_point() and other.dtype is not x.dtype
-        if not x.is_floating_point() or (mixed and not several):
-            return NotImplemented
-        return decomposition(x, *args, **kwargs)
-
-    return taken_apart
-
-
 @lru_cache(maxsize=2)
 def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
     packets = MOVES if exact else (*MOVES, *EXTRA)
@@ -84,4 +68,5 @@ def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
     for op in (*LOWERINGS, *CONTRACTIONS):
         out.pop(op, None)
     out.update(OWN)
-    return {op: of_floats(fn, STRICT[op]) if op in STRICT else fn for op, fn in out.items()}
+    # What eager does not take stays whole: then ATen raises its error.
+    return {op: taken_apart(op, fn, lambda *args, **kwargs: NotImplemented) for op, fn in out.items()}

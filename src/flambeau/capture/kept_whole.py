@@ -30,6 +30,8 @@ from flambeau.torch_compat.dispatch import (
 )
 from flambeau.torch_compat.ops import OpOverload, OpOverloadPacket
 
+from .eager_dtypes import taken_apart
+
 aten = torch.ops.aten
 
 _around = excluded_keys()
@@ -44,6 +46,9 @@ RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_u
 # Here torch's own kernels only say what eager's do: which memory is written, or how long something is.
 UNROUNDED = ("broadcast_tensors", "empty", "native_batch_norm", "one_hot", "pad_sequence", "tensor_split",
              "unsafe_chunk")
+
+# Losses that torch takes apart before it takes their gradients.
+FORMULAS = (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
 
 
 @contextmanager
@@ -109,8 +114,18 @@ def gradient_shape(grad: torch.Tensor, output_size: Any, input_size: Any, *rest:
     return grad.new_empty(input_size).to(memory_format=suggest_memory_format(grad))
 
 
+def below_autograd(op: OpOverload) -> Callable[..., Any]:
+    """The operator itself, where torch has written its gradient as that of a formula."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
 @cache
-def taken_apart() -> tuple[OpOverload, ...]:
+def with_formula() -> tuple[OpOverload, ...]:
     """The operators for which torch has such kernels, but for those that round nothing."""
     packets = (getattr(aten, name) for name in dir(aten) if name not in UNROUNDED)
     every = (getattr(p, o) for p in packets if isinstance(p, OpOverloadPacket) for o in p.overloads())
@@ -121,7 +136,10 @@ def taken_apart() -> tuple[OpOverload, ...]:
 def whole_operators(exact: bool = False) -> Iterator[None]:
     ops_loaded()
     wanted: dict[OpOverload, dict[Any, Any]] = {
-        op: {} for op in (taken_apart() if exact else LOWERINGS) if any(k in op.py_kernels for k in KEYS)}
+        op: {} for op in (with_formula() if exact else LOWERINGS) if any(k in op.py_kernels for k in KEYS)}
+    for op in () if exact else FORMULAS:
+        formula = op.py_kernels[DispatchKey.Autograd]
+        wanted[op] = {DispatchKey.Autograd: taken_apart(op, formula, below_autograd(op))}
     for name in RESIZES:
         packet = getattr(aten, name)
         if packet.default in LOWERINGS:

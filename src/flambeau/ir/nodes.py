@@ -342,6 +342,7 @@ class Graph:
     inputs: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)  # as Program has them, and the numbers; [] for just the inputs
     numbers: dict[Sym, Host] = field(default_factory=dict)
+    typical: dict[Sym, int] = field(default_factory=dict)  # sizes with which it was captured
     nodes: list[Node] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)  # Value, Index, number or None
