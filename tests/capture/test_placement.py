@@ -41,7 +41,7 @@ def captured(f: Callable[..., Any], args: Tensors, there: set[int]) -> tuple[Cap
         c = capture(gm, target.capabilities(), device=GPU)
     p = schedule(c.graph, target.capabilities(), True)
     texts = [target.render(k, f"k{i}") for i, k in enumerate(p.kernels)]
-    return c, p, write(p, "cpu", texts, c.sources, c.tensors, len(args), GPU)
+    return c, p, write(p, "cpu", texts, GPU)
 
 
 def run(package: LaunchPlan, args: Tensors) -> Tensors:

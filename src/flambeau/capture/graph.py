@@ -16,14 +16,14 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.expr import Expr, cast, const, index_value, walk
 from flambeau.ir.index import Sym
-from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value
+from flambeau.ir.nodes import Buffer, Extern, Graph, Host, Library, Node, Scan, Scatter, Value
 from flambeau.ir.numerics import FAST, Policy
-from flambeau.ir.program import Host
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
 from flambeau.ops.exact import is_exact
 from flambeau.ops.registry import NEEDS, READ_MEMORY, OutOfRange, load_at
 from flambeau.runtime.launch_plan import DONATED, Held, as_number
+from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.torch_compat.ops import OpOverload
 
@@ -57,9 +57,6 @@ class RunNumber:
 class Captured:
     graph: Graph
     symbols: Symbols
-    # where each size symbol comes from: ("arg", position), ("size", buffer, dimension) or ("text", source, sizes in it)
-    sources: dict[Sym, tuple[Any, ...]] = field(default_factory=dict)
-    tensors: list[int] = field(default_factory=list)  # positions of the tensor arguments, in input order
     externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
 
 
@@ -80,17 +77,14 @@ class Lowering:
         self.env: dict[fx.Node, Any] = {}
         self.storage = Storage(self)
         self.done: set[fx.Node] = set()  # by a call that was made before them
-        self.numbers: list[Sym] = []  # numbers of the run
         self.scanned: set[str] = set()
         self.looked_at = 0  # nodes that went into it
-        self.composite: list[tuple[Any, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
+        self.composite: list[tuple[Any, Host]] = []  # sizes that are not a symbol, and where they stand
 
     def run(self) -> None:
-        position = 0
         for n in self.gm.graph.nodes:
             if n.op == "placeholder":
-                self.placeholder(n, position)
-                position += 1
+                self.placeholder(n, f"_{len(self.g.arguments)}")
             elif n.op == "get_attr":
                 self.env[n] = self.attribute(n)
             elif n.op == "call_function":
@@ -100,38 +94,37 @@ class Lowering:
                 self.output(n)
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
-        self.g.symbols = [*self.c.symbols.known.values(), *self.numbers]
         self.g.typical = self.c.symbols.typical
         self.solve_sizes()
-        self.c.sources |= {s: ("text", h.text, h.sizes) for s, h in self.c.symbols.hosts.items()}
+        self.g.numbers |= self.c.symbols.hosts
 
     # ---- inputs and outputs ----------------------------------------------------------------------------
 
-    def placeholder(self, n: fx.Node, position: int) -> None:
+    def placeholder(self, n: fx.Node, name: str) -> None:
+        """`name`: that of the argument, unless it is a tensor."""
         val = n.meta.get("val")
+        self.g.arguments.append(name)
         if isinstance(val, torch.Tensor):
             v = self.add_tensor(val)
             self.elsewhere.note(v, val)
-            self.c.tensors.append(position)
+            self.g.arguments[-1] = v.buffer
             if n.meta.get(DONATED):
                 self.g.donated.add(v.buffer)
             self.env[n] = v
-            for k, size in enumerate(val.shape):
-                self.bind(size, ("size", v.buffer, k))
+            self.bind_sizes(v, val)
         elif isinstance(val, RunNumber):
-            self.env[n] = self.run_number(val, position)
+            self.env[n] = self.run_number(val, name)
         elif isinstance(val, (torch.SymInt, torch.SymFloat)):
             self.env[n] = self.c.symbols.index(val) if isinstance(val, torch.SymInt) else self.c.symbols.host(val)
-            self.bind(val, ("arg", position), force=True)
+            self.bind(val, Host(name), force=True)
         elif val is None or isinstance(val, (int, float, bool)):
             self.env[n] = val
         else:
             raise UnsupportedError(f"argument {n.name} of type {type(val).__name__} in a captured graph")
 
-    def run_number(self, val: RunNumber, position: int) -> Value:
-        word = Sym(f"number{position}", lo=None)
-        self.c.sources[word] = ("arg", position)
-        self.numbers.append(word)
+    def run_number(self, val: RunNumber, name: str) -> Value:
+        word = Sym(f"number{name}", lo=None)
+        self.g.numbers[word] = Host(name)
         if is_float(val.dtype) and torch.float64 not in self.g.capabilities.dtypes:
             raise UnsupportedError("numbers of the run are doubles, which the device does not have")
         with build.building(self.g, "number"):
@@ -144,24 +137,26 @@ class Lowering:
         to = self.c.symbols.index
         return self.g.add_input([to(s) for s in val.shape], val.dtype, [to(s) for s in val.stride()])
 
-    def bind(self, size: Any, source: tuple[Any, ...], force: bool = False) -> None:
+    def bind_sizes(self, v: Value, t: torch.Tensor) -> None:
+        for k, size in enumerate(t.shape):
+            self.bind(size, Host(f"{v.buffer}.shape[{k}]", frozenset((v.buffer,))))
+
+    def bind(self, size: Any, source: Host, force: bool = False) -> None:
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return
         if not size.node.expr.is_Symbol:
             self.composite.append((size, source))
             return
         s = self.c.symbols.symbol(size.node.expr, size.node.shape_env)
-        if force or s not in self.c.sources:
-            self.c.sources[s] = source
+        if force or s not in self.g.numbers:
+            self.g.numbers[s] = source
 
     def solve_sizes(self) -> None:
         """A backward graph may be given s + 1 and never s itself: what is missing is solved for."""
         for k, (size, source) in enumerate(self.composite):
-            found = self.c.symbols.solve(size, f"part{k}", self.c.sources)
+            found = self.c.symbols.solve(size, f"part{k}", self.g.numbers)
             if found is not None:
-                missing, text = found
-                self.c.sources[Sym(f"part{k}")] = source
-                self.c.sources[missing] = ("text", text.text, text.sizes)
+                self.g.numbers |= {Sym(f"part{k}"): source, found[0]: found[1]}
 
     def attribute(self, n: fx.Node) -> Any:
         held = operator.attrgetter(str(n.target))(self.gm)
@@ -186,6 +181,7 @@ class Lowering:
         assert isinstance(results, (list, tuple))
         outs: list[Any] = []
         made: dict[fx.Node, Value] = {}
+        alike: dict[Value, int] = {}
         for given in n.all_input_nodes:
             if isinstance(self.env[given], Value):
                 self.storage.lay_out(given)
@@ -196,7 +192,8 @@ class Lowering:
             if isinstance(v, Value) and isinstance(r, fx.Node):
                 if r not in made:
                     v = self.storage.result(r)
-                    made[r] = replace(v, twin=v in made.values())
+                    made[r] = replace(v, twin=alike.setdefault(v, 0))
+                    alike[v] += 1
                 v = made[r]
             outs.append(v)
         self.g.outputs = outs
@@ -412,8 +409,7 @@ class Lowering:
         for v, m in zip(made, vals, strict=True):
             if isinstance(m, torch.Tensor) and v is not None:
                 self.elsewhere.note(v, m)
-                for k, size in enumerate(m.shape):
-                    self.bind(size, ("size", v.buffer, k))
+                self.bind_sizes(v, m)
 
     def replayed(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A random operator that forward runs and backward repeats."""
@@ -424,10 +420,10 @@ class Lowering:
         state = [u.meta["val"] for u in n.users if save and u.args[1] == 0]
         # The state's size is a symbol of its own, which only the node that takes it out of the tuple shows.
         device = vals[0].device
-        before = state[:1] or ([random_replay.state(device)] if save else [])
+        before = state[:1] or ([random_state(device)] if save else [])
         op = str(n.args[0 if save else 1])
         self.c.externs[op] = self.c.externs.get(op, 0) + 1
-        run = random_replay.run_and_save if save else random_replay.run_with
+        run = run_and_save if save else run_with
         made = build.extern(run, (device, *args), dict(kwargs), self.metas(op, [*before, *vals]), True)
         self.bind_results(made, [*before, *vals])
         out = list(made[len(before):]) if several else made[-1]

@@ -11,7 +11,7 @@ import torch
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
-from flambeau.ir.program import Host
+from flambeau.ir.nodes import Host
 from flambeau.torch_compat.fx import PythonPrinter
 
 # Functions of sympy, by name, and ours.

@@ -165,7 +165,7 @@ def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) ->
 
 def accepted(captured: Captured) -> tuple[Range, ...]:
     """Of tensors whose values are indices."""
-    position = dict(zip(captured.graph.inputs, captured.tensors))  # numbers follow, which are no indices
+    position = {name: k for k, name in enumerate(captured.graph.arguments)}
     found: dict[Range, None] = {}
     for e in walk(*(e for node in captured.graph.nodes for e in node.exprs())):
         if e.op != "check":

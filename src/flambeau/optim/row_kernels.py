@@ -18,9 +18,9 @@ import torch
 from flambeau.capture.graph import capture
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.ir.nodes import Extern, Graph, Node, Pointwise
+from flambeau.ir.nodes import Extern, Graph, Host, Node, Pointwise
 from flambeau.ir.numerics import policy_of
-from flambeau.ir.program import Call, Host, Launch, Program
+from flambeau.ir.program import Call, Launch, Program
 from flambeau.runtime.launch_plan import as_number
 from flambeau.schedule.plan import schedule
 from flambeau.schedule.tensor_tables import Rows, as_row
@@ -225,6 +225,6 @@ def steps_of(program: Program) -> tuple[dict[str, Host], list[Rows]]:
             raise Declined(f"its step {s} is not a map of whole tensors")
         launches.append(row)
     inside = {a for row in launches for a in row.args} - set(program.inputs) - set(numbers)
-    if any(program.buffers[name].shape for name in inside):
+    if any(program.places[name].shape for name in inside):
         raise Declined("it needs memory for intermediate results")
     return numbers, launches

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +23,9 @@ from flambeau.errors import BoundsError, CompileError
 from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 from flambeau.torch_compat.autograd import keeps_graph
-from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
 from .address_tables import PointerTable
-from .operator_calls import EXTENSION, Prepared
+from .operator_calls import EXTENSION, Prepared, operator_named
 from .recordable import Recordable
 from .recording import function_now, recorded
 from .result_checks import kept
@@ -74,7 +72,6 @@ class LaunchPlan:
     kernels: tuple[Source, ...] = ()
     plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
-    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out"
     views: tuple[View, ...] = ()
     tables: dict[str, Table] = field(default_factory=dict)
     calls: dict[str, Prepared] = field(default_factory=dict)
@@ -104,7 +101,6 @@ class LaunchPlan:
         loaded: list[Any] = [kernels[k.name] for k in self.kernels]
         scope: dict[str, Any] = {
             **SCOPE, **self.constants,
-            **{name: operator_named(path) for name, path in self.operators.items()},
             **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
                for name, steps in self.plans.items()},
             **{name: PointerTable(target, self.device, t.pointers, t.lengths) for name, t in self.tables.items()},
@@ -126,22 +122,6 @@ class LaunchPlan:
         if self.overwritten:
             run = keeping(run, self.overwritten)
         return target.guarded(run, self.device)
-
-
-# ---- operators by name ---------------------------------------------------------------------------------
-
-
-def is_operator(x: object) -> bool:
-    return isinstance(x, (OpOverload, HigherOrderOperator))
-
-
-def operator_path(op: Any) -> str:
-    """Where it is found under torch.ops."""
-    return f"higher_order.{op.name()}" if isinstance(op, HigherOrderOperator) else str(op)
-
-
-def operator_named(path: str) -> Any:
-    return operator.attrgetter(path)(torch.ops)
 
 
 def keeping(run: Run, positions: tuple[int, ...]) -> Run:
@@ -170,6 +150,17 @@ class Held:
 
     def __repr__(self) -> str:
         return f"constant{list(self.tensor.shape)}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self._kind() == other._kind() and torch.equal(
+            *(h.tensor.reshape(-1).view(torch.uint8) for h in (self, other)))
+
+    def __hash__(self) -> int:
+        return hash(self._kind())
+
+    def _kind(self) -> tuple[Any, ...]:
+        t = self.tensor
+        return t.dtype, t.device, tuple(t.shape), t.stride()
 
 
 def on_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:

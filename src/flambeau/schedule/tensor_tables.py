@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 
 from flambeau.ir.expr import Expr, const, index_value, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
-from flambeau.ir.program import CHUNK, AnyKernel, Call, Copy, Launch, LoopKernel, Param, Program, TableKernel, exprs_of
+from flambeau.ir.program import CHUNK, AnyKernel, Launch, LoopKernel, Param, Step, TableKernel, exprs_of
 
-Step: TypeAlias = Launch | Call | Copy
+from .memory import ProgramDraft
+
 LENGTH = Sym("length")
 PLACE = Sym("v", LENGTH)
 
@@ -115,7 +115,7 @@ def is_plain(k: LoopKernel, own: Index | None) -> bool:
 # ---- launches of a program -------------------------------------------------------------------------------
 
 
-def join_launches(p: Program, fewest: int) -> None:
+def join_launches(p: ProgramDraft, fewest: int) -> None:
     """Launches of one form that do not wait for each other become one, if there are enough. Nothing moves across a
     call."""
     rows = {id(s): as_row(p.kernels[s.kernel], s.args) for s in p.steps if isinstance(s, Launch)}
@@ -133,7 +133,7 @@ def join_launches(p: Program, fewest: int) -> None:
     p.steps = steps
 
 
-def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int],
+def _joined(p: ProgramDraft, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int],
             fewest: int) -> list[Step]:
     """The launches between two calls, those that wait for the same number of others next to each other."""
     groups: dict[tuple[int, TableKernel], list[Launch]] = {}
@@ -165,7 +165,7 @@ def at_one_place(k: TableKernel) -> TableKernel:
     return TableKernel(replace(k.body.rewritten(lambda x: x, {PLACE: ZERO}), outer=(), vector=None))
 
 
-def ranks_of(p: Program, segment: list[Launch]) -> list[int]:
+def ranks_of(p: ProgramDraft, segment: list[Launch]) -> list[int]:
     """How many launches of the segment must come before each, one after the other."""
     written: dict[str, int] = {}  # rank of the last that writes a buffer, and of the last that reads it
     read: dict[str, int] = {}
