@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,12 +23,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.bench.bits_cases import ALONE, large, values
 from flambeau.bench.chains import check_chains
-from flambeau.bench.harness import UNSTEADY, message, one_order, wanted
+from flambeau.bench.harness import UNSTEADY, message, wanted
 from flambeau.bench.parts import OutOfTime, Talk
 from flambeau.bench.random_networks import draw as draw_network
 from flambeau.compare.differences import difference
 from flambeau.debug import collect
 from flambeau.pipeline import Options, compiled
+from flambeau.testing.one_order import one_order, warned
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.ops import foreach_lerp_
 
@@ -226,14 +226,6 @@ def beside_eager(case: Finding, evaluate: Callable[[Callable[[Any], Any]], list[
             if refused or not out.unequal or found("", "", warned(eager)[0], ordered).unequal:
                 out.unequal, out.note = 0, UNSTEADY
     return [out]
-
-
-def warned(run: Callable[[], Any]) -> tuple[Any, bool]:
-    """The result with deterministic kernels, and whether torch had to do without one."""
-    with one_order(), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        result = run()
-    return result, any("deterministic" in str(w.message) for w in said)
 
 
 def check_optimizer(kind: str, options: dict[str, Any], form: str, dtype: torch.dtype, device: str) -> list[Finding]:

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flambeau.bench.harness import alternate, clock_of, in_one_order, spread, wanted
+from flambeau.bench.harness import alternate, clock_of, spread, wanted
 from flambeau.bench.networks import DTYPES, NETWORKS
 from flambeau.bench.parts import Talk, absorb, run, threads
+from flambeau.testing.one_order import in_one_order
 
 # Arguments of torch.compile, in the order in which they are tried.
 KINDS: dict[str, dict[str, Any] | None] = {

@@ -251,30 +251,6 @@ def deadline(seconds: float, error: BaseException) -> Iterator[None]:
 UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
 
 
-@contextmanager
-def one_order(warn_only: bool = True) -> Iterator[None]:
-    """Kernels that add in the same order every time, where torch has them; else it warns, or raises."""
-    before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-
-
-def in_one_order(run: Callable[[], T]) -> T:
-    """Strictly, as attention has no such kernel where torch shall only warn; or so, where torch refuses an operator."""
-    try:
-        with one_order(warn_only=False):
-            return run()
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-    with one_order():
-        return run()
-
-
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,
                   accuracy: bool = True, device: str = "cpu") -> Row:
     """Steady step times of one model, and how far each backend's results are from eager's."""
