@@ -217,7 +217,7 @@ def message(error: Exception) -> str:
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """The time when all that the device was given is done."""
+    """A clock that synchronises the device before it reads the time."""
     if device == "cpu":
         return time.perf_counter
     wait = torch.get_device_module(device).synchronize
@@ -231,7 +231,7 @@ def clock_of(device: str) -> Callable[[], float]:
 
 @contextmanager
 def deadline(seconds: float, error: BaseException) -> Iterator[None]:
-    """The error where the block takes longer. Only the main thread has signals; others run without a limit."""
+    """Raise the error if the block takes longer. Only the main thread has signals; others run without a limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -248,7 +248,7 @@ def deadline(seconds: float, error: BaseException) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
+UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads uninitialised memory
 
 
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,

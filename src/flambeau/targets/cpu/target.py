@@ -55,7 +55,7 @@ class CpuTarget(Target):
     """Kernels are tabled by key as futures of their address: loaded, or on their way."""
 
     name = "cpu"
-    # A call of ours costs two microseconds more; where torch's kernels are good, that takes the longer to earn.
+    # A call of ours costs two microseconds more than torch's: sizes from which on the kernel makes up for it.
     wins: ClassVar[Mapping[str, int]] = {
         **dict.fromkeys(("draws", "volume sampling"), 1 << 12),
         **dict.fromkeys(("cumulative", "max pooling", "average pooling", "adaptive pooling", "resizing", "statistics",
@@ -279,7 +279,7 @@ def _finished(value: T) -> Future[T]:
 
 
 def in_large_pages(memory: torch.Tensor) -> None:
-    """Ask for them: to be given 4 KB at a time takes longer than most kernels that write there."""
+    """Ask for huge pages: faulting in 4 KB pages takes longer than most kernels that write there."""
     nbytes = memory.untyped_storage().nbytes()
     if nbytes < _LARGE or _madvise is None:
         return

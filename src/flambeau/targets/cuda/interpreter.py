@@ -187,7 +187,7 @@ def from_bfloat16(bits: Any) -> Any:
 
 
 def to_bfloat16(numbers: Any) -> Any:
-    """The bits of the nearest, the even one of two."""
+    """The bits of the nearest bfloat16, ties to even."""
     single = np.asarray(numbers, dtype=np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
