@@ -146,7 +146,7 @@ class Search:
         return self.named(last, number, needed)
 
     def named(self, n: fx.Node, number: int, needed: Sequence[fx.Node]) -> First:
-        """The operator of the node, after one more look: with all it reads in memory, is it still another?"""
+        """The finding for a node, after one more probe: does it still differ with all its inputs in memory?"""
         inputs = [i for i in dict.fromkeys(view_root(i) for i in n.all_input_nodes) if self.comparable(i)]
         if not needed and inputs and not self.differing([*inputs, n]):
             needed = inputs
