@@ -21,8 +21,8 @@ from flambeau.ir.numerics import FAST, Policy
 from flambeau.ir.program import Host
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.ops.exact import is_exact
-from flambeau.ops.registry import NEEDS, READ_MEMORY, OutOfRange, load_at
+from flambeau.ops.facts import facts, is_exact
+from flambeau.ops.registry import OutOfRange, load_at
 from flambeau.runtime.launch_plan import DONATED, Held, as_number
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.torch_compat.ops import OpOverload
@@ -222,7 +222,7 @@ class Lowering:
             return self.replayed(n, args, kwargs)
         if target in SAME and self.elsewhere.is_constant(args[0]):
             return args[0]  # nobody writes to it, and who returns it makes a copy
-        if target in READ_MEMORY:
+        if facts(target).reads_memory:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
@@ -292,7 +292,7 @@ class Lowering:
     def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
-        if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
+        if (needs := facts(target).needs) is not None and not getattr(self.g.capabilities, needs):
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))

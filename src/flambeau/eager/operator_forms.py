@@ -1,8 +1,8 @@
 """Which eager operators can be replaced, by group, and the forms in which each is called.
 
 A group is what a target knows: `Target.wins` says from how many elements its kernels of a group beat those of
-torch. An operator is named here by its functional form; how its out= and in-place forms come from that one is read
-off their schemas, in `forms`.
+torch. Which operators are in one, their lowerings say (`@lower(..., group=...)`); how out= and in-place forms come from
+the functional one is read off their schemas, in `forms`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from flambeau.capture.kept_whole import RESIZES
 from flambeau.errors import OptionError
 from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.ops.facts import described, name_of
 from flambeau.torch_compat.ops import OpOverload
 
 aten = torch.ops.aten
@@ -32,60 +32,36 @@ class OperatorGroup:
     """Operators for which one size tells whether a kernel of ours is the better one."""
 
     why: str  # what torch's own kernels leave on the table
-    operators: tuple[str, ...]
     measured: tuple[str, ...] = ()  # the arguments whose largest decides; none: all of them
     random: bool = False
 
 
-def _both(*names: str) -> tuple[str, ...]:
-    """Operators and their gradients."""
-    return tuple(f"{name}{end}" for name in names for end in ("", "_backward"))
-
-
 GROUPS: dict[str, OperatorGroup] = {
     "cumulative": OperatorGroup(
-        "each line on its own, one element after another: across rows every element is a new cache line",
-        ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")),
-    "max pooling": OperatorGroup(
-        "windows one by one, without vectors in the usual layout",
-        _both("max_pool2d_with_indices", "max_pool3d_with_indices")),
-    "average pooling": OperatorGroup(
-        "windows one by one, without vectors in the usual layout", _both("avg_pool2d", "avg_pool3d")),
-    "adaptive pooling": OperatorGroup(
-        "the bounds of every window by division",
-        _both("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d")),
-    "unpooling": OperatorGroup("zeros first, then single writes", ("max_unpool2d", "max_unpool3d")),
-    "resizing": OperatorGroup("one output after another, by indices and weights",
-                      _both(*(name for name in RESIZES if not name.endswith("_aa")))),
-    "grid sampling": OperatorGroup("gradients by atomic additions where threads are many", _both("grid_sampler_2d")),
+        "each line on its own, one element after another: across rows every element is a new cache line"),
+    "max pooling": OperatorGroup("windows one by one, without vectors in the usual layout"),
+    "average pooling": OperatorGroup("windows one by one, without vectors in the usual layout"),
+    "adaptive pooling": OperatorGroup("the bounds of every window by division"),
+    "unpooling": OperatorGroup("zeros first, then single writes"),
+    "resizing": OperatorGroup("one output after another, by indices and weights"),
+    "grid sampling": OperatorGroup("gradients by atomic additions where threads are many"),
     "volume sampling": OperatorGroup(
-        "eight corners in scalar code; gradients by atomic additions where threads are many", _both("grid_sampler_3d")),
-    "embedding gradient": OperatorGroup("row after row", ("embedding_dense_backward",), ("indices",)),
-    "embedding bags": OperatorGroup(
-        "maxima element by element", ("_embedding_bag", "_embedding_bag_forward_only"), ("indices",)),
-    "embedding bag gradients": OperatorGroup(
-        "indices are sorted and counted in passes of their own",
-        ("_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), ("indices",)),
-    "writes by row": OperatorGroup(
-        "rows one after another, or atomic additions", ("index_add", "_index_put_impl"), ("source", "values")),
-    "writes by element": OperatorGroup(
-        "elements one after another, or atomic additions", ("scatter_add", "scatter_reduce"), ("index",)),
-    "reads by element": OperatorGroup("an address for each element", ("gather",), ("index",)),
-    "softmax": OperatorGroup(
-        "rows in several passes, columns in strided reads",
-        ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")),
-    "layer norm": OperatorGroup("statistics and result in passes of their own", _both("native_layer_norm")),
-    "dropout": OperatorGroup("mask and product take longer than their bytes", _both("native_dropout"), random=True),
-    "draws": OperatorGroup("one number after another from a sequential generator", ("exponential", "bernoulli"),
-                           random=True),
+        "eight corners in scalar code; gradients by atomic additions where threads are many"),
+    "embedding gradient": OperatorGroup("row after row", ("indices",)),
+    "embedding bags": OperatorGroup("maxima element by element", ("indices",)),
+    "embedding bag gradients": OperatorGroup("indices are sorted and counted in passes of their own", ("indices",)),
+    "writes by row": OperatorGroup("rows one after another, or atomic additions", ("source", "values")),
+    "writes by element": OperatorGroup("elements one after another, or atomic additions", ("index",)),
+    "reads by element": OperatorGroup("an address for each element", ("index",)),
+    "softmax": OperatorGroup("rows in several passes, columns in strided reads"),
+    "layer norm": OperatorGroup("statistics and result in passes of their own"),
+    "dropout": OperatorGroup("mask and product take longer than their bytes", random=True),
+    "draws": OperatorGroup("one number after another from a sequential generator", random=True),
     "statistics": OperatorGroup(
-        "moments in double precision and places of extrema one by one; logsumexp as five operators",
-        ("var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin")),
-    "extrema": OperatorGroup("those of a dimension one by one, with their places", ("max", "min")),
-    "activations": OperatorGroup(
-        "slower exponentials and logarithms", _both("mish", "elu", "silu", "gelu", "softplus")),
-    "light activations": OperatorGroup(
-        "nothing: bound by memory, as ours are", (*_both("hardswish"), "relu", "threshold_backward")),
+        "moments in double precision and places of extrema one by one; logsumexp as five operators"),
+    "extrema": OperatorGroup("those of a dimension one by one, with their places"),
+    "activations": OperatorGroup("slower exponentials and logarithms"),
+    "light activations": OperatorGroup("nothing: bound by memory, as ours are"),
 }
 
 
@@ -130,7 +106,8 @@ def base(op: OpOverload) -> str:
 def all_forms() -> tuple[Form, ...]:
     """Every form of every operator of the groups that has a lowering."""
     ops_loaded()
-    found = (form for name, group in GROUPS.items() for op in group.operators for form in forms(op, LOWERINGS, name))
+    named = dict.fromkeys((group, op if isinstance(op, str) else name_of(op)) for op, group in described("group"))
+    found = (form for group, name in named for form in forms(name, LOWERINGS, group))
     # What torch generated calls another form of the operator, which may be ours already.
     return tuple(form for form in found if torch.Tag.generated not in form.op.tags)
 

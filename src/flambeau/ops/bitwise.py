@@ -13,9 +13,11 @@ from flambeau.ir.expr import Expr, binary, cast, const, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, eq, isnan, math2, ne
+from flambeau.ops.facts import EVERYWHERE, of_family
 from flambeau.ops.registry import lower, lower_pointwise, table
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 table("default", {

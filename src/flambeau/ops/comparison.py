@@ -13,9 +13,11 @@ from flambeau.ir.dtypes import is_float, opmath, promote
 from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, is_finite, isinf, isnan, ne, not_
+from flambeau.ops.facts import EVERYWHERE, of_family
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, operand, pointwise, scalar_at, table
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 def _compare(formula: Callable[[Expr, Expr], Expr]) -> Any:

@@ -56,7 +56,7 @@ def _inner(x: Value, normalized_shape: Sequence[Index]) -> tuple[range, range]:
     return range(split), range(split, x.rank)
 
 
-@lower(aten.native_layer_norm)
+@lower(aten.native_layer_norm, group="layer norm")
 def layer_norm(x: Value, normalized_shape: Sequence[Index], weight: Value | None, bias: Value | None,
                eps: float) -> tuple[Value, ...]:
     wide = opmath(x.dtype)
@@ -104,7 +104,7 @@ def _row_gradients(grad: Value, x: Value, normalized_shape: Sequence[Index], mea
     return dx, dweight
 
 
-@lower(aten.native_layer_norm_backward)
+@lower(aten.native_layer_norm_backward, group="layer norm")
 def layer_norm_backward(grad: Value, x: Value, normalized_shape: Sequence[Index], mean: Value, rstd: Value,
                         weight: Value | None, bias: Value | None, output_mask: Sequence[bool]) -> Gradients:
     dx, dweight = _row_gradients(grad, x, normalized_shape, mean, rstd, weight, output_mask)

@@ -16,6 +16,7 @@ from flambeau.ir.expr import Expr, cast, index_value, masked, where
 from flambeau.ir.index import ZERO, Index, is_positive, product
 from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
 from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
+from flambeau.ops.facts import EVERYWHERE
 from flambeau.ops.registry import lower, wrap_dims
 
 aten = torch.ops.aten
@@ -135,10 +136,10 @@ def _var_mean(root: bool, x: Value, dim: Any = None, *, correction: Any = None, 
     return var, finish(mean, x.dtype, axes, keepdim)
 
 
-lower(aten.var_mean.correction)(partial(_var_mean, False))
-lower(aten.std_mean.correction)(partial(_var_mean, True))
-lower(aten.var.correction)(lambda *args, **options: _var_mean(False, *args, **options)[0])
-lower(aten.std.correction)(lambda *args, **options: _var_mean(True, *args, **options)[0])
+lower(aten.var_mean.correction, group="statistics")(partial(_var_mean, False))
+lower(aten.std_mean.correction, group="statistics")(partial(_var_mean, True))
+lower(aten.var.correction, group="statistics")(lambda *args, **options: _var_mean(False, *args, **options)[0])
+lower(aten.std.correction, group="statistics")(lambda *args, **options: _var_mean(True, *args, **options)[0])
 
 
 # ---- extrema -----------------------------------------------------------------------------------------
@@ -187,9 +188,10 @@ def _arg(name: str, x: Value, dim: int | None = None, keepdim: bool = False) -> 
 
 for _name in ("max", "min"):
     _whole = getattr(aten, _name)
+    # Without an index, which of 0.0 and -0.0 eager chooses depends on the order in which it compares.
     lower(getattr(aten, f"a{_name}"), _whole.default)(of_something(partial(_extremum, _name)))
-    lower(_whole.dim)(of_something(partial(_extremum_at, _name)))
-    lower(getattr(aten, f"arg{_name}"))(of_something(partial(_arg, _name)))
+    lower(_whole.dim, exact=EVERYWHERE, group="extrema")(of_something(partial(_extremum_at, _name)))
+    lower(getattr(aten, f"arg{_name}"), exact=EVERYWHERE, group="statistics")(of_something(partial(_arg, _name)))
 
 
 # ---- any and all -------------------------------------------------------------------------------------
@@ -202,8 +204,8 @@ def _truth(name: str, x: Value, dim: Any = None, keepdim: bool = False) -> Value
     return finish(out, torch.uint8 if x.dtype is torch.uint8 else torch.bool, axes, keepdim)
 
 
-lower(aten.any.default, aten.any.dim, aten.any.dims)(partial(_truth, "any"))
-lower(aten.all.default, aten.all.dim, aten.all.dims)(partial(_truth, "all"))
+lower(aten.any.default, aten.any.dim, aten.any.dims, exact=EVERYWHERE)(partial(_truth, "any"))
+lower(aten.all.default, aten.all.dim, aten.all.dims, exact=EVERYWHERE)(partial(_truth, "all"))
 
 
 # ---- hashes ------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def hash_tensor(x: Value, dim: Sequence[int] = (), *, keepdim: bool = False, mod
 # ---- logsumexp and norms -----------------------------------------------------------------------------
 
 
-@lower(aten.logsumexp)
+@lower(aten.logsumexp, group="statistics")
 def logsumexp(x: Value, dim: Any, keepdim: bool = False) -> Value:
     """m + log sum exp(x - m), m the largest x; an infinite m is left out, as x - m would be NaN."""
     out = int_to_float(x.dtype)

@@ -19,11 +19,13 @@ from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import eq, maximum
 
+from .facts import EVERYWHERE, NOWHERE, describe, of_family
 from .indexing import Advanced, Locate, checked, position, trusted
 from .registry import broadcast_shapes, load_at, lower, scalar_at, to_dtype, wrap_dim
 from .view import at_least_1d, expand, flat, is_empty, reshape
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 Target = Callable[[tuple[Index, ...]], Sequence[Index]]
 Source = Callable[[tuple[Index, ...]], Expr]
@@ -48,7 +50,7 @@ def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode
 # ---- index_put ---------------------------------------------------------------------------------------
 
 
-@lower(aten.index_put, aten._unsafe_index_put)
+@lower(aten.index_put, aten._unsafe_index_put, exact=NOWHERE)
 def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
               locate: Locate = checked) -> Any:
     where_ = Advanced.of(x, indices)
@@ -60,13 +62,13 @@ def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumula
                  "add" if accumulate else "set")
 
 
-@lower(aten._index_put_impl)
+@lower(aten._index_put_impl, exact=NOWHERE, group="writes by row")
 def index_put_impl(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
                    unsafe: bool = False) -> Any:
     return index_put(x, indices, values, accumulate, trusted if unsafe else checked)
 
 
-@lower(aten._unsafe_masked_index_put_accumulate)
+@lower(aten._unsafe_masked_index_put_accumulate, exact=NOWHERE)
 def unsafe_masked_index_put_accumulate(x: Value, mask: Value, indices: Sequence[Value | None],
                                        values: Value) -> Any:
     where_ = Advanced.of(x, indices)
@@ -169,7 +171,7 @@ def _slices(x: Value, dim: int, index: Value, fault: Fault) -> tuple[Value, Shap
         *j[:d], position(places.load([j[d]]), whole.shape[d], fault, d), *j[d + 1:])
 
 
-@lower(aten.index_add)
+@lower(aten.index_add, exact=NOWHERE, group="writes by row")
 def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1) -> Value:
     # Eager leaves rows and columns to scatter_add, in whose words it is said then.
     scatters = x.rank > 1 and wrap_dim(dim, x.rank) in (0, x.rank - 1) and index.dtype is torch.int64 and (
@@ -197,7 +199,7 @@ def index_fill(x: Value, dim: int, index: Value, value: Any) -> Value:
     return reshape(write(whole, shape, target, lambda j: scalar_at(value, (), x.dtype, x.dtype)), x.shape)
 
 
-@lower(aten.index_reduce)
+@lower(aten.index_reduce, exact=NOWHERE)
 def index_reduce(x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
                  ) -> Value:
     whole, shape, target = _slices(x, dim, index, Fault.SELECTED)
@@ -232,17 +234,18 @@ def scatter(x: Value, dim: int, index: Value, src: Any, *, reduce: str | None = 
     return reshape(write(whole, shape, target, _source(src, x.dtype), mode), x.shape)
 
 
-lower(aten.scatter_add)(partial(scatter, reduce="add"))
+describe(aten.scatter.reduce, aten.scatter.value_reduce, exact=NOWHERE)
+lower(aten.scatter_add, exact=NOWHERE, group="writes by element")(partial(scatter, reduce="add"))
 
 
-@lower(aten.scatter_reduce.two)
+@lower(aten.scatter_reduce.two, exact=NOWHERE, group="writes by element")
 def scatter_reduce(x: Value, dim: int, index: Value, src: Value, reduce: str, *, include_self: bool = True
                    ) -> Value:
     whole, shape, target = _elements(x, dim, index)
     return reshape(write_reduced(whole, shape, target, _source(src, x.dtype), reduce, include_self), x.shape)
 
 
-@lower(aten.put)
+@lower(aten.put, exact=NOWHERE)
 def put(x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
     """Elements of x by their row-major number."""
     line, places, values = flat(x), flat(index), flat(source)

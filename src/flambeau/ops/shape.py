@@ -15,10 +15,12 @@ from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, mi
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import sum_over
 
+from .facts import EVERYWHERE, NOWHERE, of_family
 from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
 from .view import along, equal, flat, is_empty, regroup, reshape, within
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 # ---- joining -----------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def replication_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
     return _pad_from_edge(x, padding, lambda k, n: maximum(minimum(k, n - 1), 0))
 
 
-@lower(aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward)
+@lower(aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward, exact=NOWHERE)
 def reflection_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]) -> Value:
     """Each point was read as itself, as its image at the near edge and as its image at the far edge."""
     pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
@@ -138,7 +140,7 @@ def reflection_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike])
     return build.pointwise(x.shape, body, grad.dtype)
 
 
-@lower(aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward)
+@lower(aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward, exact=NOWHERE)
 def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]) -> Value:
     """An inner point was read once, an edge point by all the padding beyond it as well."""
     pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
@@ -270,7 +272,7 @@ def im2col(x: Value, kernel: Sequence[int], dilation: Sequence[int], padding: Se
     return build.pointwise((*lead, product(rows), product(columns)), body)
 
 
-@lower(aten.col2im)
+@lower(aten.col2im, exact=NOWHERE)
 def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation: Sequence[int],
            padding: Sequence[int], stride: Sequence[int]) -> Value:
     """(n, c·kh·kw, positions) to (n, c, h, w): each point sums the patches that hold it."""

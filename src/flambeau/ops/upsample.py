@@ -25,6 +25,7 @@ from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import abs_, ceil, clamp, eq, floor
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
+from flambeau.ops.facts import EVERYWHERE, NOWHERE
 from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import Place, cubic_weights, pick, split
 from flambeau.ops.registry import lower
@@ -399,5 +400,6 @@ for _kind, _rank, _aligned, _name in (
         (Linear, 3, True, "upsample_trilinear3d"),
         (Cubic, 2, True, "upsample_bicubic2d")):
     _forward, _backward = resizing(_kind, _rank, _aligned)
-    lower(getattr(aten, _name).default)(_forward)
-    lower(getattr(aten, _name + "_backward").default)(_backward)
+    _exact = EVERYWHERE if issubclass(_kind, Nearest) else NOWHERE
+    lower(getattr(aten, _name).default, exact=_exact, group="resizing")(_forward)
+    lower(getattr(aten, _name + "_backward").default, group="resizing")(_backward)

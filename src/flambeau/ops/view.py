@@ -27,9 +27,11 @@ from flambeau.ir.index import (
 from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.scalar import eq, sum_over
 
+from .facts import EVERYWHERE, NOWHERE, of_family
 from .registry import OutOfRange, lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 Place = tuple[Expr, Sequence[Index]]  # whether a point of the whole lies in the part, and where in it
 
@@ -347,7 +349,7 @@ def unfold(x: Value, dim: int, size: int, step: int) -> Value:
                   lambda i: (*i[:d], i[d] * step + i[-1], *i[d + 1:-1]))
 
 
-@lower(aten.unfold_backward)
+@lower(aten.unfold_backward, exact=NOWHERE)
 def unfold_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, size: int, step: int) -> Value:
     """Each point sums the gradients of the windows that saw it."""
     d = wrap_dim(dim, len(sizes))

@@ -23,7 +23,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.ops.registry import FAMILIES, NEEDS
+from flambeau.ops.facts import facts
 from flambeau.torch_compat.dispatch import DispatchKey, all_operator_names
 from flambeau.torch_compat.ops import OpOverload
 
@@ -78,7 +78,8 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | Non
         packets.setdefault(name_of(op), []).append(op)
     rows = []
     for name, overloads in packets.items():
-        ours = sum(o in LOWERINGS and (o not in NEEDS or getattr(machine, NEEDS[o], False)) for o in overloads)
+        ours = any(o in LOWERINGS and ((needs := facts(o).needs) is None or getattr(machine, needs, False))
+                   for o in overloads)
         library = not contracts and any(o in CONTRACTIONS for o in overloads)
         found = lookup(name.partition(".")[2], known)
         row = Operator(name, family_of(overloads), len(set(overloads)), assumed=found is None)
@@ -103,7 +104,7 @@ def name_of(op: OpOverload) -> str:
 def family_of(overloads: list[OpOverload]) -> str:
     if any(o in CONTRACTIONS for o in overloads):
         return LIBRARY
-    return next((FAMILIES[o] for o in overloads if o in FAMILIES), UNLOWERED)
+    return next((family for o in overloads if (family := facts(o).family)), UNLOWERED)
 
 
 def hands_over(lowering: Callable[..., Any], depth: int = 2) -> bool:
