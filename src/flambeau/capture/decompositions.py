@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.ops.facts import overloads_with
 from flambeau.torch_compat.decomp import core_aten_decompositions, decomposition_table, suggest_memory_format
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
     ops_loaded()
     out = {**core_aten_decompositions(), **more}
     # What we lower stays whole, and so does what is one library call.
-    for op in (*LOWERINGS, *CONTRACTIONS):
+    for op in (*LOWERINGS, *overloads_with("library")):
         out.pop(op, None)
     out.update(OWN)
     return {op: of_floats(fn, STRICT[op]) if op in STRICT else fn for op, fn in out.items()}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.ops.facts import facts
 from flambeau.runtime.placement import CPU
 from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes
 from flambeau.torch_compat.ops import OpOverload
@@ -27,16 +28,13 @@ SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the C
 
 
 def trusting(op: OpOverload) -> bool:
-    """Operators for people check their arguments; private ones of several tensors and gradients trust who calls them,
-    and may read beyond what they are given."""
-    name = op._schema.name.partition("::")[2]
-    tensors = sum("Tensor" in str(a.type) for a in op._schema.arguments)
-    return (name.startswith("_") and tensors > 1) or "backward" in name
+    """Whether it may read beyond what it is given, where that does not fit together."""
+    return not facts(op).checks
 
 
 def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> None:
     """Call it with what `given` makes of its arguments; warnings and draws of it leave no trace."""
-    state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
+    state = torch.get_rng_state() if facts(op).random else None
     try:
         with warnings.catch_warnings(), disable_current_modes(), torch.no_grad(), DisableAutocast():
             warnings.simplefilter("ignore")
@@ -48,7 +46,7 @@ def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[
 
 def eager_has_kernel(n: fx.Node, device: torch.device) -> bool:
     op: Any = n.target
-    if op.is_view or trusting(op) or torch.Tag.nondeterministic_seeded in op.tags:
+    if facts(op).view or trusting(op) or facts(op).random:
         return True
     try:
         key = _described((n.args, tuple(sorted(n.kwargs.items()))))

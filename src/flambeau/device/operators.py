@@ -22,7 +22,7 @@ from flambeau.eager.refusal import Numbers, refusal, taken
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.native.build import load_native
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.ops.facts import overloads_with
 from flambeau.runtime.launch_plan import Run
 from flambeau.torch_compat.dispatch import (
     DisableAutocast,
@@ -113,7 +113,7 @@ _COPIES = frozenset(f"aten::{name}_scatter" for name in ("select", "slice", "dia
 def device_forms() -> list[Form]:
     """Every operator that has a backend's kernels and of which we know what it computes."""
     ops_loaded()
-    functional = {op for op in (*LOWERINGS, *CONTRACTIONS, *table())
+    functional = {op for op in (*LOWERINGS, *overloads_with("library"), *table())
                   if op.namespace == "aten" and not op._schema.is_mutable}
     names = sorted({op._schema.name.partition("::")[2] for op in functional})
     found = {form.op: form for name in names for form in forms(name, functional)}

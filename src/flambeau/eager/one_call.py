@@ -25,7 +25,7 @@ from flambeau.ir.expr import cast, index_value, walk, where
 from flambeau.ir.index import ZERO
 from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
-from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.ops.facts import facts
 from flambeau.pipeline import Options, compiled
 from flambeau.runtime.launch_plan import Run
 from flambeau.runtime.memory_layout import is_dense, overlapping
@@ -281,7 +281,7 @@ class _Graph:
         """The results' nodes, None for what is none."""
         functional: Any = self.form.functional
         examples: Any = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example", n.meta["val"]))
-        if functional not in LOWERINGS and functional not in CONTRACTIONS:
+        if functional not in LOWERINGS and not facts(functional).library:
             return self.taken_apart(functional, args, kwargs, examples)
         call = self.graph.call_function(functional, args, kwargs)
         val = call.meta["val"] = functional(*examples[0], **examples[1])

@@ -16,15 +16,11 @@ import torch
 
 from flambeau.errors import OptionError
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.facts import described, name_of
+from flambeau.ops.facts import described, facts, name_of, overloads_named
 from flambeau.torch_compat.ops import OpOverload
-
-aten = torch.ops.aten
 
 # Arguments that say where a tensor lies: such operators allocate, and call others to fill what they allocated.
 PLACES = {"device", "layout", "memory_format", "pin_memory", "names"}
-# In-place forms whose functional form has another name.
-_FUNCTIONAL = {"normal_": "normal_functional"}
 
 
 @dataclass(frozen=True)
@@ -114,14 +110,16 @@ def all_forms() -> tuple[Form, ...]:
 
 def forms(operator: str, functional: Container[OpOverload], group: str = "") -> Iterator[Form]:
     """The forms of an operator that compute what one of its functional forms does."""
-    takes = {_given(op): op for op in overloads(operator) if op in functional}
-    names = (operator, f"{operator}_", *(inplace for inplace, other in _FUNCTIONAL.items() if other == operator))
-    for op in (op for name in names for op in overloads(name)):
+    own = overloads_named((operator,))
+    takes = {_given(op): op for op in own if op in functional}
+    for op in (*own, *overloads_named(facts(own[0]).in_place if own else ())):
         found = op if op in functional else takes.get(_given(op))
         if found is None:
             continue
         written = tuple(k for k, a in enumerate(op._schema.arguments) if a.is_write)
-        if not written or len(written) == len(found._schema.returns):
+        # Of several arguments, the schema says in which order they take results only if they are for nothing else.
+        plain = len(written) == 1 or all(op._schema.arguments[k].is_out for k in written)
+        if not written or plain and len(written) == len(found._schema.returns):
             yield Form(op, found, group, written, any(a.name == "dtype" for a in found._schema.arguments)
                        and not any(a.name == "dtype" for a in op._schema.arguments))
 
@@ -131,11 +129,6 @@ def _given(op: OpOverload) -> tuple[tuple[str, str], ...]:
     places = any(a.name in PLACES for a in op._schema.arguments)
     return tuple((a.name, str(a.type)) for a in op._schema.arguments
                  if not a.is_out and a.name not in PLACES and not (places and a.name == "dtype"))
-
-
-def overloads(operator: str) -> list[OpOverload]:
-    packet = getattr(aten, operator, None)
-    return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
 def wanted(wins: Mapping[str, int], only: Any, exclude: Any, default: int) -> dict[Form, int]:

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import lru_cache
 
-from .registry import LOWERINGS
+from .facts import LOWERINGS
 
 __all__ = ["LOWERINGS", "ops_loaded"]
 

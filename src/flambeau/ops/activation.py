@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,16 @@ def leaky_relu(x: Expr, negative_slope: float = 0.01) -> Expr:
     return where(x > 0, x, x * negative_slope)
 
 
-@lower_pointwise(aten.leaky_relu_backward, operands=2, exact=EVERYWHERE)
+def _sign_of_result(find: Callable[..., Any], grad: Any, x: Any, slope: Any, is_result: bool) -> tuple[Any, ...]:
+    """The gradient asks for the sign of the argument. The result has the same, and is kept anyway for what reads it: an
+    argument that the norm before it computed, need not be."""
+    if is_result or not isinstance(slope, float | int) or slope <= 0:
+        return grad, x, slope, is_result
+    made = find(aten.leaky_relu.default, x, slope) or (find(aten.leaky_relu.default, x) if slope == 0.01 else None)
+    return (grad, x, slope, False) if made is None else (grad, made, slope, True)
+
+
+@lower_pointwise(aten.leaky_relu_backward, operands=2, exact=EVERYWHERE, keeps_less=_sign_of_result)
 def leaky_relu_backward(grad: Expr, x: Expr, negative_slope: float, self_is_result: bool = False) -> Expr:
     """The result has the sign of its argument, so either will do."""
     return where(x > 0, grad, grad * negative_slope)
@@ -70,7 +80,7 @@ def prelu_backward(grad: Value, x: Value, weight: Value) -> tuple[Value, Value]:
     return _prelu_backward_x(grad, x, weight), _prelu_backward_weight(grad, x)
 
 
-@lower_pointwise(aten.hardtanh, operands=1, exact=EVERYWHERE)
+@lower_pointwise(aten.hardtanh, operands=1, exact=EVERYWHERE, strides="preserved")
 def hardtanh(x: Expr, min_val: float = -1, max_val: float = 1) -> Expr:
     return clamp(x, min_val, max_val)
 
@@ -144,7 +154,7 @@ def elu_backward(grad: Value, alpha: float, scale: float, input_scale: float, is
     return pointwise(formula)(grad, x)
 
 
-lower(aten.celu, exact=ON_CUDA)(lambda x, alpha=1.0: elu(x, alpha, 1, 1 / alpha))
+lower(aten.celu, operands=1, exact=ON_CUDA)(lambda x, alpha=1.0: elu(x, alpha, 1, 1 / alpha))
 
 
 @lower_pointwise(aten.softplus, operands=1, exact=ON_CUDA, group="activations")
@@ -183,7 +193,7 @@ def _log_sigmoid(x: Expr) -> Expr:
     return minimum(x, 0) - log1p(_exp_of_minus_abs(x))
 
 
-@lower(aten.log_sigmoid_forward, exact=ON_CUDA)
+@lower(aten.log_sigmoid_forward, exact=ON_CUDA, strides="contiguous")
 def log_sigmoid(x: Value) -> tuple[Value, Value]:
     """Also exp(-|x|) for the gradient, which ATen does not save on GPUs that it knows."""
     if not build.graph().capabilities.gpu_eager:

@@ -177,7 +177,7 @@ _plus_quotient = by_kernels(
     cuda=lambda x, a, b, value: x + a / b if is_one(value) else mad(value, a / b, x))
 
 
-@lower(aten.addcmul, exact=WIDE)
+@lower(aten.addcmul, operands=3, exact=WIDE)
 @without_host
 @whole_factor
 @pointwise(operands=4)
@@ -185,7 +185,7 @@ def addcmul(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
     return _plus_product(x, a, b, value)
 
 
-@lower(aten.addcdiv, exact=WIDE)
+@lower(aten.addcdiv, operands=3, exact=WIDE)
 @without_host
 @pointwise(operands=4)
 def addcdiv(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
@@ -229,6 +229,7 @@ def times(a: Expr, b: Expr, factor: Any) -> Expr:
 
 
 describe(aten.div, exact=EVERYWHERE)
+describe(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode, operands=2)
 
 
 @lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide)
@@ -316,6 +317,7 @@ table("default", {
     aten.round.default: _on_floats(round), aten.frac: lambda x: x - trunc(x),
 }, exact=EVERYWHERE)
 describe(aten.round, exact=EVERYWHERE)
+describe(aten.deg2rad, aten.rad2deg, strides="with a number")
 # The machine takes the sign from a NaN in float16 when it widens it; some versions of eager's kernels widen before they
 # look at the sign, others do not.
 _SIGNS = EVERYWHERE | {"cuda": frozenset((torch.float16,))}
@@ -367,4 +369,6 @@ def clamp_between(x: Expr, min: Expr | None = None, max: Expr | None = None) -> 
 
 
 # Eager's choice between 0.0 and -0.0 depends, on a CPU, on whether they are within a vector or left over after it.
+describe(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.pow.Tensor_Scalar, operands=1)
+describe(aten.lerp.Scalar, operands=2)
 describe(aten.clamp.Tensor, aten.clamp_max.Tensor, aten.clamp_min.Tensor, exact=ON_CUDA)

@@ -9,7 +9,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType
 from flambeau.ir.nodes import Value
-from flambeau.ops.facts import EVERYWHERE, of_family
+from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import load_at, lower
 from flambeau.torch_compat.prims import prims
 
@@ -24,9 +24,13 @@ def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
     return build.pointwise(x.shape, x.load, dtype)
 
 
-@lower(aten.clone, exact=EVERYWHERE)
+@lower(aten.clone, exact=EVERYWHERE, same=True, strides="preserved")
 def clone(x: Value, **layout: Any) -> Value:
     return build.pointwise(x.shape, x.load)
+
+
+describe(aten._to_copy, strides="preserved")
+describe(aten.copy.default, copies_storage=True, strides="copied storage")
 
 
 @lower(aten.copy, exact=EVERYWHERE)

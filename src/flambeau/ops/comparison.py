@@ -13,7 +13,7 @@ from flambeau.ir.dtypes import is_float, opmath, promote
 from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, is_finite, isinf, isnan, ne, not_
-from flambeau.ops.facts import EVERYWHERE, of_family
+from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, operand, pointwise, scalar_at, table
 
 aten = torch.ops.aten
@@ -34,6 +34,7 @@ for _name, _formula in {
     "ge": lambda a, b: a >= b,
 }.items():
     lower(getattr(aten, _name))(_compare(_formula))
+describe(aten.eq.Tensor, aten.ne.Tensor, asks_equality=True)
 
 
 def truth(x: Expr) -> Expr:
@@ -62,7 +63,7 @@ table("bool", {
 })
 
 
-@lower(aten.where.self)
+@lower(aten.where.self, operands=3)
 def select(condition: Value, a: Any, b: Any) -> Value:
     """Nothing is computed, so nothing is widened."""
     dtype = promote((operand(a), operand(b)))

@@ -40,7 +40,7 @@ def scalar_tensor(s: Any, *, dtype: DType | None = None, **place: Any) -> Value:
     return constant((), s, dtype or torch.get_default_dtype())
 
 
-@lower(aten.fill)
+@lower(aten.fill, strides="preserved")
 def fill(x: Value, value: Any) -> Value:
     return build.pointwise(x.shape, lambda i: scalar_at(value, i, x.dtype, x.dtype))
 
@@ -70,6 +70,8 @@ for _number, _ops in {
     for _op in (overload for packet in _ops for overload in overloads(packet)):
         lower(_op)(_filled(_op, _number))
 describe(aten.zero, exact=EVERYWHERE)
+describe("zero", "empty_like", "zeros_like", "ones_like", "full_like", strides="preserved")
+describe("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", undefined=True)
 
 
 # ---- ranges --------------------------------------------------------------------------------------------

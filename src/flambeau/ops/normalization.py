@@ -9,6 +9,7 @@ taken over the elements that share one mean,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -201,7 +202,7 @@ def _by_batch(x: Value, weight: Value | None, bias: Value | None, eps: float
     return y, to_dtype(mean, saved), to_dtype(rstd, saved), mean, unbiased
 
 
-@lower(aten._native_batch_norm_legit_functional)
+@lower(aten._native_batch_norm_legit_functional, strides="normalised")
 def batch_norm_functional(x: Value, weight: Value | None, bias: Value | None, running_mean: Value,
                           running_var: Value, training: bool, momentum: float, eps: float
                           ) -> tuple[Value, ...]:
@@ -214,14 +215,14 @@ def batch_norm_functional(x: Value, weight: Value | None, bias: Value | None, ru
             _moved(running_var, variance, momentum))
 
 
-@lower(aten._native_batch_norm_legit_no_training)
+@lower(aten._native_batch_norm_legit_no_training, strides="normalised")
 def batch_norm_no_training(x: Value, weight: Value | None, bias: Value | None, running_mean: Value,
                            running_var: Value, momentum: float, eps: float) -> tuple[Value, ...]:
     return (_by_running(x, weight, bias, running_mean, running_var, eps),
             *_saved_of_running(x, running_mean, running_var, eps))
 
 
-@lower(aten._native_batch_norm_legit.no_stats)
+@lower(aten._native_batch_norm_legit.no_stats, strides="normalised")
 def batch_norm_no_stats(x: Value, weight: Value | None, bias: Value | None, training: bool, momentum: float,
                         eps: float) -> tuple[Value, ...]:
     return _by_batch(x, weight, bias, eps)[:3]
@@ -247,7 +248,15 @@ def batch_norm_no_update(x: Value, weight: Value | None, bias: Value | None, run
     return *batch_norm_no_training(x, weight, bias, running_mean, running_var, momentum, eps), _reserve()
 
 
-@lower(aten.native_batch_norm_backward)
+def _without_running(find: Callable[..., Any], grad: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
+                     ) -> tuple[Any, ...]:
+    """The gradient of a batch norm in training has no use for running statistics. They would be kept for it as they are
+    after the forward, in memory of their own. Without weights, their dtype says in which one it computes."""
+    unread = rest[-3] is True and weight is not None
+    return (grad, x, weight, *((None, None) if unread else (mean, variance)), *rest)
+
+
+@lower(aten.native_batch_norm_backward, keeps_less=_without_running)
 def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mean: Value | None,
                         running_var: Value | None, save_mean: Value | None, save_rstd: Value | None,
                         train: bool, eps: float, output_mask: Sequence[bool]) -> Gradients:
@@ -295,7 +304,7 @@ def _grouped(x: Value, group: int) -> tuple[Shape, Index]:
     return (x.shape[0], product((group,)), size, *x.shape[2:]), size
 
 
-@lower(aten.native_group_norm)
+@lower(aten.native_group_norm, strides="suggested")
 def group_norm(x: Value, weight: Value | None, bias: Value | None, N: Index, C: Index, HxW: Index, group: int,
                eps: float) -> tuple[Value, Value, Value]:
     wide = opmath(x.dtype)

@@ -15,7 +15,7 @@ from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product, unflat
 from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
-from flambeau.ops.facts import EVERYWHERE, NOWHERE
+from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import along_shares, are_long, share_of, tabled
@@ -452,3 +452,7 @@ def fractional_max_pool_backward(grad: Value, x: Value, kernel_size: Sequence[in
                                  output_size: Sequence[int], indices: Value) -> Value:
     rank = len(kernel_size)
     return put_back(grad, indices, x.shape[:-rank], x.shape[-rank:], "add")
+
+
+describe(aten.max_unpool2d.default, strides="suggested")
+describe(aten.max_pool3d_with_indices.default, strides="pooled")

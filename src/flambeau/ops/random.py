@@ -22,7 +22,7 @@ from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, contiguous_strides
 from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, philox, rough_log2, sqrt, tan
-from flambeau.ops.facts import WIDE
+from flambeau.ops.facts import WIDE, describe
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, pointwise, scalar_at
 
 aten = torch.ops.aten
@@ -142,6 +142,11 @@ def without_generator(*ops: Any, **facts: Any) -> Callable[[Any], Any]:
         return lowered
 
     return register
+
+
+describe(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+         strides="preserved")
+describe(aten.normal.Tensor_Tensor, strides="contiguous")
 
 
 # ---- uniform -------------------------------------------------------------------------------------------

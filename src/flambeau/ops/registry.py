@@ -14,13 +14,12 @@ from flambeau.ir.dtypes import DType, Operand, int_to_float, is_bool, number_dty
 from flambeau.ir.expr import Expr, cast, const, index_value, lift
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Value
-from flambeau.ops.facts import describe, describing_file
+from flambeau.ops.facts import LOWERINGS, describe, describing_file
 from flambeau.ops.rounding import storing
 from flambeau.torch_compat.ops import OpOverload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LOWERINGS: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def overloads(op: Any) -> Iterable[OpOverload]:
@@ -44,8 +43,7 @@ def lower(*ops: Any, **facts: Any) -> Callable[[F], F]:
 
     def register(fn: F) -> F:
         for op in ops:
-            if facts:
-                describe(op, **facts)
+            describe(op, **facts)
             for overload in overloads(op):
                 LOWERINGS[overload] = fn
                 describe(overload, family=family)

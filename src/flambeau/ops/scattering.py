@@ -62,7 +62,8 @@ def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumula
                  "add" if accumulate else "set")
 
 
-@lower(aten._index_put_impl, exact=NOWHERE, group="writes by row")
+# index_put leaves its checks to it.
+@lower(aten._index_put_impl, exact=NOWHERE, group="writes by row", checks=True)
 def index_put_impl(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
                    unsafe: bool = False) -> Any:
     return index_put(x, indices, values, accumulate, trusted if unsafe else checked)
@@ -132,7 +133,7 @@ def chosen_before(mask: Value) -> tuple[Value, Value]:
             build.pointwise((), lambda i: seen.load([line.shape[0] - 1])))
 
 
-@lower(aten.masked_scatter)
+@lower(aten.masked_scatter, strides="contiguous")
 def masked_scatter(x: Value, mask: Value, source: Value) -> Value:
     """Elements that the mask chooses take those of the source, one after another."""
     shape = broadcast_shapes(x.shape, mask.shape)
@@ -186,7 +187,7 @@ def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1
     return reshape(write(whole, shape, target, value, "add"), x.shape)
 
 
-@lower(aten.index_copy)
+@lower(aten.index_copy, strides="contiguous")
 def index_copy(x: Value, dim: int, index: Value, source: Value) -> Value:
     whole, shape, target = _slices(x, dim, index, Fault.COPIED)
     part = at_least_1d(source)
@@ -234,6 +235,7 @@ def scatter(x: Value, dim: int, index: Value, src: Any, *, reduce: str | None = 
     return reshape(write(whole, shape, target, _source(src, x.dtype), mode), x.shape)
 
 
+describe(aten.index_put.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, strides="preserved")
 describe(aten.scatter.reduce, aten.scatter.value_reduce, exact=NOWHERE)
 lower(aten.scatter_add, exact=NOWHERE, group="writes by element")(partial(scatter, reduce="add"))
 
@@ -245,7 +247,7 @@ def scatter_reduce(x: Value, dim: int, index: Value, src: Value, reduce: str, *,
     return reshape(write_reduced(whole, shape, target, _source(src, x.dtype), reduce, include_self), x.shape)
 
 
-@lower(aten.put, exact=NOWHERE)
+@lower(aten.put, exact=NOWHERE, strides="preserved")
 def put(x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
     """Elements of x by their row-major number."""
     line, places, values = flat(x), flat(index), flat(source)

@@ -15,7 +15,7 @@ from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, mi
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import sum_over
 
-from .facts import EVERYWHERE, NOWHERE, of_family
+from .facts import EVERYWHERE, NOWHERE, describe, of_family
 from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
 from .view import along, equal, flat, is_empty, regroup, reshape, within
 
@@ -173,7 +173,7 @@ def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]
 # ---- rearranging: these are views, though PyTorch copies ---------------------------------------------
 
 
-@lower(aten.flip)
+@lower(aten.flip, strides="preserved")
 def flip(x: Value, dims: Sequence[int]) -> Value:
     for d in wrap_dims(list(dims), x.rank) if dims else ():
         x = _flipped(x, d)
@@ -185,7 +185,7 @@ def _flipped(x: Value, dim: int) -> Value:
     return along(x, dim, n, lambda i: n - 1 - i)
 
 
-@lower(aten.roll)
+@lower(aten.roll, strides="rolled")
 def roll(x: Value, shifts: Any, dims: Any = ()) -> Value:
     shifts = shifts if isinstance(shifts, (list, tuple)) else [shifts]
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
@@ -222,12 +222,12 @@ def repeat(x: Value, repeats: Sequence[IndexLike]) -> Value:
 # ---- triangles, diagonals, masks ---------------------------------------------------------------------
 
 
-@lower(aten.tril)
+@lower(aten.tril, strides="contiguous")
 def tril(x: Value, diagonal: int = 0) -> Value:
     return build.pointwise(x.shape, lambda i: _keep(x, i, within(i[-1], 0, i[-2] + diagonal + 1)))
 
 
-@lower(aten.triu)
+@lower(aten.triu, strides="contiguous")
 def triu(x: Value, diagonal: int = 0) -> Value:
     return build.pointwise(x.shape, lambda i: _keep(x, i, within(i[-1], i[-2] + diagonal, x.shape[-1])))
 
@@ -236,7 +236,7 @@ def _keep(x: Value, i: Sequence[Index], kept: Expr) -> Expr:
     return where(kept, x.load(i), const(0, x.dtype))
 
 
-@lower(aten.masked_fill)
+@lower(aten.masked_fill, strides="contiguous")
 def masked_fill(x: Value, mask: Value, value: Any) -> Value:
     def body(i: tuple[Index, ...]) -> Expr:
         return where(load_at(mask, i), scalar_at(value, i, x.dtype, x.dtype), load_at(x, i))
@@ -254,7 +254,7 @@ def _patch_counts(size: Sequence[IndexLike], kernel: Sequence[int], dilation: Se
             for n, k, d, p, s in zip(size, kernel, dilation, padding, stride)]
 
 
-@lower(aten.im2col)
+@lower(aten.im2col, strides="contiguous")
 def im2col(x: Value, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int],
            stride: Sequence[int]) -> Value:
     """(n, c, h, w) to (n, c·kh·kw, positions); a point beyond the edge is zero."""
@@ -295,3 +295,6 @@ def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation:
         return sum_over([(0, n) for n in kernel], dtype, share)
 
     return build.pointwise((*lead, channels, *size), body, x.dtype)
+
+
+describe(aten.reflection_pad3d.default, aten.replication_pad3d.default, strides="suggested")

@@ -61,12 +61,12 @@ def reshaped(values: Value, order: Value, shape: Any) -> tuple[Value, Value]:
     return reshape(values, shape), reshape(order, shape)
 
 
-@sorting(aten.sort.default, exact=NOWHERE)
+@sorting(aten.sort.default, exact=NOWHERE, strides="preserved")
 def sort_default(x: Value, dim: int = -1, descending: bool = False) -> Any:
     return sort_stable(x, dim=dim, descending=descending)
 
 
-@sorting(aten.sort.stable)
+@sorting(aten.sort.stable, strides="preserved")
 def sort_stable(x: Value, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
     row, axis, _ = row_of(x, dim)
     return reshaped(*sort(row, axis, descending), x.shape)

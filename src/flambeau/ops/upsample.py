@@ -25,7 +25,7 @@ from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import abs_, ceil, clamp, eq, floor
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
-from flambeau.ops.facts import EVERYWHERE, NOWHERE
+from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe
 from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import Place, cubic_weights, pick, split
 from flambeau.ops.registry import lower
@@ -403,3 +403,5 @@ for _kind, _rank, _aligned, _name in (
     _exact = EVERYWHERE if issubclass(_kind, Nearest) else NOWHERE
     lower(getattr(aten, _name).default, exact=_exact, group="resizing")(_forward)
     lower(getattr(aten, _name + "_backward").default, group="resizing")(_backward)
+describe(aten.upsample_nearest2d.default, aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
+         aten.upsample_bicubic2d.default, strides="suggested")
