@@ -133,9 +133,6 @@ class OtherShapes(Exception):
         self.shapes = shapes
 
 
-# They fill what they write to, row by row, and resize it only if it has another number of elements.
-KEEP_SHAPE = {aten.arange.out, aten.arange.start_out, aten.range.out, aten.linspace.out, aten.logspace.out}
-
 Range = tuple[int, int, int]  # a tensor of the call, and the least and the most that its values may be
 
 
@@ -214,7 +211,7 @@ class _Graph:
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
         settle_strides(self.graph)
-        if form.op in KEEP_SHAPE and self.into_any:
+        if facts(form.op).keeps_shape and self.into_any:
             results = [self.shaped(result, target.meta["val"].shape)
                        for result, target in zip(results, targets, strict=True)]
         if targets:
@@ -321,7 +318,7 @@ class _Graph:
         if len(given) != len(made) or not all(isinstance(x, TensorLike) for x in given):
             raise UnsupportedError("what it writes to is not there")
         if any(x.shape != tuple(t.shape) for x, t in zip(given, made, strict=True)):
-            if self.form.op in KEEP_SHAPE and any(0 not in x.shape for x in given):
+            if facts(self.form.op).keeps_shape and any(0 not in x.shape for x in given):
                 raise UnsupportedError("eager resizes it with words of its own")
             if self.into_any and all(self.form.op._schema.arguments[k].is_out for k in self.form.written):
                 raise OtherShapes([tuple(t.shape) for t in made])

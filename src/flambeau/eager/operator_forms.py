@@ -102,8 +102,8 @@ def base(op: OpOverload) -> str:
 def all_forms() -> tuple[Form, ...]:
     """Every form of every operator of the groups that has a lowering."""
     ops_loaded()
-    named = dict.fromkeys((group, op if isinstance(op, str) else name_of(op)) for op, group in described("group"))
-    found = (form for group, name in named for form in forms(name, LOWERINGS, group))
+    named = {op if isinstance(op, str) else name_of(op): group for op, group in described("group") if group}
+    found = (form for name, group in named.items() for form in forms(name, LOWERINGS, group))
     # What torch generated calls another form of the operator, which may be ours already.
     return tuple(form for form in found if torch.Tag.generated not in form.op.tags)
 

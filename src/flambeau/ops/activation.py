@@ -14,7 +14,7 @@ from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, clamp, erf, exp, expm1, isnan, log, log1p, maximum, minimum, sigmoid, tanh
-from flambeau.ops.facts import EVERYWHERE, ON_CUDA, WIDE
+from flambeau.ops.facts import EVERYWHERE, ON_CUDA, WIDE, describe
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, wrap_dim
 from flambeau.ops.rounding import by_kernels, is_exact, mad, mad_by_steps, step, stored, stored_anywhere
 
@@ -127,6 +127,18 @@ def softshrink(x: Expr, lambd: float = 0.5) -> Expr:
 def hardshrink(x: Expr, lambd: float = 0.5) -> Expr:
     width = stored_anywhere(lambd, x)
     return where((x >= -width) & (x <= width), 0, x)
+
+
+def _shrink_backward(grad: torch.Tensor, x: torch.Tensor, lambd: float) -> Any:
+    """Torch cannot compute its metadata with symbolic sizes."""
+    if all(isinstance(n, int) for n in x.shape):
+        return NotImplemented  # then the operator stays whole
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, grad)
+
+
+describe(aten.hardshrink_backward.default, aten.softshrink_backward.default, decomposed=_shrink_backward)
+describe(aten.mish_backward.default, instead=aten.mish_backward.default)
+describe(aten.silu_backward.default, instead=aten.silu_backward.default)
 
 
 @lower_pointwise(aten.softshrink_backward, aten.hardshrink_backward, operands=2, exact=ON_CUDA)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flambeau.ops.facts import describe
+from flambeau.ops.facts import EVERYWHERE, describe
 
 aten = torch.ops.aten
 
@@ -40,3 +40,26 @@ describe("native_batch_norm", writes=("running_mean", "running_var"))
 
 describe(aten.native_batch_norm.default, strides="normalised")
 describe(aten.nan_to_num.default, operands=1)
+
+# ---- taken apart: the first round nothing; all end in operators that we lower
+
+describe("block_diag", "diag_embed", "diagonal_backward", "eye", "nan_to_num", "pixel_shuffle", "pixel_unshuffle",
+         "rot90", "select_backward", "slice_backward", "stack", decomposed=True, exact=EVERYWHERE)
+describe("dist", "ldexp", "mvlgamma", "nansum", "native_batch_norm", "rrelu_with_noise", "rrelu_with_noise_backward",
+         "special_entr", "special_log_ndtr", "trace", "tril_indices", "triu_indices", decomposed=True)
+describe(aten.binary_cross_entropy.default, aten.huber_loss.default, aten.multi_margin_loss.default,
+         takes="floats alike")
+describe(aten.smooth_l1_loss.default, takes="floats")
+describe("broadcast_tensors", "empty", "native_batch_norm", "one_hot", "pad_sequence", "tensor_split", "unsafe_chunk",
+         unrounded=True)
+
+# ---- on the device
+
+describe(aten.addr.default, instead=aten.addr.default)
+describe(aten.mode.values, on_cpu=True)
+describe("_indices", "_values", "indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices",
+         "_nnz", "sparse_dim", "dense_dim", "_dimI", "_dimV", "is_coalesced", "_coalesced_",
+         "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "empty_like", "clone", "copy_",
+         "copy_sparse_to_sparse_", "sparse_resize_", "sparse_resize_and_clear_", "resize_as_sparse_", "permute",
+         "unsqueeze", "view_as_real", "view_as_complex", "is_pinned", "_pin_memory", sparse_structure=True)
+describe(aten.empty.memory_format, sparse_structure=True)

@@ -124,6 +124,9 @@ def inclusive_range(start: float, end: float, step: float = 1, *, dtype: DType |
                            dtype or torch.get_default_dtype())
 
 
+describe(aten.arange.out, aten.arange.start_out, aten.range.out, aten.linspace.out, aten.logspace.out, keeps_shape=True)
+
+
 @lower(prims.iota)
 def iota(length: IndexLike, *, start: Any, step: Any, dtype: DType, **place: Any) -> Value:
     return build.pointwise((length,), lambda i: index_value(as_index(start) + i[0] * step, dtype))

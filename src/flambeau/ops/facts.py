@@ -54,6 +54,15 @@ class Facts:
     contracts: bool = False  # a sum of products, mostly a library's: no kernel reaches across it
     number: str | int | None = None  # an argument for which Dynamo would write it out in others, if it is a number
     out: OpOverload | None = None  # the form that writes into memory of the program
+    # Torch's decomposition is taken, beyond its core set; or this one, where torch's is not eager's.
+    decomposed: bool | Callable[..., Any] = False
+    takes: str = "anything"  # "floats", or "floats alike": its decomposition would compute with what eager refuses
+    # Torch takes some apart before any table is asked, by Python kernels below autograd. While a graph is traced, this
+    # one stands in their place; in exact numerics this one; and this one says how its results look.
+    traced: Callable[..., Any] | None = None
+    traced_exactly: Callable[..., Any] | None = None
+    traced_shape: Callable[..., Any] | None = None
+    unrounded: bool = False  # torch's Python kernel says what eager's does: which memory is written, how long it is
     group: str = ""  # of eager operators that `accelerate` replaces: one of `eager.operator_forms.GROUPS`
 
     # ---- what a call of it does
@@ -83,6 +92,14 @@ class Facts:
     operands: int = 0  # of its kernel, if it is elementwise; for formulas, that of the formula
     any_order: bool = False  # the order in memory of its arguments means nothing to it
     fresh: bool = False  # nor are its results views of them
+
+    # ---- on the device
+    composed: Callable[..., Any] | None = None  # of other operators; NotImplemented: the CPU computes this call
+    instead: Callable[..., Any] | None = None  # what the CPU computes where torch does otherwise on devices like ours
+    instead_of_sparse: Callable[..., Any] | None = None  # the same, for sparse tensors
+    on_cpu: bool = False  # torch puts it together for the devices that it knows: the CPU computes it
+    keeps_shape: bool = False  # of what it writes to, unless that has another number of elements
+    sparse_structure: bool = False  # its kernels for sparse tensors look at no memory: they call other operators
 
 
 LOWERINGS: dict[OpOverload, Callable[..., Any]] = {}

@@ -19,6 +19,7 @@ from flambeau.ir.expr import Expr, cast, const
 from flambeau.ir.index import Index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import rsqrt, sqrt, square
+from flambeau.ops.facts import describe
 from flambeau.ops.reduction import accumulate, count, moments, moments_at_once, outside, sums
 from flambeau.ops.registry import load_at, lower, to_dtype
 
@@ -293,6 +294,21 @@ def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mea
 
 # Its `save_var` holds rstd, whatever it is called; nothing was put into the reserve, the last argument.
 lower(aten.batch_norm_backward)(lambda *args: batch_norm_backward(*args[:-1]))
+
+
+# ---- as the CPU computes them, for devices like ours
+
+
+def _batch_norm_of_cpu(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
+                       eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Without training nothing is saved for the backward."""
+    out, saved_mean, saved_scale = aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
+    return (out, saved_mean, saved_scale) if training else (out, x.new_zeros(0), x.new_zeros(0))
+
+
+describe(aten.native_batch_norm.default, instead=_batch_norm_of_cpu)
+for _op in (aten.native_group_norm.default, aten.native_layer_norm.default):  # not put together out of several
+    describe(_op, instead=_op)
 
 
 # ---- group norm: one mean per sample and group of channels -------------------------------------------

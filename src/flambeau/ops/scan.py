@@ -15,7 +15,7 @@ from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Level, Value, narrow
 from flambeau.ir.scalar import abs_, eq, exp2, fma, isnan, log, log2, maximum, rough_log2
-from flambeau.ops.facts import EVERYWHERE
+from flambeau.ops.facts import EVERYWHERE, describe
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
@@ -46,6 +46,9 @@ lower(aten.cumprod, group="cumulative")(partial(_cumulated, "prod"))
 # operator it is one scan, and divides by nothing.
 torch.library.define("flambeau::cumprod_backward", "(Tensor grad, Tensor x, int dim, Tensor out) -> Tensor")
 torch.library.impl("flambeau::cumprod_backward", "CompositeExplicitAutograd", aten.cumprod_backward)
+
+
+describe(aten.cumprod_backward.default, traced=torch.ops.flambeau.cumprod_backward.default)
 
 
 @torch.library.register_fake("flambeau::cumprod_backward")

@@ -14,6 +14,7 @@ from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, minimum, product
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import sum_over
+from flambeau.torch_compat.decomp import suggest_memory_format
 
 from .facts import EVERYWHERE, NOWHERE, describe, of_family
 from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
@@ -298,3 +299,15 @@ def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation:
 
 
 describe(aten.reflection_pad3d.default, aten.replication_pad3d.default, strides="suggested")
+
+
+def channel_shuffle(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Eager's kernel makes new memory, where torch's decomposition may end in a view; what is empty stays as it is."""
+    if x.numel() == 0:
+        return aten.alias(x)
+    n, channels, *rest = x.shape
+    mixed = x.reshape(n, groups, channels // groups, *rest).transpose(1, 2).reshape(x.shape)
+    return mixed.clone(memory_format=suggest_memory_format(x))
+
+
+describe(aten.channel_shuffle.default, aten.native_channel_shuffle.default, decomposed=channel_shuffle)
