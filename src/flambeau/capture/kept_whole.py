@@ -11,15 +11,15 @@ gradients for which eager looks at the data, which nobody can who traces, are ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.facts import named, overloads_with
+from flambeau.ops.facts import SPACES, facts, named, overloads_named, overloads_with
 from flambeau.torch_compat import patches
 from flambeau.torch_compat.dispatch import DispatchKey
 from flambeau.torch_compat.ops import OpOverload, OpOverloadPacket
@@ -36,12 +36,26 @@ def taken_apart() -> tuple[OpOverload, ...]:
     return tuple(op for op in every if any(k in op.py_kernels for k in KEYS))
 
 
+def of_other_libraries() -> dict[OpOverload, Callable[..., Any]]:
+    """Operators that write what one that we lower returns into its first argument. Torch traces its own without side
+    effects; those of others it would wrap, and nobody could look inside."""
+    return {form: partial(_written, op) for op in LOWERINGS if op.namespace not in SPACES
+            for form in overloads_named(facts(op).in_place)
+            if [(a.name, str(a.type)) for a in form._schema.arguments] == [
+                (a.name, str(a.type)) for a in op._schema.arguments]}
+
+
+def _written(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return x.copy_(op(x, *args, **kwargs))
+
+
 @contextmanager
 def whole_operators(exact: bool = False) -> Iterator[None]:
     ops_loaded()
     wanted: dict[OpOverload, dict[Any, Any]] = {
         op: {} for op in (taken_apart() if exact else LOWERINGS) if any(k in op.py_kernels for k in KEYS)}
-    wanted |= {op: dict.fromkeys(KEYS, kernel) for op, kernel in overloads_with("traced").items()}
+    traced = overloads_with("traced") | of_other_libraries()
+    wanted |= {op: dict.fromkeys(KEYS, kernel) for op, kernel in traced.items()}
     wanted |= {op: {DispatchKey.Meta: shape} for op, shape in overloads_with("traced_shape").items()}
     if exact:
         wanted |= {op: {DispatchKey.Autograd: kernel} for op, kernel in overloads_with("traced_exactly").items()}

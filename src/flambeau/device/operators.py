@@ -22,7 +22,7 @@ from flambeau.eager.refusal import Numbers, refusal, taken
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.native.build import load_native
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.facts import facts, overloads_with
+from flambeau.ops.facts import SPACES, facts, name_of, overloads_with
 from flambeau.runtime.launch_plan import Run
 from flambeau.torch_compat.dispatch import (
     DisableAutocast,
@@ -108,8 +108,8 @@ def device_forms() -> list[Form]:
     """Every operator that has a backend's kernels and of which we know what it computes."""
     ops_loaded()
     functional = {op for op in (*LOWERINGS, *overloads_with("library"), *table())
-                  if op.namespace == "aten" and not op._schema.is_mutable}
-    names = sorted({op._schema.name.partition("::")[2] for op in functional})
+                  if not op._schema.is_mutable and (op.namespace == "aten" or op.namespace not in SPACES)}
+    names = sorted(map(name_of, functional))
     found = {form.op: form for name in names for form in forms(name, functional)}
     for op, compute in overloads_with("instead").items():
         if op not in found or not isinstance(compute, OpOverload):

@@ -162,7 +162,8 @@ def _known(name: str, operators: set[str]) -> str | None:
 
 
 def cpp_names(forms: Sequence[Form]) -> tuple[list[str], list[str]]:
-    """(headers, types) of ATen in which C++ finds the signatures."""
+    """(headers, types) of ATen in which C++ finds the signatures. Of operators of other libraries it knows none."""
+    forms = [form for form in forms if form.op.namespace == "aten"]
     headers = sorted({f"ATen/ops/{form.operator}_ops.h" for form in forms})
     types = [f"at::_ops::{base(form.op)}" + ("" if form.op._overloadname == "default" else f"_{form.op._overloadname}")
              for form in forms]

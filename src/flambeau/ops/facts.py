@@ -102,6 +102,7 @@ class Facts:
     sparse_structure: bool = False  # its kernels for sparse tensors look at no memory: they call other operators
 
 
+_FIELDS = frozenset(f.name for f in dataclasses.fields(Facts))
 LOWERINGS: dict[OpOverload, Callable[..., Any]] = {}
 SPACES = ("aten", "prims", "prim", "flambeau")
 Given = dict[str, Any]
@@ -117,6 +118,8 @@ def name_of(op: Any) -> str:
 
 def describe(*ops: Any, **given: Any) -> None:
     """Say something of these operators: overloads, packets, names, or patterns of names."""
+    if unknown := given.keys() - _FIELDS:
+        raise TypeError(f"there is no fact called {', '.join(sorted(unknown))}: see Facts")
     for op in ops:
         key = name_of(op) if isinstance(op, OpOverloadPacket) else op
         _GIVEN[key] = {**_GIVEN.get(key, {}), **given}
