@@ -15,11 +15,14 @@ in functions.py, so that a process that finds its graphs in the cache imports no
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +109,8 @@ _FIELDS = frozenset(f.name for f in dataclasses.fields(Facts))
 LOWERINGS: dict[OpOverload, Callable[..., Any]] = {}
 SPACES = ("aten", "prims", "prim", "flambeau")
 Given = dict[str, Any]
-_GIVEN: dict[OpOverload | str, Given] = {}  # by overload, by name, or by a pattern of names
+_GIVEN: dict[OpOverload | str, Given] = {}  # by overload, or by name
+_PATTERNS: dict[str, Given] = {}
 _FAMILIES: dict[str, Given] = {}
 
 
@@ -122,7 +126,8 @@ def describe(*ops: Any, **given: Any) -> None:
         raise TypeError(f"there is no fact called {', '.join(sorted(unknown))}: see Facts")
     for op in ops:
         key = name_of(op) if isinstance(op, OpOverloadPacket) else op
-        _GIVEN[key] = {**_GIVEN.get(key, {}), **given}
+        home: dict[Any, Given] = _PATTERNS if isinstance(key, str) and "*" in key else _GIVEN
+        home[key] = {**home.get(key, {}), **given}
     _found.cache_clear()
 
 
@@ -140,10 +145,15 @@ def describing_file() -> str:
     return str(frame.f_globals["__name__"]).rpartition(".")[2]
 
 
+@cache
+def ops_loaded() -> None:
+    """Import every family: a new file in this folder needs no other edit."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"{__package__}.{module.name}")
+
+
 def facts(op: Any) -> Facts:
     """Of an operator: an overload, or a packet."""
-    from . import ops_loaded
-
     ops_loaded()
     return _found(op)
 
@@ -164,8 +174,6 @@ def names_with(fact: str) -> list[tuple[str, Any]]:
 
 def described(fact: str) -> Iterable[tuple[OpOverload | str, Any]]:
     """What this fact was said of, and how."""
-    from . import ops_loaded
-
     ops_loaded()
     return [(op, given[fact]) for op, given in _GIVEN.items() if fact in given]
 
@@ -205,14 +213,10 @@ def _named(name: str) -> Given:
         found = {**_named(name[:-1]), "fresh": False}
     elif name.startswith("_foreach_"):
         found = {"exact": _named(name.removeprefix("_foreach_")).get("exact", NOWHERE)}
-    for pattern in _patterns():
+    for pattern, given in _PATTERNS.items():
         if fnmatchcase(name, pattern):
-            found = {**found, **_GIVEN[pattern]}
+            found = {**found, **given}
     return {**found, **_GIVEN.get(name, {})}
-
-
-def _patterns() -> list[str]:
-    return [key for key in _GIVEN if isinstance(key, str) and "*" in key]
 
 
 def _told(op: OpOverload) -> Given:

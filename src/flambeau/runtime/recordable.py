@@ -73,7 +73,7 @@ def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[
                     yield f"{op} is an operator from outside of torch"
                 elif facts(op).waits:
                     yield f"{op} makes the host wait for data"
-                elif facts(op).masks and any(v.dtype in MASKS for v in flat(s.args[1]) if isinstance(v, Value)):
+                elif facts(op).masks and any(v.dtype in MASKS for v in flat(s.args[1:2]) if isinstance(v, Value)):
                     yield f"{op} by a mask makes the host wait for data"
     for n in gm.graph.nodes:
         constant = n.op in ("placeholder", "get_attr", "output") or "lift_fresh" in str(n.target)
