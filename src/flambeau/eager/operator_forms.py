@@ -29,7 +29,6 @@ class OperatorGroup:
 
     why: str  # what torch's own kernels leave on the table
     measured: tuple[str, ...] = ()  # the arguments whose largest decides; none: all of them
-    random: bool = False
 
 
 GROUPS: dict[str, OperatorGroup] = {
@@ -51,8 +50,8 @@ GROUPS: dict[str, OperatorGroup] = {
     "reads by element": OperatorGroup("an address for each element", ("index",)),
     "softmax": OperatorGroup("rows in several passes, columns in strided reads"),
     "layer norm": OperatorGroup("statistics and result in passes of their own"),
-    "dropout": OperatorGroup("mask and product take longer than their bytes", random=True),
-    "draws": OperatorGroup("one number after another from a sequential generator", random=True),
+    "dropout": OperatorGroup("mask and product take longer than their bytes"),
+    "draws": OperatorGroup("one number after another from a sequential generator"),
     "statistics": OperatorGroup(
         "moments in double precision and places of extrema one by one; logsumexp as five operators"),
     "extrema": OperatorGroup("those of a dimension one by one, with their places"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flambeau.ops.facts import EVERYWHERE, describe
+from flambeau.torch_compat.dispatch import AutoDispatchBelowAutograd
 
 aten = torch.ops.aten
 
@@ -63,3 +65,13 @@ describe("_indices", "_values", "indices", "values", "crow_indices", "col_indice
          "copy_sparse_to_sparse_", "sparse_resize_", "sparse_resize_and_clear_", "resize_as_sparse_", "permute",
          "unsqueeze", "view_as_real", "view_as_complex", "is_pinned", "_pin_memory", sparse_structure=True)
 describe(aten.empty.memory_format, sparse_structure=True)
+
+
+def mm_reduce(x: Tensor, other: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
+    """The CPU tells which elements a maximum came from if x wants a gradient, which its copy on the host does not say;
+    its backward takes for granted that it did."""
+    with AutoDispatchBelowAutograd(), torch.enable_grad():
+        return aten._sparse_mm_reduce_impl(x.requires_grad_(), other, reduce)
+
+
+describe(aten._sparse_mm_reduce_impl.default, instead_of_sparse=mm_reduce)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -16,8 +17,14 @@ from flambeau.ir.expr import Expr, cast, index_value, masked, where
 from flambeau.ir.index import ZERO, Index, is_positive, product
 from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
 from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
-from flambeau.ops.facts import EVERYWHERE
+from flambeau.ops.facts import EVERYWHERE, describe
 from flambeau.ops.registry import lower, wrap_dims
+from flambeau.torch_compat.dispatch import (
+    AutoDispatchBelowAutograd,
+    ForceDispatchKeyGuard,
+    excluded_keys,
+    included_keys,
+)
 
 aten = torch.ops.aten
 
@@ -112,6 +119,68 @@ lower(aten.sum.default, aten.sum.dim_IntList)(partial(_accumulated, "sum"))
 lower(aten.prod.default, aten.prod.dim_int)(partial(_accumulated, "prod"))
 
 
+# ---- the gradient of a product, for which eager looks at the data: one call, in exact numerics -------------
+
+
+_AROUND = excluded_keys()
+with AutoDispatchBelowAutograd():
+    _AUTOGRAD = excluded_keys() - _AROUND
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd, within an operator, where it is off."""
+    excluded = excluded_keys() - _AUTOGRAD
+    with ForceDispatchKeyGuard(included_keys(), excluded), torch.enable_grad():
+        yield
+
+
+torch.library.define("flambeau::prod_backward", "(Tensor grad, Tensor x, int? dim, bool keepdim) -> Tensor")
+
+
+@torch.library.impl("flambeau::prod_backward", "CompositeExplicitAutograd")
+def prod_backward(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    """By autograd itself: what it does where there are zeros has no operator."""
+    with _recording():
+        x = x.detach().requires_grad_()
+        result = x.prod() if dim is None else x.prod(dim, keepdim)
+    found = torch.autograd.grad(result, x, grad)[0]
+    return found if x.dim() else found.clone()  # which may be the gradient that was given
+
+
+@torch.library.register_fake("flambeau::prod_backward")
+def _(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _Product(torch.autograd.Function):
+    """aten.prod, whose gradient is one call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        ctx.where = dim, keepdim
+        with AutoDispatchBelowAutograd():
+            made = aten.prod.default(x) if dim is None else aten.prod.dim_int(x, dim, keepdim)
+        ctx.save_for_backward(x, made)  # what eager keeps must not be written to
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, _ = ctx.saved_tensors
+        return torch.ops.flambeau.prod_backward.default(grad, x, *ctx.where), None, None
+
+
+def _traced_product(x: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
+            dtype: torch.dtype | None = None) -> Any:
+    return _Product.apply(x if dtype is None else x.to(dtype), dim, keepdim)
+
+
+describe(aten.prod.default, aten.prod.dim_int, traced_exactly=_traced_product)
+
+
+# ---- means and variances -----------------------------------------------------------------------------
+
+
 @lower(aten.mean.default, aten.mean.dim)
 def mean(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
     out = dtype or x.dtype
@@ -119,9 +188,6 @@ def mean(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | Non
     axes = wrap_dims(dim, x.rank)
     total = accumulate("sum", x.shape, axes, wide, lambda i: cast(cast(x.load(i), out), wide))
     return finish(total, out, axes, keepdim, lambda e: e / count(x.shape, axes, wide))
-
-
-# ---- variances ---------------------------------------------------------------------------------------
 
 
 def _var_mean(root: bool, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
