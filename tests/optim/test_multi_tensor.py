@@ -167,7 +167,7 @@ def test_every_tensor_may_move(target: str) -> None:
             for name, t in a.state[p].items():
                 a.state[p][name] = t.clone()
         for t in kept:
-            t.fill_(float("nan"))  # whoever reads or writes there still, shows
+            t.fill_(float("nan"))  # a read or write there shows
 
 
 def test_layouts() -> None:

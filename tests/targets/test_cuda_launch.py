@@ -23,7 +23,7 @@ from flambeau.targets.cache import shared_cache
 from flambeau.targets.cuda.recorder import CudaRecorder
 from flambeau.targets.cuda.target import CudaTarget, shape_function
 from flambeau.targets.cuda.triton_compile import Code, Facts
-from flambeau.targets.launch import build_extension
+from flambeau.targets.launch import _extension
 from flambeau.targets.toolchain import find_toolchain
 
 DRIVER = r"""
@@ -129,7 +129,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModuleType]:
     subprocess.run(["g++", "-shared", "-fPIC", "-o", folder / "driver.so", folder / "driver.cpp"], check=True)
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     # Built here and not taken from the cache: it keeps its driver for good, and a real one has a copy of its own.
-    return folder / "driver.so", build_extension("cuda_launcher", find_toolchain(config.compiler, disk), disk)
+    return folder / "driver.so", _extension("cuda_launcher", find_toolchain(config.compiler, disk), disk).build()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.harness import alternate, clock_of, in_one_order, spread, wanted
@@ -162,20 +161,8 @@ class Case:
 
     def measure(self, seconds: float) -> dict[str, dict[str, float]]:
         """Times of steps that follow one another, the kinds in turns."""
-        def several(step: Callable[[], Tensor], count: int) -> None:
-            for _ in range(count):
-                step()
-
-        counts = {}
-        for kind, step in self.steps.items():
-            several(step, 2)
-            start = self.clock()
-            several(step, 2)
-            counts[kind] = max(1, min(100, int(BURST / max((self.clock() - start) / 2, 1e-6))))
-        calls: dict[str, Callable[[], Any]] = {
-            kind: partial(several, step, counts[kind]) for kind, step in self.steps.items()}
-        times = alternate(calls, seconds, ROUNDS, warmup=1, clock=self.clock)
-        return {"ms": {kind: statistics.median(t) / counts[kind] * 1e3 for kind, t in times.items()},
+        times = alternate(self.steps, seconds, ROUNDS, clock=self.clock, burst=BURST)
+        return {"ms": {kind: statistics.median(t) * 1e3 for kind, t in times.items()},
                 "spread": {kind: spread(t) for kind, t in times.items()}}
 
 
@@ -230,35 +217,3 @@ def measure(device: str, size: str, modes: Sequence[str], only: str | None, kind
     for name, told in run("flambeau.bench.compiled", parts, jobs, limit, limit * PREPARE, environment):
         absorb(rows[name], told)
         yield list(rows.values())
-
-
-# Of the table: head, field of a row, kind, and the kind that it is divided by.
-COLUMNS = (
-    ("eager\nms", "ms", "eager", ""), ("inductor\nms", "ms", "inductor", ""), ("ours\nms", "ms", "ours", ""),
-    ("over\nwhole", "ms", "ours", "whole"), ("over\ninductor", "ms", "ours", "inductor"),
-    ("graphs over\nreduce", "ms", "graphs", "reduce"), ("ours\nMiB", "peak_mib", "ours", ""),
-    ("over\neager", "peak_mib", "ours", "eager"), ("over\ninductor", "peak_mib", "ours", "inductor"),
-    ("first s\nours", "first_s", "ours", ""), ("first s\ninductor", "first_s", "inductor", ""),
-)
-
-
-def step_table(rows: Sequence[CompiledRow], size: str) -> Table:
-    """What is in no row has no column."""
-    cells = [[cell(getattr(row, part), kind, base) for _, part, kind, base in COLUMNS] for row in rows]
-    shown = [k for k in range(len(COLUMNS)) if any(line[k] for line in cells)]
-    table = Table("step", *(COLUMNS[k][0] for k in shown), "unequal\nwhole", "unequal\nagain",
-                  title=f"Whole networks, {size}")
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row, line in zip(rows, cells):
-        counts = (row.unequal_with_regions, row.unequal_from_run_to_run)
-        table.add_row(f"{row.name} {row.mode}", *(line[k] for k in shown),
-                      *("" if count is None else str(count) for count in counts))
-    return table
-
-
-def cell(numbers: dict[str, float], kind: str, base: str) -> str:
-    if kind not in numbers or (base and not numbers.get(base)):
-        return ""
-    return f"{numbers[kind] / numbers[base]:.3f}" if base else f"{numbers[kind]:.2f}"

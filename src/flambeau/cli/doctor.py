@@ -167,7 +167,7 @@ def _vector(name: str) -> Finding:
 
 
 def _device(name: str) -> Finding:
-    # Whoever does not use it does not miss it, so this never has a remedy.
+    # The device is optional, so this never has a remedy.
     from flambeau.targets.base import device_target
 
     try:

@@ -25,6 +25,7 @@ from .forms import is_shared
 from .fuse import Group, member_exprs
 
 _INT64 = torch.int64
+_LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
 
 
 def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
@@ -257,19 +258,21 @@ def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
     stores = [a for _, a, s in d.accesses() if s]
     main = stores or [a for _, a, _ in d.accesses()]
 
-    def step(v: Sym) -> tuple[int, int]:
-        for a in main:
-            c = a.coefficient(v)
-            if c is not None and c is not ZERO:
-                return (0, -c.const) if c.is_const else (0, -(1 << 40))
-        return (1, 0)
-
-    keyed = sorted(enumerate(vars), key=lambda kv: (step(kv[1])[1] if step(kv[1])[0] == 0 else 0, kv[0]))
-    placed = [v for _, v in keyed] if all(step(v)[0] == 0 for v in vars) else list(vars)
+    steps = {v: next((c for a in main if (c := a.coefficient(v)) is not None and c is not ZERO), None) for v in vars}
+    placed = list(vars)
+    if None not in steps.values():
+        placed.sort(key=lambda v: -distance(steps[v]))
     if vector in placed:
         placed.remove(vector)
         placed.append(vector)
     return placed
+
+
+def distance(step: Index | None) -> int:
+    """In elements, for comparing; of a step that is known only at the run, as if all sizes in it were large."""
+    if step is None:
+        return 0
+    return abs((step if step.is_const else step.subs(dict.fromkeys(step.symbols(), as_index(_LARGE)))).const)
 
 
 def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
@@ -452,7 +455,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
             vars.remove(v)
             vars.append(v)
             break
-    out_vars.sort(key=lambda v: -c.const if (c := init_address.coefficient(v)) is not None and c.is_const else 0)
+    out_vars.sort(key=lambda v: -distance(init_address.coefficient(v)))
     reads = [init, value, *(() if mask is None else (mask,)),
              *(Expr("index", _INT64, (), t) for t in target if any(isinstance(a, Dyn) for a in t.atoms()))]
     d = NestDraft(vars, out_vars, [Item((out,), "full", tuple(reads))], {out: address, out + "'": init_address})

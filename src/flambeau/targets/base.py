@@ -15,9 +15,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 from flambeau.codegen.source import BlockSource, KernelSource, RangeSource
 from flambeau.config import config
@@ -78,6 +80,31 @@ class Build(ABC):
 def failed(made: Future[Any]) -> bool:
     """Whether what was compiled is to be tried again: the reason may have been the machine and not the text."""
     return made.done() and (made.exception() is not None or isinstance(made.result(), CompileError))
+
+
+S = TypeVar("S", KernelSource, RangeSource)
+
+
+@dataclass(frozen=True)
+class KeyedSource(Generic[S]):
+    """A source, and the hash of all that its machine code depends on, after which its function is called."""
+
+    source: S
+    key: str
+
+    @property
+    def symbol(self) -> str:
+        return f"k_{self.key[:16]}"
+
+    @property
+    def text(self) -> str:
+        return self.source.text.replace("KERNEL_NAME", self.symbol)
+
+
+def not_compiled(what: str, reason: str, target: str, text: Path | None) -> CompileError:
+    """The error of a kernel whose text was kept, where there was a place for it."""
+    return CompileError(f"{what} did not compile:\n{reason}", target=target,
+                        hint=f"its text is in {text}" if text else None)
 
 
 class Recording(ABC):

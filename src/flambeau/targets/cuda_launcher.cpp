@@ -113,7 +113,7 @@ PyObject* load(PyObject*, PyObject* args) {
   int shared, device;
   if (!PyArg_ParseTuple(args, "y#sii", &code, &length, &name, &shared, &device)) return nullptr;
   Handle module = nullptr, function = nullptr, before = nullptr, context = nullptr;
-  // Whoever waits for a build need not be on its device.
+  // The thread that waits for a build may be on another device.
   if (!check(driver.get_context(&before), "cuCtxGetCurrent") || !primary_context(device, context) ||
       !check(driver.set_context(context), "cuCtxSetCurrent")) {
     return nullptr;

@@ -28,21 +28,22 @@ def rounds(c: Combine) -> bool:
 
 @dataclass
 class Levels:
-    """Where the states of the upper levels are: arrays of so many lanes, and the number of additions so far."""
+    """Where the states of the upper levels are: arrays, the lanes of them that are used, additions so far."""
 
     reductions: Sequence[Item]
     states: dict[str, str]
     upper: dict[str, str]
-    lanes: int
+    lanes: str
     count: int
     done: str
     every: int
 
 
 class CascadeWriter(WindowWriter):
-    def levels(self, reductions: Sequence[Item], states: dict[str, str], lanes: int, steps: Index | None, every: int
-               ) -> Levels | None:
-        """Levels above these states for so many steps, `every` of which are done one after the other."""
+    def levels(self, reductions: Sequence[Item], states: dict[str, str], lanes: int, steps: Index | None, every: int,
+               used: str = "") -> Levels | None:
+        """Levels above these states for so many steps, `every` of which are done one after the other. `used`: how many
+        of the lanes are, where that is known only at the run."""
         reductions = [i for i in reductions if rounds(i.joins)]
         if not reductions or steps is not None and steps.is_const and steps.const <= every:
             return None
@@ -53,11 +54,11 @@ class CascadeWriter(WindowWriter):
         for n, ident in identities_of(reductions):
             upper[n] = self.fresh("up")
             self.line(f"alignas(64) {self.d.types[ident.dtype]} {upper[n]}[{count}][{lanes}];")
-            each = f"for (int j = 0; j < {count}; ++j) for (int l = 0; l < {lanes}; ++l)"
+            each = f"for (int j = 0; j < {count}; ++j) for (int l = 0; l < {used or lanes}; ++l)"
             self.line(f"{each} {upper[n]}[j][l] = {self.d.constant(ident.attr, ident.dtype)};")
         done = self.fresh("n")
         self.line(f"{self.d.long} {done} = 0;")
-        return Levels(reductions, states, upper, lanes, count, done, every)
+        return Levels(reductions, states, upper, used or str(lanes), count, done, every)
 
     def rise(self, s: Levels | None) -> None:
         """One more step is done."""

@@ -28,6 +28,7 @@ class ColumnWriter(LoopWriter[Arrays]):
     def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
         super().__init__(dialect, kernel)
         self.origin: str | None = None  # first column of the current block
+        self.used = ""  # columns of the current block
         self.shared_by_rows: dict[Expr, str] = {}  # what is the same for all rows of a block
 
     def render(self) -> list[str]:
@@ -44,6 +45,10 @@ class ColumnWriter(LoopWriter[Arrays]):
         how = None if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
         with self.nest(others, how, *(() if single else ((block, self.extent(v), str(width)),))):
             self.end = self.end_of(self.origin, width, v.size)  # which keeps the states in registers, if it is known
+            self.used = str(width)
+            if not v.size.is_const:  # there may be few columns: states of others would take longer than theirs
+                self.used = self.fresh("w")
+                self.line(f"const {self.d.long} {self.used} = {self.end} - {self.origin};")
             for name, level in self.level_of.items():
                 if level == "outer":
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
@@ -133,6 +138,8 @@ class ColumnWriter(LoopWriter[Arrays]):
             return 1
         if self.of_halves(stage):  # several rows of these are unpacked more slowly
             return 1
+        if any(len(i.names) > 1 for i in stage):  # selects that wait for each other: compilers write them as branches
+            return 1
         inner = any(e.op == "local" and self.level_of[e.attr] != "outer" for e in walk(*exprs))
         return 1 if inner or CPU.joined_rows * written(exprs) > CPU.copied else CPU.joined_rows
 
@@ -158,13 +165,14 @@ class ColumnWriter(LoopWriter[Arrays]):
         size = self.part(stage, rows)
         repeats = volume(outer)
         if v.size.is_const and v.size.const <= size:
-            levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.size.const)))
+            levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.size.const)),
+                                 self.used)
 
             def walk_rows() -> None:
                 self.column_rows(stage, arrays, "0", self.extent(v), rows)
                 self.rise(levels)
         else:
-            levels = self.levels(reductions, arrays, self.width, repeats * ceildiv(v.size, size), 1)
+            levels = self.levels(reductions, arrays, self.width, repeats * ceildiv(v.size, size), 1, self.used)
 
             def walk_rows() -> None:
                 with self.parts("0", self.extent(v), size, levels) as (start, end):
@@ -183,7 +191,7 @@ class ColumnWriter(LoopWriter[Arrays]):
 
     def set_identity(self, reductions: Sequence[Item], arrays: dict[str, str]) -> None:
         for name, identity in identities_of(reductions):
-            self.fill(arrays[name], self.width, identity)
+            self.fill(arrays[name], self.used, identity)
 
 
 class SharedColumnWriter(ColumnWriter):
@@ -213,7 +221,7 @@ class SharedColumnWriter(ColumnWriter):
             arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}
             self.set_identity(reductions, arrays)
             part = self.part(items, rows)
-            levels = self.levels(reductions, arrays, self.width, certain and ceildiv(certain, part), 1)
+            levels = self.levels(reductions, arrays, self.width, certain and ceildiv(certain, part), 1, self.used)
             with self.parts(lo, hi, part, levels) as (start, end):
                 if len(k.inner) == 1:
                     self.column_rows(items, arrays, start, end, rows)
@@ -234,5 +242,5 @@ class SharedColumnWriter(ColumnWriter):
             self.join_columns(reductions, states, {n: f"{partial[n]}[0]" for n in partial})
 
     def join_columns(self, reductions: Sequence[Item], states: dict[str, str], parts: dict[str, str]) -> None:
-        with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", how=LANES):
+        with self.scope(f"for (int l = 0; l < {self.used}; ++l) {{", how=LANES):
             self.join(reductions, states, parts)

@@ -165,7 +165,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
             self.fill(names[name], count, identity)
         return names
 
-    def fill(self, array: str, count: int, identity: Expr) -> None:
+    def fill(self, array: str, count: int | str, identity: Expr) -> None:
         start = self.d.constant(identity.attr, identity.dtype)
         self.line(f"for (int l = 0; l < {count}; ++l) {array}[l] = {start};")
 

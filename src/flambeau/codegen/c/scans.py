@@ -213,7 +213,7 @@ class ScanWriter(NestWriter):
             if one_by_one:
                 self.strips(v, b, end, slots)
                 return
-            with self.axis_loop(), self.loop(v, b, end, how=LANES):
+            with self.axis_loop(), self.loop(v, b, end, how=LANES if width >= CPU.scan_lanes else None):
                 self.step(slots)
 
     def strips(self, v: Sym, b: str, end: str, slots: dict[int, str]) -> None:

@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
@@ -27,7 +26,7 @@ from flambeau.errors import CompileError
 from flambeau.torch_compat import memory as torch_memory
 
 from ..background import Closing, Pool
-from ..base import Allocator, Build, Launch, Plan, Source, Step, Target, failed
+from ..base import Allocator, Build, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
 from ..cache import DiskCache, shared_cache
 from ..launch import CTYPES, Launcher, build_launcher, stored_launcher
 from ..toolchain import CompilerKilled, Toolchain, find_toolchain
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from flambeau.ir.program import AnyKernel
 
 T = TypeVar("T")
+_Kernel: TypeAlias = KeyedSource[KernelSource]
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +45,6 @@ log = logging.getLogger(__name__)
 _UNIT_CHARACTERS = 1_500
 _ALIGNMENT = 64  # one cache line, and the widest vector register
 _LARGE = 32 << 20  # bytes; the C library keeps smaller blocks when they are freed, with their pages
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    source: KernelSource
-    key: str
-
-    @property
-    def symbol(self) -> str:
-        return f"k_{self.key[:16]}"
 
 
 # Filled in by the thread that waits for the compiler.
@@ -233,9 +223,8 @@ class CpuTarget(Target):
     def _fail(self, unit: Sequence[_Kernel], reason: str, disk: DiskCache) -> None:
         for kernel in unit:
             path = disk.put(kernel.key, unit_text([kernel]).encode(), ".cpp")
-            self._kernels[kernel.key].set_result(CompileError(
-                f"the kernel {kernel.source.name} did not compile:\n{reason}", target=self.name,
-                hint=f"its text is in {path}" if path else None))
+            self._kernels[kernel.key].set_result(
+                not_compiled(f"the kernel {kernel.source.name}", reason, self.name, path))
 
 
 class CpuBuild(Build):
@@ -279,8 +268,7 @@ def unit_text(kernels: Sequence[_Kernel]) -> str:
     headers = dict.fromkeys(header for kernel in kernels for header in kernel.source.headers)
     parts = ["#include <stdint.h>", *(f'#include "{header}"' for header in headers)]
     for kernel in kernels:
-        text = kernel.source.text.replace("KERNEL_NAME", kernel.symbol)
-        parts.append(f"namespace n_{kernel.symbol} {{\n{text}\n}}")
+        parts.append(f"namespace n_{kernel.symbol} {{\n{kernel.text}\n}}")
     return "\n".join(parts) + "\n"
 
 
