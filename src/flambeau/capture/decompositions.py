@@ -11,25 +11,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import described, facts, name_of, overloads_with
 from flambeau.torch_compat.decomp import core_aten_decompositions, decomposition_table
 from flambeau.torch_compat.ops import OpOverload
 
-
-def of_floats(decomposition: Callable[..., Any], alike: bool) -> Callable[..., Any]:
-    """What eager does not take stays whole: then ATen raises its error."""
-
-    def taken_apart(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        other = args[0] if args else x
-        mixed = other.is_floating_point() and other.dtype is not x.dtype
-        if not x.is_floating_point() or (mixed and alike):
-            return NotImplemented
-        return decomposition(x, *args, **kwargs)
-
-    return taken_apart
+from .eager_dtypes import taken_apart
 
 
 @lru_cache(maxsize=2)
@@ -45,5 +32,5 @@ def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
     for op in (*LOWERINGS, *overloads_with("library")):
         out.pop(op, None)
     out.update(own)
-    strict = overloads_with("takes")
-    return {op: of_floats(how, strict[op] == "floats alike") if op in strict else how for op, how in out.items()}
+    # What eager does not take stays whole: then ATen raises its error.
+    return {op: taken_apart(op, fn, lambda *args, **kwargs: NotImplemented) for op, fn in out.items()}

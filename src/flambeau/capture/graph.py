@@ -92,6 +92,7 @@ class Lowering:
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
         self.g.symbols = [*self.c.symbols.known.values(), *self.numbers]
+        self.g.typical = self.c.symbols.typical
         self.solve_sizes()
         self.c.sources |= {s: ("text", h.text, h.sizes) for s, h in self.c.symbols.hosts.items()}
 
@@ -176,6 +177,9 @@ class Lowering:
         assert isinstance(results, (list, tuple))
         outs: list[Any] = []
         made: dict[fx.Node, Value] = {}
+        for given in n.all_input_nodes:
+            if isinstance(self.env[given], Value):
+                self.storage.lay_out(given)
         for r in results:
             if isinstance(r, fx.Node) and r.target is aten.copy_.default:
                 r = r.args[0]  # what copy_ returns is the input it wrote to
@@ -217,7 +221,8 @@ class Lowering:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
-        if isinstance(target, OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
+        nothing = self.device.type == "cpu" and computes_nothing(n)
+        if isinstance(target, OpOverload) and n.name not in self.exclude and not nothing and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = self.lowered(target, self.readable(args), self.readable(kwargs))
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
@@ -227,7 +232,7 @@ class Lowering:
         # Products in fast numerics take what there is.
         if self.g.policy.exact or not facts(target).library:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
-        return self.extern(n, args, kwargs)
+        return self.extern(n, args, kwargs, counted=not nothing)
 
     def arguments(self, n: fx.Node) -> tuple[Any, Any]:
         return fx.node.map_aggregate(n.args, self.lookup), fx.node.map_aggregate(n.kwargs, self.lookup)
@@ -290,7 +295,8 @@ class Lowering:
         if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
-            supported(t) and t.device == self.device for t in made) and eager_has_kernel(n, self.device)
+            supported(t) and t.device == self.device for t in made) and eager_has_kernel(
+                target, n.args, n.kwargs, self.device)
 
     def settle(self, n: fx.Node, out: Any) -> Any:
         """Check a lowering's results against torch's own metadata and take over the memory order."""
@@ -423,6 +429,14 @@ def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
     """Where torch does not know that data decides a shape, it runs the operator on zeros to see what comes out."""
     sizes = [n for t in vals if isinstance(t, torch.Tensor) for n in t.shape]
     return facts(op).guessed and all(isinstance(n, int) for n in sizes)
+
+
+def computes_nothing(n: fx.Node) -> bool:
+    """Whether it has no elements to compute, or nothing to compute them from, whatever the sizes of the run are. Then
+    it is a call of eager's kernel: some look at indices all the same."""
+    of = n.args[0].meta.get("val") if n.args and isinstance(n.args[0], fx.Node) else None
+    return not is_view(n.target) and any(isinstance(m, int) and m == 0 for t in (*flat(n.meta.get("val")), of)
+                                         if isinstance(t, torch.Tensor) for m in t.shape)
 
 
 def supported(t: torch.Tensor) -> bool:

@@ -21,14 +21,26 @@ import torch
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.facts import SPACES, facts, named, overloads_named, overloads_with
 from flambeau.torch_compat import patches
-from flambeau.torch_compat.dispatch import DispatchKey
+from flambeau.torch_compat.dispatch import AutoDispatchBelowAutograd, DispatchKey
 from flambeau.torch_compat.ops import OpOverload, OpOverloadPacket
+
+from .eager_dtypes import taken_apart
 
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
+def below_autograd(op: OpOverload) -> Callable[..., Any]:
+    """The operator itself, where torch has written its gradient as that of a formula."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
 @cache
-def taken_apart() -> tuple[OpOverload, ...]:
+def with_formula() -> tuple[OpOverload, ...]:
     """The operators for which torch has such kernels, but for those that round nothing."""
     aten = torch.ops.aten
     packets = (getattr(aten, name) for name in dir(aten) if not named(name).unrounded)
@@ -53,7 +65,10 @@ def _written(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 def whole_operators(exact: bool = False) -> Iterator[None]:
     ops_loaded()
     wanted: dict[OpOverload, dict[Any, Any]] = {
-        op: {} for op in (taken_apart() if exact else LOWERINGS) if any(k in op.py_kernels for k in KEYS)}
+        op: {} for op in (with_formula() if exact else LOWERINGS) if any(k in op.py_kernels for k in KEYS)}
+    for op in () if exact else overloads_with("traced_by_formula"):
+        formula = op.py_kernels[DispatchKey.Autograd]
+        wanted[op] = {DispatchKey.Autograd: taken_apart(op, formula, below_autograd(op))}
     traced = overloads_with("traced") | of_other_libraries()
     wanted |= {op: dict.fromkeys(KEYS, kernel) for op, kernel in traced.items()}
     wanted |= {op: {DispatchKey.Meta: shape} for op, shape in overloads_with("traced_shape").items()}

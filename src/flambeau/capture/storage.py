@@ -17,8 +17,8 @@ import torch
 import torch.fx as fx
 
 from flambeau.ir import build
-from flambeau.ir.index import ONE, ZERO, Index, as_index
-from flambeau.ir.nodes import Buffer, Value, contiguous_strides, dim_vars
+from flambeau.ir.index import ONE, ZERO, Index, as_index, offset_of
+from flambeau.ir.nodes import Buffer, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import facts
 from flambeau.runtime.memory_layout import overlapping
@@ -193,6 +193,22 @@ class Storage:
         self.g.buffers[copy.buffer].strides = strides
         return copy
 
+    def lay_out(self, n: fx.Node) -> None:
+        """Before anybody is given n or what shares its memory: a root in whose dimensions n is no strided array is laid
+        out in one."""
+        root = view_root(n)
+        if root is n or root.op == "placeholder":
+            return
+        v, base, want = self.of(n), self.of(root), self.strides(root)
+        if v.buffer == base.buffer and dense(base.shape, want) and not lies_as(
+                v, self.g.buffers[v.buffer], self.strides(n)):
+            with build.building(self.g, "copy"):
+                line = build.pointwise((base.numel,), lambda i: base.load(
+                    [i[0] // s % m for s, m in zip(want, base.shape, strict=True)]))
+            self.g.buffers[line.buffer].strides = (ONE,)
+            at = offset_of(as_indices(dim_vars(base.shape)), want)
+            self._of[root] = Value(line.buffer, base.shape, base.dtype, (at,))
+
     def result(self, n: fx.Node) -> Value:
         """What the caller gets for n: in memory that is no other node's, unless torch says that it is."""
         if n.op == "placeholder":
@@ -208,9 +224,14 @@ class Storage:
         """The value of n in eager's memory, with eager's strides in dimensions of size one too."""
         v: Value = self.of(n)
         want = self.strides(n)
-        if not lies_as(v, self.g.buffers[v.buffer], want):
+        b = self.g.buffers[v.buffer]
+        if not lies_as(v, b, want):
             return self.copied(v, want)
-        return replace(v, strides=want, offset=self.offset(n, v))
+        start = self.offset(n, v)
+        whole = v.is_whole(b) or (v.shape == b.shape and v.numel is ZERO)
+        if start is ZERO and whole:  # as the buffer itself: who compares the two finds them equal
+            v, start = self.g.whole(v.buffer), None
+        return replace(v, strides=want, offset=start)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
         """Where a view begins, counted from its root, if it may be without elements; None: its index says it."""

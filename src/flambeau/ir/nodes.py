@@ -333,6 +333,7 @@ class Graph:
 
     inputs: list[str] = field(default_factory=list)
     symbols: list[Sym] = field(default_factory=list)
+    typical: dict[Sym, int] = field(default_factory=dict)  # sizes with which it was captured
     nodes: list[Node] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)  # Value, Index, number or None

@@ -59,7 +59,7 @@ def leaky_relu_backward(grad: Expr, x: Expr, negative_slope: float, self_is_resu
     return where(x > 0, grad, grad * negative_slope)
 
 
-@lower_pointwise(aten._prelu_kernel, exact=EVERYWHERE)
+@lower_pointwise(aten._prelu_kernel, exact=EVERYWHERE, checks=True)
 def prelu(x: Expr, weight: Expr) -> Expr:
     return where(x > 0, x, weight * x)
 

@@ -14,7 +14,16 @@ from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, is_finite, isinf, isnan, ne, not_
 from flambeau.ops.facts import EVERYWHERE, describe, of_family
-from flambeau.ops.registry import broadcast_shapes, load_at, lower, operand, pointwise, scalar_at, table
+from flambeau.ops.registry import (
+    broadcast_shapes,
+    load_at,
+    lower,
+    lower_pointwise,
+    operand,
+    pointwise,
+    scalar_at,
+    table,
+)
 
 aten = torch.ops.aten
 of_family(exact=EVERYWHERE)
@@ -61,6 +70,18 @@ table("bool", {
     aten.isneginf: _on_floats(lambda x: eq(x, -math.inf)),
     aten.isfinite: is_finite,
 })
+
+
+@lower_pointwise(aten.nan_to_num, operands=1, math=False)
+def nan_to_num(x: Expr, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Expr:
+    if not is_float(x.dtype):
+        return x
+    limits, wide = torch.finfo(x.dtype), cast(x, opmath(x.dtype))
+    for found, number in ((isnan(wide), 0 if nan is None else nan),
+                          (eq(wide, math.inf), limits.max if posinf is None else posinf),
+                          (eq(wide, -math.inf), limits.min if neginf is None else neginf)):
+        x = where(found, const(torch.tensor(number, dtype=x.dtype).item(), x.dtype), x)
+    return x
 
 
 @lower(aten.where.self, operands=3)

@@ -41,17 +41,14 @@ describe("native_batch_norm", writes=("running_mean", "running_var"))
 # ---- strides that torch's tracing does not know, of what is taken apart
 
 describe(aten.native_batch_norm.default, strides="normalised")
-describe(aten.nan_to_num.default, operands=1)
 
 # ---- taken apart: the first round nothing; all end in operators that we lower
 
-describe("block_diag", "diag_embed", "diagonal_backward", "eye", "nan_to_num", "pixel_shuffle", "pixel_unshuffle",
+describe("block_diag", "diag_embed", "diagonal_backward", "eye", "pixel_shuffle", "pixel_unshuffle",
          "rot90", "select_backward", "slice_backward", "stack", decomposed=True, exact=EVERYWHERE)
 describe("dist", "ldexp", "mvlgamma", "nansum", "native_batch_norm", "rrelu_with_noise", "rrelu_with_noise_backward",
          "special_entr", "special_log_ndtr", "trace", "tril_indices", "triu_indices", decomposed=True)
-describe(aten.binary_cross_entropy.default, aten.huber_loss.default, aten.multi_margin_loss.default,
-         takes="floats alike")
-describe(aten.smooth_l1_loss.default, takes="floats")
+describe(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default, traced_by_formula=True)
 describe("broadcast_tensors", "empty", "native_batch_norm", "one_hot", "pad_sequence", "tensor_split", "unsafe_chunk",
          unrounded=True)
 

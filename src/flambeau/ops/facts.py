@@ -59,12 +59,12 @@ class Facts:
     out: OpOverload | None = None  # the form that writes into memory of the program
     # Torch's decomposition is taken, beyond its core set; or this one, where torch's is not eager's.
     decomposed: bool | Callable[..., Any] = False
-    takes: str = "anything"  # "floats", or "floats alike": its decomposition would compute with what eager refuses
     # Torch takes some apart before any table is asked, by Python kernels below autograd. While a graph is traced, this
     # one stands in their place; in exact numerics this one; and this one says how its results look.
     traced: Callable[..., Any] | None = None
     traced_exactly: Callable[..., Any] | None = None
     traced_shape: Callable[..., Any] | None = None
+    traced_by_formula: bool = False  # torch takes it apart before it takes its gradient
     unrounded: bool = False  # torch's Python kernel says what eager's does: which memory is written, how long it is
     group: str = ""  # of eager operators that `accelerate` replaces: one of `eager.operator_forms.GROUPS`
 

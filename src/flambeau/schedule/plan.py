@@ -106,7 +106,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
         if isinstance(g, Group) and g.is_contract:
             kernel = shape_contract(g, graph.buffers, stored, caps.tuning)
         elif isinstance(g, Group):
-            kernel, extra = shape_group(g, graph.buffers, stored, caps)
+            kernel, extra = shape_group(g, graph.buffers, stored, caps, graph.typical)
             stored |= extra
         else:
             n = g.node
