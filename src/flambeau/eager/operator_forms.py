@@ -23,40 +23,31 @@ from flambeau.torch_compat.ops import OpOverload
 PLACES = {"device", "layout", "memory_format", "pin_memory", "names"}
 
 
-@dataclass(frozen=True)
-class OperatorGroup:
-    """Operators for which one size tells whether a kernel of ours is the better one."""
-
-    why: str  # what torch's own kernels leave on the table
-    measured: tuple[str, ...] = ()  # the arguments whose largest decides; none: all of them
-
-
-GROUPS: dict[str, OperatorGroup] = {
-    "cumulative": OperatorGroup(
-        "each line on its own, one element after another: across rows every element is a new cache line"),
-    "max pooling": OperatorGroup("windows one by one, without vectors in the usual layout"),
-    "average pooling": OperatorGroup("windows one by one, without vectors in the usual layout"),
-    "adaptive pooling": OperatorGroup("the bounds of every window by division"),
-    "unpooling": OperatorGroup("zeros first, then single writes"),
-    "resizing": OperatorGroup("one output after another, by indices and weights"),
-    "grid sampling": OperatorGroup("gradients by atomic additions where threads are many"),
-    "volume sampling": OperatorGroup(
-        "eight corners in scalar code; gradients by atomic additions where threads are many"),
-    "embedding gradient": OperatorGroup("row after row", ("indices",)),
-    "embedding bags": OperatorGroup("maxima element by element", ("indices",)),
-    "embedding bag gradients": OperatorGroup("indices are sorted and counted in passes of their own", ("indices",)),
-    "writes by row": OperatorGroup("rows one after another, or atomic additions", ("source", "values")),
-    "writes by element": OperatorGroup("elements one after another, or atomic additions", ("index",)),
-    "reads by element": OperatorGroup("an address for each element", ("index",)),
-    "softmax": OperatorGroup("rows in several passes, columns in strided reads"),
-    "layer norm": OperatorGroup("statistics and result in passes of their own"),
-    "dropout": OperatorGroup("mask and product take longer than their bytes"),
-    "draws": OperatorGroup("one number after another from a sequential generator"),
-    "statistics": OperatorGroup(
-        "moments in double precision and places of extrema one by one; logsumexp as five operators"),
-    "extrema": OperatorGroup("those of a dimension one by one, with their places"),
-    "activations": OperatorGroup("slower exponentials and logarithms"),
-    "light activations": OperatorGroup("nothing: bound by memory, as ours are"),
+# Operators for which one size tells whether a kernel of ours is the better one: the arguments whose largest decides
+# (none: all of them), and what torch's own kernels leave on the table.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "cumulative": (),  # each line on its own, one element after another: across rows every element is a new cache line
+    "max pooling": (),  # windows one by one, without vectors in the usual layout
+    "average pooling": (),  # windows one by one, without vectors in the usual layout
+    "adaptive pooling": (),  # the bounds of every window by division
+    "unpooling": (),  # zeros first, then single writes
+    "resizing": (),  # one output after another, by indices and weights
+    "grid sampling": (),  # gradients by atomic additions where threads are many
+    "volume sampling": (),  # eight corners in scalar code; gradients by atomic additions where threads are many
+    "embedding gradient": ("indices",),  # row after row
+    "embedding bags": ("indices",),  # maxima element by element
+    "embedding bag gradients": ("indices",),  # indices are sorted and counted in passes of their own
+    "writes by row": ("source", "values"),  # rows one after another, or atomic additions
+    "writes by element": ("index",),  # elements one after another, or atomic additions
+    "reads by element": ("index",),  # an address for each element
+    "softmax": (),  # rows in several passes, columns in strided reads
+    "layer norm": (),  # statistics and result in passes of their own
+    "dropout": (),  # mask and product take longer than their bytes
+    "draws": (),  # one number after another from a sequential generator
+    "statistics": (),  # moments in double precision and places of extrema one by one; logsumexp as five operators
+    "extrema": (),  # those of a dimension one by one, with their places
+    "activations": (),  # slower exponentials and logarithms
+    "light activations": (),  # nothing: bound by memory, as ours are
 }
 
 
@@ -87,7 +78,7 @@ class Form:
 
     def measured(self) -> int:
         """The arguments whose size counts, as bits."""
-        names = GROUPS[self.group].measured
+        names = GROUPS[self.group]
         arguments = self.op._schema.arguments
         chosen = [k for k, a in enumerate(arguments) if a.name in names]
         return sum(1 << k for k in chosen or range(len(arguments)))
