@@ -147,7 +147,7 @@ def names(given: str | Iterable[str] | None) -> set[str] | None:
 def _known(name: str, operators: set[str]) -> str | None:
     if name in GROUPS:
         return name
-    short = name.removeprefix("aten.").removeprefix("aten::").partition(".")[0]
+    short = name.removeprefix("aten.").rpartition("::")[2].partition(".")[0]
     return next((x for x in (short, short.removesuffix("_")) if x in operators), None)
 
 
