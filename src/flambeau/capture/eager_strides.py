@@ -368,6 +368,8 @@ def plain(x: Any, samples: SizeSamples, k: int) -> Any:
     """An argument at the numbers of sample k."""
     if isinstance(x, fx.Node):
         x = x.meta["val"]
+    if isinstance(x, (torch.SymFloat, torch.SymBool)):
+        return x.node.hint  # no layout depends on it; asked for its value, it would be held at it
     return bare(x, samples, k) if isinstance(x, torch.Tensor) else samples.value(x, k) if isinstance(
         x, torch.SymInt) else x
 

@@ -14,14 +14,14 @@ from flambeau.errors import GuessedShapeError, UnsupportedError
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
-from flambeau.ir.expr import Expr, cast, const, index_value, walk
+from flambeau.ir.expr import const, walk
 from flambeau.ir.index import Sym
 from flambeau.ir.nodes import Buffer, Extern, Graph, Host, Library, Node, Scan, Scatter, Value
 from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.facts import facts, is_exact
 from flambeau.ops.registry import OutOfRange, load_at
-from flambeau.runtime.launch_plan import DONATED, Held, as_number
+from flambeau.runtime.launch_plan import DONATED, Held
 from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.torch_compat.ops import OpOverload
@@ -114,15 +114,10 @@ class Lowering:
             raise UnsupportedError(f"argument {n.name} of type {type(val).__name__} in a captured graph")
 
     def run_number(self, val: RunNumber, name: str) -> Value:
-        word = Sym(f"number{name}", lo=None)
-        self.g.numbers[word] = Host(name)
         if is_float(val.dtype) and torch.float64 not in self.g.capabilities.dtypes:
             raise UnsupportedError("numbers of the run are doubles, which the device does not have")
         with build.building(self.g, "number"):
-            bits = index_value(word, torch.int64)
-            whole = Expr("bitcast", torch.float64, (bits,)) if is_float(val.dtype) else bits
-            made = build.pointwise((), lambda _: cast(whole, val.dtype), val.dtype)
-        return replace(made, number=val.number, host=True)
+            return replace(build.run_number(Host(name), val.dtype), number=val.number, host=True)
 
     def add_tensor(self, val: torch.Tensor) -> Value:
         to = self.c.symbols.index
@@ -262,9 +257,7 @@ class Lowering:
         def value(x: Any) -> Any:
             if not isinstance(x, Host):
                 return self.elsewhere.brought(x)
-            made, = build.extern(as_number, (x, self.device), {}, [((), torch.float64, ())])
-            assert made is not None
-            return replace(made, number=True)
+            return replace(build.run_number(Host(f"word({x.text})", x.needs), torch.float64), number=True)
 
         return fx.node.map_aggregate(args, value)
 

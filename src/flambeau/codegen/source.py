@@ -69,6 +69,7 @@ class BlockSource:
     sites: Sites = ()
     bounded: bool = False  # what is launched checks its accesses
     origins: tuple[str, ...] = ()  # the operators that it computes, then
+    words: int = 0  # bits: the sizes that are just numbers, whose values say nothing of shapes and addresses
     binary: bytes | None = None
 
 

@@ -217,11 +217,15 @@ class TableKernel:
     The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or
     at a single place), then one of lengths. `blocks` says who does what: a row, and the first of up to CHUNK elements.
     A reduction gives one value for each block, next to those of the row's other blocks.
-    The sizes are 2n + 1 for n rows and for n blocks: no code assumes anything of an odd number, so one serves all.
+    The sizes are 2n + 1 for n rows and for n blocks, as no code assumes anything of an odd number and one serves all;
+    then the numbers that `body` computes with.
     """
 
     body: LoopKernel
-    sizes: ClassVar[tuple[Sym, ...]] = (Sym("rows2"), Sym("count2"))
+
+    @property
+    def sizes(self) -> tuple[Sym, ...]:
+        return Sym("rows2"), Sym("count2"), *self.body.sizes
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -253,13 +257,15 @@ def sites_of(kernel: Kernel) -> dict[Bound, int]:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Where a buffer lives: an input, a fresh output, a place in the arena, or another buffer's memory."""
+    """Where a buffer lives: an input, a fresh output, a place in the arena, or another buffer's memory.
+
+    A "list" is an input of which each row of a table has a tensor: it is given as their addresses."""
 
     name: str
     dtype: DType
     shape: tuple[Index, ...]
     strides: tuple[Index, ...]
-    place: str  # "input" | "output" | "arena" | "alloc" | "seed" | "extern" | "over"
+    place: str  # "input" | "list" | "output" | "arena" | "alloc" | "seed" | "extern" | "over"
     offset: int = 0  # bytes, in the arena
     over: str = ""  # the buffer whose memory it takes over
 
@@ -270,6 +276,7 @@ class Launch:
     args: tuple[str, ...]  # along a table: those of one column after the other
     origins: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()  # of the rows, if it goes along a table
+    numbers: tuple[Sym, ...] = ()  # along a table: those that all rows compute with
     stream: int = 0
 
 

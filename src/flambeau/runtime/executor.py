@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,14 +18,14 @@ import torch
 from flambeau.codegen.source import host_text
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.nodes import Buffer, Host, Value
-from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
+from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel
 from flambeau.schedule.memory import lifetimes, nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
 from flambeau.torch_compat.ops import OpOverload
 
-from .address_tables import blocks_of, sizes_of
-from .launch_plan import LaunchPlan, Step, Table, View
+from .address_tables import Column, Table, counts_of, sizes_of
+from .launch_plan import LaunchPlan, Step, View
 from .operator_calls import TENSOR, Prepared, Strided, by_schema, is_constant, operator_path
 from .result_checks import Promises
 
@@ -42,6 +44,19 @@ def write(p: Program, target: str, kernels: Sequence[Source], device: torch.devi
                       overwritten=tuple(at for at, name in enumerate(p.arguments) if name in over))
 
 
+@dataclass
+class Along:
+    """The tables of launches that are not written yet."""
+
+    tables: list[Table] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)  # for their addresses and those of their blocks
+    lists: dict[str, int] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        for found in (self.tables, self.slots, self.lists):
+            found.clear()
+
+
 class Writer:
     """Writes the source of a program's run function, and the tables of what it names."""
 
@@ -53,7 +68,7 @@ class Writer:
         self.constants: dict[str, Any] = {}
         self.plans: dict[str, tuple[Step, ...]] = {}
         self.views: list[View] = []
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, tuple[Table, ...]] = {}
         self.calls: dict[str, Prepared] = {}
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
@@ -221,6 +236,7 @@ class Writer:
         """Memory comes when the first step needs it, and goes after the last."""
         p = self.p
         pending: list[tuple[Step, tuple[str, ...], tuple[str, ...]]] = []  # with its operators, and its buffers
+        along = Along()
         sizes: dict[str, int] = {}  # texts
         dead: list[str] = []
         lives = lifetimes(p)
@@ -230,6 +246,11 @@ class Writer:
                 begins.setdefault(lives[b.name][0] if b.name in lives else len(p.steps), []).append(b.name)
 
         def flush() -> None:
+            if along.tables:
+                name = self.named(self.tables, "table", tuple(along.tables))
+                where = "".join(f", P[{slot}]" for slot in along.slots)
+                self.line(f"m{name}{where} = {name}(P, ({''.join(x + ', ' for x in along.lists)}))")
+                along.clear()
             if pending:
                 plan = self.named(self.plans, "plan", tuple(step for step, _, _ in pending))
                 table = "(" + "".join(s + ", " for s in sizes) + ")"
@@ -254,13 +275,12 @@ class Writer:
             begin(k)
             if isinstance(step, Launch):
                 places = [self.buffers[name] for name in step.args]
-                pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
-                                 for b in places)
-                names = [s.name for s in p.kernels[step.kernel].sizes]
                 if step.lengths:
-                    pointers, names = self.table(pointers, step.lengths)
-                elif self.bounded and self.bounded[step.kernel]:
-                    names += [text for b in places for text in self.extent(b)]
+                    pointers, names = self.table(step, along)
+                else:
+                    pointers, names = tuple(map(self.pointer, places)), [s.name for s in p.kernels[step.kernel].sizes]
+                    if self.bounded and self.bounded[step.kernel]:
+                        names += [text for b in places for text in self.extent(b)]
                 slots = tuple(sizes.setdefault(s, len(sizes)) for s in names)
                 known = step.args if self.bounded and self.bounded[step.kernel] else ()
                 pending.append((Step(step.kernel, pointers, slots), step.origins, known))
@@ -281,13 +301,32 @@ class Writer:
             return "0", str(size // b.dtype.itemsize)
         return f"-{b.name}.storage_offset()", f"elements_from({b.name})"
 
-    def table(self, pointers: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
-              ) -> tuple[tuple[tuple[int, int], ...], list[str]]:
-        """A table for these pointers: its own two, and the sizes that go with them."""
-        name = self.named(self.tables, "table", Table(pointers, lengths))
-        slots = self.slot(f"{name} addresses"), self.slot(f"{name} blocks")
-        self.line(f"m{name}, P[{slots[0]}], P[{slots[1]}] = {name}(P)")
-        return tuple((slot, 0) for slot in slots), [str(n) for n in sizes_of(len(lengths), blocks_of(lengths))]
+    def pointer(self, b: BufferPlan) -> tuple[int, int]:
+        return (0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
+
+    def table(self, s: Launch, along: Along) -> tuple[tuple[tuple[int, int], ...], list[str]]:
+        """A table for a launch: its own two pointers, and the sizes that go with them."""
+        kernel, rows = self.p.kernels[s.kernel], len(s.lengths)
+        assert isinstance(kernel, TableKernel)
+        blocks, steps = counts_of(s.lengths), kernel.steps()
+        columns: list[Column] = []
+        each = len(s.args) // len(kernel.columns)
+        for k, p in enumerate(kernel.columns):
+            names = s.args[k * each : (k + 1) * each]
+            found = [self.buffers[name] for name in names]
+            if found[0].place == "list":
+                columns.append(along.lists.setdefault(names[0], len(along.lists)))
+            elif len(found) == rows:
+                columns.append(tuple(map(self.pointer, found)))
+            else:  # one after the other, unless all rows read the same
+                counts = blocks if steps.get(p.name, 1) > 1 else [1 if found[0].shape else 0] * rows
+                slot, first = self.pointer(found[0])
+                before = accumulate(counts[:-1], initial=0)
+                columns.append(tuple((slot, first + n * p.dtype.itemsize) for n in before))
+        along.tables.append(Table(tuple(columns), s.lengths))
+        slots = [self.slot(f"table {len(self.slots)}") for _ in range(2)]
+        along.slots += slots
+        return tuple((slot, 0) for slot in slots), [*map(str, sizes_of(s.lengths)), *(n.name for n in s.numbers)]
 
     def copy(self, c: Copy) -> None:
         self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)})")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, si
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 from flambeau.torch_compat.autograd import keeps_graph
 
-from .address_tables import PointerTable
+from .address_tables import AddressTables, Table
 from .operator_calls import EXTENSION, Prepared, operator_named
 from .recordable import Recordable
 from .recording import function_now, recorded
@@ -58,14 +59,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Table:
-    """The pointers of a launch along a table."""
-
-    pointers: tuple[tuple[int, int], ...]  # as those of a step, one column after the other
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class LaunchPlan:
     target: str
     source: str  # def run(args): ...
@@ -73,7 +66,7 @@ class LaunchPlan:
     plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     views: tuple[View, ...] = ()
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, tuple[Table, ...]] = field(default_factory=dict)  # of the launches of one plan
     calls: dict[str, Prepared] = field(default_factory=dict)
     slots: int = 1  # of the pointer table
     device: torch.device = torch.device("cpu")
@@ -103,7 +96,7 @@ class LaunchPlan:
             **SCOPE, **self.constants,
             **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
                for name, steps in self.plans.items()},
-            **{name: PointerTable(target, self.device, t.pointers, t.lengths) for name, t in self.tables.items()},
+            **{name: AddressTables(target, self.device, tables) for name, tables in self.tables.items()},
             "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
             "fresh": target.fresh,
             "PROTO": [0] * self.slots, "KEY": next(_keys),
@@ -179,9 +172,10 @@ def draw_seeds(count: int, device: torch.device) -> torch.Tensor:
     return draw(count, device) if draw else torch.empty((count, 2), dtype=torch.int64, device=device).random_()
 
 
-def as_number(x: float, device: torch.device) -> torch.Tensor:
-    """A number of the run in memory, where kernels can read it."""
-    return torch.full((), float(x), dtype=torch.float64, device=device)
+def word(x: float) -> int:
+    """A number of the run as kernels take it: the bits of a double."""
+    found: int = WORD.unpack(DOUBLE.pack(x))[0]
+    return found
 
 
 class Arena:
@@ -262,8 +256,9 @@ def check_status(bad: tuple[int, int], origins: Origins, steps: tuple[Step, ...]
 
 
 POOL = ArenaPool()
+WORD, DOUBLE = struct.Struct("=q"), struct.Struct("=d")
 SEEDS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {}  # for devices whose random numbers are ours
 _keys = itertools.count()
 # Names that every source may use.
-SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit,
+SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit, "word": word,
                          "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept}

@@ -33,7 +33,8 @@ from flambeau.ir.program import (
     TableKernel,
 )
 
-from .launch_plan import Held, LaunchPlan, Step, Table, View, as_number, laid_out, on_device
+from .address_tables import Table
+from .launch_plan import Held, LaunchPlan, Step, View, laid_out, on_device
 from .operator_calls import Prepared, Strided, run_and_save, run_with
 from .plain_data import Attributes, Codec, Malformed, Record
 from .recordable import Recordable
@@ -59,7 +60,7 @@ RECORDS = (
                   ContractKernel, TableKernel, Item, Form, Param, Combine, Level, Fold, Bound,
                   LaunchPlan, Step, Table, View, Prepared, Strided, Recordable,
                   KernelSource, BlockSource, Part, RangeSource, Range)))
-FUNCTIONS = (as_number, on_device, laid_out, run_and_save, run_with)  # that a program may call, by their names
+FUNCTIONS = (on_device, laid_out, run_and_save, run_with)  # that a program may call, by their names
 
 
 def names(*values: Any) -> dict[str, Any]:

@@ -25,10 +25,11 @@ class ProgramDraft:
     frees: dict[int, tuple[str, ...]] = field(default_factory=dict)  # step -> buffers dead after it
     notes: list[str] = field(default_factory=list)
 
-    def finished(self, graph: Graph) -> Program:
+    def finished(self, graph: Graph | Program) -> Program:
+        """As the program of a graph, or of another program's arguments."""
         steps = (replace(s, args=frozen(s.args), kwargs=frozen(s.kwargs)) if isinstance(s, Call) else s
                  for s in self.steps)
-        return Program(tuple(graph.inputs), tuple(graph.arguments or graph.inputs), tuple(graph.numbers.items()),
+        return Program(tuple(graph.inputs), tuple(graph.arguments or graph.inputs), tuple(dict(graph.numbers).items()),
                        tuple(self.kernels), tuple(steps), tuple(self.buffers.values()), frozen(self.outputs),
                        tuple(graph.seeds), self.arena_bytes,
                        tuple(self.frees.get(k, ()) for k in range(len(self.steps))), tuple(self.notes))
