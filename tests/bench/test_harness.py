@@ -11,6 +11,7 @@ from flambeau.bench import harness, ops
 from flambeau.bench.harness import Row, alternate, geometric_mean, group_ratios
 from flambeau.report import performance
 from flambeau.results_file import plain, write_results
+from flambeau.testing.one_order import in_one_order
 
 
 class FakeClock:
@@ -136,13 +137,13 @@ def test_one_order_is_strict_where_torch_can(refused: bool) -> None:
             raise RuntimeError("an_operator does not have a deterministic implementation")
         return warn_only
 
-    assert harness.in_one_order(run) is refused
+    assert in_one_order(run) is refused
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
 
 
 def test_one_order_leaves_other_errors() -> None:
     with pytest.raises(RuntimeError, match="shapes"):
-        harness.in_one_order(lambda: torch.ones(2) + fail("shapes"))
+        in_one_order(lambda: torch.ones(2) + fail("shapes"))
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flambeau.bench.harness import alternate, clock_of, in_one_order, spread, wanted
+from flambeau.bench.harness import alternate, clock_of, spread, wanted
 from flambeau.bench.networks import DTYPES, NETWORKS
 from flambeau.bench.parts import Talk, absorb, run, threads
+from flambeau.testing.one_order import in_one_order
 
 # Arguments of torch.compile, in the order in which they are tried.
 KINDS: dict[str, dict[str, Any] | None] = {
@@ -74,7 +75,7 @@ class Case:
             out = module(*inputs[:-1])
             return loss(out, inputs[-1]) if train else out
 
-        # Code of its own: else each kind would be a recompilation of the others, and look through their guards.
+        # A code object per kind: otherwise Dynamo takes each for a recompilation of the others and checks their guards.
         call.__code__ = call.__code__.replace(co_name=f"step_{kind}")
         options = KINDS[kind]
         compiled = call if options is None else torch.compile(call, **options)
@@ -96,7 +97,7 @@ class Case:
         self.module.zero_grad(set_to_none=True)
 
     def settle(self) -> tuple[int, int]:
-        """What is allocated and reserved, when nothing is that need not be."""
+        """Allocated and reserved bytes after everything unneeded was freed."""
         self.clear()
         gc.collect()
         if not self.cuda:
@@ -119,7 +120,7 @@ class Case:
             step()
             torch.cuda.synchronize()
             talk.tell(reserved_mib={kind: (torch.cuda.max_memory_reserved() - reserved) / MIB})
-            if kind not in RECORDED:  # what a replay needs is not allocated when it runs
+            if kind not in RECORDED:  # a replay allocates nothing while it runs
                 talk.tell(peak_mib={kind: (torch.cuda.max_memory_allocated() - allocated) / MIB})
         self.clear()
         self.steps[kind] = step
@@ -138,7 +139,7 @@ class Case:
         return found
 
     def compare(self, talk: Talk) -> None:
-        """With and without regions; as once more, and where that differs, with deterministic kernels."""
+        """Compare with and without regions, and run to run; where the latter differ, with deterministic kernels."""
         def look(ours: Callable[[], Tensor], whole: Callable[[], Tensor]) -> tuple[int, int]:
             first = self.values(ours)
             counts = unequal(first, self.values(whole)), unequal(first, self.values(ours))
@@ -152,7 +153,7 @@ class Case:
             talk.tell(one_order=True)
 
     def compare_recorded(self, talk: Talk) -> None:
-        """As it was recorded, so with the kernels of then; where those differ from run to run, it says nothing."""
+        """Compare the recording with plain calls; no verdict where plain calls differ from run to run."""
         first, recorded = self.values(self.steps["ours"]), self.values(self.steps["graphs"])
         if (count := unequal(first, recorded)) and unequal(first, self.values(self.steps["ours"])):
             talk.tell(skipped={"equality of recordings": "ours differs from run to run"})

@@ -22,7 +22,7 @@ from flambeau.device.torch_module import NAME
 PLACES = {"cpu": "cpu", "flambeau": NAME}  # by the names of backends in a report
 PRODUCT, SIDES = "matmul", {"small": 1024, "large": 4096, "tiny": 32}
 MODELS = ("gpt", "resnet")
-CHECKED = 2  # steps, of which the second stands on the gradients of the first
+CHECKED = 2  # steps; the second one depends on the gradients of the first
 
 
 def step_on(name: str, size: str, device: str) -> Callable[[], Tensor]:

@@ -90,7 +90,7 @@ def cpu_times(call: Callable[[], Any]) -> list[float]:
 
 
 def row_times(call: Callable[[], Any]) -> list[float]:
-    """Of calls that follow one another without waiting."""
+    """Of back-to-back calls, without synchronisation in between."""
     return alternate({"": call}, 0.0, ROUNDS, IN_A_ROW, clock_of("cuda"), IN_A_ROW)[""]
 
 
@@ -135,7 +135,7 @@ def flat(result: Any) -> Tensors:
 
 
 def computed(run: Callable[..., Any], case: Case, inputs: Tensors) -> Tensors:
-    """Results on inputs that stay as they are."""
+    """Results; the inputs stay unchanged."""
     return flat(run(*(inputs[0].clone(), *inputs[1:]) if case.in_place else inputs))
 
 

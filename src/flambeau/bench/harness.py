@@ -217,7 +217,7 @@ def message(error: Exception) -> str:
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """The time when all that the device was given is done."""
+    """A clock that synchronises the device before it reads the time."""
     if device == "cpu":
         return time.perf_counter
     wait = torch.get_device_module(device).synchronize
@@ -231,7 +231,7 @@ def clock_of(device: str) -> Callable[[], float]:
 
 @contextmanager
 def deadline(seconds: float, error: BaseException) -> Iterator[None]:
-    """The error where the block takes longer. Only the main thread has signals; others run without a limit."""
+    """Raise the error if the block takes longer. Only the main thread has signals; others run without a limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -248,31 +248,7 @@ def deadline(seconds: float, error: BaseException) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
-
-
-@contextmanager
-def one_order(warn_only: bool = True) -> Iterator[None]:
-    """Kernels that add in the same order every time, where torch has them; else it warns, or raises."""
-    before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-
-
-def in_one_order(run: Callable[[], T]) -> T:
-    """Strictly, as attention has no such kernel where torch shall only warn; or so, where torch refuses an operator."""
-    try:
-        with one_order(warn_only=False):
-            return run()
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-    with one_order():
-        return run()
+UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads uninitialised memory
 
 
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,

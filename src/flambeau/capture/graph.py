@@ -19,9 +19,8 @@ from flambeau.ir.index import Sym
 from flambeau.ir.nodes import Buffer, Extern, Graph, Host, Library, Node, Scan, Scatter, Value
 from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.ops.exact import is_exact
-from flambeau.ops.registry import NEEDS, READ_MEMORY, OutOfRange, load_at
+from flambeau.ops.facts import facts, is_exact
+from flambeau.ops.registry import OutOfRange, load_at
 from flambeau.runtime.launch_plan import DONATED, Held
 from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
@@ -35,14 +34,6 @@ from .storage import Storage, dense, is_view, writes_twice
 from .symbols import Symbols
 
 aten = torch.ops.aten
-OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.addmm.default: aten.addmm.out,
-             aten.baddbmm.default: aten.baddbmm.out}
-# Their result is what they are given.
-SAME = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default, aten.alias.default,
-        aten.clone.default)
-# Their results' shapes depend on data, which not every version of torch knows.
-SHAPED_BY_DATA = (aten._unique.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-                  aten.nonzero.default, aten.masked_select.default)
 
 
 @dataclass(frozen=True)
@@ -216,9 +207,9 @@ class Lowering:
             return self.mutate(args[0], args[1], negated=n.args[0].meta["val"].is_neg())  # type: ignore[union-attr]
         if target in (random_replay.RUN_AND_SAVE, random_replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
-        if target in SAME and self.elsewhere.is_constant(args[0]):
+        if facts(target).same and self.elsewhere.is_constant(args[0]):
             return args[0]  # nobody writes to it, and who returns it makes a copy
-        if target in READ_MEMORY:
+        if facts(target).reads_memory:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
@@ -231,7 +222,7 @@ class Lowering:
             del self.g.nodes[before:]
         # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
         # Products in fast numerics take what there is.
-        if self.g.policy.exact or target not in CONTRACTIONS:
+        if self.g.policy.exact or not facts(target).library:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
         return self.extern(n, args, kwargs, counted=not nothing)
 
@@ -287,7 +278,7 @@ class Lowering:
     def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
-        if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
+        if (needs := facts(target).needs) is not None and not getattr(self.g.capabilities, needs):
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
@@ -364,7 +355,7 @@ class Lowering:
             target = form.op
             self.done.update(form.done)
         written = () if form is None else form.written
-        library = target in CONTRACTIONS and not self.g.capabilities.contracts
+        library = facts(target).library and not self.g.capabilities.contracts
         kind = Library if library else Extern
         if kind is Extern and counted:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
@@ -377,7 +368,7 @@ class Lowering:
             taken = {u.args[1] for u in n.users if u.target is operator.getitem}
             metas = [m if k in taken or len(taken) < len(n.users) else None for k, m in enumerate(metas)]
             metas = metas[:len(metas) - len(written)]
-        out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
+        out = facts(target).out if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
             and val.device == self.device else None
         made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out, n.is_impure())
@@ -426,7 +417,7 @@ class Lowering:
 def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
     """Where torch does not know that data decides a shape, it runs the operator on zeros to see what comes out."""
     sizes = [n for t in vals if isinstance(t, torch.Tensor) for n in t.shape]
-    return op in SHAPED_BY_DATA and all(isinstance(n, int) for n in sizes)
+    return facts(op).guessed and all(isinstance(n, int) for n in sizes)
 
 
 def computes_nothing(n: fx.Node) -> bool:

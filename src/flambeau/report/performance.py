@@ -156,7 +156,7 @@ def case_name(row: dict[str, Any]) -> str:
 
 
 def has_chart(report: dict[str, Any]) -> bool:
-    """Of the variants of the table one has a chart."""
+    """One variant of the table has a chart: float32 in full sizes on a GPU."""
     summary = report["summary"]
     return (report.get("kind") == "floors" and "gpu" in report["machine"] and summary["dtype"] == "float32"
             and summary["sizes"] == "full" and not summary.get("strided") and any(map(ratios, report["rows"])))

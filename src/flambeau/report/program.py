@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from flambeau.ir.index import Sym
 from flambeau.ir.program import AnyKernel, Call, ContractKernel, Copy, Launch, LoopKernel, ScanKernel, TableKernel
-from flambeau.ops.registry import FAMILIES
+from flambeau.ops.facts import facts
 from flambeau.pipeline import Compiled
 from flambeau.schedule.memory import nbytes, values_in
 from flambeau.torch_compat.ops import OpOverload
@@ -183,7 +183,7 @@ def absorbed(graph: Compiled) -> dict[int, list[str]]:
         if n.op != "call_function":
             continue
         homes[n] = named.get(n.name) or set().union(*(homes.get(u, set()) for u in n.users))
-        if n.name not in named and not is_getitem(n) and FAMILIES.get(n.target) not in MOVES:
+        if n.name not in named and not is_getitem(n) and facts(n.target).family not in MOVES:
             for at in homes[n]:
                 if isinstance(graph.program.steps[at], Launch):
                     out[at].append(n.name)

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 
 class Sheet:
-    """The first column names what the others have figures of. A column without any is not shown."""
+    """The first column holds names, the others figures. An empty column is not shown."""
 
     def __init__(self, heads: Sequence[str]) -> None:
         self.heads, self.rows = list(heads), list[list[str]]()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, T
 from flambeau.codegen.source import BlockSource, KernelSource, RangeSource
 from flambeau.config import config
 from flambeau.errors import CompileError, OptionError, UnsupportedError
+from flambeau.targets.background import Closing
 
 if TYPE_CHECKING:
     import torch
@@ -61,20 +62,33 @@ class Plan(Protocol):
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None: ...
 
 
-class Build(ABC):
-    """Kernels on their way."""
+class Build:
+    """Kernels that are being compiled: for each name what it waits for, and `made`, which then gives the kernel."""
 
-    @abstractmethod
+    def __init__(self, waiting: Mapping[str, Sequence[Future[Any]]],
+                 made: Callable[[str], Launch | CompileError]) -> None:
+        self._waiting, self._made = waiting, made
+
     def done(self) -> bool:
         """Whether `wait` would return at once."""
+        done, total = self.count()
+        return done == total
 
     def count(self) -> tuple[int, int]:
         """How many are done, and of how many."""
-        return int(self.done()), 1
+        return sum(all(f.done() for f in futures) for futures in self._waiting.values()), len(self._waiting)
 
-    @abstractmethod
     def wait(self) -> dict[str, Launch | CompileError]:
         """Every source's name with its kernel, or with the reason why that one has none."""
+        out: dict[str, Launch | CompileError] = {}
+        for name in self._waiting:
+            try:
+                out[name] = self._made(name)
+            except Closing:
+                raise
+            except CompileError as error:
+                out[name] = error
+        return out
 
 
 def failed(made: Future[Any]) -> bool:

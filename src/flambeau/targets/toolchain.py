@@ -184,7 +184,7 @@ def _toolchain(compiler: str, file_identity: str, disk: DiskCache, seconds: int)
 
 
 def _stored(compiler: str, data: bytes | None) -> Toolchain | None:
-    """What an earlier process found out; None if it is not that."""
+    """The probe result of an earlier process; None if the entry is malformed."""
     try:
         version, *lists = json.loads(data or b"")
     except ValueError:

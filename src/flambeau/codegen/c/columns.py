@@ -23,7 +23,7 @@ Arrays = dict[str, str]
 
 
 class ColumnWriter(LoopWriter[Arrays]):
-    """A block of columns is one thread's."""
+    """One thread reduces a block of columns."""
 
     def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
         super().__init__(dialect, kernel)
@@ -46,7 +46,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         with self.nest(others, how, *(() if single else ((block, self.extent(v), str(width)),))):
             self.end = self.end_of(self.origin, width, v.size)  # which keeps the states in registers, if it is known
             self.used = str(width)
-            if not v.size.is_const:  # there may be few columns: states of others would take longer than theirs
+            if not v.size.is_const:  # of few columns: states of a whole block would take longer
                 self.used = self.fresh("w")
                 self.line(f"const {self.d.long} {self.used} = {self.end} - {self.origin};")
             for name, level in self.level_of.items():
@@ -98,7 +98,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         self.shared_by_rows = {}
 
     def finish(self, reductions: Sequence[Item], states: Arrays) -> None:
-        """States are the outer values themselves; what others want goes to memory."""
+        """The accumulators are the results; those that other kernels read are stored."""
         wanted = [n for i in reductions for n in i.names if n in self.address]
         if not wanted:
             return
@@ -113,7 +113,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         return self.loop(self.k.vector, self.origin, self.end, how=LANES)
 
     def column_walk(self, stage: Sequence[Item], arrays: dict[str, str], rows: int = 1) -> None:
-        """A row of a block of columns goes past, or some rows at a time, which are joined first."""
+        """Accumulate one row of a block of columns, or several rows, which are combined with each other first."""
         assert self.k.vector is not None
         at = f"{self.sym(self.k.vector)} - {self.origin}"
         with self.column_loop() as s:
@@ -129,16 +129,16 @@ class ColumnWriter(LoopWriter[Arrays]):
                 self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
 
     def rows_at_a_time(self, stage: Sequence[Item]) -> int:
-        """Those that are written out: where states go through memory, nothing but sums happens, and not much."""
+        """Rows to unroll: several where accumulators spill to memory and the body is short and does nothing but sum."""
         exprs = exprs_of(stage)
         last = self.k.inner[-1].size
         if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * CPU.joined_rows:
             return 1
         if self.width * sum(self.dtype_of[n].itemsize for i in stage for n in i.names) <= CPU.held_bytes:
             return 1
-        if self.of_halves(stage):  # several rows of these are unpacked more slowly
+        if self.of_halves(stage):  # unpacking several rows of half precision at once is slower
             return 1
-        if any(len(i.names) > 1 for i in stage):  # selects that wait for each other: compilers write them as branches
+        if any(len(i.names) > 1 for i in stage):  # chains of selects: compilers turn them into branches
             return 1
         inner = any(e.op == "local" and self.level_of[e.attr] != "outer" for e in walk(*exprs))
         return 1 if inner or CPU.joined_rows * written(exprs) > CPU.copied else CPU.joined_rows
@@ -159,7 +159,7 @@ class ColumnWriter(LoopWriter[Arrays]):
                     self.column_walk(stage, arrays, n)
 
     def column_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str]) -> None:
-        """All rows of a nest: where the innermost loop is short they rise several at a time, where long in parts."""
+        """Accumulate all rows of a nest: several short inner loops, or a part of a long one, make a cascade step."""
         outer, v = self.k.inner[:-1], self.k.inner[-1]
         rows = self.rows_at_a_time(stage)
         size = self.part(stage, rows)
@@ -186,7 +186,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         return any(e.dtype.itemsize < 4 for e in loads(*exprs_of(stage)))
 
     def part(self, stage: Sequence[Item], rows: int) -> int:
-        """Rows of columns after which states rise. The errors of halves themselves are much larger than their sum's."""
+        """Rows of a cascade step. Half precision rounds its inputs by much more than a long sum adds."""
         return rows * CPU.joins if rows > 1 else 4 * CPU.additions if self.of_halves(stage) else CPU.additions
 
     def set_identity(self, reductions: Sequence[Item], arrays: dict[str, str]) -> None:

@@ -157,7 +157,7 @@ def packed(code: Code) -> bytes:
 
 
 def unpacked(data: bytes | None) -> Code | None:
-    """The other way; None if it is something else."""
+    """The code out of a cache entry; None if the entry is malformed."""
     head, _, code = (data or b"").partition(b"\n")
     try:
         fields = json.loads(head)
