@@ -424,8 +424,9 @@ def computes_nothing(n: fx.Node) -> bool:
     """Whether it has no elements to compute, or nothing to compute them from, whatever the sizes of the run are. Then
     it is a call of eager's kernel: some look at indices all the same."""
     of = n.args[0].meta.get("val") if n.args and isinstance(n.args[0], fx.Node) else None
-    return not is_view(n.target) and any(isinstance(m, int) and m == 0 for t in (*flat(n.meta.get("val")), of)
-                                         if isinstance(t, torch.Tensor) for m in t.shape)
+    made, given = ([any(isinstance(m, int) and m == 0 for m in t.shape) for t in found if isinstance(t, torch.Tensor)]
+                   for found in (flat(n.meta.get("val")), (of,)))
+    return not is_view(n.target) and (any(given) or (all(made) and bool(made)))  # of a list, some may have elements
 
 
 def supported(t: torch.Tensor) -> bool:
