@@ -23,6 +23,7 @@ import torch
 from flambeau.capture.decompositions import table
 from flambeau.compile.backend import check_options
 from flambeau.errors import UnsupportedError
+from flambeau.ops.facts import facts
 from flambeau.targets.base import get_target
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.dispatch import TorchDispatchMode
@@ -35,7 +36,6 @@ from .first_difference import First, first_of_call, of_torch
 from .recorded_calls import Call, kept, random_state, recorded, states
 
 HERE = str(Path(__file__).parents[1])
-SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass
@@ -279,7 +279,7 @@ class Decomposed(TorchDispatchMode):
     def __init__(self, whole: set[Any]) -> None:
         super().__init__()
         overloads = (op for op in table() if isinstance(op, OpOverload) and op not in whole)
-        self.apart = {op for op in overloads if SEEDED not in op.tags and not op._schema.is_mutable}
+        self.apart = {op for op in overloads if not facts(op).random and not op._schema.is_mutable}
         self.direction = "forward"
         self.first: First | None = None
 

@@ -26,15 +26,13 @@ import torch
 import torch.fx as fx
 
 from flambeau.capture.storage import view_root
+from flambeau.ops.facts import facts
 
 from .differences import Difference, difference
 from .recorded_calls import Call
 
 aten = torch.ops.aten
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
-# Their results are not computed, or hold whatever was in memory.
-NOTHING = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
-           aten.new_empty_strided.default, aten.empty_permuted.default)
 TORCH = str(Path(torch.__file__).parent)
 NEAR = 12  # readers that are tried one by one, of a value that fusion used before it was rounded
 
@@ -114,7 +112,7 @@ class Search:
 
     def comparable(self, n: fx.Node) -> bool:
         return (n.op == "call_function" and isinstance(self.eager[n], torch.Tensor) and view_root(n) is n
-                and n.target not in NOTHING and n.target is not aten.copy_.default)
+                and not facts(n.target).undefined and n.target is not aten.copy_.default)
 
     def differing(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Those of the nodes whose values differ from ATen's in the graph that returns all of them."""

@@ -424,7 +424,7 @@ def backward(kind: type[Axis]) -> Callable[..., Any]:
     return gradients
 
 
-lower(aten.grid_sampler_2d)(forward(Axis))
-lower(aten.grid_sampler_2d_backward)(backward(Axis))
-lower(aten.grid_sampler_3d)(forward(PlainAxis))
-lower(aten.grid_sampler_3d_backward)(backward(PlainAxis))
+lower(aten.grid_sampler_2d, group="grid sampling")(forward(Axis))
+lower(aten.grid_sampler_2d_backward, group="grid sampling")(backward(Axis))
+lower(aten.grid_sampler_3d, group="volume sampling")(forward(PlainAxis))
+lower(aten.grid_sampler_3d_backward, group="volume sampling")(backward(PlainAxis))
