@@ -141,6 +141,12 @@ def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: 
     return contiguous(x.shape) if x.is_contiguous() else as_suggested(result, x)
 
 
+def as_convolved(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Strides:
+    """Channels last where the image or the weights are; torch knows it for the CPU alone."""
+    last = x.dim() == 4 and torch.channels_last in (suggested(x), suggested(weight))
+    return torch.empty_like(result, memory_format=torch.channels_last).stride() if last else result.stride()
+
+
 def as_contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
     return contiguous(result.shape)
 
@@ -170,6 +176,7 @@ RULES: dict[Any, Rule] = {
                      aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
                      aten.upsample_bicubic2d.default), as_suggested),
     aten.max_pool3d_with_indices.default: as_pooled,
+    aten.convolution.default: as_convolved,
     **dict.fromkeys(COPY_STORAGE, copied_storage),
     **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten.flip.default, aten.sort.default,
                      aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor, aten.index_put.default,
