@@ -305,7 +305,9 @@ def test_gaps_of_a_target_stay() -> None:
 
 @pytest.mark.parametrize("use", [
     lambda x: x.roll(1, 2), lambda x: nn.functional.logsigmoid(x), lambda x: nn.functional.max_pool3d(x[0], 2),
-    lambda x: nn.functional.pad(x, (1,) * 6, mode="reflect"), lambda x: torch.normal(x, x.abs())])
+    lambda x: nn.functional.pad(x, (1,) * 6, mode="reflect"), lambda x: torch.normal(x, x.abs()),
+    lambda x: nn.functional.conv2d(
+        x.new_ones(2, 3, 80, 80).to(memory_format=torch.channels_last), x[:, :, 1, :3, :3])])
 def test_strides_are_the_cpu_s(use: Any) -> None:
     x = numbers(2, 3, 4, 5, 6).contiguous(memory_format=torch.channels_last_3d)
     assert use(x.to(DEV)).stride() == use(x).stride()

@@ -311,7 +311,7 @@ def gathers(d: Draw, x: str, t: Tensor) -> str | None:
 
 def _spot(d: Draw, x: str, t: Tensor) -> tuple[int, str, str, str] | None:
     """A dimension, distinct indices into it, how many, and the part of x that they choose."""
-    if not t.dim():
+    if not t.dim() or any(tr.env[x].dim() != t.dim() for tr in d.trackers):
         return None
     a = d.r.randrange(t.dim())
     n = min(tr.env[x].shape[a] for tr in d.trackers)

@@ -17,6 +17,7 @@ from flambeau.optim.clipping import ORDERS, clip_with_norm, norm_of, norms, tota
 from flambeau.optim.multi_tensor import DECLINED
 from flambeau.optim.row_kernels import Declined
 from flambeau.runtime.address_tables import words
+from flambeau.targets.base import get_target
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 TARGETS = ["cpu", pytest.param("interpreter", marks=NEEDS_TRITON)]
@@ -39,7 +40,7 @@ def tensors(lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.float
 def test_what_each_block_comes_to(order: float, target: str) -> None:
     """One value for every block, in the order of the tensors."""
     found = tensors()
-    run = norms(target, torch.device("cpu"), torch.float32, order, LENGTHS)
+    run = norms(get_target(target), torch.device("cpu"), torch.float32, order, LENGTHS)
     (partial,) = run([words([t.data_ptr() for t in found])])
     blocks = [b.double() for t in found for b in t.split(CHUNK) if t.numel()]
     each = {1.0: lambda b: b.abs().sum(), 2.0: lambda b: b.square().sum(), math.inf: lambda b: b.abs().max()}[order]

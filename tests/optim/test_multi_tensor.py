@@ -133,7 +133,7 @@ def test_kernels_do_not_depend_on_how_many_tensors_there_are() -> None:
         torch._dynamo.reset()
         ours, eager = (parameters([(k % 5, 3) for k in range(count)]) for _ in range(2))
         train(ours, eager, compiled(torch.optim.AdamW(ours)), torch.optim.AdamW(eager).step, times=1)
-        texts.append([s.text for v in variants() for p in v.programs for s, _ in p.kernels])
+        texts.append([row.kernel for v in variants() for p in v.programs for row in p.launches])
     assert texts[0] == texts[1] and len(texts[0]) == 2
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.bench.bits_cases import ALONE, large, values
-from flambeau.bench.chains import check_chains
+from flambeau.bench.chains import chain, inputs_of
 from flambeau.bench.harness import UNSTEADY, message, wanted
 from flambeau.bench.parts import OutOfTime, Talk
 from flambeau.bench.random_networks import draw as draw_network
@@ -90,34 +90,39 @@ def found(group: str, name: str, ours: Sequence[Any], eager: Sequence[Any]) -> F
 # ---- without Dynamo ------------------------------------------------------------------------------------------
 
 
-def check_alone(dtype: torch.dtype, names: Sequence[str], count: int, device: str) -> list[Finding]:
-    inputs, made, out = values(dtype, count, device), [], []
+def check_built(group: str, cases: Iterable[tuple[str, Callable[..., list[Tensor]], Sequence[Tensor]]]
+                ) -> list[Finding]:
+    """Each function of tensors as a graph of its own, all of them compiled together; a failure is a finding too."""
+    made: list[tuple[str, Callable[..., list[Tensor]], Sequence[Tensor], Any]] = []
+    out: list[Finding] = []
 
-    def attempt(name: str, act: Callable[[], None]) -> None:
+    @contextmanager
+    def attempt(name: str) -> Iterator[None]:
         try:
-            act()
+            yield
         except Exception as error:
-            out.append(Finding("alone", f"{name} {short(dtype)}", error=message(error)))
+            out.append(Finding(group, name, error=message(error)))
 
-    def prepare(name: str) -> None:
-        def call(*tensors: Tensor) -> list[Tensor]:
-            return [ALONE[name](*tensors)]
-
-        made.append((name, call, compiled(make_fx(call)(*inputs), Options("eager"))))
-
-    def compare(name: str, call: Callable[..., list[Tensor]], ours: Any) -> None:
-        out.append(found("alone", f"{name} {short(dtype)}", ours.finish()(list(inputs)), call(*inputs)))
-
-    for name in names:
-        attempt(name, partial(prepare, name))
-    for name, call, ours in made:
-        attempt(name, partial(compare, name, call, ours))
+    for name, call, inputs in cases:
+        with attempt(name):
+            made.append((name, call, inputs, compiled(make_fx(call)(*inputs), Options("eager"))))
+    for name, call, inputs, ours in made:
+        with attempt(name):
+            out.append(found(group, name, ours.finish()(list(inputs)), call(*inputs)))
     return out
 
 
-def check_several_chains(dtype: torch.dtype, seeds: range, count: int, device: str) -> list[Finding]:
-    return [Finding("chains", f"{short(dtype)}: {names}", total, unequal, f"{ulps} ulps" if unequal else "")
-            for names, unequal, total, ulps in check_chains(seeds, dtype, device, count)]
+def check_alone(dtype: torch.dtype, names: Sequence[str], count: int, device: str) -> list[Finding]:
+    def alone(function: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+        return lambda *tensors: [function(*tensors)]
+
+    inputs = values(dtype, count, device)
+    return check_built("alone", [(f"{name} {short(dtype)}", alone(ALONE[name]), inputs) for name in names])
+
+
+def check_chains(dtype: torch.dtype, seeds: range, count: int, device: str) -> list[Finding]:
+    return check_built("chains", [(f"{short(dtype)}: {names}", run, inputs_of(seed, dtype, device, count))
+                                  for seed in seeds for names, run in [chain(seed)]])
 
 
 def check_entry(name: str, dtype: torch.dtype, samples: int, device: str) -> list[Finding]:
@@ -327,7 +332,7 @@ def tasks(size: str, device: str, seed: int = 0) -> list[Task]:
     queues = {  # by how many are done in a round
         1: [Task("large", f"{name} {short(d)}", partial(check_large, name, d, size, device))
             for name, d in product(large("meta", "tiny"), half)],
-        2: [Task("chains", f"{short(d)} {r.start}", partial(check_several_chains, d, shifted(r, k), length, device))
+        2: [Task("chains", f"{short(d)} {r.start}", partial(check_chains, d, shifted(r, k), length, device))
             for r in batches(chains, "chains") for k, d in enumerate(DTYPES)],
         3: [Task("optimizers", optimizer_name(*case), partial(check_optimizer, *case, device))
             for (kind, options), form, d in product(OPTIMIZERS, FORMS, DTYPES) for case in [(kind, options, form, d)]

@@ -112,10 +112,6 @@ def square(draw: Draw) -> Tensors:
     return (draw.normal(*draw.sizes.square),)
 
 
-def two_squares(draw: Draw) -> Tensors:
-    return draw.normal(*draw.sizes.square), draw.normal(*draw.sizes.square)
-
-
 def near_one(draw: Draw) -> Tensors:
     """For products, which would leave the range."""
     return (draw.uniform(0.98, 1.02, *draw.sizes.square),)
@@ -164,22 +160,10 @@ def pooled(make: Make) -> Make:
     return drawn
 
 
-def avg_pool3d(x: Tensor) -> Tensor:
-    return aten.avg_pool3d(x, [3] * 3, [2] * 3, [1] * 3)
-
-
-def avg_pool3d_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    return aten.avg_pool3d_backward(gradient, x, [3] * 3, [2] * 3, [1] * 3, False, True, None)
-
-
 def halved(draw: Draw) -> Tensors:
     """A volume pooled by two, the indices, and the volume for its shape."""
     (x,) = volume(draw)
     return *max_pool(x, 2, 2, 0), x
-
-
-def max_unpool3d(x: Tensor, indices: Tensor, whole: Tensor) -> Tensor:
-    return aten.max_unpool3d(x, indices, whole.shape[2:], [2] * 3, [0] * 3)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------
@@ -203,14 +187,6 @@ def with_gradient(make: Make) -> Make:
         inputs = make(draw)
         return draw.normal(*inputs[0].shape), *inputs
     return drawn
-
-
-def grid_sampler(x: Tensor, grid: Tensor) -> Tensor:
-    return aten.grid_sampler_3d(x, grid, 0, 0, False)
-
-
-def grid_sampler_gradient(gradient: Tensor, x: Tensor, grid: Tensor) -> Tensors:
-    return aten.grid_sampler_3d_backward(gradient, x, grid, 0, 0, False, [True, True])
 
 
 # ---- embedding bags and rows -------------------------------------------------------------------------------------
@@ -284,16 +260,19 @@ CASES: tuple[Case, ...] = (
     *(case for name, make in (("max_pool3d", volume), ("max_pool2d", image)) for case in (
         Case(name, "pooling", f"{name}_with_indices", make, lambda x: max_pool(x, 3, 2, 1)),
         Case(name, "pooling", f"{name}_with_indices_backward", pooled(make), max_pool_gradient, without(1), GRADIENT))),
-    Case("avg_pool3d", "pooling", "avg_pool3d", volume, avg_pool3d),
-    Case("avg_pool3d", "pooling", "avg_pool3d_backward", lambda draw: pooled(volume)(draw)[:2], avg_pool3d_gradient,
+    Case("avg_pool3d", "pooling", "avg_pool3d", volume, lambda x: aten.avg_pool3d(x, [3] * 3, [2] * 3, [1] * 3)),
+    Case("avg_pool3d", "pooling", "avg_pool3d_backward", lambda draw: pooled(volume)(draw)[:2],
+         lambda gradient, x: aten.avg_pool3d_backward(gradient, x, [3] * 3, [2] * 3, [1] * 3, False, True, None),
          without(1), GRADIENT),
-    Case("max_unpool3d", "pooling", "max_unpool3d", halved, max_unpool3d, without(2)),
+    Case("max_unpool3d", "pooling", "max_unpool3d", halved,
+         lambda x, indices, whole: aten.max_unpool3d(x, indices, whole.shape[2:], [2] * 3, [0] * 3), without(2)),
 
-    *(Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d", make, grid_sampler)
-      for kind, make in (("random", random_grid), ("smooth", smooth_grid))),
-    *(Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d_backward", with_gradient(make),
-           grid_sampler_gradient, direction=GRADIENT)
-      for kind, make in (("random", random_grid), ("smooth", smooth_grid))),
+    *(case for kind, make in (("random", random_grid), ("smooth", smooth_grid)) for case in (
+        Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d", make,
+             lambda x, grid: aten.grid_sampler_3d(x, grid, 0, 0, False)),
+        Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d_backward", with_gradient(make),
+             lambda gradient, x, grid: aten.grid_sampler_3d_backward(gradient, x, grid, 0, 0, False, [True, True]),
+             direction=GRADIENT))),
 
     *(Case(f"embedding_bag {name}", "embedding", "_embedding_bag", bags, bag(mode), looked_up)
       for name, mode in (("weighted sum", SUM), ("max", MAX))),
@@ -314,7 +293,8 @@ CASES: tuple[Case, ...] = (
     elementwise("hardswish", F.hardswish),
     elementwise("softshrink", F.softshrink),
     elementwise("expm1", torch.expm1),
-    Case("hardswish", "activation", "hardswish_backward", two_squares, aten.hardswish_backward, direction=GRADIENT),
+    Case("hardswish", "activation", "hardswish_backward", with_gradient(square), aten.hardswish_backward,
+         direction=GRADIENT),
 )
 
 

@@ -85,16 +85,10 @@ def cuda_times(call: Callable[[], Any]) -> list[float]:
     return seconds([once() for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / max(first, 1e-9)))))])
 
 
-def cpu_times(call: Callable[[], Any]) -> list[float]:
-    return alternate({"": call}, SECONDS, ROUNDS, WARMUP)[""]
-
-
-def row_times(call: Callable[[], Any]) -> list[float]:
-    """Of back-to-back calls, without synchronisation in between."""
-    return alternate({"": call}, 0.0, ROUNDS, IN_A_ROW, clock_of("cuda"), IN_A_ROW)[""]
-
-
-TIMES = {"cuda": cuda_times, "cpu": cpu_times, "small": row_times}
+TIMES: dict[str, Callable[[Callable[[], Any]], list[float]]] = {
+    "cuda": cuda_times, "cpu": lambda call: alternate({"": call}, SECONDS, ROUNDS, WARMUP)[""],
+    # Back-to-back calls, without synchronisation in between.
+    "small": lambda call: alternate({"": call}, 0.0, ROUNDS, IN_A_ROW, clock_of("cuda"), IN_A_ROW)[""]}
 
 
 def copy_bandwidth(device: torch.device) -> float:

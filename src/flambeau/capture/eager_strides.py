@@ -142,6 +142,12 @@ def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: 
     return contiguous(x.shape) if x.is_contiguous() else as_suggested(result, x)
 
 
+def as_convolved(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Strides:
+    """Channels last where the image or the weights are; torch knows it for the CPU alone."""
+    last = x.dim() == 4 and torch.channels_last in (suggested(x), suggested(weight))
+    return torch.empty_like(result, memory_format=torch.channels_last).stride() if last else result.stride()
+
+
 def as_contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
     return contiguous(result.shape)
 
@@ -166,7 +172,7 @@ def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options:
 # By what is said of operators (`Facts.strides`).
 RULES: dict[str, Rule] = {
     "preserved": as_preserved, "suggested": as_suggested, "pooled": as_pooled, "normalised": as_normalised,
-    "contiguous": as_contiguous, "rolled": rolled, "copied storage": copied_storage,
+    "contiguous": as_contiguous, "rolled": rolled, "convolved": as_convolved, "copied storage": copied_storage,
     "with a number": lambda result, x: elementwise(result, x, 1.0),
 }
 

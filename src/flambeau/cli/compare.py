@@ -128,6 +128,7 @@ def table(rows: Sequence[Difference], limit: int | None) -> Table:
     from flambeau.report.comparison import HEADINGS, cells
 
     made = new_table(*HEADINGS, right=range(2, 8))
+    made.columns[0].no_wrap = False  # names of parameters are long
     for row in rows[:limit]:
         made.add_row(*map(escape, cells(row)), style=None if row.equal else "yellow")
     if limit is not None and len(rows) > limit:

@@ -180,7 +180,7 @@ def out_sizes(x: Value, w: Value, g: Geometry, transposed: bool, extra: Sequence
     return tuple(out)
 
 
-describe(aten.convolution.default, library=True)
+describe(aten.convolution.default, library=True, strides="convolved")
 
 
 @lower(aten.convolution.default, aten.convolution_overrideable.default)

@@ -3,7 +3,7 @@
     @lower(aten.hardswish, exact=WIDE, group="light activations")    # beside its formula
     describe(aten.convolution.default, library=True)                                   # without a lowering of its own
     describe("linalg_*", waits=True)                                                   # all that are called so
-    facts(aten.convolution.default).library                                            # whoever acts on it asks
+    facts(aten.convolution.default).library                                            # asked where it matters
 
 A packet or a name stands for all overloads; what is said of one overload goes before what is said of its name, and that
 before what is said of all lowerings in a file (`of_family`). An operator that writes into its first argument (`relu_`)

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,15 +25,14 @@ from flambeau.ir.program import BufferPlan, Item, Launch, LoopKernel, Param, Pro
 from flambeau.ir.scalar import abs_
 from flambeau.pipeline import LOCK
 from flambeau.runtime.address_tables import counts_of, words
-from flambeau.runtime.executor import write
 from flambeau.runtime.memory_layout import dense
 from flambeau.runtime.tensor_lists import Watch
 from flambeau.schedule.tensor_tables import PLACE
-from flambeau.targets.base import Run, Source, get_target
+from flambeau.targets.base import Run, Target
 from flambeau.torch_compat.ops import foreach_mul_
 
 from .multi_tensor import DECLINED, ListFunction, check_plain
-from .row_kernels import Declined, built, target_name
+from .row_kernels import Declined, built, target_of
 
 MOST_PLANS = 4  # for tensors of one number
 # Order of the norm: how an element joins, what joins them, and the norm of what comes out.
@@ -104,7 +102,7 @@ def planned(tensors: list[torch.Tensor], order: float, wanted: str | None) -> Pl
         if not dense(t):
             raise Declined("tensors with gaps")
         members.setdefault((t.device, t.dtype), []).append(k)
-    groups = [NormGroup(dtype, words(mine), norms(target_name(device, wanted), device, dtype, order,
+    groups = [NormGroup(dtype, words(mine), norms(target_of(device, wanted), device, dtype, order,
                                                   tuple(tensors[k].numel() for k in mine)))
               for (device, dtype), mine in members.items()]
     result = functools.reduce(torch.promote_types, (g.dtype for g in groups))
@@ -112,30 +110,20 @@ def planned(tensors: list[torch.Tensor], order: float, wanted: str | None) -> Pl
     return Plan(Watch([tensors]), groups, compute, result)
 
 
-def norms(name: str, device: torch.device, dtype: DType, order: float, lengths: tuple[int, ...]) -> Run:
+def norms(target: Target, device: torch.device, dtype: DType, order: float, lengths: tuple[int, ...]) -> Run:
     """A program that is given addresses of tensors of these lengths, and gives what their blocks come to."""
-    kernel, made = kernel_of(name, dtype, order)
-    shape = (as_index(sum(counts_of(lengths))),)
-    steps = (Launch(0, ("in0", "b0"), ("norm",), lengths),) if any(lengths) else ()
-    buffers = BufferPlan("in0", dtype, (), (), "list"), BufferPlan("b0", opmath(dtype), shape, (ONE,), "output")
-    result = Value("b0", shape, opmath(dtype), as_indices(dim_vars(shape)))
-    p = Program(("in0",), ("in0",), (), (kernel,), steps, buffers, (result,), frees=((),) * len(steps))
-    return write(p, name, [source for source, _ in made], device).bind({source.name: launch for source, launch in made})
-
-
-@cache
-def kernel_of(name: str, dtype: DType, order: float) -> tuple[TableKernel, tuple[tuple[Source, Any], ...]]:
-    target = get_target(name)
-    if not target.capabilities().tables:
-        raise Declined(f"the target {name} has no tables")
     each, join, _ = ORDERS[order]
     compute = opmath(dtype)
     with LOCK:
         value = each(cast(load("r0", (as_index(PLACE),), dtype), compute))
         body = LoopKernel((), (PLACE,), PLACE, ((Item(("r1",), "full", (value,), simple_combine(join, compute)),),),
                           (("r1", ZERO),), frozenset(), (Param("r0", dtype, False), Param("r1", compute, True)), ())
-        kernel = TableKernel(body)
-        return kernel, built(target, [kernel])
+        shape = (as_index(sum(counts_of(lengths))),)
+        steps = (Launch(0, ("in0", "b0"), ("norm",), lengths),) if any(lengths) else ()
+        buffers = BufferPlan("in0", dtype, (), (), "list"), BufferPlan("b0", compute, shape, (ONE,), "output")
+        result = Value("b0", shape, compute, as_indices(dim_vars(shape)))
+        p = Program(("in0",), ("in0",), (), (TableKernel(body),), steps, buffers, (result,), frees=((),) * len(steps))
+        return built(p, target, device)
 
 
 def scaled(params: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -174,20 +174,29 @@ class _Call:
             if not watch.apart():  # rows are computed in no order
                 raise Declined("tensors that share memory")
             prepared.apart = watch.moves
-        for c, variant, rows, counts in parts:
-            key = (id(variant), None if rows is c.rows else tuple(rows))
-            if key not in c.runs:
-                if len(c.runs) >= MOST_PARTS:
-                    c.runs.clear()
-                c.runs[key] = (None if len(rows) == self.rows else words(rows),
-                               [p.along([prepared.lengths[row] for row in rows]) for p in variant.programs])
-            which, runs = c.runs[key]
-            lists = watch.by_list[: len(self.lists)]
+        ready = [(*self.runs(c, variant, rows, prepared.lengths), counts) for c, variant, rows, counts in parts]
+        lists = watch.by_list[: len(self.lists)]
+        for which, runs, counts in ready:
             for run in runs:
                 run([*(lists if which is None else [addresses[which] for addresses in lists]), *self.shared.values(),
                      *self.numbers.values(), *counts])
         tensor_lists.changed(self.lists["params"])  # states are in no graph of autograd's
         return prepared.left
+
+    def runs(self, c: Class, variant: Variant, rows: list[int], lengths: list[int]
+             ) -> tuple[torch.Tensor | None, list[Run]]:
+        """Which rows they are, if not all, and what runs along them."""
+        key = (id(variant), None if rows is c.rows else tuple(rows))
+        if key not in c.runs:
+            if len(c.runs) >= MOST_PARTS:
+                c.runs.clear()
+            try:
+                runs = [p.along([lengths[row] for row in rows]) for p in variant.programs]
+            except Declined as reason:
+                c.variants.insert(0, reason)
+                raise
+            c.runs[key] = None if len(rows) == self.rows else words(rows), runs
+        return c.runs[key]
 
     def parts(self, c: Class, watch: Watch | None) -> list[tuple[Variant, list[int], list[float]]]:
         """Rows of one count of steps, with the kernels that hold for their numbers, and the count after this one."""

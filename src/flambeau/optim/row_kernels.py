@@ -20,13 +20,13 @@ from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.ir.nodes import Graph, Node, Pointwise
 from flambeau.ir.numerics import policy_of
-from flambeau.ir.program import AnyKernel, Program
-from flambeau.ir.program import Launch as ProgramLaunch
-from flambeau.runtime.executor import write
+from flambeau.ir.program import Launch, Program
+from flambeau.pipeline import LOCK
+from flambeau.runtime.executor import executable
 from flambeau.runtime.placement import CPU
 from flambeau.schedule.plan import schedule
 from flambeau.schedule.tensor_tables import Rows, along_lists, as_row
-from flambeau.targets.base import Launch, Run, Source, Target, get_target, target_for
+from flambeau.targets.base import Run, Target, get_target, target_for
 from flambeau.torch_compat import patches
 from flambeau.torch_compat.fx import PythonPrinter
 
@@ -73,13 +73,10 @@ class RowProgram:
     program: Program
     lists: tuple[str, ...]  # inputs of which each row has its own
     launches: tuple[Rows, ...]
-    kernels: tuple[tuple[Source, Launch], ...]
 
     def along(self, lengths: Sequence[int]) -> Run:
         """A function of the lists' addresses, of what all rows read, and of numbers."""
-        p = along_lists(self.program, self.launches, self.lists, lengths)
-        plan = write(p, self.target.name, [source for source, _ in self.kernels], self.device)
-        return plan.bind({source.name: launch for source, launch in self.kernels})
+        return built(along_lists(self.program, self.launches, self.lists, lengths), self.target, self.device)
 
 
 @dataclass(frozen=True)
@@ -90,20 +87,18 @@ class Variant:
     programs: tuple[RowProgram, ...]  # a device begins before the host counts
 
 
-def target_name(device: torch.device, wanted: str | None) -> str:
+def target_of(device: torch.device, wanted: str | None) -> Target:
     name = wanted or target_for(device)
-    if name is None:
-        raise Declined(f"there is no target for {device}")
-    return name
+    if name is None or not get_target(name).capabilities().tables:
+        raise Declined(f"the target {name} has no tables" if name else f"there is no target for {device}")
+    return get_target(name)
 
 
 def compile_row(f: RowForm, c: RowKind, count: float) -> Variant:
     apart = c.scalars is not None and c.scalars != c.device
     if apart and (f.given.get("capturable") or c.scalars != torch.device("cpu")):
         raise Declined("numbers of parameters on another device")
-    target = get_target(target_name(c.device, f.target))
-    if not target.capabilities().tables:
-        raise Declined(f"the target {target.name} has no tables")
+    target = target_of(c.device, f.target)
     target.prepare()
     gm, guards, symbols = trace(f, c, count)
     with target.on(c.device):
@@ -120,23 +115,19 @@ def compile_row(f: RowForm, c: RowKind, count: float) -> Variant:
             if apart and scalars == {True, False}:
                 raise Declined("numbers on the CPU meet tensors elsewhere")
             places[apart and scalars == {True}].append(row)
-        lists = program.inputs[: len(f.lists)]
         where = (target, c.device), (get_target("cpu"), CPU)
-        programs = [RowProgram(*there, program, lists, tuple(rows), built(there[0], [row.kernel for row in rows]))
+        programs = [RowProgram(*there, program, program.inputs[: len(f.lists)], tuple(rows))
                     for there, rows in zip(where, places.values()) if rows]
     text = {str(s): name for name, s in symbols.items()}
     return Variant(function_of(text, " and ".join(f"({g})" for g in guards) or "True"), tuple(programs))
 
 
-def built(target: Target, kernels: Sequence[AnyKernel]) -> tuple[tuple[Source, Launch], ...]:
-    """The texts of kernels, and the kernels."""
-    sources = [target.render(kernel, f"k{k}") for k, kernel in enumerate(kernels)]
-    found = target.build(sources).wait()
-    made = [(source, found[source.name]) for source in sources]
-    for _, launch in made:
-        if isinstance(launch, CompileError):
-            raise Declined(f"a kernel did not build: {launch}")
-    return tuple(made)  # type: ignore[arg-type]
+def built(p: Program, target: Target, device: torch.device) -> Run:
+    try:
+        with LOCK:
+            return executable(p, target, device)
+    except CompileError as error:
+        raise Declined(f"a kernel did not build: {error}") from error
 
 
 def function_of(names: dict[str, str], text: str) -> Callable[..., Any]:
@@ -216,7 +207,7 @@ def rows_of(program: Program) -> list[Rows]:
     sizes |= {s.name for s, h in program.numbers if h.needs & sizes}
     launches = []
     for s in program.steps:
-        row = as_row(program.kernels[s.kernel], s.args) if isinstance(s, ProgramLaunch) else None
+        row = as_row(program.kernels[s.kernel], s.args) if isinstance(s, Launch) else None
         if row is None or any(n.name in sizes for n in row.numbers):
             raise Declined(f"its step {s} is not a map of whole tensors")
         launches.append(row)

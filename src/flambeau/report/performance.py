@@ -58,10 +58,6 @@ def machine_line(m: dict[str, Any]) -> str:
             f"Python {m['python']}; {m['date'][:10]}.")
 
 
-def origin_line(report: dict[str, Any]) -> str:
-    return f"`{report['command']}` at {report['commit']}."
-
-
 def backends_of(report: dict[str, Any]) -> list[str]:
     """Those that have a time in some row, or failed in all."""
     return list(dict.fromkeys(b for key in ("seconds", "errors") for r in report["rows"] for b in r.get(key, ())))
@@ -305,7 +301,7 @@ def page(reports: list[dict[str, Any]]) -> str:
     for kind, (title, table) in SECTIONS.items():
         for report in (r for r in reports if r.get("kind") == kind):
             where = " (CUDA)" if "gpu" in report["machine"] else ""
-            origin = f"{machine_line(report['machine'])} {origin_line(report)}"
+            origin = f"{machine_line(report['machine'])} `{report['command']}` at {report['commit']}."
             out.append(f"## {title}{where}\n\n{origin}\n\n{markdown(table(report))}\n")
     return "\n".join(out)
 

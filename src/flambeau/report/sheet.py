@@ -1,4 +1,4 @@
-"""A table of figures that a page shows in Markdown and a terminal as it can.
+"""What pages are made of: tables of figures, for Markdown and for terminals, and the frame of a page in HTML.
 
     sheet = Sheet(["case", "eager ms", "ours ms"])
     sheet.add("softmax", "1.20", "**0.80**")        # in bold: the best
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -35,6 +36,23 @@ class Sheet:
 
 
 Parts: TypeAlias = "list[str | Sheet]"  # of a page: paragraphs and tables
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem }}
+:root {{ color-scheme: light dark }}
+table {{ border-collapse: collapse; margin: 1rem 0 }} td, th {{ padding: .2rem .8rem; text-align: left }}
+td.n {{ text-align: right; font-variant-numeric: tabular-nums }} tr + tr td {{ border-top: 1px solid #8884 }}
+{style}</style></head><body><h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+def html_page(title: str, style: str, body: Sequence[str]) -> str:
+    """A page that needs nothing but itself."""
+    return PAGE.format(title=html.escape(title), style=style, body="\n".join(body))
 
 
 def markdown(parts: Parts) -> str:

@@ -21,7 +21,7 @@ from flambeau.ir.nodes import Buffer, Host, Value
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel
 from flambeau.schedule.memory import lifetimes, nbytes
 from flambeau.schedule.plan import strided
-from flambeau.targets.base import Source
+from flambeau.targets.base import Run, Source, Target
 from flambeau.torch_compat.ops import OpOverload
 
 from .address_tables import Column, Table, counts_of, sizes_of
@@ -42,6 +42,13 @@ def write(p: Program, target: str, kernels: Sequence[Source], device: torch.devi
     return LaunchPlan(target, w.source(), tuple(kernels), w.plans, w.constants, tuple(w.views),
                       w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"),
                       overwritten=tuple(at for at, name in enumerate(p.arguments) if name in over))
+
+
+def executable(p: Program, target: Target, device: torch.device) -> Run:
+    """The run function of a program; CompileError if one of its kernels does not build."""
+    with target.on(device):
+        sources = [target.render(k, f"k{i}") for i, k in enumerate(p.kernels)]
+    return write(p, target.name, sources, device).load()
 
 
 @dataclass

@@ -7,34 +7,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from flambeau.codegen.source import BlockSource, KernelSource, Part, Range, RangeSource
+from flambeau.codegen import source
+from flambeau.ir import program
 from flambeau.ir.expr import Expr, Fold, walk
 from flambeau.ir.faults import Bound, Fault
 from flambeau.ir.index import Atom, Dyn, Index, Op, Sym
 from flambeau.ir.nodes import Combine, Host, Level, Value
-from flambeau.ir.program import (
-    BufferPlan,
-    Call,
-    ContractKernel,
-    Copy,
-    Form,
-    Item,
-    Launch,
-    LoopKernel,
-    Param,
-    Program,
-    ScanKernel,
-    ScatterKernel,
-    TableKernel,
-)
+from flambeau.ir.program import Program
 
+from . import launch_plan
 from .address_tables import Table
-from .launch_plan import Held, LaunchPlan, Step, View, laid_out, on_device
+from .launch_plan import Held, laid_out, on_device
 from .operator_calls import Prepared, Strided, run_and_save, run_with
 from .plain_data import Attributes, Codec, Malformed, Record
 from .recordable import Recordable
@@ -54,12 +43,11 @@ INTERNED = (
     Attributes(Index, True, terms=tuple[tuple[tuple[Atom, ...], int], ...], const=int),
     Expressions(Expr, True, op=str, dtype=torch.dtype, args=tuple[Expr, ...], attr=Any),
 )
-RECORDS = (
-    *INTERNED, Attributes(Held, tensor=torch.Tensor),
-    *map(Record, (Program, BufferPlan, Launch, Call, Copy, Value, Host, LoopKernel, ScanKernel, ScatterKernel,
-                  ContractKernel, TableKernel, Item, Form, Param, Combine, Level, Fold, Bound,
-                  LaunchPlan, Step, Table, View, Prepared, Strided, Recordable,
-                  KernelSource, BlockSource, Part, RangeSource, Range)))
+# All dataclasses of three modules, and some of others.
+OURS = [kind for module in (program, launch_plan, source) for kind in vars(module).values()
+        if is_dataclass(kind) and kind.__module__ == module.__name__]
+RECORDS = (*INTERNED, Attributes(Held, tensor=torch.Tensor), *map(Record, (
+    *OURS, Value, Host, Combine, Level, Fold, Bound, Table, Prepared, Strided, Recordable)))
 FUNCTIONS = (on_device, laid_out, run_and_save, run_with)  # that a program may call, by their names
 
 
@@ -72,9 +60,9 @@ def codec() -> Codec:
     return Codec(RECORDS, enums=[Fault], values=names(*FUNCTIONS))
 
 
-def to_plain(program: Program) -> bytes:
+def to_plain(p: Program) -> bytes:
     """Unwritable, if it calls something that is known to this process alone."""
-    return codec().encode(program)
+    return codec().encode(p)
 
 
 def from_plain(data: bytes) -> Program:
