@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from flambeau.bench.networks import DTYPES, NETWORKS, ResNet50, with_dropout
+from flambeau.bench.models import ResNet50
+from flambeau.bench.networks import DTYPES, NETWORKS, with_dropout
 
 
 @pytest.mark.parametrize("name", NETWORKS)

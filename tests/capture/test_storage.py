@@ -1,5 +1,5 @@
 """What copies in eager is memory of its own, with eager's strides: for `as_strided`, for views as other dtypes, for
-results that share memory, and for whoever writes to a view."""
+results that share memory, and for writes to a view."""
 
 from __future__ import annotations
 

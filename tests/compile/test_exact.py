@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
 
 from flambeau.bench import chains
-from flambeau.bench.chains import check_chains
+from flambeau.bench.bits import check_chains
 from flambeau.debug import collect
 from flambeau.ops import ops_loaded
-from flambeau.ops.exact import is_exact
+from flambeau.ops.facts import is_exact
 from flambeau.testing.opinfo import OPS, check_opinfo, differing
 
 aten = torch.ops.aten
@@ -48,14 +48,14 @@ def test_samples_have_the_bits_of_eager(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_chains_have_the_bits_of_eager(dtype: torch.dtype) -> None:
-    assert [r for r in check_chains(range(6), dtype) if r[1]] == []
+    assert [f for f in check_chains(dtype, range(6), 4099, "cpu") if f.unequal or f.error] == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("first", range(100, 400, 20))
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_many_chains_have_the_bits_of_eager(dtype: torch.dtype, first: int) -> None:
-    assert [r for r in check_chains(range(first, first + 20), dtype) if r[1]] == []
+    assert [f for f in check_chains(dtype, range(first, first + 20), 4099, "cpu") if f.unequal or f.error] == []
 
 
 def test_a_chain_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,10 +112,6 @@ def square(draw: Draw) -> Tensors:
     return (draw.normal(*draw.sizes.square),)
 
 
-def two_squares(draw: Draw) -> Tensors:
-    return draw.normal(*draw.sizes.square), draw.normal(*draw.sizes.square)
-
-
 def near_one(draw: Draw) -> Tensors:
     """For products, which would leave the range."""
     return (draw.uniform(0.98, 1.02, *draw.sizes.square),)
@@ -146,14 +142,13 @@ def image(draw: Draw) -> Tensors:
 
 def max_pool(x: Tensor, kernel: int, stride: int, padding: int) -> Tensors:
     rank = x.dim() - 2
-    operator = {2: aten.max_pool2d_with_indices, 3: aten.max_pool3d_with_indices}[rank]
-    return operator(x, [kernel] * rank, [stride] * rank, [padding] * rank)
+    return getattr(aten, f"max_pool{rank}d_with_indices")(x, [kernel] * rank, [stride] * rank, [padding] * rank)
 
 
 def max_pool_gradient(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
     rank = x.dim() - 2
-    operator = {2: aten.max_pool2d_with_indices_backward, 3: aten.max_pool3d_with_indices_backward}[rank]
-    return operator(gradient, x, [3] * rank, [2] * rank, [1] * rank, [1] * rank, False, indices)
+    return getattr(aten, f"max_pool{rank}d_with_indices_backward")(
+        gradient, x, [3] * rank, [2] * rank, [1] * rank, [1] * rank, False, indices)
 
 
 def pooled(make: Make) -> Make:
@@ -165,22 +160,10 @@ def pooled(make: Make) -> Make:
     return drawn
 
 
-def avg_pool3d(x: Tensor) -> Tensor:
-    return aten.avg_pool3d(x, [3] * 3, [2] * 3, [1] * 3)
-
-
-def avg_pool3d_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    return aten.avg_pool3d_backward(gradient, x, [3] * 3, [2] * 3, [1] * 3, False, True, None)
-
-
 def halved(draw: Draw) -> Tensors:
     """A volume pooled by two, the indices, and the volume for its shape."""
     (x,) = volume(draw)
     return *max_pool(x, 2, 2, 0), x
-
-
-def max_unpool3d(x: Tensor, indices: Tensor, whole: Tensor) -> Tensor:
-    return aten.max_unpool3d(x, indices, whole.shape[2:], [2] * 3, [0] * 3)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------
@@ -206,14 +189,6 @@ def with_gradient(make: Make) -> Make:
     return drawn
 
 
-def grid_sampler(x: Tensor, grid: Tensor) -> Tensor:
-    return aten.grid_sampler_3d(x, grid, 0, 0, False)
-
-
-def grid_sampler_gradient(gradient: Tensor, x: Tensor, grid: Tensor) -> Tensors:
-    return aten.grid_sampler_3d_backward(gradient, x, grid, 0, 0, False, [True, True])
-
-
 # ---- embedding bags and rows -------------------------------------------------------------------------------------
 
 
@@ -225,12 +200,11 @@ def bags(draw: Draw) -> Tensors:
             draw.uniform(0, 1, total))
 
 
-def weighted_bag(table: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    return aten._embedding_bag(table, indices, offsets, False, SUM, False, weights)[0]
-
-
-def max_bag(table: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    return aten._embedding_bag(table, indices, offsets, False, MAX)[0]
+def bag(mode: int) -> Callable[..., Tensor]:
+    """Weighted where it is a sum: there are no weighted maxima."""
+    def run(table: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        return aten._embedding_bag(table, indices, offsets, False, mode, False, weights if mode == SUM else None)[0]
+    return run
 
 
 def looked_up(inputs: Tensors, outputs: Tensors) -> int:
@@ -250,16 +224,12 @@ def bag_gradient_inputs(mode: int) -> Make:
     return drawn
 
 
-def weighted_bag_gradient(gradient: Tensor, indices: Tensor, bag_of: Tensor, lengths: Tensor, chosen: Tensor,
-                          weights: Tensor, table: Tensor) -> Tensor:
-    return aten._embedding_bag_dense_backward(gradient, indices, bag_of, lengths, chosen, table.shape[0], False, SUM,
-                                              weights)
-
-
-def max_bag_gradient(gradient: Tensor, indices: Tensor, bag_of: Tensor, lengths: Tensor, chosen: Tensor,
-                     weights: Tensor, table: Tensor) -> Tensor:
-    return aten._embedding_bag_dense_backward(gradient, indices, bag_of, lengths, chosen, table.shape[0], False, MAX,
-                                              None)
+def bag_gradient(mode: int) -> Callable[..., Tensor]:
+    def run(gradient: Tensor, indices: Tensor, bag_of: Tensor, lengths: Tensor, chosen: Tensor, weights: Tensor,
+            table: Tensor) -> Tensor:
+        return aten._embedding_bag_dense_backward(gradient, indices, bag_of, lengths, chosen, table.shape[0], False,
+                                                  mode, weights if mode == SUM else None)
+    return run
 
 
 def gradient_per_index(inputs: Tensors, outputs: Tensors) -> int:
@@ -287,29 +257,28 @@ CASES: tuple[Case, ...] = (
       for name in ("cumsum", "cumprod", "logcumsumexp", "cummax") for axis in (0, 1)),
     *(scan(name, 0, flat, "one row") for name in ("cumsum", "logcumsumexp", "cummax")),
 
-    Case("max_pool3d", "pooling", "max_pool3d_with_indices", volume, lambda x: max_pool(x, 3, 2, 1)),
-    Case("max_pool3d", "pooling", "max_pool3d_with_indices_backward", pooled(volume), max_pool_gradient, without(1),
-         GRADIENT),
-    Case("avg_pool3d", "pooling", "avg_pool3d", volume, avg_pool3d),
-    Case("avg_pool3d", "pooling", "avg_pool3d_backward", lambda draw: pooled(volume)(draw)[:2], avg_pool3d_gradient,
+    *(case for name, make in (("max_pool3d", volume), ("max_pool2d", image)) for case in (
+        Case(name, "pooling", f"{name}_with_indices", make, lambda x: max_pool(x, 3, 2, 1)),
+        Case(name, "pooling", f"{name}_with_indices_backward", pooled(make), max_pool_gradient, without(1), GRADIENT))),
+    Case("avg_pool3d", "pooling", "avg_pool3d", volume, lambda x: aten.avg_pool3d(x, [3] * 3, [2] * 3, [1] * 3)),
+    Case("avg_pool3d", "pooling", "avg_pool3d_backward", lambda draw: pooled(volume)(draw)[:2],
+         lambda gradient, x: aten.avg_pool3d_backward(gradient, x, [3] * 3, [2] * 3, [1] * 3, False, True, None),
          without(1), GRADIENT),
-    Case("max_unpool3d", "pooling", "max_unpool3d", halved, max_unpool3d, without(2)),
-    Case("max_pool2d", "pooling", "max_pool2d_with_indices", image, lambda x: max_pool(x, 3, 2, 1)),
-    Case("max_pool2d", "pooling", "max_pool2d_with_indices_backward", pooled(image), max_pool_gradient, without(1),
-         GRADIENT),
+    Case("max_unpool3d", "pooling", "max_unpool3d", halved,
+         lambda x, indices, whole: aten.max_unpool3d(x, indices, whole.shape[2:], [2] * 3, [0] * 3), without(2)),
 
-    *(Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d", make, grid_sampler)
-      for kind, make in (("random", random_grid), ("smooth", smooth_grid))),
-    *(Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d_backward", with_gradient(make),
-           grid_sampler_gradient, direction=GRADIENT)
-      for kind, make in (("random", random_grid), ("smooth", smooth_grid))),
+    *(case for kind, make in (("random", random_grid), ("smooth", smooth_grid)) for case in (
+        Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d", make,
+             lambda x, grid: aten.grid_sampler_3d(x, grid, 0, 0, False)),
+        Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d_backward", with_gradient(make),
+             lambda gradient, x, grid: aten.grid_sampler_3d_backward(gradient, x, grid, 0, 0, False, [True, True]),
+             direction=GRADIENT))),
 
-    Case("embedding_bag weighted sum", "embedding", "_embedding_bag", bags, weighted_bag, looked_up),
-    Case("embedding_bag max", "embedding", "_embedding_bag", bags, max_bag, looked_up),
-    Case("embedding_bag weighted sum", "embedding", "_embedding_bag_dense_backward", bag_gradient_inputs(SUM),
-         weighted_bag_gradient, gradient_per_index, GRADIENT),
-    Case("embedding_bag max", "embedding", "_embedding_bag_dense_backward", bag_gradient_inputs(MAX),
-         max_bag_gradient, gradient_and_choice, GRADIENT),
+    *(Case(f"embedding_bag {name}", "embedding", "_embedding_bag", bags, bag(mode), looked_up)
+      for name, mode in (("weighted sum", SUM), ("max", MAX))),
+    *(Case(f"embedding_bag {name}", "embedding", "_embedding_bag_dense_backward", bag_gradient_inputs(mode),
+           bag_gradient(mode), moved, GRADIENT)
+      for name, mode, moved in (("weighted sum", SUM, gradient_per_index), ("max", MAX, gradient_and_choice))),
     Case("index_add_", "indexing", "index_add_", rows, lambda x, index, source: x.index_add_(0, index, source),
          without(1), in_place=True),
 
@@ -324,7 +293,8 @@ CASES: tuple[Case, ...] = (
     elementwise("hardswish", F.hardswish),
     elementwise("softshrink", F.softshrink),
     elementwise("expm1", torch.expm1),
-    Case("hardswish", "activation", "hardswish_backward", two_squares, aten.hardswish_backward, direction=GRADIENT),
+    Case("hardswish", "activation", "hardswish_backward", with_gradient(square), aten.hardswish_backward,
+         direction=GRADIENT),
 )
 
 

@@ -12,21 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flambeau.bench.models import (
-    DLRM,
-    GPT,
-    Block,
-    Model,
-    ResNet50,
-    UNet3D,
-    ViT,
-    class_loss,
-    draw_clicks,
-    draw_images,
-    draw_tokens,
-    draw_volumes,
-    token_loss,
-)
+from flambeau.bench import models
+from flambeau.bench.models import Block, Model
 
 
 def with_dropout(module: nn.Module, p: float = 0.1) -> nn.Module:
@@ -35,31 +22,31 @@ def with_dropout(module: nn.Module, p: float = 0.1) -> nn.Module:
         if isinstance(part, Block):
             part.proj = nn.Sequential(part.proj, nn.Dropout(p))  # type: ignore[assignment]
             part.mlp = nn.Sequential(*part.mlp, nn.Dropout(p))
-        elif isinstance(part, ResNet50):
+        elif isinstance(part, models.ResNet50):
             part.head = nn.Sequential(nn.Dropout(p), part.head)  # type: ignore[assignment]
-        elif isinstance(part, DLRM):
+        elif isinstance(part, models.DLRM):
             part.top.insert(2, nn.Dropout(p))
     return module
 
 
 NETWORKS: dict[str, Model] = {model.name: model for model in (
-    Model("lm24", GPT, draw_tokens, token_loss, {
+    Model("lm24", models.GPT, models.draw_tokens, models.token_loss, {
         "large": {"batch": 8, "vocab": 32768, "time": 1024, "dim": 1024, "heads": 16, "depth": 24},
         "medium": {"batch": 8, "vocab": 8192, "time": 256, "dim": 512, "heads": 8, "depth": 24},
         "tiny": {"batch": 2, "vocab": 64, "time": 16, "dim": 32, "heads": 2, "depth": 7}}),
-    Model("resnet50", ResNet50, draw_images, class_loss, {
+    Model("resnet50", models.ResNet50, models.draw_images, models.class_loss, {
         "large": {"batch": 128, "image": 224, "width": 64, "stages": 4, "classes": 1000},
         "medium": {"batch": 32, "image": 160, "width": 64, "stages": 4, "classes": 1000},
         "tiny": {"batch": 2, "image": 32, "width": 8, "stages": 1, "classes": 10}}),
-    Model("vit", ViT, draw_images, class_loss, {
+    Model("vit", models.ViT, models.draw_images, models.class_loss, {
         "large": {"batch": 64, "image": 224, "patch": 16, "dim": 768, "heads": 12, "depth": 12, "classes": 1000},
         "medium": {"batch": 32, "image": 224, "patch": 16, "dim": 384, "heads": 6, "depth": 12, "classes": 1000},
         "tiny": {"batch": 2, "image": 16, "patch": 4, "dim": 32, "heads": 2, "depth": 2, "classes": 10}}),
-    Model("dlrm", DLRM, draw_clicks, F.binary_cross_entropy_with_logits, {
+    Model("dlrm", models.DLRM, models.draw_clicks, F.binary_cross_entropy_with_logits, {
         "large": {"batch": 16384, "tables": 16, "rows": 100000, "bag": 16, "dense": 13, "dim": 64},
         "medium": {"batch": 8192, "tables": 16, "rows": 100000, "bag": 16, "dense": 13, "dim": 64},
         "tiny": {"batch": 4, "tables": 3, "rows": 50, "bag": 3, "dense": 5, "dim": 8}}),
-    Model("unet3d", UNet3D, draw_volumes, class_loss, {
+    Model("unet3d", models.UNet3D, models.draw_volumes, models.class_loss, {
         "large": {"batch": 2, "side": 96, "width": 32, "levels": 4, "classes": 4},
         "medium": {"batch": 2, "side": 64, "width": 32, "levels": 4, "classes": 4},
         "tiny": {"batch": 2, "side": 8, "width": 4, "levels": 2, "classes": 3}}),

@@ -65,14 +65,6 @@ def grids(*shape: int) -> Make:
     return make
 
 
-def pooled_with_indices(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return F.max_pool2d(torch.randn(4, 32, 128, 128).to(dtype), 2, return_indices=True)
-
-
-def logits_and_classes(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return torch.randn(1024, 2048).to(dtype), torch.randint(2048, (1024,))
-
-
 SQUARE, IMAGE, VOLUME = (2048, 1024), (8, 32, 96, 96), (2, 16, 32, 64, 64)
 BOTH = (F32, BF16)
 
@@ -93,7 +85,9 @@ CASES: list[Case] = [
     Case("avg_pool3d", "pooling", normal(*VOLUME), lambda x: F.avg_pool3d(x, 3, 2, 1)),
     Case("adaptive_avg_pool2d", "pooling", normal(*IMAGE), lambda x: F.adaptive_avg_pool2d(x, 7)),
     Case("adaptive_max_pool2d", "pooling", normal(*IMAGE), lambda x: F.adaptive_max_pool2d(x, 7)),
-    Case("max_unpool2d", "pooling", pooled_with_indices, lambda x, i: F.max_unpool2d(x, i, [2, 2])),
+    Case("max_unpool2d", "pooling",
+         lambda dtype: F.max_pool2d(torch.randn(4, 32, 128, 128).to(dtype), 2, return_indices=True),
+         lambda x, i: F.max_unpool2d(x, i, [2, 2])),
 
     *(Case(f"grid_sample2d {mode}", "sampling", grids(4, 16, 128, 128),
            lambda x, g, mode=mode: F.grid_sample(x, g, mode=mode, align_corners=False))
@@ -153,7 +147,8 @@ CASES: list[Case] = [
     Case("softmax rows", "softmax", normal(*SQUARE), lambda x: x.softmax(1), dtypes=BOTH),
     Case("softmax columns", "softmax", normal(*SQUARE), lambda x: x.softmax(0)),
     Case("log_softmax", "softmax", normal(*SQUARE), lambda x: x.log_softmax(1)),
-    Case("cross_entropy", "softmax", logits_and_classes, F.cross_entropy),
+    Case("cross_entropy", "softmax",
+         lambda dtype: (torch.randn(1024, 2048).to(dtype), torch.randint(2048, (1024,))), F.cross_entropy),
 
     Case("layer_norm", "norm", normal(*SQUARE), lambda x: F.layer_norm(x, (1024,)), dtypes=BOTH),
     Case("rms_norm", "norm", normal(*SQUARE), lambda x: F.rms_norm(x, (1024,))),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.ops.facts import facts
 from flambeau.runtime.placement import CPU, common_device, flat
 from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes, no_python_dispatcher
 from flambeau.torch_compat.ops import OpOverload
@@ -23,21 +24,12 @@ from flambeau.torch_compat.ops import OpOverload
 # What eager says about dtypes. Such tensors may not fit together in other ways, which says nothing.
 _ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast")
 
-CHECKED = ("_prelu_kernel", "_cdist_forward")  # private, and the part of a public operator that looks at dtypes
 SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the CPU lacks, and so has our device
-
-
-def trusting(op: OpOverload) -> bool:
-    """Operators for people check their arguments; private ones of several tensors and gradients trust who calls them,
-    and may read beyond what they are given."""
-    name = op._schema.name.partition("::")[2]
-    tensors = sum("Tensor" in str(a.type) for a in op._schema.arguments)
-    return (name.startswith("_") and name not in CHECKED and tensors > 1) or "backward" in name
 
 
 def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> Any:
     """Its result for what `given` makes of its arguments; warnings and draws of it leave no trace."""
-    state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
+    state = torch.get_rng_state() if facts(op).random else None
     try:
         with (warnings.catch_warnings(), disable_current_modes(), no_python_dispatcher(), torch.no_grad(),
               DisableAutocast()):
@@ -49,7 +41,8 @@ def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[
 
 
 def eager_has_kernel(op: OpOverload, args: Any, kwargs: Any, device: torch.device) -> bool:
-    if op.is_view or trusting(op) or torch.Tag.nondeterministic_seeded in op.tags:
+    known = facts(op)
+    if known.view or known.random or not known.checks:
         return True
     try:
         key = _described((args, tuple(sorted(kwargs.items()))))

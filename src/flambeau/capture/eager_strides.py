@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from flambeau.ops import LOWERINGS
+from flambeau.ops.facts import facts
 from flambeau.runtime.memory_layout import dense, reach
 from flambeau.runtime.placement import CPU, flat
 from flambeau.torch_compat.device import backend_name
@@ -24,9 +25,9 @@ from flambeau.torch_compat.dispatch import no_python_dispatcher
 from flambeau.torch_compat.fake import FakeTensor, unset_fake_temporarily
 from flambeau.torch_compat.ops import OpOverload
 
-from .eager_dtypes import attempt, trusting
+from .eager_dtypes import attempt
 from .size_samples import SizeSamples
-from .storage import COPY_STORAGE, is_view, view_root
+from .storage import is_view, view_root
 
 aten = torch.ops.aten
 Strides = tuple[int, ...]
@@ -168,35 +169,11 @@ def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options:
     return preserved(x) if any(m > 1 and s == 0 for m, s in zip(x.shape, x.stride(), strict=True)) else x.stride()
 
 
-RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
-                     aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default), as_normalised),
-    **dict.fromkeys((aten.native_group_norm.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
-                     aten.replication_pad3d.default, aten.upsample_nearest2d.default,
-                     aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
-                     aten.upsample_bicubic2d.default), as_suggested),
-    aten.max_pool3d_with_indices.default: as_pooled,
-    aten.convolution.default: as_convolved,
-    **dict.fromkeys(COPY_STORAGE, copied_storage),
-    **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten.flip.default, aten.sort.default,
-                     aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor, aten.index_put.default,
-                     aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.put.default, aten.fill.Scalar,
-                     aten.fill.Tensor, aten.zero.default, aten.empty_like.default, aten.zeros_like.default,
-                     aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
-                     aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype), as_preserved),
-    **dict.fromkeys((aten.normal.Tensor_Tensor, aten.im2col.default, aten.log_sigmoid_forward.default,
-                     aten.index_copy.default, aten.tril.default, aten.triu.default, aten.masked_fill.Scalar,
-                     aten.masked_fill.Tensor, aten.masked_scatter.default), as_contiguous),
-    **dict.fromkeys((aten.deg2rad.default, aten.rad2deg.default), lambda result, x: elementwise(result, x, 1.0)),
-    aten.roll.default: rolled,
-}
-# How many operands elementwise kernels have: of what is no plain formula here, or has a number inside of the kernel.
-OPERANDS = {
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
-    **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
-    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.celu.default, aten.clamp.default,
-                     aten.clamp_min.default, aten.clamp_max.default), 1),
-    aten.lerp.Scalar: 2, aten.where.self: 3,
+# By what is said of operators (`Facts.strides`).
+RULES: dict[str, Rule] = {
+    "preserved": as_preserved, "suggested": as_suggested, "pooled": as_pooled, "normalised": as_normalised,
+    "contiguous": as_contiguous, "rolled": rolled, "convolved": as_convolved, "copied storage": copied_storage,
+    "with a number": lambda result, x: elementwise(result, x, 1.0),
 }
 
 
@@ -204,9 +181,10 @@ def rule_of(op: Any) -> Asked | None:
     """For an operator that is lowered by a formula, that of elementwise kernels; for a view, ATen's own code."""
     if is_view(op):
         return None if op is aten.as_strided.default else as_viewed
-    if op in RULES:
-        return as_made(RULES[op])
-    count = OPERANDS.get(op) or getattr(LOWERINGS.get(op), "operands", None)
+    known = facts(op)
+    if known.strides:
+        return as_made(RULES[known.strides])
+    count = known.operands or getattr(LOWERINGS.get(op), "operands", None)
     if count is None:
         return None
     return as_made(lambda result, *args, **named: elementwise(result, *(a for a in args[:count] if a is not None)))
@@ -218,7 +196,7 @@ FEW = 1 << 14
 
 def rules_of(op: OpOverload) -> list[Asked]:
     """Whom to ask, in this order: eager's kernel, unless it is a view's, or draws or changes numbers; the rule."""
-    runs = op.namespace == "aten" and not is_view(op) and torch.Tag.nondeterministic_seeded not in op.tags and all(
+    runs = op.namespace == "aten" and not is_view(op) and not facts(op).random and all(
         a.alias_info is None for a in op._schema.arguments)
     return [asked for asked in (as_run if runs else None, rule_of(op)) if asked is not None]
 
@@ -246,7 +224,8 @@ def as_run(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: in
     args, named = arguments(n, samples, k)
     said = [bare(t, samples, k) for t in made]
     every = [*tensors_in([*args, *named.values()]), *said]
-    if sum(reach(t.shape, t.stride()) for t in every) > FEW or (trusting(op) and any(t.numel() == 0 for t in every)):
+    beyond = not facts(op).checks and any(t.numel() == 0 for t in every)
+    if beyond or sum(reach(t.shape, t.stride()) for t in every) > FEW:
         raise ValueError("too large, or places beyond what is there")
     new = tensors_in(attempt(op, args, named, on_cpu))
     if [t.shape for t in new] != [t.shape for t in said]:
@@ -395,6 +374,8 @@ def plain(x: Any, samples: SizeSamples, k: int) -> Any:
     """An argument at the numbers of sample k."""
     if isinstance(x, fx.Node):
         x = x.meta["val"]
+    if isinstance(x, (torch.SymFloat, torch.SymBool)):
+        return x.node.hint  # no layout depends on it; asked for its value, it would be held at it
     return bare(x, samples, k) if isinstance(x, torch.Tensor) else samples.value(x, k) if isinstance(
         x, torch.SymInt) else x
 

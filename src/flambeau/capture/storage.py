@@ -20,6 +20,7 @@ from flambeau.ir import build
 from flambeau.ir.index import ONE, ZERO, Index, as_index, offset_of
 from flambeau.ir.nodes import Buffer, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ops import LOWERINGS
+from flambeau.ops.facts import facts
 from flambeau.runtime.memory_layout import overlapping
 from flambeau.schedule.plan import strided
 from flambeau.torch_compat.ops import OpOverload
@@ -28,18 +29,13 @@ if TYPE_CHECKING:
     from .graph import Lowering
 
 aten = torch.ops.aten
-# Views, which their schemas do not say.
-SECRET = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
-# Eager copies the whole storage of their first argument, and writes into the part of it that this argument is.
-COPY_STORAGE = (aten.diagonal_scatter.default, aten.select_scatter.default, aten.slice_scatter.default,
-                aten.as_strided_scatter.default, aten.copy.default)
 
 
 # ---- in the captured graph -------------------------------------------------------------------------------
 
 
 def is_view(op: Any) -> bool:
-    return isinstance(op, OpOverload) and (op.is_view or op in SECRET)
+    return isinstance(op, OpOverload) and facts(op).view
 
 
 def viewed(n: fx.Node) -> fx.Node | None:
@@ -62,7 +58,7 @@ def view_root(n: fx.Node) -> fx.Node:
 
 def copies_input(n: fx.Node) -> bool:
     """Whether its storage is a copy of an input's, of which nobody knows the size before the run."""
-    if n.target not in COPY_STORAGE:
+    if not facts(n.target).copies_storage:
         return False
     base = view_root(n.args[0])  # type: ignore[arg-type]
     return base.op == "placeholder" or copies_input(base)
@@ -71,7 +67,7 @@ def copies_input(n: fx.Node) -> bool:
 def is_behind(n: fx.Node) -> bool:
     """Whether it may begin behind the beginning of such a copy, as the argument of which that is the copy does. What
     torch says of a copy of a copy begins at zero."""
-    if n.target not in COPY_STORAGE:
+    if not facts(n.target).copies_storage:
         return False
     x: fx.Node = n.args[0]  # type: ignore[assignment]
     return not is_zero(x.meta["val"].storage_offset()) or is_behind(view_root(x))
@@ -80,7 +76,7 @@ def is_behind(n: fx.Node) -> bool:
 def writes_twice(n: fx.Node) -> bool:
     """Whether it writes into a copy in which elements share a place, so that others change as well. Of what is expanded
     eager makes a copy without that."""
-    if n.target not in COPY_STORAGE:
+    if not facts(n.target).copies_storage:
         return False
     x = n.args[0].meta["val"]  # type: ignore[union-attr]
     shape, strides = ([hint(s) for s in y] for y in (x.shape, x.stride()))
@@ -157,7 +153,7 @@ class Storage:
                 b.strides = as_laid(v, b, want) or contiguous_strides(b.shape)
             return v if v.numel is b.numel and lies_as(v, b, want) else self.copied(v, want)
         # There are gaps, with what was in them before (a scatter into every other column): only ATen knows.
-        return self.called(n) if n.target in COPY_STORAGE else self.copied(v, want)
+        return self.called(n) if facts(n.target).copies_storage else self.copied(v, want)
 
     def called(self, n: fx.Node) -> Value:
         args, named = fx.node.map_aggregate((n.args, n.kwargs), self.argument)

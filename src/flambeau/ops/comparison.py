@@ -13,6 +13,7 @@ from flambeau.ir.dtypes import is_float, opmath, promote
 from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, is_finite, isinf, isnan, ne, not_
+from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import (
     broadcast_shapes,
     load_at,
@@ -25,6 +26,7 @@ from flambeau.ops.registry import (
 )
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 def _compare(formula: Callable[[Expr, Expr], Expr]) -> Any:
@@ -41,6 +43,7 @@ for _name, _formula in {
     "ge": lambda a, b: a >= b,
 }.items():
     lower(getattr(aten, _name))(_compare(_formula))
+describe(aten.eq.Tensor, aten.ne.Tensor, asks_equality=True)
 
 
 def truth(x: Expr) -> Expr:
@@ -81,7 +84,7 @@ def nan_to_num(x: Expr, nan: float | None = None, posinf: float | None = None, n
     return x
 
 
-@lower(aten.where.self)
+@lower(aten.where.self, operands=3)
 def select(condition: Value, a: Any, b: Any) -> Value:
     """Nothing is computed, so nothing is widened."""
     dtype = promote((operand(a), operand(b)))

@@ -19,26 +19,21 @@ class EagerSteps:
 
     def _start(self, *_: Any) -> None:
         self._hook.remove()
-        if not self.on:
-            from flambeau.compile.backend import flambeau_backend
-
-            from .compiled_steps import EAGER, install
-
-            routes = install(flambeau_backend)
-            if routes is not None:
-                routes.begin()
-                EAGER[self.device] += 1
-                self.on = True
+        self._switch(True)
 
     def undo(self) -> None:
         self._hook.remove()
-        if self.on:
-            from flambeau.compile.backend import flambeau_backend
+        self._switch(False)
 
-            from .compiled_steps import EAGER, install
+    def _switch(self, on: bool) -> None:
+        if self.on == on:
+            return
+        from flambeau.compile.backend import flambeau_backend
 
-            EAGER[self.device] -= 1
-            routes = install(flambeau_backend)
-            if routes is not None:
-                routes.end()
-            self.on = False
+        from .compiled_steps import EAGER, install
+
+        routes = install(flambeau_backend)
+        if routes is not None:
+            (routes.begin if on else routes.end)()
+            EAGER[self.device] += 1 if on else -1
+            self.on = on

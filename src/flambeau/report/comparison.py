@@ -9,25 +9,17 @@ from html import escape
 from flambeau.compare.comparison import Comparison
 from flambeau.compare.differences import Difference
 from flambeau.compare.first_difference import First
+from flambeau.report.sheet import html_page
 
 HEADINGS = ("", "type", "differ", "of", "most ulps", "error of eager", "compiled", "ratio", "")
 BAR, GAP, TALL, LEFT, TOP = 34, 10, 180, 20, 24  # of the plot, in pixels
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}: compiled and eager</title><style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem }}
-:root {{ color-scheme: light dark }}
-table {{ border-collapse: collapse; margin: 1rem 0 }} td, th {{ padding: .2rem .8rem; text-align: left }}
-td.n {{ text-align: right; font-variant-numeric: tabular-nums }} tr + tr td {{ border-top: 1px solid #8884 }}
-tr.differs td:first-child {{ box-shadow: inset 4px 0 #ee6677 }}
-tr.equal td:first-child {{ box-shadow: inset 4px 0 #228833 }}
-td.worse {{ color: #ee6677; font-weight: 600 }}
-.first {{ border-left: 4px solid #ee6677; padding: .2rem 1rem; margin: 1rem 0 }}
-pre {{ margin: .3rem 0 }}
-svg text {{ font: 11px system-ui, sans-serif; fill: currentColor }} svg rect {{ fill: #4477aa }}
-</style></head><body><h1>{title}: compiled and eager</h1>
-{body}
-</body></html>
+STYLE = """tr.differs td:first-child { box-shadow: inset 4px 0 #ee6677 }
+tr.equal td:first-child { box-shadow: inset 4px 0 #228833 }
+td.worse { color: #ee6677; font-weight: 600 }
+.first { border-left: 4px solid #ee6677; padding: .2rem 1rem; margin: 1rem 0 }
+pre { margin: .3rem 0 }
+svg text { font: 11px system-ui, sans-serif; fill: currentColor } svg rect { fill: #4477aa }
 """
 
 
@@ -40,7 +32,6 @@ def cells(d: Difference) -> tuple[str, ...]:
 
 
 def page(report: Comparison, title: str) -> str:
-    """A page that needs nothing but itself."""
     body = [f"<p id=headline>{escape(report.headline())}</p>"]
     for heading, first in [("The first difference", report.first), *(("Also", f) for f in report.also)]:
         body += about(heading, first) if first is not None else []
@@ -53,7 +44,7 @@ def page(report: Comparison, title: str) -> str:
     body += [f"<p class=note>{escape(note)}</p>" for note in report.notes]
     body.append("<p>An error is the root of the mean square of the difference from a float64 reference; the ratio is "
                 "the compiled error as a multiple of eager's.</p>")
-    return PAGE.format(title=escape(title), body="\n".join(body))
+    return html_page(f"{title}: compiled and eager", STYLE, body)
 
 
 def about(heading: str, f: First) -> Iterator[str]:

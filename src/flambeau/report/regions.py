@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from flambeau.compile.regions.cut import Piece, Pieces, difference
 from flambeau.compile.regions.nodes import name_of
 from flambeau.pipeline import Compiled
+from flambeau.report.sheet import html_page
 
-# Seen apart by most people, on white and on black.
+# Distinguishable with colour blindness, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 # Of torch's own clocks: Dynamo's whole work, the backend within it, AOTAutograd within that.
 CLOCKS = ("_compile.compile_inner", "OutputGraph.call_user_compiler", "create_aot_dispatcher_function")
@@ -84,19 +85,10 @@ def phases(metrics: Mapping[str, Sequence[float]], found: Sequence[Pieces],
 
 # ---- HTML ----------------------------------------------------------------------------------------------------
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Repeated regions</title><style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }}
-:root {{ color-scheme: light dark }}
-table {{ border-collapse: collapse; margin: 1rem 0 }} td, th {{ padding: .25rem .8rem; text-align: left }}
-td.n {{ text-align: right; font-variant-numeric: tabular-nums }} tr + tr td {{ border-top: 1px solid #8884 }}
-.strip {{ display: flex; height: 2.2rem; border-radius: 4px; overflow: hidden; gap: 1px }}
-.strip span {{ flex: 1 1 0; min-width: 2px; color: #fff; text-align: center; line-height: 2.2rem; overflow: hidden }}
-.box {{ display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin-right: .4rem }}
-summary {{ cursor: pointer }} pre {{ margin: .3rem 0 .3rem 1.2rem }}
-</style></head><body><h1>Repeated regions</h1>
-{body}
-</body></html>
+STYLE = """.strip { display: flex; height: 2.2rem; border-radius: 4px; overflow: hidden; gap: 1px }
+.strip span { flex: 1 1 0; min-width: 2px; color: #fff; text-align: center; line-height: 2.2rem; overflow: hidden }
+.box { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin-right: .4rem }
+summary { cursor: pointer } pre { margin: .3rem 0 .3rem 1.2rem }
 """
 
 
@@ -105,11 +97,10 @@ def colour(s: Stretch, order: Sequence[str]) -> str:
 
 
 def page(graphs: Sequence[Regions], seconds: Mapping[str, float]) -> str:
-    """A page that needs nothing but itself."""
     body = [part for number, g in enumerate(graphs, 1) for part in section(number, g)]
     rows = "".join(f"<tr><td>{html.escape(phase)}</td><td class=n>{s:.2f}</td></tr>" for phase, s in seconds.items())
     body.append(f"<h2>Seconds</h2><table id=seconds>{rows}</table>")
-    return PAGE.format(body="\n".join(body))
+    return html_page("Repeated regions", STYLE, body)
 
 
 def section(number: int, g: Regions) -> Iterator[str]:

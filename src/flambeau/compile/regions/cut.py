@@ -45,7 +45,7 @@ CUT = 256 << 10
 # For each value that crosses it: bytes of traffic, and how many times its own bytes.
 APART = 16 << 10, 1.0  # its writer and its readers would not share a kernel anyway
 NEXT_TO_A_CALL = 64 << 10, 2.0  # one of them is a library call; but it might have been computed again, not saved
-TORN = 1 << 20, 6.0  # a kernel that would have held both becomes two, and rounds where one would not have
+SPLIT = 1 << 20, 6.0  # a kernel that would have held both becomes two, and rounds where one would not have
 VIEW = 1 << 20, 12.0  # autograd has to be told of it
 
 
@@ -190,7 +190,7 @@ class _Body:
     def price(n: fx.Node, reader: fx.Node, depth: dict[fx.Node, int], heavy: set[fx.Node]) -> tuple[int, float]:
         if is_heavy(n) or reader in heavy:
             return APART if is_heavy(n) and reader in heavy else NEXT_TO_A_CALL
-        return APART if depth[reader] > depth[n] else TORN
+        return APART if depth[reader] > depth[n] else SPLIT
 
     def written(self) -> Iterable[tuple[int, int]]:
         """Where memory that somebody writes to is first and last touched: all of that stays together."""
