@@ -32,10 +32,11 @@ def main() -> int:
     print(report.text())
     if given.json:
         write([report], given.json)
-    return int(bool(report.open))
+    return int(bool(report.groups))
 
 
 def replay(seed: int, target: str) -> int:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
     from .judge import findings
     from .kinds import draw
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .known import reason
 from .program import Program
 from .shrink import shrink, signature
 from .workers import Outcome, Worker, run_all
@@ -34,24 +33,17 @@ class Report:
     torchs: Counter[str] = field(default_factory=Counter)  # kinds that torch's own tracing has too
     groups: dict[str, list[Outcome]] = field(default_factory=dict)
 
-    @property
-    def open(self) -> dict[str, list[Outcome]]:
-        """Those that are not in the table of known ones."""
-        return {s: rows for s, rows in self.groups.items() if reason(s) is None}
-
     def text(self) -> str:
         lines = []
         for name, rows in sorted(self.groups.items(), key=lambda g: -len(g[1])):
             best = min(rows, key=lambda o: len((o.shrunk or o.program or EMPTY).steps))
-            why = reason(name)
-            known = f" (known: {why})" if why else ""
-            lines += ["", f"## {name}: {len(rows)}{known}",
+            lines += ["", f"## {name}: {len(rows)}",
                       f"seeds {', '.join(str(o.seed) for o in rows[:8])}; {best.ours[0][1]}"]
-            if (program := best.shrunk or best.program) is not None and not known:
+            if (program := best.shrunk or best.program) is not None:
                 lines += ["```python", program.text(self.target), "```"]
         count = sum(map(len, self.groups.values()))
         lines += ["", f"{self.target}: {self.programs} programs from seed {self.first} in {self.seconds:.0f} s; "
-                  f"{count} with findings in {len(self.groups)} groups, {len(self.open)} of them unknown; "
+                  f"{count} with findings in {len(self.groups)} groups; "
                   f"torch's own: {dict(self.torchs)}; {self.spent[0]:.0f} s of processors and "
                   f"{self.spent[1]:.0f} s of compilers"]
         return "\n".join(lines)

@@ -102,6 +102,7 @@ class Storage:
     def __init__(self, lowering: Lowering) -> None:
         self.lowering, self.g = lowering, lowering.g
         self._of: dict[fx.Node, Value] = {}  # what makes memory
+        self._views: dict[tuple[fx.Node, Value], Any] = {}  # views, of what lies there
         self._called: set[fx.Node] = set()  # of these, what ATen made
         self._owners: dict[str, fx.Node] = {}  # buffer -> the node whose memory it is for the caller
         self.borrowed: set[str] = set()  # made by calls, in memory of somebody else
@@ -123,7 +124,9 @@ class Storage:
         if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype:
             # No index leads there, whatever a lowering made of it.
             return Value(above.buffer, lazy.shape, lazy.dtype, (ZERO,) * len(self.g.buffers[above.buffer].shape))
-        return self.view(n, up, above)
+        if (n, above) not in self._views:
+            self._views[n, above] = self.view(n, up, above)
+        return self._views[n, above]
 
     def view(self, n: fx.Node, up: fx.Node, above: Value) -> Any:
         """The view n of what lies there."""
@@ -234,11 +237,21 @@ class Storage:
         return replace(v, strides=want, offset=start)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
-        """Where a view begins, counted from its root, if it may be without elements; None: its index says it."""
-        root = view_root(n)
-        if root is n or (v.numel.bounds()[0] or 0) > 0 or self.of(root).buffer != v.buffer:
+        """Where a view begins, counted from what its buffer is all of, if it may be without elements; None: its index
+        says it."""
+        if (v.numel.bounds()[0] or 0) > 0:
             return None
-        first, start = (self.lowering.c.symbols.index(x.meta["val"].storage_offset()) for x in (n, root))
+        base, up = n, viewed(n)
+        while up is not None:
+            above = self.of(up)
+            if isinstance(above, Value):  # not several
+                if above.buffer != v.buffer:
+                    break
+                base = up
+            up = viewed(up)
+        if base is n:
+            return None
+        first, start = (self.lowering.c.symbols.index(x.meta["val"].storage_offset()) for x in (n, base))
         return first - start
 
     def own(self, root: fx.Node) -> None:

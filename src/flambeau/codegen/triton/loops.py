@@ -48,18 +48,17 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
     def __init__(self, k: LoopKernel, scale: Scale = UNSCALED) -> None:
         self.scale = scale
         lanes, self.guards = shared_lanes(k)
-        formed = self.formed(lanes)
-        if any(v not in formed.outer for v in self.guards):  # written out: phases guard what they write by themselves
-            self.guards, formed = {}, self.formed(k)
-        k = formed
+        self.k = self.formed(lanes)
+        # Phases guard what they write by themselves, and lanes that are no axis of the tile share nothing.
+        if self.guards and not self.guards.keys() <= self.map_tile().keys():
+            self.guards, self.k = {}, self.formed(k)
+        k = self.k
         exprs = k.everything()
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
         super().__init__(k.params, k.sizes, is_wide(exprs, [a for _, a in k.stores], points))
-        self.k = k
         self.sites = sites_of(k)
         self.address = dict(k.stores)
-        self.apart = self.phases is not None  # one point for each thread
         self.gathered = k.vector if self.rows else None
         self.inner = volume(k.inner)
         self.row: int | None = None  # the axis that is reduced
@@ -72,6 +71,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         k = self.rows.kernel if self.rows else k
         k = k if k.inner else spelled(k)
         self.phases = written_out(k)
+        self.apart = self.phases is not None  # one point for each thread
         return self.phases.kernel if self.phases else k
 
     def render(self) -> PartDraft:
