@@ -57,7 +57,8 @@ class RunNumber:
 class Captured:
     graph: Graph
     symbols: Symbols
-    # where each size symbol comes from: ("arg", position), ("size", buffer, dimension) or ("text", source, sizes in it)
+    # where each size symbol comes from: ("arg", position), ("size" or "stride", buffer, dimension) or
+    # ("text", source, sizes in it)
     sources: dict[Sym, tuple[Any, ...]] = field(default_factory=dict)
     tensors: list[int] = field(default_factory=list)  # positions of the tensor arguments, in input order
     externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
@@ -117,6 +118,8 @@ class Lowering:
             self.env[n] = v
             for k, size in enumerate(val.shape):
                 self.bind(size, ("size", v.buffer, k))
+            for k, stride in enumerate(val.stride()):
+                self.bind(stride, ("stride", v.buffer, k))
         elif isinstance(val, RunNumber):
             self.env[n] = self.run_number(val, position)
         elif isinstance(val, (torch.SymInt, torch.SymFloat)):

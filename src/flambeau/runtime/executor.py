@@ -207,8 +207,9 @@ class Writer:
 
     def bind_sizes(self, ready: set[str]) -> None:
         for s, source in self.symbols.items():
-            if source[0] == "size" and source[1] in ready and s not in self.bound:
-                self.line(f"{s.name} = {source[1]}.shape[{source[2]}]")
+            if source[0] in ("size", "stride") and source[1] in ready and s not in self.bound:
+                steps = "shape" if source[0] == "size" else "stride()"
+                self.line(f"{s.name} = {source[1]}.{steps}[{source[2]}]")
                 self.bound.add(s)
         for s, source in self.symbols.items():
             if source[0] == "text" and s not in self.bound and source[2] <= {b.name for b in self.bound}:
