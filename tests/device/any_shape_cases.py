@@ -186,19 +186,19 @@ def into(d: Draw) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 CASES: dict[str, Case] = {
-    "neg": unary(torch.neg), "gelu": unary(F.gelu), "sigmoid": unary(torch.sigmoid), "clamp": unary(torch.clamp, -0.5),
+    "neg": unary(torch.neg), "gelu": unary(F.gelu), "clamp": unary(torch.clamp, -0.5),
     "to int": unary(torch.Tensor.to, torch.int32), "relu_": unary(lambda x: x.contiguous().relu_()),
-    "add": binary(torch.add), "mul": binary(torch.mul), "sub": binary(torch.sub), "maximum": binary(torch.maximum),
+    "add": binary(torch.add), "mul": binary(torch.mul),
     "lt": binary(torch.lt), "atan2": binary(torch.atan2), "addcmul": binary(torch.addcmul, 3),
     "lerp": binary(torch.lerp, 3), "where": where, "masked_fill": lambda d: (torch.masked_fill, (
         d.tensor(shape := d.shape()), d.tensor(d.broadcast(shape), torch.bool, 2), -1.5)),
-    "sum": along(torch.sum), "mean": along(torch.mean), "amax": along(torch.amax), "argmax": along(torch.argmax),
-    "var": along(torch.var), "any": along(torch.any), "keepdim": along(torch.sum, True), "sum all": unary(torch.sum),
-    "logsumexp": along(torch.logsumexp), "softmax": along(torch.softmax), "log_softmax": along(torch.log_softmax),
+    "sum": along(torch.sum), "amax": along(torch.amax), "argmax": along(torch.argmax),
+    "var": along(torch.var), "keepdim": along(torch.sum, True), "sum all": unary(torch.sum),
+    "logsumexp": along(torch.logsumexp), "softmax": along(torch.softmax),
     "cumsum": along(torch.cumsum), "max": along(torch.max), "cat": cat,
     "stack": lambda d: (torch.stack, ([d.tensor(shape := d.shape(1, 3)), d.tensor(shape)], 1)),
-    "flip": along(lambda x, dim: x.flip(dim)), "roll": along(lambda x, dim: x.roll(1, dim)),
-    "pad": unary(F.pad, (1, 2)), "clone": unary(torch.clone), "contiguous": unary(torch.Tensor.contiguous),
+    "roll": along(lambda x, dim: x.roll(1, dim)),
+    "pad": unary(F.pad, (1, 2)), "contiguous": unary(torch.Tensor.contiguous),
     "tril": lambda d: (torch.tril, (d.tensor(d.shape(2, 3)),)), "repeat": unary(lambda x: x.repeat(*(2,) * x.dim())),
     "gather": indexed(torch.gather), "scatter_add": indexed(torch.scatter_add, True), "index_select": selected,
     "embedding": embedding, "copy_": copied, "out=": into, "matmul": product, "linear": linear,
@@ -245,15 +245,15 @@ def test_as_on_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("function", [
-    lambda a, b: a * b, lambda a, b: (a + b[0]).sum(1), lambda a, b: a.softmax(-1), lambda a, b: torch.cat([a, b], 1),
-], ids=["mul", "sum", "softmax", "cat"])
+    lambda a, b: a + b[0], lambda a, b: a.softmax(-1), lambda a, b: torch.cat([a, b], 1), lambda a, b: a @ b.t(),
+], ids=["add", "softmax", "cat", "mm"])
 def test_fifty_shapes(kernels: list[str], function: Callable[..., torch.Tensor]) -> None:
     d = random.Random(7)
     for _ in range(50):
-        shape = [d.randint(1, 40), d.randint(1, 40)]
+        shape = [d.randint(2, 40), d.randint(2, 40)]
         x, y = torch.rand(2, *shape)
         torch.testing.assert_close(function(x.to(DEV), y.to(DEV)).cpu(), function(x, y))
-    assert len({*kernels}) <= 3 * 2 + 2, kernels  # sizes of one are classes of their own
+    assert len({*kernels}) <= 3, kernels
 
 
 def test_decoding_with_a_growing_cache(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,13 +285,14 @@ def test_decoding_with_a_growing_cache(kernels: list[str], monkeypatch: pytest.M
 
 def test_the_tables_are_bounded() -> None:
     for n in range(2, 1200):
-        torch.zeros(n, device=DEV)
+        torch.full((n,), 1.5, device=DEV)
     assert max(operators.load().entries(k) for k in range(len(operators._FORMS))) <= 1024
     assert len(operators.PROGRAMS._classes) <= any_shape.MOST_CLASSES
 
 
 def test_a_shape_that_many_calls_have(kernels: list[str]) -> None:
     """It gets a program of its own after a number of calls, which computes the same."""
+    torch.rand(5, 9, device=DEV).cos()
     x = torch.rand(7, 11)
     there = x.to(DEV)
     counts = []

@@ -177,19 +177,23 @@ class Program:
 class Class:
     """Calls that differ in sizes and numbers alone."""
 
-    first: list[Any]  # numbers of the first of them
-    changed: int = 0  # at which positions others were seen, as bits
-    kinds: set[Hashable] = field(default_factory=set)  # of numbers that have programs of their own
+    first: list[int]  # the sizes of the first of them
+    numbers: list[Any]  # and its numbers
+    changed: int = 0  # at which positions other numbers were seen, as bits
+    kinds: set[str] = field(default_factory=set)  # of numbers that have programs of their own
     # By the numbers that are arguments, as bits, and the others: programs, or why one is made for each shape
     programs: dict[Hashable, list[Program] | str] = field(default_factory=dict)
     taken: dict[int, tuple[Numbers, ...]] = field(default_factory=dict)  # by the same bits
+
+    def __post_init__(self) -> None:
+        self.kinds.add(str(self.numbers))
 
     def lifting(self, numbers: list[Any]) -> int:
         """The numbers that change from call to call, as bits; none while few were seen."""
         text = str(numbers)
         if text in self.kinds:
             return 0
-        for k, (x, y) in enumerate(zip(numbers, self.first, strict=True)):
+        for k, (x, y) in enumerate(zip(numbers, self.numbers, strict=True)):
             self.changed |= int(str(x) != str(y)) << k
         if len(self.kinds) < PATIENCE:
             self.kinds.add(text)
@@ -211,15 +215,14 @@ class Programs:
     def serving(self, form: Form, args: Arguments, lift: int) -> Served:
         """What serves such calls. UnsupportedError says why there is nothing, OtherShapes what is to be resized."""
         shapes = Shapes(form.op, args)
+        found = None if shapes.empty or not shapes.values else self._class(class_key(form, shapes), shapes)
         why = ""
-        if shapes.values and not shapes.empty:
+        # The first shape of a class may be its only one. By the wish for results that depend on nothing but their
+        # arguments, all have programs of one kind.
+        if found is not None and (found.first != shapes.values or torch.are_deterministic_algorithms_enabled()):
             if trusting(form.op):  # the CPU was not asked, and lowerings cannot see that two symbols are two sizes
                 check_shapes(form, args, lift, True)
             with self._lock:
-                found = self._classes.setdefault(key := class_key(form, shapes), Class(shapes.numbers))
-                self._classes.move_to_end(key)
-                if len(self._classes) > MOST_CLASSES:
-                    self._classes.popitem(last=False)
                 changing = 0 if lift else found.lifting(shapes.numbers)
             for bits in (changing, lift) if changing else (lift,):
                 program = self._program(form, shapes, found, bits)
@@ -233,6 +236,14 @@ class Programs:
         if why:
             FIXED.setdefault(form.name, why)
         return run, ranges, numbers, lift, False
+
+    def _class(self, key: Hashable, shapes: Shapes) -> Class:
+        with self._lock:
+            found = self._classes.setdefault(key, Class(shapes.values, shapes.numbers))
+            self._classes.move_to_end(key)
+            if len(self._classes) > MOST_CLASSES:
+                self._classes.popitem(last=False)
+            return found
 
     def _program(self, form: Form, shapes: Shapes, found: Class, lift: int) -> Program | str:
         key = lift, str([x for k, x in enumerate(shapes.numbers) if not lift >> k & 1])
