@@ -256,6 +256,16 @@ def test_fifty_shapes(kernels: list[str], function: Callable[..., torch.Tensor])
     assert len({*kernels}) <= 3, kernels
 
 
+def test_dimensions_that_are_one_row(kernels: list[str]) -> None:
+    """How many there are, and which are one, does not matter to what is done element by element."""
+    for shape in ((4, 5), (3, 2, 7), (1, 9), (40,), (2, 1, 3, 2)):
+        x, there = torch.rand(shape), torch.rand(shape).to(DEV)
+        got = there.copy_(x).mul(there).sub_(there)
+        torch.testing.assert_close(got.cpu(), x * x - x)
+        assert got.stride() == x.stride()
+    assert len({*kernels}) <= 6
+
+
 def test_decoding_with_a_growing_cache(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for a compiler after the fourth token; what always has one shape gets kernels in the background."""
     monkeypatch.setattr(operators.PROGRAMS, "hot", lambda *call: None)

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from flambeau.capture.eager_dtypes import trusting
+from flambeau.capture.eager_strides import contiguous
 from flambeau.codegen.source import host_text
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
@@ -49,6 +50,7 @@ from .operator_forms import Form
 from .refusal import Numbers, taken
 
 log = logging.getLogger(__name__)
+aten = torch.ops.aten
 
 MOST_CLASSES = 1024  # whose programs are kept, those in use
 MOST_PROGRAMS = 4  # of a class: more show that its kernels depend on the sizes
@@ -57,8 +59,15 @@ PATIENCE = 2  # kinds of numbers that get programs of their own
 # Arguments that say how large something is; others (steps of windows, groups) are part of a kernel's text.
 SIZES = {"C", "HxW", "N", "input_size", "input_sizes", "normalized_shape", "output_size", "size", "sizes"}
 
+# Operators that are, though torch does not call them pointwise.
+ELEMENTWISE = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+
 FIXED: dict[str, str] = {}  # operators that had to be made for a fixed shape, and why
 
+
+
+def is_elementwise(op: OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags or op in ELEMENTWISE
 
 
 def is_size(op: OpOverload, name: str) -> bool:
@@ -75,11 +84,16 @@ def is_open(x: Any) -> bool:
 Rule = int | tuple[int]  # a stride: a number; or that behind a dimension, of which -1 is none that is known
 
 
+def in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dimensions from the one whose elements are nearest to each other; those of one element before others."""
+    return sorted(range(len(shape)), key=lambda d: (strides[d], shape[d] != 1, -d))
+
+
 def stride_rules(shape: Sequence[int], strides: Sequence[int]) -> tuple[Rule, ...]:
     """How each stride follows from sizes: packed behind the dimension before it in memory, or left open, (-1,)."""
     rules: list[Rule] = [0] * len(shape)
     before, expected = -1, 1
-    for d in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d] != 1, -d)):
+    for d in in_memory(shape, strides):
         if strides[d] == 0:
             continue
         if strides[d] == expected and before >= 0:
@@ -90,64 +104,102 @@ def stride_rules(shape: Sequence[int], strides: Sequence[int]) -> tuple[Rule, ..
     return tuple(rules)
 
 
+def common_shape(op: OpOverload, args: Arguments) -> tuple[int, ...] | None:
+    """Of the contiguous tensors of an elementwise operator, where they have one: how many dimensions they have does not
+    matter to it, nor which sizes are one. Tensors without dimensions are numbers."""
+    if not is_elementwise(op):
+        return None
+    shapes = {x.shape for x in args if isinstance(x, TensorLike) and x.shape}
+    rows = all(x.strides == contiguous(x.shape) for x in args if isinstance(x, TensorLike))
+    return shapes.pop() if len(shapes) == 1 and rows else None
+
+
+def in_a_row(args: Arguments) -> Arguments:
+    return tuple(replace(x, shape=(math.prod(x.shape),), strides=(1,)) if isinstance(x, TensorLike) and x.shape else x
+                 for x in args)
+
+
 class Shapes:
     """The class of a call, its numbers, and the sizes that tell it from others of its class."""
 
     def __init__(self, op: OpOverload, args: Arguments) -> None:
-        self.op, self.args = op, args
+        self.shape = common_shape(op, args)
+        self.op, self.args = op, args if self.shape is None else in_a_row(args)
         self.values: list[int] = []
         self.extra: list[int] = []  # those that are arguments, and no sizes of tensors
         self.numbers: list[Any] = []
         self.empty = False  # a tensor has no elements: there is little to compile, and strides have rules of their own
-        self._seen: dict[int, Hashable] = {}
+        self._places: dict[int, tuple[list[int | None], list[int | None], Hashable]] = {}  # of tensors among the values
+        self._last: dict[int, int] = {}  # of dimensions, counted from the last
         self.key: Hashable = tuple(self._of(x, str(a.type), is_size(op, a.name))
-                                   for a, x in zip(op._schema.arguments, args, strict=True))
+                                   for a, x in zip(op._schema.arguments, self.args, strict=True))
+
+    @property
+    def identity(self) -> Hashable:
+        """What a program for one shape is made for, beside the class."""
+        return tuple(self.values), self.shape
 
     def _of(self, x: Any, kind: str, size: bool) -> Hashable:
         if isinstance(x, (list, tuple)):
             return tuple(self._of(y, "", size) for y in x)
         if isinstance(x, TensorLike):
-            if x.same not in self._seen:
-                self._seen[x.same] = self._tensor(x)
-            return x.same, self._seen[x.same]
+            if x.same not in self._places:
+                self._places[x.same] = self._tensor(x)
+            return x.same, self._places[x.same][2]
         if size and is_open(x):
-            self.values.append(x)
             self.extra.append(x)
+            self._value(x)
             return "size"
         if is_number(x, kind):
             self.numbers.append(plain(x))
             return "number", type(plain(x)), x.dtype if isinstance(x, Number) else None
         return type(x), str(x) if isinstance(x, float) else x  # 0.0 and -0.0 are equal
 
-    def _tensor(self, x: TensorLike) -> Hashable:
+    def _value(self, x: int) -> int:
+        self.values.append(x)
+        return len(self.values) - 1
+
+    def _tensor(self, x: TensorLike) -> tuple[list[int | None], list[int | None], Hashable]:
         rules = stride_rules(x.shape, x.strides)
         self.empty |= 0 in x.shape
-        self.values += (n for n in x.shape if n > 1)
-        self.values += (n for n, rule in zip(x.strides, rules, strict=True) if rule == (-1,))
-        return x.dtype, x.device, tuple(min(n, 2) for n in x.shape), rules, x.overlaps
+        sizes = [self._size(n, len(x.shape) - d) if n > 1 else None for d, n in enumerate(x.shape)]
+        strides = [self._value(n) if rule == (-1,) else None for n, rule in zip(x.strides, rules, strict=True)]
+        shape = tuple(n if at is None else (at,) for n, at in zip(x.shape, sizes, strict=True))
+        return sizes, strides, (x.dtype, x.device, shape, rules, x.overlaps)
+
+    def _size(self, n: int, from_last: int) -> int:
+        """Those that elementwise operators broadcast to one another are one."""
+        if not is_elementwise(self.op):
+            return self._value(n)
+        at = self._last.setdefault(from_last, len(self.values))
+        return at if at < len(self.values) and self.values[at] == n else self._value(n)
 
     def symbolic(self, symbols: Sequence[Any]) -> Arguments:
         """The call with symbols in the place of its values."""
-        following = iter(symbols)
         made: dict[int, TensorLike] = {}
+        sizes = iter([symbol for symbol, used in zip(symbols, self._used(), strict=True) if not used])
 
         def changed(x: Any, size: bool) -> Any:
             if isinstance(x, (list, tuple)):
                 return type(x)(changed(y, size) for y in x)
             if isinstance(x, TensorLike):
-                if x.same not in made:
-                    made[x.same] = self._with(x, following)
-                return made[x.same]
-            return next(following) if size and is_open(x) else x
+                return made.setdefault(x.same, self._with(x, symbols))
+            return next(sizes) if size and is_open(x) else x
 
         return tuple(changed(x, is_size(self.op, a.name))
                      for a, x in zip(self.op._schema.arguments, self.args, strict=True))
 
-    def _with(self, x: TensorLike, symbols: Iterator[Any]) -> TensorLike:
-        shape = [next(symbols) if n > 1 else n for n in x.shape]
+    def _used(self) -> list[bool]:
+        """Which values are of tensors."""
+        used = {at for sizes, strides, _ in self._places.values() for at in (*sizes, *strides)}
+        return [k in used for k in range(len(self.values))]
+
+    def _with(self, x: TensorLike, symbols: Sequence[Any]) -> TensorLike:
+        sizes, opened, _ = self._places[x.same]
+        shape = [n if at is None else symbols[at] for n, at in zip(x.shape, sizes, strict=True)]
         rules = stride_rules(x.shape, x.strides)
-        strides: list[Any] = [next(symbols) if rule == (-1,) else rule for rule in rules]
-        for d in sorted(range(len(shape)), key=lambda d: (x.strides[d], x.shape[d] != 1, -d)):
+        strides: list[Any] = [rule if at is None else symbols[at] for rule, at in zip(rules, opened, strict=True)]
+        for d in in_memory(x.shape, x.strides):
             if isinstance(strides[d], tuple):
                 before = strides[d][0]
                 strides[d] = strides[before] * (shape[before] if x.shape[before] else 1)
@@ -169,7 +221,10 @@ class Program:
         given = self.ranges(*shapes.values)
         if self.run is None:
             raise OtherShapes(list(given))
-        run, extra = self.run, shapes.extra
+        run, extra, shape = self.run, shapes.extra, shapes.shape
+        if shape is not None and len(shape) > 1:
+            return lambda args: [t.view(shape) for t in run([
+                x.view(-1) if isinstance(x, torch.Tensor) and x.dim() else x for x in args])], given
         return (lambda args: run(args + extra)) if extra else run, given
 
 
@@ -177,7 +232,7 @@ class Program:
 class Class:
     """Calls that differ in sizes and numbers alone."""
 
-    first: list[int]  # the sizes of the first of them
+    first: Hashable  # the sizes of the first of them
     numbers: list[Any]  # and its numbers
     changed: int = 0  # at which positions other numbers were seen, as bits
     kinds: set[str] = field(default_factory=set)  # of numbers that have programs of their own
@@ -219,7 +274,7 @@ class Programs:
         why = ""
         # The first shape of a class may be its only one. By the wish for results that depend on nothing but their
         # arguments, all have programs of one kind.
-        if found is not None and (found.first != shapes.values or torch.are_deterministic_algorithms_enabled()):
+        if found is not None and (found.first != shapes.identity or torch.are_deterministic_algorithms_enabled()):
             if trusting(form.op):  # the CPU was not asked, and lowerings cannot see that two symbols are two sizes
                 check_shapes(form, args, lift, True)
             with self._lock:
@@ -239,7 +294,7 @@ class Programs:
 
     def _class(self, key: Hashable, shapes: Shapes) -> Class:
         with self._lock:
-            found = self._classes.setdefault(key, Class(shapes.values, shapes.numbers))
+            found = self._classes.setdefault(key, Class(shapes.identity, shapes.numbers))
             self._classes.move_to_end(key)
             if len(self._classes) > MOST_CLASSES:
                 self._classes.popitem(last=False)
@@ -276,7 +331,7 @@ class Programs:
         if torch.are_deterministic_algorithms_enabled():  # it may add in another order than the one that served so far
             return None
         shapes = Shapes(form.op, args)
-        key = class_key(form, shapes), lift, str((shapes.numbers, shapes.values))
+        key = class_key(form, shapes), lift, str((shapes.numbers, shapes.identity))
         if not wait:
             self._hot[key] = WORKER.submit(contextvars.copy_context().run, for_one_shape, form, args, lift)
             if len(self._hot) > MOST_CLASSES:
