@@ -161,11 +161,11 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
             texts = [target.variants(k, text) for k, text in zip(program.kernels, texts, strict=True)]
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
-    count = sum(n.op == "placeholder" for n in gm.graph.nodes)
     promises = promises_of(gm, captured.symbols.index) if config.verify is True else None
-    package = write(program, target.name, texts, captured.sources, captured.tensors, count, device, promises)
+    package = write(program, target.name, texts, device, promises)
     if options.graphs:
-        package = replace(package, graphs=recordable(program, gm, captured.tensors, device))
+        positions = [program.arguments.index(name) for name in program.inputs]
+        package = replace(package, graphs=recordable(program, gm, positions, device))
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
     made = Compiled(gm, captured, program, texts, build, package, options, seconds, exclude=exclude)
     for observe in OBSERVERS:

@@ -76,10 +76,13 @@ def _commit() -> str:
         return f"release {version('flambeau')}"
 
 
+def plain(rows: Sequence[Any]) -> list[Any]:
+    return [asdict(row) if is_dataclass(row) and not isinstance(row, type) else row for row in rows]
+
+
 def write_results(path: Path, kind: str, rows: Sequence[Any], summary: dict[str, Any], device: str = "cpu") -> None:
     """`device` is the one that was measured, by the name that torch has for it; rows are dataclasses or plain data."""
-    plain = [asdict(row) if is_dataclass(row) and not isinstance(row, type) else row for row in rows]
-    report = {"kind": kind, **origin(), "machine": machine(device), "rows": plain, "summary": summary}
+    report = {"kind": kind, **origin(), "machine": machine(device), "rows": plain(rows), "summary": summary}
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 

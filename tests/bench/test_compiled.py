@@ -4,7 +4,10 @@ from io import StringIO
 
 from rich.console import Console
 
-from flambeau.bench.compiled import CompiledRow, step_table
+from flambeau.bench.compiled import CompiledRow
+from flambeau.report.performance import compiled_steps
+from flambeau.report.sheet import terminal
+from flambeau.results_file import plain
 
 
 def test_ratios() -> None:
@@ -12,7 +15,8 @@ def test_ratios() -> None:
                         peak_mib={"eager": 8.0, "ours": 6.0}, unequal_with_regions=2),
             CompiledRow("vit", "infer", ms={"eager": 1.0}, errors={"ours": "failed"})]
     page = StringIO()
-    Console(width=140, file=page).print(step_table(rows, "tiny"))
+    sheet, = compiled_steps({"rows": plain(rows)})
+    Console(width=200, file=page).print(terminal(sheet, "tiny"))
     text = page.getvalue()
-    assert [word for word in ("1.500", "0.750", "3.00", "6.00") if word not in text] == []
-    assert "inductor" not in text and "first s" not in text
+    assert [word for word in ("1.500", "0.750", "3.00", " 6 ") if word not in text] == []
+    assert "Inductor" not in text and "first s" not in text

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flambeau.bench import floors
 from flambeau.bench.floor_cases import CASES, FORWARD, SIZES, Case, Draw, chosen
+from flambeau.report import performance
+from flambeau.results_file import plain
 
 # Milliseconds at 4.3 TB/s, in the full sizes and float32.
 FLOORS = {
@@ -150,5 +152,7 @@ def test_table_and_means() -> None:
     summary = floors.summarise(rows, ["eager", "flambeau"], 1e12)
     assert summary["mean"] == pytest.approx({"eager": 2.0, "flambeau": 2.0})
     assert summary["mean without sampling"] == pytest.approx({"eager": 4.0, "flambeau": 1.0})
-    assert floors.floor_table("t", rows, ["eager", "flambeau"], 1e12).row_count == 4
+    *_, sheet = performance.floors({"kind": "floors", "machine": {}, "rows": plain(rows),
+                                    "summary": summary | {"dtype": "float32", "sizes": "tiny"}})
+    assert sheet.rows[0] == ["a", "2000.000", "4.00", "**1.00**", "0.25", "4.30"] and len(sheet.means) == 2
     assert floors.line(rows[0], ["eager", "flambeau"]) == "a forward: floor 2000.000 ms; eager 4.00, flambeau 1.00"

@@ -9,7 +9,9 @@ import torch
 
 from flambeau.bench import harness, ops
 from flambeau.bench.harness import Row, alternate, geometric_mean, group_ratios
-from flambeau.results_file import write_results
+from flambeau.report import performance
+from flambeau.results_file import plain, write_results
+from flambeau.testing.one_order import in_one_order
 
 
 class FakeClock:
@@ -104,7 +106,9 @@ def test_measure_model_and_report(tmp_path: Path) -> None:
     assert all(set(row.seconds) == {"eager", "aot_eager"} and not row.errors for row in rows)
     assert [len(row.accuracy["aot_eager"]) for row in rows] == [len(harness.DRAWS)] * 2
     assert all(draw["rel"] < 1e-5 for row in rows for draw in row.accuracy["aot_eager"])
-    assert harness.time_table("t", rows, ["eager", "aot_eager"]).row_count == 5
+    sheet, *_ = performance.steps({"rows": plain(rows), "summary": {}})
+    assert len(sheet.rows) == 2 and len(sheet.means) == 3 and sheet.heads[-1] == "error of aot_eager"
+    assert not any("failed" in row for row in sheet.rows)
     write_results(tmp_path / "r.json", "models", rows, harness.summarise(rows, ["eager", "aot_eager"]))
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["machine"]["torch"] == torch.__version__
@@ -133,13 +137,13 @@ def test_one_order_is_strict_where_torch_can(refused: bool) -> None:
             raise RuntimeError("an_operator does not have a deterministic implementation")
         return warn_only
 
-    assert harness.in_one_order(run) is refused
+    assert in_one_order(run) is refused
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
 
 
 def test_one_order_leaves_other_errors() -> None:
     with pytest.raises(RuntimeError, match="shapes"):
-        harness.in_one_order(lambda: torch.ones(2) + fail("shapes"))
+        in_one_order(lambda: torch.ones(2) + fail("shapes"))
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -1,5 +1,5 @@
 """What copies in eager is memory of its own, with eager's strides: for `as_strided`, for views as other dtypes, for
-results that share memory, and for whoever writes to a view."""
+results that share memory, and for writes to a view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import flambeau  # noqa: F401
+from flambeau.capture import eager_strides
 
 Fn = Callable[..., Any]
 
@@ -150,8 +150,16 @@ def test_a_constant_is_copied_for_each_caller() -> None:
     assert fn(torch.ones(2)).tolist() == [1, 2, 3]
 
 
+@pytest.fixture(params=["eager's kernels", "rules"])
+def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says how a result lies: eager's kernels do of small tensors, the rules of large ones."""
+    if request.param == "rules":
+        monkeypatch.setattr(eager_strides, "FEW", -1)
+
+
+@pytest.mark.usefixtures("asked")
 def test_strides_where_torchs_metadata_says_others() -> None:
-    """They come from the rules of eager's kernels, also for what is computed from such a result, and with gradients."""
+    """Also for what is computed from such a result, and with gradients."""
     channels = LAYOUTS["channels last"]
     same(lambda x: (x.roll(1, 1), x.roll((1, 2), (1, 3)) * 2), channels)
     same(lambda x: x.roll(1, 1) * 2, lambda: channels().requires_grad_())
@@ -167,6 +175,7 @@ def test_strides_where_torchs_metadata_says_others() -> None:
          lambda: torch.arange(24.0).view(4, 2, 3).transpose(0, 2))
 
 
+@pytest.mark.usefixtures("asked")
 def test_strides_of_dimensions_of_one_element() -> None:
     """With sizes of the run, with gradients beside views of results, and of what is empty."""
 
@@ -183,6 +192,30 @@ def test_strides_of_dimensions_of_one_element() -> None:
     same(lambda x: x.permute(1, 2, 0) + 1, lambda: torch.ones(5, 3, 0))
 
 
+def test_strides_that_eagers_kernels_have() -> None:
+    """For which there is no rule: indices, reductions of what is empty."""
+    index = lambda: torch.tensor([0])  # noqa: E731
+    same(lambda x, i: [x.as_strided((3, 1, 1), (1, 4, 4))[..., i], x[:0].view(1, 0, 1, 1)[:, :, i]],
+         lambda: torch.arange(9.0), index)
+    same(lambda x, i: [x[:, i[:0]], x[:, i], x[i, :, i]], lambda: torch.ones(12, 3, 2, 1).transpose(0, -1), index)
+    same(lambda x: [x[:, 1:0].sum((2, -4), keepdim=True), x[:, :0].sum(2), x[:, :0].amax(2)],
+         lambda: torch.ones(1, 2, 3, 4))
+    same(lambda x: x.all(-1, keepdim=True)[:, :, :, :1:3].select(1, -1).sigmoid(), lambda: torch.ones(2, 2, 1, 1))
+    same(lambda x: (x.expm1() * 0.1, x.float().nan_to_num()), lambda: torch.ones(0, 1, 2).bool(), dynamic=True)
+    same(lambda x: x.nan_to_num(1, 2, 3), lambda: torch.tensor([0, torch.inf, -torch.inf, 1]).as_strided(
+        (2, 1, 2), (2, 7, 1)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_strided_view_across_dimensions_is_a_view(dynamic: bool) -> None:
+    def fn(x: Tensor) -> list[Any]:
+        y = (x * x + 1).log()
+        return [y.as_strided((4, 2), (7, 1), 1), y, y[1], y.as_strided((4, 2), (7, 1), 1).t()]
+
+    same(fn, lambda: torch.arange(28.0).view(2, 1, 7, 2), dynamic=dynamic)
+    same(fn, lambda: torch.arange(28.0).view(2, 2, 7, 1).permute(0, 3, 2, 1), dynamic=dynamic)
+
+
 def test_views_without_elements_begin_where_eagers_do() -> None:
     def fn(x: Tensor) -> list[Any]:
         y = x + 1
@@ -193,6 +226,17 @@ def test_views_without_elements_begin_where_eagers_do() -> None:
     same(fn, lambda: torch.ones(2, 3), dynamic=True)
     x = torch.ones(2, 3, 0, dtype=torch.int32)
     same(lambda x: torch.bmm(x, x.mT), lambda: x.narrow(1, 1, 1))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_of_all_that_is_empty_are_other_objects(dynamic: bool) -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        y, z = x[2:].abs(), x[:, 1:].amin(0)
+        return [y, y.view(-1, 1), y.squeeze(0), y, z.tensor_split(2)[0].neg_(), z]
+
+    torch._dynamo.reset()
+    found = torch.compile(fn, backend="flambeau", dynamic=dynamic)(torch.ones(2, 1))
+    assert [next(k for k, other in enumerate(found) if other is t) for t in found] == [0, 1, 2, 0, 4, 5]
 
 
 def test_shuffled_channels_are_a_copy_unless_there_are_none() -> None:
@@ -261,6 +305,15 @@ REFUSED: dict[str, tuple[Fn, Tensor]] = {
     "var": (lambda x: x.var(), torch.ones(2, 3, dtype=torch.int64)),
     "index_select": (lambda x: x.index_select(0, x), torch.zeros(1, 2, dtype=torch.int64)),
     "argmax": (lambda x: x.argmax(1), torch.ones(2, 3, dtype=torch.bool)),
+    "soft_margin_loss": (lambda x: F.soft_margin_loss(x, x), torch.ones(2, dtype=torch.int64)),
+    "multilabel_margin_loss": (lambda x: F.multilabel_margin_loss(x, x), torch.ones(2, dtype=torch.int64)),
+    "multi_margin_loss": (lambda x: F.multi_margin_loss(x, x[0]), torch.zeros(2, 3, dtype=torch.int64)[:, :2]),
+    "trace": (lambda x: x.trace(), torch.ones(2, 2, dtype=torch.bool)),
+    "prelu": (lambda x: F.prelu(x, x[0]), torch.ones(2, 2, dtype=torch.int64)),
+    "cdist": (lambda x: torch.cdist(x, x), torch.ones(2, 2, dtype=torch.float16)),
+    "embedding in nothing": (lambda x: F.embedding(x[0], x.float()[:0]), torch.zeros(1, 2, dtype=torch.int64)),
+    "embedding of nothing": (lambda x: F.embedding(x[0], x.float()[:, :0]), torch.full((1, 2), 9)),
+    "index_select of nothing": (lambda x: x[:0].index_select(1, x[0]), torch.full((1, 2), 9)),
 }
 
 

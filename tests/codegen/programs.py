@@ -9,7 +9,7 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.index import IndexLike, Sym, as_index
-from flambeau.ir.nodes import Graph, Value
+from flambeau.ir.nodes import Graph, Host, Value
 from flambeau.ir.program import AnyKernel, LoopKernel, Program, ScanKernel, ScatterKernel
 from flambeau.runtime.executor import write
 from flambeau.schedule.plan import schedule
@@ -40,7 +40,8 @@ def graph_of(make: Make, *args: torch.Tensor, dynamic: bool = False) -> Graph:
         for k, t in enumerate(args):
             shape: Sequence[IndexLike] = t.shape
             if dynamic:
-                g.symbols += (sizes := [Sym(f"s{k}_{d}") for d in range(t.dim())])
+                sizes = [Sym(f"s{k}_{d}") for d in range(t.dim())]
+                g.numbers |= {s: Host(f"in{k}.shape[{d}]", frozenset((f"in{k}",))) for d, s in enumerate(sizes)}
                 shape = [as_index(s) for s in sizes]
             values.append(g.add_input(shape, t.dtype, None if dynamic else t.stride()))
         g.outputs = list(make(*values))
@@ -51,11 +52,10 @@ def built(make: Make, *args: torch.Tensor, dynamic: bool = False, on: str = "cpu
     """The program that computes make(values), ready to run."""
     target = get_target(on)
     g = graph_of(make, *args, dynamic=dynamic)
-    sources = {s: ("size", f"in{s.name[1:].split('_')[0]}", int(s.name.split("_")[1])) for s in g.symbols}
     # Graphs here are many small ones side by side: each kernel by itself, not all of one form along a table.
     program = schedule(g, replace(target.capabilities(), tables=False), True)
     kernels = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
-    package = write(program, target.name, kernels, sources, list(range(len(args))), len(args))
+    package = write(program, target.name, kernels)
     return Built(program, [k.text for k in kernels], package.load())
 
 

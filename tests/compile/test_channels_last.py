@@ -1,4 +1,4 @@
-"""Convolutions whose images have contiguous channels: the same values, and for whoever looks the same strides."""
+"""Convolutions whose images have contiguous channels: the same values, and the same strides."""
 
 from __future__ import annotations
 

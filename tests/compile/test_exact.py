@@ -15,7 +15,7 @@ from flambeau.bench import chains
 from flambeau.bench.chains import check_chains
 from flambeau.debug import collect
 from flambeau.ops import ops_loaded
-from flambeau.ops.exact import is_exact
+from flambeau.ops.facts import is_exact
 from flambeau.testing.opinfo import OPS, check_opinfo, differing
 
 aten = torch.ops.aten

@@ -95,23 +95,23 @@ def test_fifty_steps_follow_eager(name: str) -> None:
 def test_gradients_come_laid_out_as_results_are() -> None:
     seen = []
 
-    @torch.library.custom_op("flambeau_tests::turned", mutates_args=())
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    @torch.library.custom_op("flambeau_tests::transposed", mutates_args=())
+    def transposed(x: torch.Tensor) -> torch.Tensor:
         return (2 * x).transpose(0, 1).contiguous().transpose(0, 1)
 
-    turned.register_fake(lambda x: torch.empty_strided(x.shape, (1, x.shape[0]), dtype=x.dtype, device=x.device))
+    transposed.register_fake(lambda x: torch.empty_strided(x.shape, (1, x.shape[0]), dtype=x.dtype, device=x.device))
 
-    @torch.library.custom_op("flambeau_tests::turned_backward", mutates_args=())
-    def turned_backward(g: torch.Tensor) -> torch.Tensor:
+    @torch.library.custom_op("flambeau_tests::transposed_backward", mutates_args=())
+    def transposed_backward(g: torch.Tensor) -> torch.Tensor:
         seen.append(g.stride())
         return 2 * g
 
-    turned_backward.register_fake(torch.empty_like)
-    turned.register_autograd(lambda ctx, g: turned_backward(g))
+    transposed_backward.register_fake(torch.empty_like)
+    transposed.register_autograd(lambda ctx, g: transposed_backward(g))
     x = torch.randn(3, 5, requires_grad=True)
     from torch._functorch import config
 
     with config.patch(guess_tangent_strides_as_outputs=False):  # torch has it on or off, by version
-        y = torch.compile(turned, backend="flambeau")(x)
+        y = torch.compile(transposed, backend="flambeau")(x)
     y.backward(torch.randn(5, 3).t())
     assert seen == [(1, 3)]

@@ -73,7 +73,7 @@ def test_forms_that_pytorch_puts_together() -> None:
 
 @pytest.mark.parametrize("move", [
     lambda x: x[1:4].copy_(x[:3]), lambda x: x[:4].view(2, 2).copy_(x[:4].view(2, 2).t()), lambda x: x[::2].copy_(
-        x[1::2]), lambda x: x[:1].expand(3).copy_(x[2:5])], ids=["shifted", "turned", "between", "onto one"])
+        x[1::2]), lambda x: x[:1].expand(3).copy_(x[2:5])], ids=["shifted", "reversed", "between", "onto one"])
 def test_copies_onto_what_they_read(move: Any) -> None:
     found = []
     for device in ("cpu", DEV):

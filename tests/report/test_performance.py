@@ -44,8 +44,9 @@ def test_table_of_floors(tmp_path: Path) -> None:
     assert "## Operators beside the memory limit (CUDA)\n\na GPU, CUDA 13.0, Triton 3.6.0; a CPU" in page
     assert "device copy 4.30 TB/s" in page
     assert "| cumsum dim 0 | 0.100 | 24.00 | 11.00 | 25.00 | **1.50** |" in page
-    assert "| max_pool3d, gradient | 0.200 | **2.00** |  |  | 3.00 |" in page
-    assert "| **geometric mean, without grid_sampler** | | 6.93 | 11.00 | 25.00 | 2.12 |" in page
+    assert "| max_pool3d, gradient | 0.200 | **2.00** | !0.50 |  | 3.00 |" in page
+    assert "| grid & sampler | 0.100 | failed |" in page
+    assert "| **geometric mean, without grid_sampler** |  | **6.93** | **11.00** | **25.00** | **2.12** |" in page
 
 
 def test_chart_of_floors(tmp_path: Path) -> None:

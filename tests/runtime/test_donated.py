@@ -28,7 +28,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def taken(graphs: list[Any]) -> list[str]:
-    return [b.over for g in graphs for b in g.program.buffers.values() if b.place == "over"]
+    return [b.over for g in graphs for b in g.program.buffers if b.place == "over"]
 
 
 def loss(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import flambeau
 from flambeau.config import config
 from flambeau.targets.cpu.target import CpuTarget
 
@@ -44,6 +47,16 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocks]:
     torch._dynamo.reset()
     with config.override(graph_cache=False):
         yield made
+
+
+def test_nothing_else_launches_kernels() -> None:
+    """All rooms but targets, which know how, and the bench that measures them leave it to the executor: one place joins
+    launches to plans, and what is built is called by plans alone."""
+    source = Path(flambeau.__file__).parent
+    rooms = [p for p in source.rglob("*.py") if p.relative_to(source).parts[0] not in ("targets", "bench")]
+    assert [p.name for p in rooms if re.search(r"target\.plan\(", p.read_text())] == ["launch_plan.py"]
+    calls = re.compile(r"(launch|kernel|launches\[\w+\]|kernels\[\w+\])\(\[")  # of pointers
+    assert not [p.name for p in rooms if calls.search(p.read_text())]
 
 
 def deep(x: Tensor, *weights: Tensor) -> Tensor:

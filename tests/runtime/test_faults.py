@@ -74,7 +74,8 @@ def test_errors_are_eagers(name: str) -> None:
     assert type(ours) is type(eager)
     assert str(ours).startswith(str(eager))
     assert str(bad) in str(ours) or "with size 0" in str(ours)
-    assert any("reported by the kernel of" in note for note in ours.__notes__)
+    if not name.endswith("of nothing"):  # what is empty is eager's call, and so is its error
+        assert any("reported by the kernel of" in note for note in ours.__notes__)
 
 
 @pytest.mark.parametrize("target", ["opencl", "opencl-points", "interpreter"])

@@ -19,6 +19,7 @@ from flambeau.compile import cache_entry as graph_entry
 from flambeau.compile import disk_cache as graph_cache
 from flambeau.compile.disk_cache import GraphCache, Stored
 from flambeau.config import config
+from flambeau.runtime.launch_plan import Step
 from flambeau.runtime.plain_data import DEPTH, Codec, Malformed, Record, Unwritable
 from flambeau.targets.cache import DiskCache
 
@@ -345,7 +346,7 @@ def test_a_graph_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     reasons: list[str] = []
     monkeypatch.setattr(GraphCache, "refuse", staticmethod(lambda reason: reasons.append(str(reason))))
     records = graph_entry.codec().records
-    record = records.pop(graph_entry.Step)
+    record = records.pop(Step)
     try:
         torch._dynamo.reset()
         with config.override(verify=False):
@@ -353,5 +354,5 @@ def test_a_graph_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
             made = torch.compile(lambda x: x.tanh() * 3.25, backend="flambeau")(x)
         torch.testing.assert_close(made, x.tanh() * 3.25)
     finally:
-        records[graph_entry.Step] = record
+        records[Step] = record
     assert len(reasons) == 1 and "flambeau.runtime.launch_plan.Step" in reasons[0]

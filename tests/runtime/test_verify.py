@@ -26,32 +26,25 @@ TARGETS = ("cpu", "interpreter", *opencl_forms.FORMS)
 
 
 @contextmanager
-def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Program], None]) -> Iterator[None]:
+def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> Iterator[None]:
     """Programs that something went wrong with on their way."""
     schedule = pipeline.schedule
 
-    def planted(*args: Any) -> Program:
-        change(p := schedule(*args))
-        return p
-
     with monkeypatch.context() as m:
-        m.setattr(pipeline, "schedule", planted)
+        m.setattr(pipeline, "schedule", lambda *args: change(schedule(*args)))
         yield
 
 
-def shifted(by: int, written: bool) -> Callable[[Program], None]:
+def shifted(by: int, written: bool) -> Callable[[Program], Program]:
     """Reads, or writes, so many elements away from where they belong."""
 
-    def change(p: Program) -> None:
-        for k, kernel in enumerate(p.kernels):
-            assert isinstance(kernel, LoopKernel)
-            if written:
-                p.kernels[k] = replace(kernel, stores=tuple((name, at + by) for name, at in kernel.stores))
-            else:
-                move = lambda e: replace_load(e, by) if e.op == "load" else e  # noqa: E731
-                p.kernels[k] = kernel.rewritten(move)
+    def moved(kernel: Any) -> LoopKernel:
+        assert isinstance(kernel, LoopKernel)
+        if written:
+            return replace(kernel, stores=tuple((name, at + by) for name, at in kernel.stores))
+        return kernel.rewritten(lambda e: replace_load(e, by) if e.op == "load" else e)
 
-    return change
+    return lambda p: replace(p, kernels=tuple(map(moved, p.kernels)))
 
 
 def replace_load(e: Any, by: int) -> Any:

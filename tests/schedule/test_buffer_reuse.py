@@ -19,7 +19,7 @@ def crossed(x: Tensor, y: Tensor, z: Tensor) -> None:
     y.copy_(b)
 
 
-def turned(x: Tensor, y: Tensor, z: Tensor) -> None:
+def transposed(x: Tensor, y: Tensor, z: Tensor) -> None:
     a, b, c = y * 2 + z, z * 3 + x, x * 5 + y
     x.copy_(a)
     y.copy_(b)
@@ -33,7 +33,7 @@ def chosen(x: Tensor, y: Tensor, z: Tensor) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("f", [crossed, turned, chosen])
+@pytest.mark.parametrize("f", [crossed, transposed, chosen])
 def test_what_is_written_was_read_before(f: Callable[..., None], target: str) -> None:
     ours = [torch.randn(300) for _ in range(3)]
     eager = [t.clone() for t in ours]

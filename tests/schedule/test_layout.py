@@ -29,7 +29,7 @@ def test_channels_stay_where_they_are(fn: Callable[..., Any], channels_last: boo
     with whole_operators():
         made = programs(fn, image(channels_last))
     for p in made:
-        for b in p.buffers.values():
+        for b in p.buffers:
             if len(b.shape) == 4 and b.place == "arena":
                 seen += 1
                 step = b.strides[1 if channels_last else 3]

@@ -153,7 +153,7 @@ def test_parameters_are_named_once_and_marked_when_written() -> None:
 def test_sizes_are_run_time_arguments_when_dynamic() -> None:
     p = program(lambda x: x.exp().sum(1), torch.randn(64, 100), dynamic=True)
     (k,) = launches(p)
-    assert {s.name for s in k.sizes} <= {s.name for s in p.symbols} and k.sizes
+    assert {s.name for s in k.sizes} <= {s.name for s, _ in p.numbers} and k.sizes
 
 
 def test_scans_and_scatters() -> None:

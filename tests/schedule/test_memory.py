@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from torch import Tensor
 from flambeau.ir.index import Sym, as_index
 from flambeau.ir.nodes import Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
-from flambeau.schedule.memory import ALIGN, lifetimes, nbytes, plan_memory
+from flambeau.schedule.memory import ALIGN, ProgramDraft, lifetimes, nbytes, plan_memory
 from schedule.programs import program, programs
 
 F32 = torch.float32
@@ -26,17 +28,22 @@ def value(b: BufferPlan) -> Value:
     return Value(b.name, b.shape, b.dtype, as_indices(dim_vars(b.shape)))
 
 
-def check(p: Program) -> None:
+def places(p: Program | ProgramDraft) -> list[BufferPlan]:
+    return list(p.buffers.values() if isinstance(p, ProgramDraft) else p.buffers)
+
+
+def check(p: Program | ProgramDraft) -> None:
     """Arena buffers: inside it, aligned, and apart from all that live at the same time."""
     lives = lifetimes(p)
-    placed = [(b, nbytes(b), *lives[b.name]) for b in p.buffers.values() if b.place == "arena"]
+    placed = [(b, nbytes(b), *lives[b.name]) for b in places(p) if b.place == "arena"]
     for b, size, _, _ in placed:
         assert size is not None and b.offset % ALIGN == 0 and b.offset >= 0 and b.offset + size <= p.arena_bytes
     for i, (a, a_size, a_first, a_last) in enumerate(placed):
         for b, b_size, b_first, b_last in placed[i + 1:]:
             if a_first <= b_last and b_first <= a_last:
                 assert a.offset + a_size <= b.offset or b.offset + b_size <= a.offset, f"{a.name} and {b.name} overlap"
-    gone: dict[str, int] = {n: k for k, names in p.frees.items() for n in names}
+    freed = p.frees.items() if isinstance(p, ProgramDraft) else enumerate(p.frees)
+    gone: dict[str, int] = {n: k for k, names in freed for n in names}
     for k, step in enumerate(p.steps):
         used = set(step.args) if isinstance(step, Launch) else {step.dst, step.src.buffer} if isinstance(step, Copy) \
             else {v.buffer for v in step.args if isinstance(v, Value)}
@@ -44,11 +51,11 @@ def check(p: Program) -> None:
             assert gone.get(n, k) >= k, f"{n} is used in step {k} and freed after step {gone[n]}"
     for o in p.outputs:
         if isinstance(o, Value):
-            assert o.buffer not in gone and p.buffers[o.buffer].place != "arena"
+            assert o.buffer not in gone and {b.name: b for b in places(p)}[o.buffer].place != "arena"
 
 
 @st.composite
-def random_programs(draw: st.DrawFn) -> Program:
+def random_programs(draw: st.DrawFn) -> ProgramDraft:
     """Launches and calls over buffers of random sizes, each reading what was made before it."""
     count = draw(st.integers(1, 12))
     dtypes = st.sampled_from((torch.float32, torch.float64, torch.uint8, torch.bfloat16))
@@ -62,23 +69,23 @@ def random_programs(draw: st.DrawFn) -> Program:
         else:
             steps.append(Call(None, tuple(value(buffers[r]) for r in reads), (), (b.name,), None))
             if draw(st.booleans()):
-                b.place = "extern"
+                b = replace(b, place="extern")
         buffers[b.name] = b
     outputs = draw(st.lists(st.sampled_from(sorted(set(buffers) - {"in0"})), max_size=2, unique=True))
     for name in outputs:
         if buffers[name].place == "arena":
-            buffers[name].place = "output"
-    return Program(["in0"], [], [], steps, buffers, [value(buffers[n]) for n in outputs])
+            buffers[name] = replace(buffers[name], place="output")
+    return ProgramDraft([], steps, [value(buffers[n]) for n in outputs], buffers)
 
 
 @settings(max_examples=300, deadline=None)
 @given(random_programs())
-def test_random_programs(p: Program) -> None:
+def test_random_programs(p: ProgramDraft) -> None:
     plan_memory(p)
     check(p)
-    live = [sum(-(-max(nbytes(b) or 0, 1) // ALIGN) * ALIGN for b in p.buffers.values() if b.place == "arena"
+    live = [sum(-(-max(nbytes(b) or 0, 1) // ALIGN) * ALIGN for b in places(p) if b.place == "arena"
                 and lifetimes(p)[b.name][0] <= k <= lifetimes(p)[b.name][1]) for k in range(len(p.steps))]
-    total = sum(-(-max(nbytes(b) or 0, 1) // ALIGN) * ALIGN for b in p.buffers.values() if b.place == "arena")
+    total = sum(-(-max(nbytes(b) or 0, 1) // ALIGN) * ALIGN for b in places(p) if b.place == "arena")
     assert max(live, default=0) <= p.arena_bytes <= total
 
 
@@ -87,7 +94,7 @@ def test_a_chain_needs_two_places() -> None:
     for length in (3, 10, 40):
         buffers = {f"b{k}": buffer(f"b{k}", 1000) for k in range(length)}
         steps = [Launch(0, (f"b{k}", f"b{k + 1}")) for k in range(length - 1)]
-        p = Program([], [], [], list(steps), buffers, [])
+        p = ProgramDraft([], list(steps), [], buffers)
         plan_memory(p)
         check(p)
         assert p.arena_bytes == 2 * 4096
@@ -95,7 +102,7 @@ def test_a_chain_needs_two_places() -> None:
 
 def test_sizes_not_known_before_the_run_are_allocated() -> None:
     buffers = {"b0": buffer("b0", Sym("s0"), 4), "b1": buffer("b1", 10)}
-    p = Program([], [], [], [Launch(0, ("b0", "b1")), Launch(0, ("b1",))], buffers, [])
+    p = ProgramDraft([], [Launch(0, ("b0", "b1")), Launch(0, ("b1",))], [], buffers)
     plan_memory(p)
     assert buffers["b0"].place == "alloc" and buffers["b1"].place == "arena"
     assert p.frees == {0: ("b0",)}

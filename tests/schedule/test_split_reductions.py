@@ -35,7 +35,7 @@ def pieces(p: Program, at: int) -> tuple[int, ...]:
     step = p.steps[at]
     assert isinstance(step, Launch)
     made = next(a for a, x in zip(step.args, p.kernels[step.kernel].params, strict=True) if x.written)
-    return tuple(n.const for n in p.buffers[made].shape)
+    return tuple(n.const for n in p.places[made].shape)
 
 
 @pytest.mark.parametrize(("channels", "side", "parts"), [
@@ -63,8 +63,8 @@ def test_two_norms_of_one_gradient_are_summed_together(channels: int) -> None:
                    mean, rstd)
     for step in p.steps:
         assert isinstance(step, Launch)
-        large = [a for a in step.args if len(p.buffers[a].shape) == 4]
-        maps = [a for a in large if p.buffers[a].place in ("output", "over")]
+        large = [a for a in step.args if len(p.places[a].shape) == 4]
+        maps = [a for a in large if p.places[a].place in ("output", "over")]
         assert len(large) <= 3 or not maps, "a map that reads other tensors than the sums beside it"
 
 

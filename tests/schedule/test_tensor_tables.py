@@ -13,8 +13,9 @@ from torch import Tensor
 
 from flambeau import pipeline
 from flambeau.config import config
-from flambeau.ir.program import CHUNK, Launch, LoopKernel, Param, Program, TableKernel
+from flambeau.ir.program import CHUNK, Launch, LoopKernel, Param, TableKernel
 from flambeau.pipeline import Compiled
+from flambeau.schedule.memory import ProgramDraft
 from flambeau.schedule.tensor_tables import ranks_of
 
 TARGETS = ["cpu", pytest.param("interpreter", marks=pytest.mark.skipif(find_spec("triton") is None,
@@ -131,7 +132,7 @@ def test_ranks() -> None:
     """Reads come after writes, writes after reads and after other writes; reads do not wait for reads."""
     params = (Param("from", torch.float32, False), Param("to", torch.float32, True))
     kernel = LoopKernel((), (), None, (), (), frozenset(), params, ())
-    program = Program([], [], [kernel], [], {}, [])
+    program = ProgramDraft([kernel], [], [])
 
     def ranks(*pairs: str) -> list[int]:
         return ranks_of(program, [Launch(0, tuple(pair)) for pair in pairs])

@@ -423,7 +423,7 @@ def test_a_forked_child_builds_on_its_own(machine: Machine) -> None:
 
 
 def test_the_ctypes_launcher_does_the_same(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_include", lambda: machine.root / "nowhere")
+    monkeypatch.setattr(launch, "python_headers", lambda: machine.root / "nowhere")
     target = machine.fresh()
     check(target.build([scale(2)]), 2)
     assert target.launcher() is launch.CTYPES

@@ -9,6 +9,7 @@ import ctypes
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -21,9 +22,9 @@ from flambeau.errors import CompileError
 from flambeau.ir.faults import Fault
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.cuda.recorder import CudaRecorder
-from flambeau.targets.cuda.target import CudaTarget, shape_function
+from flambeau.targets.cuda.target import CudaKernel, CudaTarget, shape_function
 from flambeau.targets.cuda.triton_compile import Code, Facts
-from flambeau.targets.launch import build_extension
+from flambeau.targets.launch import _extension
 from flambeau.targets.toolchain import find_toolchain
 
 DRIVER = r"""
@@ -129,7 +130,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModuleType]:
     subprocess.run(["g++", "-shared", "-fPIC", "-o", folder / "driver.so", folder / "driver.cpp"], check=True)
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     # Built here and not taken from the cache: it keeps its driver for good, and a real one has a copy of its own.
-    return folder / "driver.so", build_extension("cuda_launcher", find_toolchain(config.compiler, disk), disk)
+    return folder / "driver.so", _extension("cuda_launcher", find_toolchain(config.compiler, disk), disk).build()
 
 
 @pytest.fixture
@@ -179,6 +180,26 @@ def test_every_call_takes_the_variant_that_its_arguments_allow(machine: Machine)
         assert {f for _, f in machine.built} == {facts}
         assert len(machine.built) == 2  # begun, then waited for, at the first of the calls
         machine.built.clear()
+
+
+def test_numbers_that_are_no_sizes_make_no_variants(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are shapes computed anew for them: a number that changes at every call costs nothing."""
+    asked: list[tuple[int, ...]] = []
+
+    def shape(*sizes: int) -> tuple[int, ...]:
+        asked.append(sizes)
+        return 0, sizes[1], 1, 1
+
+    numbered = CudaKernel(machine, replace(source(sizes=("i64", "i64")), words=1))
+    monkeypatch.setattr("flambeau.targets.cuda.target.shape_function", lambda _: shape)
+    kernel = numbered.launch()
+    machine.built.clear()
+    for number in (3, 16, 2**60, -32):
+        kernel([16, 32], [number, 5])
+    assert {facts for _, facts in machine.built} == {Facts(True, 0)} and asked == [(3, 5)]
+    assert [line.split()[1] for line in machine.said()] == ["(5,"] * 4
+    kernel([16, 32], [16, 16])
+    assert machine.built[-1][1] == Facts(True, 2) and len(asked) == 2
 
 
 def test_all_variants_of_a_plan_are_begun_before_one_is_waited_for(machine: Machine) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,12 +23,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.bench.bits_cases import ALONE, large, values
 from flambeau.bench.chains import check_chains
-from flambeau.bench.harness import UNSTEADY, message, one_order, wanted
+from flambeau.bench.harness import UNSTEADY, message, wanted
 from flambeau.bench.parts import OutOfTime, Talk
 from flambeau.bench.random_networks import draw as draw_network
 from flambeau.compare.differences import difference
 from flambeau.debug import collect
 from flambeau.pipeline import Options, compiled
+from flambeau.testing.one_order import one_order, warned
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.ops import foreach_lerp_
 
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT: dict[str, Any] = {"backend": "flambeau", "options": {"numerics": "eager"}}
 # Values of a distribution, values of a chain, chains, samples of an entry, networks.
 SIZES = {"large": (1 << 18, 1 << 16, 670, 2, 500), "tiny": (1 << 8, 257, 10, 1, 6)}
-LOST = "CUDA error"  # after which nothing that a process finds says anything
+LOST = "CUDA error"  # a CUDA context is unusable after it
 AT_ONCE = {"alone": 8, "chains": 10}  # kernels that one start of a compiler builds
 
 # Entries that say little about kernels of ours, or nothing; and those that come first among the others.
@@ -81,7 +81,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def found(group: str, name: str, ours: Sequence[Any], eager: Sequence[Any]) -> Finding:
-    """What differs among tensors that belong together."""
+    """Count the values that differ between two lists of tensors."""
     rows = [difference(f"result {k}", a, b) for k, (a, b) in enumerate(zip(eager, ours, strict=True))]
     off = [f"{r.name}: {r.note or f'{r.differ} of {r.total}, {r.max_ulps} ulps'}" for r in rows if not r.equal]
     return Finding(group, name, sum(r.total for r in rows), sum(r.differ for r in rows), "; ".join(off[:3]))
@@ -155,7 +155,7 @@ def exactly(function: Any) -> Any:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """What Dynamo leaves to eager has eager's bits, and says nothing."""
+    """An error if nothing was compiled in the block: eager compared with itself proves nothing."""
     torch.compiler.reset()
     with collect() as graphs:
         yield
@@ -202,7 +202,7 @@ def with_gradients(results: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def beside_eager(case: Finding, evaluate: Callable[[Callable[[Any], Any]], list[Tensor]]) -> list[Finding]:
-    """The case with what differs; where eager does not repeat itself, in one order, if torch has one."""
+    """Compare with eager; where eager itself is not reproducible, with deterministic kernels, if torch has them."""
 
     def eager() -> list[Tensor]:
         torch.manual_seed(4)
@@ -226,14 +226,6 @@ def beside_eager(case: Finding, evaluate: Callable[[Callable[[Any], Any]], list[
             if refused or not out.unequal or found("", "", warned(eager)[0], ordered).unequal:
                 out.unequal, out.note = 0, UNSTEADY
     return [out]
-
-
-def warned(run: Callable[[], Any]) -> tuple[Any, bool]:
-    """The result with deterministic kernels, and whether torch had to do without one."""
-    with one_order(), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        result = run()
-    return result, any("deterministic" in str(w.message) for w in said)
 
 
 def check_optimizer(kind: str, options: dict[str, Any], form: str, dtype: torch.dtype, device: str) -> list[Finding]:
@@ -299,7 +291,7 @@ def scaled_steps(make: Any, dtype: torch.dtype, device: str, by: Callable[[Any],
 
 
 def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """On the CPU: where counts of steps are, depends on who made them."""
+    """Moved to the CPU: on which device the step counts are depends on the form of the optimizer."""
     return [t.cpu() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
 

@@ -27,7 +27,7 @@ ACTIVATIONS = ("silu", "gelu", "mish", "softplus", "logsigmoid", "elu", "selu", 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "fmod", "remainder", "atan2", "hypot",
           "copysign", "logaddexp", "logaddexp2", "pow", "xlogy", "heaviside")
 SLOPES = ("sigmoid", "tanh", "silu", "mish", "gelu", "hardswish", "hardsigmoid", "logit")
-SCALE = 0.0316  # of which one divided by it in float32 is not what it is in float64
+SCALE = 0.0316  # its reciprocal rounds differently in float32 and in float64
 SCALED: dict[str, Function] = {
     "product": torch.mul, "quotient": torch.div, "sum": torch.add, "difference": torch.sub, "maximum": torch.maximum,
     "multiple": lambda x, s: torch.add(s, x, alpha=0.7), "inverse": lambda x, s: s / x, "power": lambda x, s: x ** s,
@@ -117,7 +117,7 @@ def large(device: str, size: str) -> dict[str, tuple[Function, list[tuple[int, .
     zeros = torch.tensor([0.0, -0.0, -1.0], device=device)[draw(3, *big)]
 
     def tied(f: Function) -> Function:
-        """On zeros of both signs, which tie."""
+        """The function on zeros of both signs, which are ties."""
         return lambda x: f(torch.where(x > 99, x, zeros.to(x.dtype)))
 
     ties: dict[str, Function] = {

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from flambeau.bench.bits import Finding, compiling, exactly, found, short, states
-from flambeau.bench.harness import UNSTEADY, alternate, clock_of, in_one_order
+from flambeau.bench.harness import UNSTEADY, alternate, clock_of
 from flambeau.bench.models import Built
 from flambeau.bench.networks import DTYPES, NETWORKS, with_dropout
 from flambeau.bench.parts import Talk
+from flambeau.testing.one_order import in_one_order
 from flambeau.torch_compat.dynamo import allow_recompiles
 
 

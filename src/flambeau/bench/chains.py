@@ -41,7 +41,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu slope": lambda a, b: torch.ops.aten.silu_backward(a, b),
     "gelu slope": lambda a, b: torch.ops.aten.gelu_backward(a, b),
 }
-TOO_LARGE = 1e4  # what grows beyond it, soon is infinite, and then says nothing
+TOO_LARGE = 1e4  # clamped: infinities would hide differences
 
 
 def chain(seed: int, longest: int = 12) -> tuple[str, Callable[..., list[Tensor]]]:

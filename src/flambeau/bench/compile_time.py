@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.table import Table
-
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
           "FLAMBEAU_CACHE_DIR": "flambeau"}
 IMPORTS = {"flambeau": tuple(f"flambeau.{m}" for m in ("compile.backend", "capture.decompositions", "compile.partition",
@@ -106,22 +104,6 @@ def total_seconds(rows: Sequence[CompileRow], backends: Sequence[str]) -> dict[s
     """Sums over the models, left out where a model failed: a sum of fewer would look like a gain."""
     return {backend: {state: sum(row.seconds[backend][state] for row in rows) for state in STATES
                       if all(state in row.seconds[backend] for row in rows)} for backend in backends}
-
-
-def compile_table(title: str, rows: Sequence[CompileRow], backends: Sequence[str]) -> Table:
-    table = Table("model", *(f"{backend}\n{state}" for backend in backends for state in STATES), title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
-
-    def cells(seconds: dict[str, dict[str, float]]) -> list[str]:
-        found = (seconds[backend].get(state) for backend in backends for state in STATES)
-        return ["failed" if value is None else f"{value:.1f}" for value in found]
-
-    for row in rows:
-        table.add_row(row.name, *cells(row.seconds))
-    table.add_section()
-    table.add_row("sum", *cells(total_seconds(rows, backends)), style="bold")
-    return table
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from flambeau.bench.harness import alternate, clock_of, in_one_order, spread, wanted
+from flambeau.bench.harness import alternate, clock_of, spread, wanted
 from flambeau.bench.networks import DTYPES, NETWORKS
 from flambeau.bench.parts import Talk, absorb, run, threads
+from flambeau.testing.one_order import in_one_order
 
 # Arguments of torch.compile, in the order in which they are tried.
 KINDS: dict[str, dict[str, Any] | None] = {
@@ -75,7 +75,7 @@ class Case:
             out = module(*inputs[:-1])
             return loss(out, inputs[-1]) if train else out
 
-        # Code of its own: else each kind would be a recompilation of the others, and look through their guards.
+        # A code object per kind: otherwise Dynamo takes each for a recompilation of the others and checks their guards.
         call.__code__ = call.__code__.replace(co_name=f"step_{kind}")
         options = KINDS[kind]
         compiled = call if options is None else torch.compile(call, **options)
@@ -97,7 +97,7 @@ class Case:
         self.module.zero_grad(set_to_none=True)
 
     def settle(self) -> tuple[int, int]:
-        """What is allocated and reserved, when nothing is that need not be."""
+        """Allocated and reserved bytes after everything unneeded was freed."""
         self.clear()
         gc.collect()
         if not self.cuda:
@@ -120,7 +120,7 @@ class Case:
             step()
             torch.cuda.synchronize()
             talk.tell(reserved_mib={kind: (torch.cuda.max_memory_reserved() - reserved) / MIB})
-            if kind not in RECORDED:  # what a replay needs is not allocated when it runs
+            if kind not in RECORDED:  # a replay allocates nothing while it runs
                 talk.tell(peak_mib={kind: (torch.cuda.max_memory_allocated() - allocated) / MIB})
         self.clear()
         self.steps[kind] = step
@@ -139,7 +139,7 @@ class Case:
         return found
 
     def compare(self, talk: Talk) -> None:
-        """With and without regions; as once more, and where that differs, with deterministic kernels."""
+        """Compare with and without regions, and run to run; where the latter differ, with deterministic kernels."""
         def look(ours: Callable[[], Tensor], whole: Callable[[], Tensor]) -> tuple[int, int]:
             first = self.values(ours)
             counts = unequal(first, self.values(whole)), unequal(first, self.values(ours))
@@ -153,7 +153,7 @@ class Case:
             talk.tell(one_order=True)
 
     def compare_recorded(self, talk: Talk) -> None:
-        """As it was recorded, so with the kernels of then; where those differ from run to run, it says nothing."""
+        """Compare the recording with plain calls; no verdict where plain calls differ from run to run."""
         first, recorded = self.values(self.steps["ours"]), self.values(self.steps["graphs"])
         if (count := unequal(first, recorded)) and unequal(first, self.values(self.steps["ours"])):
             talk.tell(skipped={"equality of recordings": "ours differs from run to run"})
@@ -162,20 +162,8 @@ class Case:
 
     def measure(self, seconds: float) -> dict[str, dict[str, float]]:
         """Times of steps that follow one another, the kinds in turns."""
-        def several(step: Callable[[], Tensor], count: int) -> None:
-            for _ in range(count):
-                step()
-
-        counts = {}
-        for kind, step in self.steps.items():
-            several(step, 2)
-            start = self.clock()
-            several(step, 2)
-            counts[kind] = max(1, min(100, int(BURST / max((self.clock() - start) / 2, 1e-6))))
-        calls: dict[str, Callable[[], Any]] = {
-            kind: partial(several, step, counts[kind]) for kind, step in self.steps.items()}
-        times = alternate(calls, seconds, ROUNDS, warmup=1, clock=self.clock)
-        return {"ms": {kind: statistics.median(t) / counts[kind] * 1e3 for kind, t in times.items()},
+        times = alternate(self.steps, seconds, ROUNDS, clock=self.clock, burst=BURST)
+        return {"ms": {kind: statistics.median(t) * 1e3 for kind, t in times.items()},
                 "spread": {kind: spread(t) for kind, t in times.items()}}
 
 
@@ -230,35 +218,3 @@ def measure(device: str, size: str, modes: Sequence[str], only: str | None, kind
     for name, told in run("flambeau.bench.compiled", parts, jobs, limit, limit * PREPARE, environment):
         absorb(rows[name], told)
         yield list(rows.values())
-
-
-# Of the table: head, field of a row, kind, and the kind that it is divided by.
-COLUMNS = (
-    ("eager\nms", "ms", "eager", ""), ("inductor\nms", "ms", "inductor", ""), ("ours\nms", "ms", "ours", ""),
-    ("over\nwhole", "ms", "ours", "whole"), ("over\ninductor", "ms", "ours", "inductor"),
-    ("graphs over\nreduce", "ms", "graphs", "reduce"), ("ours\nMiB", "peak_mib", "ours", ""),
-    ("over\neager", "peak_mib", "ours", "eager"), ("over\ninductor", "peak_mib", "ours", "inductor"),
-    ("first s\nours", "first_s", "ours", ""), ("first s\ninductor", "first_s", "inductor", ""),
-)
-
-
-def step_table(rows: Sequence[CompiledRow], size: str) -> Table:
-    """What is in no row has no column."""
-    cells = [[cell(getattr(row, part), kind, base) for _, part, kind, base in COLUMNS] for row in rows]
-    shown = [k for k in range(len(COLUMNS)) if any(line[k] for line in cells)]
-    table = Table("step", *(COLUMNS[k][0] for k in shown), "unequal\nwhole", "unequal\nagain",
-                  title=f"Whole networks, {size}")
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row, line in zip(rows, cells):
-        counts = (row.unequal_with_regions, row.unequal_from_run_to_run)
-        table.add_row(f"{row.name} {row.mode}", *(line[k] for k in shown),
-                      *("" if count is None else str(count) for count in counts))
-    return table
-
-
-def cell(numbers: dict[str, float], kind: str, base: str) -> str:
-    if kind not in numbers or (base and not numbers.get(base)):
-        return ""
-    return f"{numbers[kind] / numbers[base]:.3f}" if base else f"{numbers[kind]:.2f}"

@@ -2,18 +2,18 @@
 
     python -m flambeau.bench.device
 
-Every round makes `COUNT` calls on small tensors and waits for the device after the clock has stopped.
+Every round makes `COUNT` calls on small tensors, and waits for the device while no clock runs.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from flambeau.bench.harness import alternate
 from flambeau.device.enable import enable_device
 from flambeau.device.torch_module import NAME
 
@@ -46,16 +46,10 @@ def measure(count: int = COUNT, rounds: int = ROUNDS) -> list[tuple[str, str, fl
     ours, theirs = calls(NAME), calls("cpu")
     out = []
     for key, call in ours.items():
-        call()
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(rounds):
-            for function, taken in ((call, times[0]), (theirs[key], times[1])):
-                start = time.perf_counter()
-                for _ in range(count):
-                    function()
-                taken.append((time.perf_counter() - start) / count * 1e6)
-                torch.accelerator.synchronize()
-        out.append((*key, statistics.median(times[0]), statistics.median(times[1]), min(times[0])))
+        times = alternate({"ours": call, "theirs": theirs[key]}, 0.0, (rounds, rounds), 1, count=count,
+                          wait=torch.accelerator.synchronize)
+        device, cpu = ([1e6 * seconds for seconds in taken] for taken in times.values())
+        out.append((*key, statistics.median(device), statistics.median(cpu), min(device)))
     return out
 
 

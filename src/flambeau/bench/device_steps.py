@@ -8,24 +8,21 @@ first steps are compared before anything is timed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from flambeau.bench.harness import Row, message, timed, training_step
+from flambeau.bench.harness import Row, clock_of, message, timed, training_step
 from flambeau.bench.models import SUITE
 from flambeau.device.enable import enable_device
-from flambeau.device.torch_module import NAME, get_device_name
+from flambeau.device.torch_module import NAME
 
 PLACES = {"cpu": "cpu", "flambeau": NAME}  # by the names of backends in a report
 PRODUCT, SIDES = "matmul", {"small": 1024, "large": 4096, "tiny": 32}
 MODELS = ("gpt", "resnet")
-CHECKED = 2  # steps, of which the second stands on the gradients of the first
+CHECKED = 2  # steps; the second one depends on the gradients of the first
 
 
 def step_on(name: str, size: str, device: str) -> Callable[[], Tensor]:
@@ -61,23 +58,5 @@ def measure(only: str | None, size: str, limit: float,
         except Exception as error:
             row.errors["flambeau"] = message(error)
         else:
-            timed(row, calls, limit, settled)
+            timed(row, calls, limit, clock_of(NAME))
         yield row
-
-
-def settled() -> float:
-    torch.accelerator.synchronize()
-    return time.perf_counter()
-
-
-def step_table(rows: Sequence[Row], size: str) -> Table:
-    table = Table("case", "CPU device ms", "device ms", "ratio", title=f"{get_device_name(0)}, {size}")
-    for row in rows:
-        table.add_row(f"{row.name} {row.mode}", *cells(row.seconds))
-    return table
-
-
-def cells(seconds: dict[str, Any]) -> list[str]:
-    if len(seconds) < len(PLACES):
-        return ["", "failed", ""]
-    return [f"{seconds[b] * 1e3:.2f}" for b in PLACES] + [f"{seconds['flambeau'] / seconds['cpu']:.2f}"]

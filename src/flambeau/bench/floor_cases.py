@@ -146,14 +146,13 @@ def image(draw: Draw) -> Tensors:
 
 def max_pool(x: Tensor, kernel: int, stride: int, padding: int) -> Tensors:
     rank = x.dim() - 2
-    operator = {2: aten.max_pool2d_with_indices, 3: aten.max_pool3d_with_indices}[rank]
-    return operator(x, [kernel] * rank, [stride] * rank, [padding] * rank)
+    return getattr(aten, f"max_pool{rank}d_with_indices")(x, [kernel] * rank, [stride] * rank, [padding] * rank)
 
 
 def max_pool_gradient(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
     rank = x.dim() - 2
-    operator = {2: aten.max_pool2d_with_indices_backward, 3: aten.max_pool3d_with_indices_backward}[rank]
-    return operator(gradient, x, [3] * rank, [2] * rank, [1] * rank, [1] * rank, False, indices)
+    return getattr(aten, f"max_pool{rank}d_with_indices_backward")(
+        gradient, x, [3] * rank, [2] * rank, [1] * rank, [1] * rank, False, indices)
 
 
 def pooled(make: Make) -> Make:
@@ -225,12 +224,11 @@ def bags(draw: Draw) -> Tensors:
             draw.uniform(0, 1, total))
 
 
-def weighted_bag(table: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    return aten._embedding_bag(table, indices, offsets, False, SUM, False, weights)[0]
-
-
-def max_bag(table: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    return aten._embedding_bag(table, indices, offsets, False, MAX)[0]
+def bag(mode: int) -> Callable[..., Tensor]:
+    """Weighted where it is a sum: there are no weighted maxima."""
+    def run(table: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        return aten._embedding_bag(table, indices, offsets, False, mode, False, weights if mode == SUM else None)[0]
+    return run
 
 
 def looked_up(inputs: Tensors, outputs: Tensors) -> int:
@@ -250,16 +248,12 @@ def bag_gradient_inputs(mode: int) -> Make:
     return drawn
 
 
-def weighted_bag_gradient(gradient: Tensor, indices: Tensor, bag_of: Tensor, lengths: Tensor, chosen: Tensor,
-                          weights: Tensor, table: Tensor) -> Tensor:
-    return aten._embedding_bag_dense_backward(gradient, indices, bag_of, lengths, chosen, table.shape[0], False, SUM,
-                                              weights)
-
-
-def max_bag_gradient(gradient: Tensor, indices: Tensor, bag_of: Tensor, lengths: Tensor, chosen: Tensor,
-                     weights: Tensor, table: Tensor) -> Tensor:
-    return aten._embedding_bag_dense_backward(gradient, indices, bag_of, lengths, chosen, table.shape[0], False, MAX,
-                                              None)
+def bag_gradient(mode: int) -> Callable[..., Tensor]:
+    def run(gradient: Tensor, indices: Tensor, bag_of: Tensor, lengths: Tensor, chosen: Tensor, weights: Tensor,
+            table: Tensor) -> Tensor:
+        return aten._embedding_bag_dense_backward(gradient, indices, bag_of, lengths, chosen, table.shape[0], False,
+                                                  mode, weights if mode == SUM else None)
+    return run
 
 
 def gradient_per_index(inputs: Tensors, outputs: Tensors) -> int:
@@ -287,16 +281,13 @@ CASES: tuple[Case, ...] = (
       for name in ("cumsum", "cumprod", "logcumsumexp", "cummax") for axis in (0, 1)),
     *(scan(name, 0, flat, "one row") for name in ("cumsum", "logcumsumexp", "cummax")),
 
-    Case("max_pool3d", "pooling", "max_pool3d_with_indices", volume, lambda x: max_pool(x, 3, 2, 1)),
-    Case("max_pool3d", "pooling", "max_pool3d_with_indices_backward", pooled(volume), max_pool_gradient, without(1),
-         GRADIENT),
+    *(case for name, make in (("max_pool3d", volume), ("max_pool2d", image)) for case in (
+        Case(name, "pooling", f"{name}_with_indices", make, lambda x: max_pool(x, 3, 2, 1)),
+        Case(name, "pooling", f"{name}_with_indices_backward", pooled(make), max_pool_gradient, without(1), GRADIENT))),
     Case("avg_pool3d", "pooling", "avg_pool3d", volume, avg_pool3d),
     Case("avg_pool3d", "pooling", "avg_pool3d_backward", lambda draw: pooled(volume)(draw)[:2], avg_pool3d_gradient,
          without(1), GRADIENT),
     Case("max_unpool3d", "pooling", "max_unpool3d", halved, max_unpool3d, without(2)),
-    Case("max_pool2d", "pooling", "max_pool2d_with_indices", image, lambda x: max_pool(x, 3, 2, 1)),
-    Case("max_pool2d", "pooling", "max_pool2d_with_indices_backward", pooled(image), max_pool_gradient, without(1),
-         GRADIENT),
 
     *(Case(f"grid_sampler_3d {kind}", "sampling", "grid_sampler_3d", make, grid_sampler)
       for kind, make in (("random", random_grid), ("smooth", smooth_grid))),
@@ -304,12 +295,11 @@ CASES: tuple[Case, ...] = (
            grid_sampler_gradient, direction=GRADIENT)
       for kind, make in (("random", random_grid), ("smooth", smooth_grid))),
 
-    Case("embedding_bag weighted sum", "embedding", "_embedding_bag", bags, weighted_bag, looked_up),
-    Case("embedding_bag max", "embedding", "_embedding_bag", bags, max_bag, looked_up),
-    Case("embedding_bag weighted sum", "embedding", "_embedding_bag_dense_backward", bag_gradient_inputs(SUM),
-         weighted_bag_gradient, gradient_per_index, GRADIENT),
-    Case("embedding_bag max", "embedding", "_embedding_bag_dense_backward", bag_gradient_inputs(MAX),
-         max_bag_gradient, gradient_and_choice, GRADIENT),
+    *(Case(f"embedding_bag {name}", "embedding", "_embedding_bag", bags, bag(mode), looked_up)
+      for name, mode in (("weighted sum", SUM), ("max", MAX))),
+    *(Case(f"embedding_bag {name}", "embedding", "_embedding_bag_dense_backward", bag_gradient_inputs(mode),
+           bag_gradient(mode), moved, GRADIENT)
+      for name, mode, moved in (("weighted sum", SUM, gradient_per_index), ("max", MAX, gradient_and_choice))),
     Case("index_add_", "indexing", "index_add_", rows, lambda x, index, source: x.index_add_(0, index, source),
          without(1), in_place=True),
 

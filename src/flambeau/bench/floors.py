@@ -12,20 +12,16 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import signal
 import statistics
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floor_cases import SIZES, Case, Draw, Tensors
-from flambeau.bench.harness import compiled, geometric_mean, message
+from flambeau.bench.harness import alternate, clock_of, compiled, deadline, geometric_mean, message
 from flambeau.eager.accelerate import accelerate
 
 FLAGGEMS = "flaggems"
@@ -70,11 +66,6 @@ class FloorRow:
 # ---- time ------------------------------------------------------------------------------------------------------
 
 
-def rounds_for(seconds: float) -> int:
-    least, most = ROUNDS
-    return max(least, min(most, int(SECONDS / max(seconds, 1e-9))))
-
-
 def cuda_times(call: Callable[[], Any]) -> list[float]:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
@@ -90,32 +81,17 @@ def cuda_times(call: Callable[[], Any]) -> list[float]:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
-    first = seconds([once() for _ in range(WARMUP)])
-    return seconds([once() for _ in range(rounds_for(min(first)))])
+    first = min(seconds([once() for _ in range(WARMUP)]))
+    return seconds([once() for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / max(first, 1e-9)))))])
 
 
 def cpu_times(call: Callable[[], Any]) -> list[float]:
-    def once() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    first = [once() for _ in range(WARMUP)]
-    return [once() for _ in range(rounds_for(min(first)))]
+    return alternate({"": call}, SECONDS, ROUNDS, WARMUP)[""]
 
 
 def row_times(call: Callable[[], Any]) -> list[float]:
-    """Of calls that follow one another without waiting."""
-    def once() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            call()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / IN_A_ROW
-
-    once()
-    return [once() for _ in range(ROUNDS[0])]
+    """Of back-to-back calls, without synchronisation in between."""
+    return alternate({"": call}, 0.0, ROUNDS, IN_A_ROW, clock_of("cuda"), IN_A_ROW)[""]
 
 
 TIMES = {"cuda": cuda_times, "cpu": cpu_times, "small": row_times}
@@ -126,25 +102,6 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / statistics.median(TIMES[device.type](lambda: target.copy_(source)))
-
-
-@contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """TimeoutError where the block takes longer. Only the main thread has signals; others run without a limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"took longer than {seconds:g} seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # ---- backends ----------------------------------------------------------------------------------------------------
@@ -178,7 +135,7 @@ def flat(result: Any) -> Tensors:
 
 
 def computed(run: Callable[..., Any], case: Case, inputs: Tensors) -> Tensors:
-    """Results on inputs that stay as they are."""
+    """Results; the inputs stay unchanged."""
     return flat(run(*(inputs[0].clone(), *inputs[1:]) if case.in_place else inputs))
 
 
@@ -218,9 +175,9 @@ def fault(got: Tensors, eager: Tensors, found: float | None, of_eager: float) ->
 
 def measure_case(case: Case, draw: Draw, backends: Sequence[str], bandwidth: float, limit: float = 120.0) -> FloorRow:
     """Times and checks one case; a backend has `limit` seconds for it, compilation included."""
-    row = FloorRow(case.name, case.group, case.direction)
+    row, late = FloorRow(case.name, case.group, case.direction), TimeoutError(f"took longer than {limit:g} seconds")
     try:
-        with deadline(limit):
+        with deadline(limit, late):
             torch.manual_seed(0)
             inputs = case.make(draw)
             eager = computed(case.run, case, inputs)
@@ -230,7 +187,7 @@ def measure_case(case: Case, draw: Draw, backends: Sequence[str], bandwidth: flo
         row.floor = row.bytes / bandwidth
         for backend in backends:
             try:
-                with deadline(limit), backend_of(backend, case, draw.device.type) as run:
+                with deadline(limit, late), backend_of(backend, case, draw.device.type) as run:
                     if run is not None:
                         measure_backend(row, backend, run, case, inputs, eager, exact, of_eager, draw.clock)
             except Exception as failure:  # a failing backend is a result to report, not the end of the run
@@ -282,26 +239,6 @@ def summarise(rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: floa
     return {"bandwidth": bandwidth,
             "mean": {b: mean(b, lambda row: True) for b in backends},
             "mean without sampling": {b: mean(b, lambda row: row.group != "sampling") for b in backends}}
-
-
-def floor_table(title: str, rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: float) -> Table:
-    """Ratios to the floor ("!": results are off), ours over the fastest peer, and ours at the reference bandwidth."""
-    ours = [b for b in backends if b.startswith(OURS)]
-    table = Table("case", "floor ms", *backends, *(f"{b} over\nbest peer" for b in ours),
-                  *(f"{b}\nat {REFERENCE / 1e12} TB/s" for b in ours), title=title)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(f"{row.name} {row.mode}", f"{row.floor * 1e3:.3f}",
-                      *(mark(row, b) + times(row.ratio(b)) for b in backends),
-                      *(times(row.over_best_peer(b)) for b in ours),
-                      *(times(None if (r := row.ratio(b)) is None else r * REFERENCE / bandwidth) for b in ours))
-    table.add_section()
-    summary = summarise(rows, backends, bandwidth)
-    for label in ("mean", "mean without sampling"):
-        table.add_row(label, "", *(times(summary[label][b]) for b in backends), *("" for _ in 2 * ours), style="bold")
-    return table
 
 
 def mark(row: FloorRow, backend: str) -> str:

@@ -7,9 +7,11 @@ A backend is "eager", or a `torch.compile` backend with options after a colon:
 import ast
 import copy
 import math
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import track as rich_track
-from rich.table import Table
 from torch import Tensor, nn
 
 from flambeau.bench.models import SUITE, Built, without_dropout
@@ -64,17 +65,28 @@ def spread(times: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def alternate(calls: dict[str, Callable[[], Any]], limit: float = 3.0, rounds: tuple[int, int] = (5, 200),
-              warmup: int = 2, clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:
-    """Times of each callable: every round runs each once, in rotated order, until `limit` seconds are gone.
+def alternate(calls: Mapping[str, Callable[[], Any]], limit: float = 3.0, rounds: tuple[int, int] = (5, 200),
+              warmup: int = 2, clock: Callable[[], float] = time.perf_counter, count: int = 1, burst: float = 0.0,
+              wait: Callable[[], Any] = lambda: None) -> dict[str, list[float]]:
+    """Seconds of each callable: every round times each once, in rotated order, until `limit` seconds are gone.
 
-    At least `rounds[0]` rounds are run and at most `rounds[1]`.
+    At least `rounds[0]` rounds are run and at most `rounds[1]`. A time is the mean of `count` calls in a row, or of as
+    many as take `burst` seconds; `wait` is called before them, while no clock runs.
     """
+    def seconds(call: Callable[[], Any], count: int) -> float:
+        wait()
+        start = clock()
+        for _ in range(count):
+            call()
+        return (clock() - start) / count
+
     if not calls:
         return {}
     for _ in range(warmup):
         for call in calls.values():
             call()
+    counts = {name: max(1, min(1000, int(burst / seconds(call, 2)))) if burst else count
+              for name, call in calls.items()}
     names, (least, most) = list(calls), rounds
     times: dict[str, list[float]] = {name: [] for name in names}
     end = clock() + limit
@@ -83,9 +95,7 @@ def alternate(calls: dict[str, Callable[[], Any]], limit: float = 3.0, rounds: t
             break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            start = clock()
-            calls[name]()
-            times[name].append(clock() - start)
+            times[name].append(seconds(calls[name], counts[name]))
     return times
 
 
@@ -207,42 +217,38 @@ def message(error: Exception) -> str:
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """The time when all that the device was given is done."""
+    """A clock that synchronises the device before it reads the time."""
     if device == "cpu":
         return time.perf_counter
+    wait = torch.get_device_module(device).synchronize
 
     def synchronised() -> float:
-        torch.cuda.synchronize()
+        wait()
         return time.perf_counter()
 
     return synchronised
 
 
-UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads what nobody wrote
-
-
 @contextmanager
-def one_order(warn_only: bool = True) -> Iterator[None]:
-    """Kernels that add in the same order every time, where torch has them; else it warns, or raises."""
-    before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+def deadline(seconds: float, error: BaseException) -> Iterator[None]:
+    """Raise the error if the block takes longer. Only the main thread has signals; others run without a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            yield
+        yield
     finally:
-        torch.set_deterministic_debug_mode(before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def in_one_order(run: Callable[[], T]) -> T:
-    """Strictly, as attention has no such kernel where torch shall only warn; or so, where torch refuses an operator."""
-    try:
-        with one_order(warn_only=False):
-            return run()
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-    with one_order():
-        return run()
+UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads uninitialised memory
 
 
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,
@@ -306,32 +312,9 @@ def comparisons(backends: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def summarise(rows: Sequence[Row], backends: Sequence[str]) -> dict[str, dict[str, float]]:
+    """How many times faster each is, as means of groups."""
     return {f"{backend} over {base}": group_ratios(rows, backend, base)
             for backend, base in comparisons(backends)}
-
-
-def time_table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> Table:
-    """Milliseconds by backend ("~": noisy), speed-ups, and the geometric means of each group below."""
-    pairs = comparisons(backends)
-    checked = [b for b in backends if any(b in row.accuracy for row in rows)]
-    table = Table("case", *(f"{b} ms" for b in backends), *(f"{b}\nover {base}" for b, base in pairs),
-                  *(f"{b}\neager errors" for b in checked), title=title)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        times = ["~" * (row.spread[b] > NOISY) + f"{row.seconds[b] * 1e3:.2f}"
-                 if b in row.seconds else "failed" for b in backends]
-        ratios = ["" if (r := row.ratio(b, base)) is None else f"{r:.2f}" for b, base in pairs]
-        errors = [f"{statistics.median(draw['eager_errors'] for draw in row.accuracy[b]):.1f}"
-                  if b in row.accuracy else "" for b in checked]
-        table.add_row(f"{row.name} {row.mode}", *times, *ratios, *errors)
-    table.add_section()
-    means = [group_ratios(rows, *pair) for pair in pairs]
-    for group in list(dict.fromkeys(row.group for row in rows)) + ["all"]:
-        cells = [f"{mean[group]:.2f}" if group in mean else "" for mean in means]
-        table.add_row(f"mean, {group}", *("" for _ in backends), *cells, style="bold")
-    return table
 
 
 def progress(items: Sequence[T], label: str, console: Console) -> Iterator[T]:

@@ -2,23 +2,24 @@
 
     python -m flambeau.bench.launch
 
-Every round starts `COUNT` kernels, too small to be waited for, and waits for them after the clock has stopped.
+Every round makes `COUNT` calls whose kernels are too small to be waited for, and waits for them while no clock runs.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from flambeau.bench.harness import alternate
 from flambeau.codegen.source import BlockSource, Part
 from flambeau.targets.base import get_target
 from flambeau.targets.cuda.triton_worker import module_of
 
-COUNT, ROUNDS = 200, 50
+COUNT, ROUNDS = 50, 200  # few enough for the driver's queue, where each call is ten launches
+TEN = "plan of 10"
 SIZE = 1024
 TEXT = """
 import triton
@@ -43,39 +44,20 @@ def callables() -> dict[str, Callable[[], Any]]:
     step = (launch, [(0, 0), (1, 0), (2, 0)], [0])
     one, ten = target.plan([step]), target.plan([step] * 10)
 
-    def tenfold() -> None:
-        for _ in range(COUNT // 10):
-            ten(pointers, sizes)
-
     theirs = module_of(TEXT, "launch_bench").part0
     return {
-        "plan of 10": tenfold,
-        "plan of 1": lambda: repeated(lambda: one(pointers, sizes)),
-        "launch": lambda: repeated(lambda: launch(pointers, sizes)),
-        "Triton": lambda: repeated(lambda: theirs[(1,)](a, b, c, SIZE, flag)),
-        "eager": lambda: repeated(lambda: torch.add(a, b, out=c)),
+        TEN: lambda: ten(pointers, sizes),
+        "plan of 1": lambda: one(pointers, sizes),
+        "launch": lambda: launch(pointers, sizes),
+        "Triton": lambda: theirs[(1,)](a, b, c, SIZE, flag),
+        "eager": lambda: torch.add(a, b, out=c),
     }
-
-
-def repeated(call: Callable[[], Any]) -> None:
-    for _ in range(COUNT):
-        call()
 
 
 def measure(rounds: int = ROUNDS) -> dict[str, float]:
     """Median microseconds of one launch."""
-    calls = callables()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 3):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            spent = time.perf_counter() - start
-            if turn >= 3:  # before that, everything is found for the first time
-                times[name].append(spent / COUNT * 1e6)
-    torch.cuda.synchronize()
-    return {name: statistics.median(found) for name, found in times.items()}
+    times = alternate(callables(), 0.0, (rounds, rounds), COUNT, count=COUNT, wait=torch.cuda.synchronize)
+    return {name: 1e6 * statistics.median(found) / (10 if name == TEN else 1) for name, found in times.items()}
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ own. Step times are taken when all others are done.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-from rich.table import Table
 
 from flambeau.bench.harness import UNSTEADY, geometric_mean, wanted
 from flambeau.bench.parts import Talk, run
@@ -105,15 +103,3 @@ def over_eager(ms: dict[str, dict[str, float]]) -> dict[str, float]:
     kinds = dict.fromkeys(kind for times in ms.values() for kind in times if kind != "eager")
     return {kind: geometric_mean([t[kind] / t["eager"] for t in ms.values() if kind in t and "eager" in t])
             for kind in kinds}
-
-
-def bits_table(rows: Sequence[NumericsRow], size: str) -> Table:
-    table = Table("what", "cases", "values", "unequal", "eager\nunsteady", "errors", title=f"Eager's bits, {size}")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        counts = (row.cases, row.values, row.unequal, row.unsteady, len(row.errors))
-        table.add_row(row.name, *(f"{n:,}" for n in counts))
-        for text in row.differ:
-            table.add_row(f"  {text}"[:160], *[""] * 5)
-    return table

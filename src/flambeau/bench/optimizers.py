@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floors import FloorRow
+from flambeau.bench.harness import clock_of, message
 from flambeau.optim.eager_steps import EagerSteps
 
 STEPS = 20
@@ -74,7 +74,7 @@ def measure(device: str, only: str | None, backends: Sequence[str], bandwidth: f
                                                               {"foreach": True})), backend, device) as step:
                         measure_backend(row, backend, step, device)
                 except Exception as error:
-                    row.errors[backend] = str(error).strip().splitlines()[-1]
+                    row.errors[backend] = message(error)
                     continue
                 want = tensors if want is None else want
                 if any(not torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(tensors, want, strict=True)):
@@ -96,11 +96,7 @@ def stepping(optimizer: torch.optim.Optimizer, backend: str, device: str) -> Ite
 
 def measure_backend(row: StepRow, backend: str, step: Callable[[], Any], device: str) -> None:
     """Steps that follow one another: nobody waits for the device between them."""
-    def finished() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
+    finished = clock_of(device)
     start = finished()
     step()
     row.first[backend] = finished() - start
@@ -111,16 +107,3 @@ def measure_backend(row: StepRow, backend: str, step: Callable[[], Any], device:
         step()
     row.host[backend] = (time.perf_counter() - start) / STEPS
     row.seconds[backend] = (finished() - start) / STEPS
-
-
-def step_table(rows: Sequence[StepRow], backends: Sequence[str]) -> Table:
-    table = Table("case", "floor ms", *(f"{b} ms" for b in backends), "over floor", "host ms", "first s",
-                  title="Optimizer steps")
-    for row in rows:
-        ours = row.ratio("flambeau")
-        table.add_row(row.name, f"{row.floor * 1e3:.3f}",
-                      *(f"{row.seconds[b] * 1e3:.3f}" if b in row.seconds else "" for b in backends),
-                      "" if ours is None else f"{ours:.2f}",
-                      *(f"{times['flambeau'] * scale:.2f}" if "flambeau" in times else ""
-                        for times, scale in ((row.host, 1e3), (row.first, 1.0))))
-    return table

@@ -21,12 +21,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from flambeau.bench.compile_time import CACHES
-from flambeau.bench.harness import message
+from flambeau.bench.harness import deadline, message
 
 TOLD, READY, END = "told", "ready", "end"
 MARK = "@part "  # of lines that are for us; others may print as well
@@ -61,17 +61,11 @@ class Talk:
     def say(self, kind: str, told: Any = None) -> None:
         print(f"\n{MARK}{json.dumps([kind, told])}", flush=True)
 
-    @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def within(self, seconds: float) -> AbstractContextManager[None]:
         """What takes longer ends in OutOfTime."""
-        signal.signal(signal.SIGALRM, raise_out_of_time)
         if seconds <= 0:
             raise OutOfTime
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        return deadline(seconds, OutOfTime())
 
     def attempt(self, what: str, act: Callable[[], Any], seconds: float | None = None) -> bool:
         """Whether it came to an end, in the time that is left; if not, why not is told."""
@@ -86,18 +80,15 @@ class Talk:
         return False
 
 
-def raise_out_of_time(*_: Any) -> None:
-    raise OutOfTime
-
-
 class Process:
     """Our side."""
 
     def __init__(self, name: str, module: str, arguments: Mapping[str, Any], until: float, caches: Path,
                  events: queue.Queue[tuple[Process, str, Any]], environment: Mapping[str, str]) -> None:
         self.name, self.tail = name, ""
-        # Ours is one for all, as it also holds extensions that would take every part seconds of a compiler.
-        folders = {variable: str(caches / ("" if folder == "flambeau" else name) / folder)
+        # Ours is one for all, as it also holds extensions that would take every part seconds of a compiler. Inductor
+        # calls a compiler with paths that may not have spaces.
+        folders = {variable: str(caches / ("" if folder == "flambeau" else name.replace(" ", "-")) / folder)
                    for variable, folder in CACHES.items()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flambeau.bench.parts", module, json.dumps(arguments), str(until)], text=True,

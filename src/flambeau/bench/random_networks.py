@@ -23,14 +23,6 @@ SIZES: dict[str, tuple[int, tuple[int, int], tuple[int, int], dict[int, tuple[in
     "large": (1 << 22, (1, 32), (3, 96), {0: (1, 1), 1: (16, 512), 2: (8, 64), 3: (6, 24)}),
     "tiny": (1 << 12, (1, 3), (3, 8), {0: (1, 1), 1: (6, 12), 2: (5, 9), 3: (4, 6)}),
 }
-CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-BATCH_NORMS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-INSTANCE_NORMS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
-MAX_POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
-MEAN_POOLS = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
-ADAPTIVE = {1: (nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d), 2: (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
-            3: (nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d)}
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "gelu": F.gelu, "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
     "mish": F.mish, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "hardswish": F.hardswish, "softplus": F.softplus,
@@ -40,6 +32,11 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "at most": lambda x: torch.clamp(x, max=0.8), "gate": lambda x: x * torch.sigmoid(x),
     "dropout": lambda x: F.dropout(x, 0.2), "exp": lambda x: torch.exp(-x.abs()),
 }
+
+
+def layer(name: str, sides: int) -> Any:
+    """torch's class of a layer for so many sides: Conv2d."""
+    return getattr(nn, f"{name}{max(sides, 1)}d")
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class Drawing:
         padding, transposed = r.randint(0, kernel // 2), r.random() < 0.3
         groups = r.choice((1, 1, 1, shape[1]))
         out = out if groups == 1 else groups * r.choice((1, 2))
-        kind = (TRANSPOSED if transposed else CONVOLUTIONS)[self.sides]
+        kind = layer("ConvTranspose" if transposed else "Conv", self.sides)
         name = f"{kind.__name__} {out} {kernel} {stride} {padding} {dilation} {groups}"
         more: dict[str, Any] = {"output_padding": 1} if transposed and stride > 1 and r.random() < 0.3 else {}
         return Step(name, kind(shape[1], out, kernel, stride, padding, dilation=dilation, groups=groups, bias=bias,
@@ -129,15 +126,15 @@ class Drawing:
 
     def norm(self, shape: tuple[int, ...]) -> Step | None:
         r, sides = self.r, len(shape) - 2
-        layer = [Step("layer norm", nn.LayerNorm(shape[-1])), Step("rms norm", nn.RMSNorm(shape[-1], eps=1e-5))]
+        last = [Step("layer norm", nn.LayerNorm(shape[-1])), Step("rms norm", nn.RMSNorm(shape[-1], eps=1e-5))]
         if self.sides < 0 or sides < 0 or sides > 3:
-            return r.choice(layer)
+            return r.choice(last)
         groups = r.choice([g for g in (1, 2, 3, 4, 8, shape[1]) if shape[1] % g == 0])
         all_but = nn.LayerNorm(shape[1:])
-        options = [*layer, Step("batch norm", BATCH_NORMS[sides](shape[1])), Step("layer norm of all", all_but),
+        options = [*last, Step("batch norm", layer("BatchNorm", sides)(shape[1])), Step("layer norm of all", all_but),
                    Step(f"group norm {groups}", nn.GroupNorm(groups, shape[1]))]
         if sides:
-            options.append(Step("instance norm", INSTANCE_NORMS[sides](shape[1], affine=r.random() < 0.5)))
+            options.append(Step("instance norm", layer("InstanceNorm", sides)(shape[1], affine=r.random() < 0.5)))
         return r.choice(options)
 
     def pool(self, shape: tuple[int, ...]) -> Step | None:
@@ -146,12 +143,11 @@ class Drawing:
             return None
         kernel, stride = r.choice((2, 3)), r.choice((1, 2))
         padding = r.randint(0, kernel // 2)
-        mean, largest = ADAPTIVE[sides]
         side = r.randint(1, min(shape[2:]))
-        return r.choice([Step(f"max pool {kernel} {stride} {padding}", MAX_POOLS[sides](kernel, stride, padding)),
-                         Step(f"mean pool {kernel} {stride} {padding}", MEAN_POOLS[sides](kernel, stride, padding)),
-                         Step(f"adaptive mean pool {side}", mean(side)),
-                         Step(f"adaptive max pool {side}", largest(side))])
+        window = [Step(f"{name} pool {kernel} {stride} {padding}", layer(f"{kind}Pool", sides)(kernel, stride, padding))
+                  for name, kind in (("max", "Max"), ("mean", "Avg"))]
+        return r.choice([*window, *(Step(f"adaptive {name} pool {side}", layer(f"Adaptive{kind}Pool", sides)(side))
+                                    for name, kind in (("mean", "Avg"), ("max", "Max")))])
 
     def map(self, shape: tuple[int, ...]) -> Step | None:
         name = self.r.choice(list(MAPS))

@@ -8,23 +8,22 @@ Every result is compared with the CPU's before it is timed.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor
 
 from flambeau.bench.floors import FloorRow
+from flambeau.bench.harness import alternate, clock_of, message
 from flambeau.device.enable import enable_device
-from flambeau.device.torch_module import NAME, get_device_name
+from flambeau.device.torch_module import NAME
 from flambeau.targets.opencl.device import devices
 
 SIDES = {"full": 8192, "small": 1536, "tiny": 64}  # of the square matrices
-ROUNDS, SECONDS = 9, 0.05
+ROUNDS, SECONDS = 9, 0.05  # times of a call; seconds of calls in a row, which are one of them
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 
@@ -90,9 +89,11 @@ def measure(only: str | None, size: str, console: Callable[[Sequence[Stream]], I
             check(stream, there, host)
             # On the same cores PyTorch's CPU device is the peer.
             peers = {"flambeau": there} | ({"cpu": host} if devices()[0].is_cpu else {})
-            row.seconds = in_turns({name: partial(stream.call, *tensors) for name, tensors in peers.items()})
+            calls = {name: partial(stream.call, *tensors) for name, tensors in peers.items()}
+            times = alternate(calls, 0.0, (ROUNDS, ROUNDS), 1, clock_of(NAME), burst=SECONDS)
+            row.seconds = {name: statistics.median(taken) for name, taken in times.items()}
         except Exception as error:
-            row.errors["flambeau"] = str(error).strip().splitlines()[-1]
+            row.errors["flambeau"] = message(error)
         else:
             bandwidth = bandwidth or row.bytes / row.seconds["flambeau"]
             row.floor = row.bytes / bandwidth
@@ -106,35 +107,3 @@ def check(stream: Stream, there: list[Tensor], host: list[Tensor]) -> None:
         close = TOLERANCE.get(y.dtype, 0.0)
         # Long sums: by the largest.
         torch.testing.assert_close(x, y, rtol=close, atol=close * float(y.abs().max()) if close else 0.0)
-
-
-def in_turns(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of a call, as medians of rounds in turns; every round makes as many calls as `SECONDS` allow."""
-    counts, times = {}, {name: [0.0] * 0 for name in calls}
-    for name, call in calls.items():
-        call()
-        counts[name] = max(1, int(SECONDS / clock(call, 1)))
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            times[name].append(clock(call, counts[name]))
-    return {name: statistics.median(taken) for name, taken in times.items()}
-
-
-def clock(call: Callable[[], Any], count: int) -> float:
-    torch.accelerator.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    torch.accelerator.synchronize()
-    return (time.perf_counter() - start) / count
-
-
-def stream_table(rows: Sequence[FloorRow]) -> Table:
-    beside = any("cpu" in row.seconds for row in rows)
-    table = Table("case", "GB/s", "of a copy", *(["over the CPU device"] if beside else []), title=get_device_name(0))
-    for row in rows:
-        taken = row.seconds.get("flambeau")
-        cells = ["failed", ""] if taken is None else [f"{row.bytes / taken / 1e9:.0f}", f"{row.floor / taken:.0%}"]
-        ratio = f"{taken / row.seconds['cpu']:.2f}" if taken is not None and "cpu" in row.seconds else ""
-        table.add_row(row.name, *cells, *([ratio] if beside else []))
-    return table

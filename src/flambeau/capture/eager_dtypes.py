@@ -16,42 +16,36 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from flambeau.runtime.placement import CPU
-from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes
+from flambeau.ops.facts import facts
+from flambeau.runtime.placement import CPU, common_device, flat
+from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes, no_python_dispatcher
 from flambeau.torch_compat.ops import OpOverload
 
 # What eager says about dtypes. Such tensors may not fit together in other ways, which says nothing.
-_ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b")
+_ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast")
 
 SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the CPU lacks, and so has our device
 
 
-def trusting(op: OpOverload) -> bool:
-    """Operators for people check their arguments; private ones of several tensors and gradients trust who calls them,
-    and may read beyond what they are given."""
-    name = op._schema.name.partition("::")[2]
-    tensors = sum("Tensor" in str(a.type) for a in op._schema.arguments)
-    return (name.startswith("_") and tensors > 1) or "backward" in name
-
-
-def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> None:
-    """Call it with what `given` makes of its arguments; warnings and draws of it leave no trace."""
-    state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
+def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> Any:
+    """Its result for what `given` makes of its arguments; warnings and draws of it leave no trace."""
+    state = torch.get_rng_state() if facts(op).random else None
     try:
-        with warnings.catch_warnings(), disable_current_modes(), torch.no_grad(), DisableAutocast():
+        with (warnings.catch_warnings(), disable_current_modes(), no_python_dispatcher(), torch.no_grad(),
+              DisableAutocast()):
             warnings.simplefilter("ignore")
-            op(*(given(x) for x in args), **{name: given(x) for name, x in kwargs.items()})
+            return op(*(given(x) for x in args), **{name: given(x) for name, x in kwargs.items()})
     finally:
         if state is not None:
             torch.set_rng_state(state)
 
 
-def eager_has_kernel(n: fx.Node, device: torch.device) -> bool:
-    op: Any = n.target
-    if op.is_view or trusting(op) or torch.Tag.nondeterministic_seeded in op.tags:
+def eager_has_kernel(op: OpOverload, args: Any, kwargs: Any, device: torch.device) -> bool:
+    known = facts(op)
+    if known.view or known.random or not known.checks:
         return True
     try:
-        key = _described((n.args, tuple(sorted(n.kwargs.items()))))
+        key = _described((args, tuple(sorted(kwargs.items()))))
     except TypeError:  # an argument that is not hashable
         return True
     # GPUs have kernels for more dtypes than CPUs: where those do, there is no need to ask them.
@@ -60,6 +54,16 @@ def eager_has_kernel(n: fx.Node, device: torch.device) -> bool:
     if device.type == "cuda":
         return _has_kernel(op, key, device)
     return device.type != "cpu" and (wide := _wide(key)) != key and _has_kernel(op, wide, CPU)
+
+
+def taken_apart(op: OpOverload, formula: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
+    """The formula of an operator in terms of others, which would compute with anything, where eager has a kernel."""
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        device = common_device(flat((args, tuple(kwargs.values()))))
+        return (formula if eager_has_kernel(op, args, kwargs, device) else whole)(*args, **kwargs)
+
+    return asked
 
 
 def _wide(x: Any) -> Any:

@@ -2,7 +2,8 @@
 
 AOTAutograd traces with rules for shapes and strides that stand beside the kernels, and some disagree with the kernels.
 What a captured graph says is what we promise to the caller, so it is put right here, from the node that is wrong to the
-results. Where sizes are symbols, rules are asked at some numbers for them (`size_samples.py`).
+results. Eager itself is asked where that is quick: its kernel runs once, on zeros. Rules are for larger tensors and for
+views. Where sizes are symbols, both are asked at some numbers for them (`size_samples.py`).
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import torch
 import torch.fx as fx
 
 from flambeau.ops import LOWERINGS
-from flambeau.runtime.memory_layout import dense
-from flambeau.runtime.placement import flat
+from flambeau.ops.facts import facts
+from flambeau.runtime.memory_layout import dense, reach
+from flambeau.runtime.placement import CPU, flat
 from flambeau.torch_compat.device import backend_name
 from flambeau.torch_compat.dispatch import no_python_dispatcher
 from flambeau.torch_compat.fake import FakeTensor, unset_fake_temporarily
 from flambeau.torch_compat.ops import OpOverload
 
+from .eager_dtypes import attempt
 from .size_samples import SizeSamples
-from .storage import COPY_STORAGE, is_view, view_root
+from .storage import is_view, view_root
 
 aten = torch.ops.aten
 Strides = tuple[int, ...]
-# Their result's shape is a new symbol each time.
-NEW_SIZES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 # ---- ATen's rules -------------------------------------------------------------------------------------------
@@ -162,34 +163,11 @@ def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options:
     return preserved(x) if any(m > 1 and s == 0 for m, s in zip(x.shape, x.stride(), strict=True)) else x.stride()
 
 
-RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
-                     aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default), as_normalised),
-    **dict.fromkeys((aten.native_group_norm.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
-                     aten.replication_pad3d.default, aten.upsample_nearest2d.default,
-                     aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
-                     aten.upsample_bicubic2d.default), as_suggested),
-    aten.max_pool3d_with_indices.default: as_pooled,
-    **dict.fromkeys(COPY_STORAGE, copied_storage),
-    **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten.flip.default, aten.sort.default,
-                     aten.sort.stable, aten.hardtanh.default, aten.frexp.Tensor, aten.index_put.default,
-                     aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.put.default, aten.fill.Scalar,
-                     aten.fill.Tensor, aten.zero.default, aten.empty_like.default, aten.zeros_like.default,
-                     aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
-                     aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype), as_preserved),
-    **dict.fromkeys((aten.normal.Tensor_Tensor, aten.im2col.default, aten.log_sigmoid_forward.default,
-                     aten.index_copy.default, aten.tril.default, aten.triu.default, aten.masked_fill.Scalar,
-                     aten.masked_fill.Tensor, aten.masked_scatter.default), as_contiguous),
-    **dict.fromkeys((aten.deg2rad.default, aten.rad2deg.default), lambda result, x: elementwise(result, x, 1.0)),
-    aten.roll.default: rolled,
-}
-# How many operands elementwise kernels have: of what is no plain formula here, or has a number inside of the kernel.
-OPERANDS = {
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), 2),
-    **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), 3),
-    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.nan_to_num.default, aten.celu.default, aten.clamp.default,
-                     aten.clamp_min.default, aten.clamp_max.default), 1),
-    aten.lerp.Scalar: 2, aten.where.self: 3,
+# By what is said of operators (`Facts.strides`).
+RULES: dict[str, Rule] = {
+    "preserved": as_preserved, "suggested": as_suggested, "pooled": as_pooled, "normalised": as_normalised,
+    "contiguous": as_contiguous, "rolled": rolled, "copied storage": copied_storage,
+    "with a number": lambda result, x: elementwise(result, x, 1.0),
 }
 
 
@@ -197,12 +175,24 @@ def rule_of(op: Any) -> Asked | None:
     """For an operator that is lowered by a formula, that of elementwise kernels; for a view, ATen's own code."""
     if is_view(op):
         return None if op is aten.as_strided.default else as_viewed
-    if op in RULES:
-        return as_made(RULES[op])
-    count = OPERANDS.get(op) or getattr(LOWERINGS.get(op), "operands", None)
+    known = facts(op)
+    if known.strides:
+        return as_made(RULES[known.strides])
+    count = known.operands or getattr(LOWERINGS.get(op), "operands", None)
     if count is None:
         return None
     return as_made(lambda result, *args, **named: elementwise(result, *(a for a in args[:count] if a is not None)))
+
+
+# Elements of all tensors of a call together, up to which eager is asked: that takes less time than to trace the call.
+FEW = 1 << 14
+
+
+def rules_of(op: OpOverload) -> list[Asked]:
+    """Whom to ask, in this order: eager's kernel, unless it is a view's, or draws or changes numbers; the rule."""
+    runs = op.namespace == "aten" and not is_view(op) and not facts(op).random and all(
+        a.alias_info is None for a in op._schema.arguments)
+    return [asked for asked in (as_run if runs else None, rule_of(op)) if asked is not None]
 
 
 # Where each result of a node lies at the numbers of a sample: strides, and how far behind its argument a view begins.
@@ -220,6 +210,31 @@ def as_made(rule: Rule) -> Asked:
         return [(strides if t.shape == first.shape else t.stride(), 0) for t in (first, *rest)]
 
     return asked
+
+
+def as_run(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
+    """By eager's kernel."""
+    op: Any = n.target
+    args, named = arguments(n, samples, k)
+    said = [bare(t, samples, k) for t in made]
+    every = [*tensors_in([*args, *named.values()]), *said]
+    beyond = not facts(op).checks and any(t.numel() == 0 for t in every)
+    if beyond or sum(reach(t.shape, t.stride()) for t in every) > FEW:
+        raise ValueError("too large, or places beyond what is there")
+    new = tensors_in(attempt(op, args, named, on_cpu))
+    if [t.shape for t in new] != [t.shape for t in said]:
+        raise ValueError("other results")
+    return [(t.stride(), 0) for t in new]
+
+
+def on_cpu(x: Any) -> Any:
+    """An argument with zeros for data."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(on_cpu, x))
+    if isinstance(x, torch.Tensor):
+        zeros = torch.zeros(reach(x.shape, x.stride()), dtype=x.dtype)
+        return zeros.as_strided(x.shape, x.stride())
+    return CPU if isinstance(x, torch.device) else x
 
 
 def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
@@ -243,7 +258,7 @@ def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
             continue
         if n.target is operator.getitem:
             new = n.args[0].meta["val"][n.args[1]] if n.args[0] in changed else val
-        elif isinstance(n.target, OpOverload) and not NEW_SIZES & set(n.target.tags):
+        elif isinstance(n.target, OpOverload) and not has_new_sizes(val):
             new = settled(n, traced(n) if changed.intersection(n.all_input_nodes) else val, samples)
         else:
             continue
@@ -258,6 +273,11 @@ def share_memory(graph: fx.Graph) -> bool:
     *_, output = graph.nodes
     roots = [view_root(n) for n in output.all_input_nodes]
     return len(set(roots)) < len(roots)
+
+
+def has_new_sizes(val: Any) -> bool:
+    """Whether data decide its shape: it would be a new symbol each time."""
+    return any(isinstance(m, torch.SymInt) and m.node.hint is None for t in tensors_in(val) for m in t.shape)
 
 
 def tensors_in(val: Any) -> list[torch.Tensor]:
@@ -276,7 +296,8 @@ def layout(val: Any) -> list[tuple[list[Any], list[Any], Any]]:
 def moved(new: Any, val: Any) -> bool:
     """Whether an element lies elsewhere."""
     return any(at != was or any(n != 1 and a != b for n, a, b in zip(shape, strides, before, strict=True))
-               for (shape, strides, at), (_, before, was) in zip(layout(new), layout(val), strict=True))
+               for (shape, strides, at), (_, before, was) in zip(layout(new), layout(val), strict=True)
+               if 0 not in shape)
 
 
 def traced(n: fx.Node) -> Any:
@@ -296,19 +317,23 @@ def traced(n: fx.Node) -> Any:
 
 def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
     """What eager's kernel makes of the arguments as they are now, where torch's rule says something else."""
-    rule = rule_of(n.target)
+    rules = rules_of(n.target)  # type: ignore[arg-type]
     made = tensors_in(val)
     given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
     here = ("cpu", backend_name())
-    if rule is None or not made or any(
+    if not rules or not made or any(
             not isinstance(t, FakeTensor) or t.device.type not in here or t.layout is not torch.strided
             for t in (*made, *given)):
         return val
-    try:
-        with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not the rules in its place
-            asked = [rule(n, made, samples, k) for k in range(len(samples))]
-        new = [placed(t, [a[j] for a in asked], given, samples, is_view(n.target)) for j, t in enumerate(made)]
-    except (RuntimeError, ValueError, TypeError, IndexError):  # an error of eager's comes with the call
+    for rule in rules:
+        try:
+            with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not the rules in its place
+                asked = [rule(n, made, samples, k) for k in range(len(samples))]
+            new = [placed(t, [a[j] for a in asked], given, samples, is_view(n.target)) for j, t in enumerate(made)]
+            break
+        except (RuntimeError, ValueError, TypeError, IndexError):  # an error of eager's comes with the call
+            pass
+    else:
         return val
     if all(a is b for a, b in zip(new, made, strict=True)):
         return val
@@ -343,6 +368,8 @@ def plain(x: Any, samples: SizeSamples, k: int) -> Any:
     """An argument at the numbers of sample k."""
     if isinstance(x, fx.Node):
         x = x.meta["val"]
+    if isinstance(x, (torch.SymFloat, torch.SymBool)):
+        return x.node.hint  # no layout depends on it; asked for its value, it would be held at it
     return bare(x, samples, k) if isinstance(x, torch.Tensor) else samples.value(x, k) if isinstance(
         x, torch.SymInt) else x
 

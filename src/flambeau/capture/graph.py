@@ -14,16 +14,15 @@ from flambeau.errors import GuessedShapeError, UnsupportedError
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
-from flambeau.ir.expr import Expr, cast, const, index_value, walk
+from flambeau.ir.expr import const, walk
 from flambeau.ir.index import Sym
-from flambeau.ir.nodes import Buffer, Extern, Graph, Library, Node, Scan, Scatter, Value
+from flambeau.ir.nodes import Buffer, Extern, Graph, Host, Library, Node, Scan, Scatter, Value
 from flambeau.ir.numerics import FAST, Policy
-from flambeau.ir.program import Host
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.ops.exact import is_exact
-from flambeau.ops.registry import NEEDS, READ_MEMORY, OutOfRange, load_at
-from flambeau.runtime.launch_plan import DONATED, Held, as_number
+from flambeau.ops.facts import facts, is_exact
+from flambeau.ops.registry import OutOfRange, load_at
+from flambeau.runtime.launch_plan import DONATED, Held
+from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.torch_compat.ops import OpOverload
 
@@ -35,14 +34,6 @@ from .storage import Storage, dense, is_view, writes_twice
 from .symbols import Symbols
 
 aten = torch.ops.aten
-OUT_FORMS = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out, aten.addmm.default: aten.addmm.out,
-             aten.baddbmm.default: aten.baddbmm.out}
-# Their result is what they are given.
-SAME = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default, aten.alias.default,
-        aten.clone.default)
-# Their results' shapes depend on data, which not every version of torch knows.
-SHAPED_BY_DATA = (aten._unique.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-                  aten.nonzero.default, aten.masked_select.default)
 
 
 @dataclass(frozen=True)
@@ -57,10 +48,6 @@ class RunNumber:
 class Captured:
     graph: Graph
     symbols: Symbols
-    # where each size symbol comes from: ("arg", position), ("size" or "stride", buffer, dimension) or
-    # ("text", source, sizes in it)
-    sources: dict[Sym, tuple[Any, ...]] = field(default_factory=dict)
-    tensors: list[int] = field(default_factory=list)  # positions of the tensor arguments, in input order
     externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
 
 
@@ -81,17 +68,14 @@ class Lowering:
         self.env: dict[fx.Node, Any] = {}
         self.storage = Storage(self)
         self.done: set[fx.Node] = set()  # by a call that was made before them
-        self.numbers: list[Sym] = []  # numbers of the run
         self.scanned: set[str] = set()
         self.looked_at = 0  # nodes that went into it
-        self.composite: list[tuple[Any, tuple[Any, ...]]] = []  # sizes that are not a symbol, and their source
+        self.composite: list[tuple[Any, Host]] = []  # sizes that are not a symbol, and where they stand
 
     def run(self) -> None:
-        position = 0
         for n in self.gm.graph.nodes:
             if n.op == "placeholder":
-                self.placeholder(n, position)
-                position += 1
+                self.placeholder(n, f"_{len(self.g.arguments)}")
             elif n.op == "get_attr":
                 self.env[n] = self.attribute(n)
             elif n.op == "call_function":
@@ -101,69 +85,67 @@ class Lowering:
                 self.output(n)
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
-        self.g.symbols = [*self.c.symbols.known.values(), *self.numbers]
+        self.g.typical = self.c.symbols.typical
         self.solve_sizes()
-        self.c.sources |= {s: ("text", h.text, h.sizes) for s, h in self.c.symbols.hosts.items()}
+        self.g.numbers |= self.c.symbols.hosts
 
     # ---- inputs and outputs ----------------------------------------------------------------------------
 
-    def placeholder(self, n: fx.Node, position: int) -> None:
+    def placeholder(self, n: fx.Node, name: str) -> None:
+        """`name`: that of the argument, unless it is a tensor."""
         val = n.meta.get("val")
+        self.g.arguments.append(name)
         if isinstance(val, torch.Tensor):
             v = self.add_tensor(val)
             self.elsewhere.note(v, val)
-            self.c.tensors.append(position)
+            self.g.arguments[-1] = v.buffer
             if n.meta.get(DONATED):
                 self.g.donated.add(v.buffer)
             self.env[n] = v
-            for k, size in enumerate(val.shape):
-                self.bind(size, ("size", v.buffer, k))
-            for k, stride in enumerate(val.stride()):
-                self.bind(stride, ("stride", v.buffer, k))
+            self.bind_sizes(v, val)
         elif isinstance(val, RunNumber):
-            self.env[n] = self.run_number(val, position)
+            self.env[n] = self.run_number(val, name)
         elif isinstance(val, (torch.SymInt, torch.SymFloat)):
             self.env[n] = self.c.symbols.index(val) if isinstance(val, torch.SymInt) else self.c.symbols.host(val)
-            self.bind(val, ("arg", position), force=True)
+            self.bind(val, Host(name), force=True)
         elif val is None or isinstance(val, (int, float, bool)):
             self.env[n] = val
         else:
             raise UnsupportedError(f"argument {n.name} of type {type(val).__name__} in a captured graph")
 
-    def run_number(self, val: RunNumber, position: int) -> Value:
-        word = Sym(f"number{position}", lo=None)
-        self.c.sources[word] = ("arg", position)
-        self.numbers.append(word)
+    def run_number(self, val: RunNumber, name: str) -> Value:
         if is_float(val.dtype) and torch.float64 not in self.g.capabilities.dtypes:
             raise UnsupportedError("numbers of the run are doubles, which the device does not have")
         with build.building(self.g, "number"):
-            bits = index_value(word, torch.int64)
-            whole = Expr("bitcast", torch.float64, (bits,)) if is_float(val.dtype) else bits
-            made = build.pointwise((), lambda _: cast(whole, val.dtype), val.dtype)
-        return replace(made, number=val.number, host=True)
+            return replace(build.run_number(Host(name), val.dtype), number=val.number, host=True)
 
     def add_tensor(self, val: torch.Tensor) -> Value:
         to = self.c.symbols.index
         return self.g.add_input([to(s) for s in val.shape], val.dtype, [to(s) for s in val.stride()])
 
-    def bind(self, size: Any, source: tuple[Any, ...], force: bool = False) -> None:
+    def bind_sizes(self, v: Value, t: torch.Tensor) -> None:
+        for k, size in enumerate(t.shape):
+            self.bind(size, Host(f"{v.buffer}.shape[{k}]", frozenset((v.buffer,))))
+        for k, stride in enumerate(t.stride()):
+            if isinstance(stride, torch.SymInt) and stride.node.expr.is_Symbol:
+                self.bind(stride, Host(f"{v.buffer}.stride({k})", frozenset((v.buffer,))))
+
+    def bind(self, size: Any, source: Host, force: bool = False) -> None:
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return
         if not size.node.expr.is_Symbol:
             self.composite.append((size, source))
             return
         s = self.c.symbols.symbol(size.node.expr, size.node.shape_env)
-        if force or s not in self.c.sources:
-            self.c.sources[s] = source
+        if force or s not in self.g.numbers:
+            self.g.numbers[s] = source
 
     def solve_sizes(self) -> None:
         """A backward graph may be given s + 1 and never s itself: what is missing is solved for."""
         for k, (size, source) in enumerate(self.composite):
-            found = self.c.symbols.solve(size, f"part{k}", self.c.sources)
+            found = self.c.symbols.solve(size, f"part{k}", self.g.numbers)
             if found is not None:
-                missing, text = found
-                self.c.sources[Sym(f"part{k}")] = source
-                self.c.sources[missing] = ("text", text.text, text.sizes)
+                self.g.numbers |= {Sym(f"part{k}"): source, found[0]: found[1]}
 
     def attribute(self, n: fx.Node) -> Any:
         held = operator.attrgetter(str(n.target))(self.gm)
@@ -188,6 +170,10 @@ class Lowering:
         assert isinstance(results, (list, tuple))
         outs: list[Any] = []
         made: dict[fx.Node, Value] = {}
+        alike: dict[Value, int] = {}
+        for given in n.all_input_nodes:
+            if isinstance(self.env[given], Value):
+                self.storage.lay_out(given)
         for r in results:
             if isinstance(r, fx.Node) and r.target is aten.copy_.default:
                 r = r.args[0]  # what copy_ returns is the input it wrote to
@@ -195,7 +181,8 @@ class Lowering:
             if isinstance(v, Value) and isinstance(r, fx.Node):
                 if r not in made:
                     v = self.storage.result(r)
-                    made[r] = replace(v, twin=v in made.values())
+                    made[r] = replace(v, twin=alike.setdefault(v, 0))
+                    alike[v] += 1
                 v = made[r]
             outs.append(v)
         self.g.outputs = outs
@@ -223,13 +210,14 @@ class Lowering:
             return self.mutate(args[0], args[1], negated=n.args[0].meta["val"].is_neg())  # type: ignore[union-attr]
         if target in (random_replay.RUN_AND_SAVE, random_replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
-        if target in SAME and self.elsewhere.is_constant(args[0]):
+        if facts(target).same and self.elsewhere.is_constant(args[0]):
             return args[0]  # nobody writes to it, and who returns it makes a copy
-        if target in READ_MEMORY:
+        if facts(target).reads_memory:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
-        if isinstance(target, OpOverload) and n.name not in self.exclude and self.lowerable(n, target):
+        nothing = self.device.type == "cpu" and computes_nothing(n)
+        if isinstance(target, OpOverload) and n.name not in self.exclude and not nothing and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = self.lowered(target, self.readable(args), self.readable(kwargs))
             if out is not NotImplemented and self.computable(self.g.nodes[before:]):
@@ -237,9 +225,9 @@ class Lowering:
             del self.g.nodes[before:]
         # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
         # Products in fast numerics take what there is.
-        if self.g.policy.exact or target not in CONTRACTIONS:
+        if self.g.policy.exact or not facts(target).library:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
-        return self.extern(n, args, kwargs)
+        return self.extern(n, args, kwargs, counted=not nothing)
 
     def arguments(self, n: fx.Node) -> tuple[Any, Any]:
         return fx.node.map_aggregate(n.args, self.lookup), fx.node.map_aggregate(n.kwargs, self.lookup)
@@ -272,9 +260,7 @@ class Lowering:
         def value(x: Any) -> Any:
             if not isinstance(x, Host):
                 return self.elsewhere.brought(x)
-            made, = build.extern(as_number, (x, self.device), {}, [((), torch.float64, ())])
-            assert made is not None
-            return replace(made, number=True)
+            return replace(build.run_number(Host(f"word({x.text})", x.needs), torch.float64), number=True)
 
         return fx.node.map_aggregate(args, value)
 
@@ -295,14 +281,15 @@ class Lowering:
     def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
         if target not in LOWERINGS:
             return False
-        if target in NEEDS and not getattr(self.g.capabilities, NEEDS[target]):
+        if (needs := facts(target).needs) is not None and not getattr(self.g.capabilities, needs):
             return False
         given, made = ([t for x in values for t in flat(x) if isinstance(t, torch.Tensor)]
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
         if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
         return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
-            supported(t) and t.device == self.device for t in made) and eager_has_kernel(n, self.device)
+            supported(t) and t.device == self.device for t in made) and eager_has_kernel(
+                target, n.args, n.kwargs, self.device)
 
     def settle(self, n: fx.Node, out: Any) -> Any:
         """Check a lowering's results against torch's own metadata and take over the memory order."""
@@ -371,7 +358,7 @@ class Lowering:
             target = form.op
             self.done.update(form.done)
         written = () if form is None else form.written
-        library = target in CONTRACTIONS and not self.g.capabilities.contracts
+        library = facts(target).library and not self.g.capabilities.contracts
         kind = Library if library else Extern
         if kind is Extern and counted:
             self.c.externs[str(target)] = self.c.externs.get(str(target), 0) + 1
@@ -384,7 +371,7 @@ class Lowering:
             taken = {u.args[1] for u in n.users if u.target is operator.getitem}
             metas = [m if k in taken or len(taken) < len(n.users) else None for k, m in enumerate(metas)]
             metas = metas[:len(metas) - len(written)]
-        out = OUT_FORMS.get(target) if not several and val is not None and not kwargs and is_float(val.dtype) \
+        out = facts(target).out if not several and val is not None and not kwargs and is_float(val.dtype) \
             and all(isinstance(s, int) for s in val.shape) and val.is_contiguous() \
             and val.device == self.device else None
         made = build.extern(target, tuple(args), dict(kwargs), metas, several, kind, out, n.is_impure())
@@ -409,8 +396,7 @@ class Lowering:
         for v, m in zip(made, vals, strict=True):
             if isinstance(m, torch.Tensor) and v is not None:
                 self.elsewhere.note(v, m)
-                for k, size in enumerate(m.shape):
-                    self.bind(size, ("size", v.buffer, k))
+                self.bind_sizes(v, m)
 
     def replayed(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A random operator that forward runs and backward repeats."""
@@ -421,10 +407,10 @@ class Lowering:
         state = [u.meta["val"] for u in n.users if save and u.args[1] == 0]
         # The state's size is a symbol of its own, which only the node that takes it out of the tuple shows.
         device = vals[0].device
-        before = state[:1] or ([random_replay.state(device)] if save else [])
+        before = state[:1] or ([random_state(device)] if save else [])
         op = str(n.args[0 if save else 1])
         self.c.externs[op] = self.c.externs.get(op, 0) + 1
-        run = random_replay.run_and_save if save else random_replay.run_with
+        run = run_and_save if save else run_with
         made = build.extern(run, (device, *args), dict(kwargs), self.metas(op, [*before, *vals]), True)
         self.bind_results(made, [*before, *vals])
         out = list(made[len(before):]) if several else made[-1]
@@ -434,7 +420,15 @@ class Lowering:
 def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
     """Where torch does not know that data decides a shape, it runs the operator on zeros to see what comes out."""
     sizes = [n for t in vals if isinstance(t, torch.Tensor) for n in t.shape]
-    return op in SHAPED_BY_DATA and all(isinstance(n, int) for n in sizes)
+    return facts(op).guessed and all(isinstance(n, int) for n in sizes)
+
+
+def computes_nothing(n: fx.Node) -> bool:
+    """Whether it has no elements to compute, or nothing to compute them from, whatever the sizes of the run are. Then
+    it is a call of eager's kernel: some look at indices all the same."""
+    of = n.args[0].meta.get("val") if n.args and isinstance(n.args[0], fx.Node) else None
+    return not is_view(n.target) and any(isinstance(m, int) and m == 0 for t in (*flat(n.meta.get("val")), of)
+                                         if isinstance(t, torch.Tensor) for m in t.shape)
 
 
 def supported(t: torch.Tensor) -> bool:

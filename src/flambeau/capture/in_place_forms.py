@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-aten = torch.ops.aten
+from flambeau.ops.facts import facts, overloads_named
+from flambeau.torch_compat.ops import OpOverload
 
-# The form that writes, and by position the arguments it writes: their new values are the last results of the other.
-FORMS: dict[Any, tuple[Any, tuple[int, ...]]] = {
-    aten._native_batch_norm_legit_functional.default: (aten._native_batch_norm_legit.default, (3, 4)),
-    aten._batch_norm_with_update_functional.default: (aten._batch_norm_with_update.default, (3, 4)),
-}
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class InPlace:
 
 def in_place_form(n: fx.Node) -> InPlace | None:
     """What to call in place of a node's operator; None if there is no such form, or if somebody would notice."""
-    op, written = FORMS.get(n.target, (None, ()))
+    op, written = writing_form(n.target)
     done: list[fx.Node] = []
     for k, at in enumerate(written):
         found = copied_by(n, len(op._schema.returns) + k, n.args[at])
@@ -39,6 +37,18 @@ def in_place_form(n: fx.Node) -> InPlace | None:
             return None
         done += found
     return InPlace(op, written, tuple(done)) if op is not None else None
+
+
+@cache
+def writing_form(op: Any) -> tuple[Any, tuple[int, ...]]:
+    """The form that writes, and by position the arguments it writes: their new values are the last results of `op`."""
+    if isinstance(op, OpOverload) and len(op._schema.returns) > 1:
+        for form in overloads_named(facts(op).in_place):
+            written = tuple(k for k, a in enumerate(form._schema.arguments) if a.is_write)
+            same = [a.name for a in form._schema.arguments] == [a.name for a in op._schema.arguments]
+            if written and same and len(form._schema.returns) + len(written) == len(op._schema.returns):
+                return form, written
+    return None, ()
 
 
 def copied_by(n: fx.Node, output: int, into: Any) -> list[fx.Node] | None:

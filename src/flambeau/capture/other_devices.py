@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
+from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import const
 from flambeau.ir.index import Index
-from flambeau.ir.nodes import Value
+from flambeau.ir.nodes import Host, Value
 from flambeau.runtime.launch_plan import laid_out, on_device
 
 
@@ -44,6 +45,10 @@ class Elsewhere:
             return x
         if x.buffer in self._numbers:
             return replace(build.pointwise(x.shape, lambda _: const(self._numbers[x.buffer], x.dtype)), host=True)
+        g = build.graph()
+        if x.buffer in g.inputs and (not is_float(x.dtype) or torch.float64 in g.capabilities.dtypes):
+            text = f"word({x.buffer}.item())" if is_float(x.dtype) else f"int({x.buffer}.item())"
+            return replace(build.run_number(Host(text, frozenset((x.buffer,))), x.dtype), host=True)
         if x.buffer not in self._brought:
             made, = build.extern(on_device, (x, self.device), {}, [((), x.dtype, ())])
             assert made is not None

@@ -57,12 +57,14 @@ class SizeSamples:
         if len(self) == 1 and not self.numbers[0]:
             return list(wanted[0])
         order = sorted(range(len(shape)), key=lambda d: (wanted[0][d], wanted[0][d] * self.value(shape[d], 0), -d))
-        products: list[Any] = [1]
+        products: list[Any] = [1]  # what has no elements counts as one in some of eager's kernels, and not in others
+        whole: list[Any] = [1]
         for d in order:
             products.append(products[-1] * torch.sym_max(shape[d], 1))
+            whole.append(whole[-1] * shape[d])
         out = []
         for d in range(len(shape)):
-            found = next((c for c in (*(s[d] for s in candidates if len(s) == len(shape)), *products)
+            found = next((c for c in (*(s[d] for s in candidates if len(s) == len(shape)), *products, *whole)
                           if all(self.value(c, k) == w[d] for k, w in enumerate(wanted))), None)
             if found is None:
                 return None

@@ -17,9 +17,10 @@ import torch
 import torch.fx as fx
 
 from flambeau.ir import build
-from flambeau.ir.index import ONE, ZERO, Index, as_index
-from flambeau.ir.nodes import Buffer, Value, contiguous_strides, dim_vars
+from flambeau.ir.index import ONE, ZERO, Index, as_index, offset_of
+from flambeau.ir.nodes import Buffer, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ops import LOWERINGS
+from flambeau.ops.facts import facts
 from flambeau.runtime.memory_layout import overlapping
 from flambeau.schedule.plan import strided
 from flambeau.torch_compat.ops import OpOverload
@@ -28,18 +29,13 @@ if TYPE_CHECKING:
     from .graph import Lowering
 
 aten = torch.ops.aten
-# Views, which their schemas do not say.
-SECRET = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
-# Eager copies the whole storage of their first argument, and writes into the part of it that this argument is.
-COPY_STORAGE = (aten.diagonal_scatter.default, aten.select_scatter.default, aten.slice_scatter.default,
-                aten.as_strided_scatter.default, aten.copy.default)
 
 
 # ---- in the captured graph -------------------------------------------------------------------------------
 
 
 def is_view(op: Any) -> bool:
-    return isinstance(op, OpOverload) and (op.is_view or op in SECRET)
+    return isinstance(op, OpOverload) and facts(op).view
 
 
 def viewed(n: fx.Node) -> fx.Node | None:
@@ -62,7 +58,7 @@ def view_root(n: fx.Node) -> fx.Node:
 
 def copies_input(n: fx.Node) -> bool:
     """Whether its storage is a copy of an input's, of which nobody knows the size before the run."""
-    if n.target not in COPY_STORAGE:
+    if not facts(n.target).copies_storage:
         return False
     base = view_root(n.args[0])  # type: ignore[arg-type]
     return base.op == "placeholder" or copies_input(base)
@@ -71,7 +67,7 @@ def copies_input(n: fx.Node) -> bool:
 def is_behind(n: fx.Node) -> bool:
     """Whether it may begin behind the beginning of such a copy, as the argument of which that is the copy does. What
     torch says of a copy of a copy begins at zero."""
-    if n.target not in COPY_STORAGE:
+    if not facts(n.target).copies_storage:
         return False
     x: fx.Node = n.args[0]  # type: ignore[assignment]
     return not is_zero(x.meta["val"].storage_offset()) or is_behind(view_root(x))
@@ -80,7 +76,7 @@ def is_behind(n: fx.Node) -> bool:
 def writes_twice(n: fx.Node) -> bool:
     """Whether it writes into a copy in which elements share a place, so that others change as well. Of what is expanded
     eager makes a copy without that."""
-    if n.target not in COPY_STORAGE:
+    if not facts(n.target).copies_storage:
         return False
     x = n.args[0].meta["val"]  # type: ignore[union-attr]
     shape, strides = ([hint(s) for s in y] for y in (x.shape, x.stride()))
@@ -157,7 +153,7 @@ class Storage:
                 b.strides = as_laid(v, b, want) or contiguous_strides(b.shape)
             return v if v.numel is b.numel and lies_as(v, b, want) else self.copied(v, want)
         # There are gaps, with what was in them before (a scatter into every other column): only ATen knows.
-        return self.called(n) if n.target in COPY_STORAGE else self.copied(v, want)
+        return self.called(n) if facts(n.target).copies_storage else self.copied(v, want)
 
     def called(self, n: fx.Node) -> Value:
         args, named = fx.node.map_aggregate((n.args, n.kwargs), self.argument)
@@ -197,6 +193,22 @@ class Storage:
         self.g.buffers[copy.buffer].strides = strides
         return copy
 
+    def lay_out(self, n: fx.Node) -> None:
+        """Before anybody is given n or what shares its memory: a root in whose dimensions n is no strided array is laid
+        out in one."""
+        root = view_root(n)
+        if root is n or root.op == "placeholder":
+            return
+        v, base, want = self.of(n), self.of(root), self.strides(root)
+        if v.buffer == base.buffer and dense(base.shape, want) and not lies_as(
+                v, self.g.buffers[v.buffer], self.strides(n)):
+            with build.building(self.g, "copy"):
+                line = build.pointwise((base.numel,), lambda i: base.load(
+                    [i[0] // s % m for s, m in zip(want, base.shape, strict=True)]))
+            self.g.buffers[line.buffer].strides = (ONE,)
+            at = offset_of(as_indices(dim_vars(base.shape)), want)
+            self._of[root] = Value(line.buffer, base.shape, base.dtype, (at,))
+
     def result(self, n: fx.Node) -> Value:
         """What the caller gets for n: in memory that is no other node's, unless torch says that it is."""
         if n.op == "placeholder":
@@ -212,9 +224,14 @@ class Storage:
         """The value of n in eager's memory, with eager's strides in dimensions of size one too."""
         v: Value = self.of(n)
         want = self.strides(n)
-        if not lies_as(v, self.g.buffers[v.buffer], want):
+        b = self.g.buffers[v.buffer]
+        if not lies_as(v, b, want):
             return self.copied(v, want)
-        return replace(v, strides=want, offset=self.offset(n, v))
+        start = self.offset(n, v)
+        whole = v.is_whole(b) or (v.shape == b.shape and v.numel is ZERO)
+        if start is ZERO and whole:  # as the buffer itself: who compares the two finds them equal
+            v, start = self.g.whole(v.buffer), None
+        return replace(v, strides=want, offset=start)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
         """Where a view begins, counted from its root, if it may be without elements; None: its index says it."""

@@ -11,7 +11,7 @@ import torch
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
-from flambeau.ir.program import Host
+from flambeau.ir.nodes import Host
 from flambeau.torch_compat.fx import PythonPrinter
 
 # Functions of sympy, by name, and ours.
@@ -26,6 +26,7 @@ class Symbols:
     def __init__(self) -> None:
         self.known: dict[str, Sym] = {}
         self.hosts: dict[Sym, Host] = {}  # those that stand for a computed number
+        self.typical: dict[Sym, int] = {}  # what they were when the graph was captured
         self._fixed: tuple[tuple[int, int], dict[Any, Any]] = ((0, 0), {})  # as of so many guards of an environment
 
     def index(self, x: Any) -> Index:
@@ -33,9 +34,12 @@ class Symbols:
         if not isinstance(x, torch.SymInt):
             return as_index(int(x))
         try:
-            return self.convert(x.node.expr, x.node.shape_env)
+            found = self.convert(x.node.expr, x.node.shape_env)
         except UnsupportedError:
-            return as_index(self.computed(x))
+            found = as_index(self.computed(x))
+        if isinstance(size := found.atom(), Sym) and x.node.hint is not None:
+            self.typical[size] = int(x.node.hint)
+        return found
 
     def fixed(self, env: Any) -> dict[Any, Any]:
         """Expressions that a guard holds at one number. torch solves none for a symbol that has a quotient in it, and

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from flambeau import Error, OptionError, UnsupportedError
-from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, page_console
+from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, new_table, page_console
 
 if TYPE_CHECKING:
     from flambeau.compare.comparison import Comparison
@@ -128,10 +127,7 @@ def show(console: Console, report: Comparison, limit: int | None) -> None:
 def table(rows: Sequence[Difference], limit: int | None) -> Table:
     from flambeau.report.comparison import HEADINGS, cells
 
-    made = Table(*HEADINGS, box=box.SIMPLE_HEAD)
-    for column in made.columns[2:8]:
-        column.justify = "right"
-    made.columns[0].overflow = "fold"
+    made = new_table(*HEADINGS, right=range(2, 8))
     for row in rows[:limit]:
         made.add_row(*map(escape, cells(row)), style=None if row.equal else "yellow")
     if limit is not None and len(rows) > limit:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from flambeau import Error, __version__
 from flambeau.config import SETTINGS, config
@@ -133,9 +133,7 @@ def _openmp(name: str) -> Finding:
     try:
         threads = _run_probe("-fopenmp")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return Finding(
-            name, str(error), "install libgomp; without it, kernels run on one thread", needed=False
-        )
+        return Finding(name, str(error), "install libgomp; without it, kernels run on one thread", needed=False)
     return Finding(name, f"{threads} threads")
 
 
@@ -167,7 +165,7 @@ def _vector(name: str) -> Finding:
 
 
 def _device(name: str) -> Finding:
-    # Whoever does not use it does not miss it, so this never has a remedy.
+    # The device is optional, so this never has a remedy.
     from flambeau.targets.base import device_target
 
     try:
@@ -210,24 +208,14 @@ def _settings(name: str) -> Finding:
 
 
 CHECKS: dict[str, Callable[[str], Finding]] = {
-    "Python": _python,
-    "torch": _torch,
-    "torch.compile": _backend,
-    "C++ compiler": _compiler,
-    "test compile": _compile,
-    "OpenMP": _openmp,
-    "vector units": _vector,
-    "device": _device,
-    "libdevice": _functions,
-    "kernel cache": _cache,
-    "settings": _settings,
-}
+    "Python": _python, "torch": _torch, "torch.compile": _backend, "C++ compiler": _compiler, "test compile": _compile,
+    "OpenMP": _openmp, "vector units": _vector, "device": _device, "libdevice": _functions, "kernel cache": _cache,
+    "settings": _settings}
 
 
 def _checks_table(findings: list[Finding]) -> Table:
-    table = Table(title=f"Flambeau {__version__}", title_justify="left")
-    for column in ("check", "", "found"):
-        table.add_column(column, overflow="fold")
+    columns = (Column(name, overflow="fold") for name in ("check", "", "found"))
+    table = Table(*columns, title=f"Flambeau {__version__}", title_justify="left")
     for finding in findings:
         mark = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
         table.add_row(finding.name, mark, escape(finding.detail))
@@ -235,11 +223,9 @@ def _checks_table(findings: list[Finding]) -> Table:
 
 
 def _settings_table() -> Table:
-    table = Table(title="Settings", title_justify="left")
-    for column in ("setting", "variable"):
-        table.add_column(column, no_wrap=True)
-    for column in ("value", "what it does"):
-        table.add_column(column, overflow="fold")
+    names = (Column(name, no_wrap=True) for name in ("setting", "variable"))
+    texts = (Column(name, overflow="fold") for name in ("value", "what it does"))
+    table = Table(*names, *texts, title="Settings", title_justify="left")
     for setting in SETTINGS:
         try:
             value = str(config.read(setting))

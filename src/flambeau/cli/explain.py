@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
 from flambeau import OptionError
-from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, page_console
+from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, new_table, page_console
 
 if TYPE_CHECKING:
     from flambeau.compile.regions.cut import Pieces
@@ -161,14 +160,6 @@ def shortened(lines: list[str], limit: int | None) -> Iterator[str]:
     yield from lines[:limit]
     if limit is not None and len(lines) > limit:
         yield f"[dim]... {len(lines) - limit} more (--full)[/]"
-
-
-def new_table(*columns: str, right: Sequence[int] = ()) -> Table:
-    table = Table(*columns, box=box.SIMPLE_HEAD)
-    for k, column in enumerate(table.columns):
-        column.overflow, column.justify = "fold", "right" if k in right else "left"
-    table.columns[0].no_wrap = True
-    return table
 
 
 def steps_table(s: Summary, limit: int | None) -> Table:

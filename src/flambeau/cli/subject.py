@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Column, Table
 
 from flambeau import OptionError
 
@@ -32,6 +34,13 @@ def page_console() -> Console:
     if not console.is_terminal:
         console.width = WIDTH
     return console
+
+
+def new_table(*columns: str, right: Collection[int] = ()) -> Table:
+    """Without rows; the columns `right` hold numbers."""
+    made = (Column(name, overflow="fold", justify="right" if k in right else "left", no_wrap=k == 0)
+            for k, name in enumerate(columns))
+    return Table(*made, box=box.SIMPLE_HEAD)
 
 
 def demo_subject() -> Subject:

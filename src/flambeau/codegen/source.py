@@ -33,6 +33,7 @@ class KernelSource:
     headers: tuple[str, ...] = ("prelude.h",)
     sites: Sites = ()  # what indices are checked against
     bounded: bool = False  # checks its accesses: behind the sizes, the first element and the end of every pointer
+    binary: bytes | None = None  # what the text was compiled to, where a target keeps it beside the text
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class BlockSource:
     sites: Sites = ()
     bounded: bool = False  # what is launched checks its accesses
     origins: tuple[str, ...] = ()  # the operators that it computes, then
+    words: int = 0  # bits: the sizes that are just numbers, whose values say nothing of shapes and addresses
+    binary: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class RangeSource:
     sites: Sites = ()
     bounded: bool = False
     origins: tuple[str, ...] = ()  # the operators that it computes
+    binary: bytes | None = None
 
 
 def site_table(kernel: Kernel) -> Sites:

@@ -66,17 +66,17 @@ class StageWriter(Writer, Generic[S]):
         raise NotImplementedError
 
     def take(self, i: Item, states: Any, *where: Any) -> None:
-        """The value of a point joins a state."""
+        """Accumulate the value of a point."""
         raise NotImplementedError
 
     def together(self, i: Item, states: S) -> Sequence[str]:
-        """What all lanes came to."""
+        """The accumulators combined over all lanes."""
         raise NotImplementedError
 
     def map_item(self, item: Item) -> None:
-        """A value of the point, and memory."""
+        """Compute a pointwise value, and store it if another kernel reads it."""
         raise NotImplementedError
 
     def keep(self, name: str, level: str, text: str) -> None:
-        """A value goes to memory."""
+        """Store a value."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ from .dialect import Dialect, Lanes, Steps
 
 
 def was_float(e: Expr) -> bool:
-    """Whether it is an integer that a float was cut to."""
+    """Whether it is an integer truncated from a float."""
     if e.op != "cast" or not is_int(e.dtype):
         return False
     return is_float(e.args[0].dtype) or was_float(e.args[0])
@@ -65,7 +65,7 @@ class Writer:
         s.lines.append(f"const {kind} {name} = {text};")
 
     def variable(self, dtype: DType, name: str, text: str) -> None:
-        """One that will change."""
+        """Declare a variable that will be assigned again."""
         self.line(f"{self.d.types[dtype]} {name} = {text};")
 
     def assign(self, slots: Iterable[str], texts: Iterable[str]) -> None:
@@ -279,7 +279,7 @@ class Writer:
         return f"{d.named(e.op, e.args[0].dtype)}({', '.join(args)})"
 
     def _is_narrow(self, e: Expr) -> bool:
-        """An index cut to 32 bits: its parts can be cut before they are added up, where integers wrap around."""
+        """An index truncated to 32 bits: its terms can be truncated before the sum, since integers wrap."""
         if e.op != "cast" or e.dtype is not torch.int32 or e.args[0].op != "index" or not self.d.narrow:
             return False
         i: Index = e.args[0].attr

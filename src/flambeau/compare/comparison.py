@@ -23,6 +23,7 @@ import torch
 from flambeau.capture.decompositions import table
 from flambeau.compile.backend import check_options
 from flambeau.errors import UnsupportedError
+from flambeau.ops.facts import facts
 from flambeau.targets.base import get_target
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.dispatch import TorchDispatchMode
@@ -35,7 +36,6 @@ from .first_difference import First, first_of_call, of_torch
 from .recorded_calls import Call, kept, random_state, recorded, states
 
 HERE = str(Path(__file__).parents[1])
-SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass
@@ -103,8 +103,8 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
     options = {"numerics": numerics, **({"target": target} if target is not None else {})}
     check_options(options, None)
     if target is not None:
-        get_target(target)  # Dynamo would wrap what is wrong with its name
-    function = innermost_fn(getattr(function, "_orig_mod", function))  # eager is what was compiled before it was
+        get_target(target)  # an unknown name raises here; inside Dynamo the error would be wrapped
+    function = innermost_fn(getattr(function, "_orig_mod", function))  # the function as it was before torch.compile
     start = states()
     eager = Run(Twin(function, args), start, backward)
     torch.compiler.reset()  # what an earlier call left compiled would not be seen
@@ -128,7 +128,7 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
 
 
 def rows(eager: dict[str, Any], ours: dict[str, Any], wide: dict[str, Any]) -> list[Difference]:
-    """What one of the two does not have, differs."""
+    """One row per name; a value that only one of the two has counts as different."""
     names = dict.fromkeys([*eager, *ours])
     return [difference(name, eager.get(name), ours.get(name), wide.get(name)) for name in names]
 
@@ -203,7 +203,7 @@ def named(what: str, values: Any) -> dict[str, Any]:
 
 
 def weights(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a result counts for in the sum that is differentiated: equal weights would hide what sums to nothing."""
+    """The output gradient of a result. Not all ones: the gradient of a softmax's sum, for one, is zero."""
     line = torch.linspace(-1, 1, t.numel(), dtype=torch.float64) if t.numel() != 1 else torch.ones(1)
     return line.to(dtype).to(t.device, t.dtype).reshape(t.shape)
 
@@ -279,7 +279,7 @@ class Decomposed(TorchDispatchMode):
     def __init__(self, whole: set[Any]) -> None:
         super().__init__()
         overloads = (op for op in table() if isinstance(op, OpOverload) and op not in whole)
-        self.apart = {op for op in overloads if SEEDED not in op.tags and not op._schema.is_mutable}
+        self.apart = {op for op in overloads if not facts(op).random and not op._schema.is_mutable}
         self.direction = "forward"
         self.first: First | None = None
 

@@ -26,15 +26,13 @@ import torch
 import torch.fx as fx
 
 from flambeau.capture.storage import view_root
+from flambeau.ops.facts import facts
 
 from .differences import Difference, difference
 from .recorded_calls import Call
 
 aten = torch.ops.aten
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
-# Their results are not computed, or hold whatever was in memory.
-NOTHING = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
-           aten.new_empty_strided.default, aten.empty_permuted.default)
 TORCH = str(Path(torch.__file__).parent)
 NEAR = 12  # readers that are tried one by one, of a value that fusion used before it was rounded
 
@@ -114,7 +112,7 @@ class Search:
 
     def comparable(self, n: fx.Node) -> bool:
         return (n.op == "call_function" and isinstance(self.eager[n], torch.Tensor) and view_root(n) is n
-                and n.target not in NOTHING and n.target is not aten.copy_.default)
+                and not facts(n.target).undefined and n.target is not aten.copy_.default)
 
     def differing(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Those of the nodes whose values differ from ATen's in the graph that returns all of them."""
@@ -146,7 +144,7 @@ class Search:
         return self.named(last, number, needed)
 
     def named(self, n: fx.Node, number: int, needed: Sequence[fx.Node]) -> First:
-        """The operator of the node, after one more look: with all it reads in memory, is it still another?"""
+        """The finding for a node, after one more probe: does it still differ with all its inputs in memory?"""
         inputs = [i for i in dict.fromkeys(view_root(i) for i in n.all_input_nodes) if self.comparable(i)]
         if not needed and inputs and not self.differing([*inputs, n]):
             needed = inputs

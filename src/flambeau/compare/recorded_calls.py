@@ -137,7 +137,7 @@ def record(made: Compiled, run: Any, args: list[Any], calls: list[Call]) -> Any:
 
 
 def kept(x: Any) -> Any:
-    """A value as it is now."""
+    """A copy of a tensor; other values as they are."""
     return copied(x) if isinstance(x, torch.Tensor) else x
 
 

@@ -16,22 +16,13 @@ import torch
 from torch import nn
 from torch.fx.graph_module import reduce_graph_module
 
-from flambeau.capture import random_replay
-from flambeau.codegen.source import BlockSource, KernelSource, Part, Range, RangeSource
-from flambeau.runtime import launch_plan
-from flambeau.runtime.launch_plan import Held, LaunchPlan, Step, Table, View
-from flambeau.runtime.operator_calls import Prepared, Strided
-from flambeau.runtime.plain_data import Codec, Malformed, Record, Unwritable, checker
-from flambeau.runtime.recordable import Recordable
+from flambeau.runtime.launch_plan import LaunchPlan
+from flambeau.runtime.plain_data import Attributes, Codec, Malformed, Record, Unwritable
+from flambeau.runtime.plain_program import FUNCTIONS, RECORDS, names
 from flambeau.torch_compat.aot import VIEW_SEQUENCE, aot_autograd_result, descriptors, functionalization, schemas
 from flambeau.torch_compat.dispatch import disable_current_modes
 from flambeau.torch_compat.fake import FunctionalTensor
 
-OURS = (LaunchPlan, Step, Table, View, Prepared, Strided, Recordable, KernelSource, BlockSource, Part,
-        RangeSource, Range)
-# Functions that a program may call, by their names.
-FUNCTIONS = (launch_plan.as_number, launch_plan.on_device, launch_plan.laid_out, random_replay.run_and_save,
-             random_replay.run_with)
 TYPES = (torch.Tensor, FunctionalTensor, nn.Parameter, int, float, bool, type(None), torch.SymInt)
 LOGGED = dict.fromkeys(("aot_joint_graph_str", "aot_forward_graph_str", "aot_backward_graph_str", "min_cut_info_str"))
 # (module, class, fields that are written as something else, attributes that are set later); not every version of torch
@@ -77,17 +68,9 @@ def codec() -> Codec:
     # Descriptions of inputs and results, for messages.
     described = [Record(kind) for kind in vars(descriptors).values()
                  if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    own = [Attributes(Stored, package=LaunchPlan), Attributes(Held, tensor=torch.Tensor), BackwardModule()]
-    return Codec([*map(Record, OURS), *own, *torchs, *described, *views()], enums=[schemas.OutputType],
-                 values={f"{x.__module__}.{x.__name__}": x for x in (*FUNCTIONS, *TYPES)})
-
-
-class Attributes(Record):
-    """A class whose constructor takes just these attributes."""
-
-    def __init__(self, kind: type, **fields: Any) -> None:
-        self.kind, self.name, self.fields, self.instead, self.after = kind, kind.__name__, tuple(fields), {}, ()
-        self._checks = [checker(hint) for hint in fields.values()]
+    own = [Attributes(Stored, package=LaunchPlan), BackwardModule()]
+    return Codec([*RECORDS, *own, *torchs, *described, *views()], enums=[schemas.OutputType],
+                 values=names(*FUNCTIONS, *TYPES))
 
 
 class BackwardModule(Attributes):

@@ -20,6 +20,7 @@ import torch.fx as fx
 
 import flambeau
 from flambeau.config import SETTINGS, config
+from flambeau.ops.facts import SPACES
 from flambeau.targets.base import Target
 from flambeau.torch_compat.aot import config as aot_config
 from flambeau.torch_compat.autograd import autocast_devices
@@ -27,7 +28,7 @@ from flambeau.torch_compat.fx import qualified_name
 from flambeau.torch_compat.inductor import config as inductor_config
 from flambeau.torch_compat.ops import HigherOrderOperator
 
-from .regions.nodes import SPACES, SYMBOLIC, TENSORS, namespace
+from .regions.nodes import SYMBOLIC, TENSORS, namespace
 
 LOADED = time.time()
 SOURCES = (".py", ".h", ".cpp")

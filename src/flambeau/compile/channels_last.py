@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.ops.facts import named
 from flambeau.runtime.placement import flat
 from flambeau.torch_compat.fake import FakeTensor
 
@@ -19,21 +20,6 @@ from .regions.nodes import ENTER, EXIT, GRADIENTS, INPLACE, name_of, value
 
 SMALL = 64  # if no convolution of a graph has more channels, the order does not pay
 RARE = 50  # nor if it has more calls than these for each of its convolutions
-# Operators to which the order of their arguments in memory means nothing, and whose results are nobody's views.
-FRESH = frozenset((
-    "conv2d", "batch_norm", "group_norm", "layer_norm", "linear", "matmul", "bmm", "einsum",
-    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "sigmoid", "tanh", "leaky_relu", "elu",
-    "celu", "selu", "mish", "softplus", "prelu", "clamp", "exp", "sqrt", "rsqrt", "square", "abs", "neg",
-    "add", "sub", "mul", "div", "truediv", "pow", "maximum", "minimum", "where",
-    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "lp_pool2d", "interpolate", "pad", "cat",
-    "concat", "mean", "sum", "amax", "amin", "clone", "softmax", "log_softmax",
-))
-# And those that may return, or write to, what they were given.
-SAME = frozenset((
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "to", "float", "half", "bfloat16", "detach",
-    "permute", "transpose", "movedim", "flatten", "reshape", "chunk", "split", "getitem", "contiguous",
-    "relu_", "add_", "sub_", "mul_", "div_", "clamp_", "iadd", "isub", "imul", "itruediv",
-))
 ORDER = torch.channels_last
 
 
@@ -103,7 +89,7 @@ class Reordered:
 
         def given(x: fx.Node) -> fx.Node:
             return self.ordered(self.new[x], ORDER) if x in convolved else (
-                self.new[x] if name in FRESH or name in SAME else self.restored(x))
+                self.new[x] if named(name).any_order else self.restored(x))
 
         made = self.graph.node_copy(n, given)
         self.evaluate(made)
@@ -112,7 +98,7 @@ class Reordered:
     def may_write(self, n: fx.Node) -> bool:
         """Whether what an operator writes to is memory that the same operators would have made."""
         at = argument(n, 0, "input")
-        return isinstance(at, fx.Node) and (at.op == "placeholder" or name_of(at) in FRESH or (
+        return isinstance(at, fx.Node) and (at.op == "placeholder" or named(name_of(at)).fresh or (
             writes(at, name_of(at)) and self.may_write(at)))
 
     def restored(self, n: fx.Node) -> fx.Node:

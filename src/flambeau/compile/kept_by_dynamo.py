@@ -13,19 +13,23 @@ from typing import Any
 
 import torch
 
+from flambeau.ops.facts import names_with
 from flambeau.torch_compat.dynamo import TensorVariable
-from flambeau.torch_compat.ops import foreach_lerp_
 from flambeau.torch_compat.patches import HANDLERS
 
-# What takes them apart, and where their number is: by name, or at a position.
-FUNCTIONS = {torch.addcdiv: "value", foreach_lerp_: 2}
-METHODS = {"addcmul_": "value", "addcdiv_": "value", "add_": "alpha"}
+
+def handled() -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Functions and methods of the operators that have such a number, with where it is: by name, or at a position."""
+    numbers = dict(names_with("number"))
+    functions = {f"{name}{end}": number for name, number in numbers.items() for end in ("", "_")}
+    return ({getattr(torch, name): number for name, number in functions.items() if hasattr(torch, name)},
+            {f"{name}_": number for name, number in numbers.items()})
 
 
 def kept_whole(exact: Callable[[Any], bool]) -> AbstractContextManager[None]:
     """Within it. `exact` says of what Dynamo compiles for, whether eager's bits are wanted: it may be for others, in
     other threads."""
-    return HANDLERS.applied(FUNCTIONS, METHODS, functools.partial(leaving, exact))
+    return HANDLERS.applied(*handled(), functools.partial(leaving, exact))
 
 
 def leaving(exact: Callable[[Any], bool], write_out: Callable[..., Any], number: Any) -> Callable[..., Any]:

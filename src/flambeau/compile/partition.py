@@ -15,24 +15,18 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flambeau.capture.eager_strides import settle_strides, share_memory
-from flambeau.capture.storage import SECRET
+from flambeau.ops.facts import facts
 from flambeau.runtime.launch_plan import DONATED
 from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
 from flambeau.torch_compat.ops import OpOverload
-
-EQUAL = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
-LEAKY = torch.ops.aten.leaky_relu.default
-# Two such calls are not one, though they look alike: they draw numbers, or name a size that only data decides.
-APART = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs: Any
               ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """`settle`: strides are eager's where torch's metadata has others."""
     merge_equal(joint.graph)
-    forget_unread(joint.graph)
+    keep_less(joint.graph)
     keep_compared(joint.graph)
-    ask_results(joint.graph)
     copy_again(joint.graph)
     settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
     with config.patch(cse=False):
@@ -41,36 +35,26 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs:
     return forward, backward
 
 
-def forget_unread(graph: fx.Graph) -> None:
-    """The gradient of a batch norm in training has no use for running statistics. They would be kept for it as they are
-    after the forward, in memory of their own. Without weights, their dtype says in which one it computes."""
-    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
-        grad, x, weight, mean, variance, *saved, train, eps, mask = n.args
-        if train is True and weight is not None:
-            n.args = (grad, x, weight, None, None, *saved, train, eps, mask)
+def keep_less(graph: fx.Graph) -> None:
+    """Gradients that can be computed from fewer tensors, or from such as are kept anyway (`Facts.keeps_less`)."""
+
+    def find(op: Any, *args: Any) -> fx.Node | None:
+        return next((n for n in graph.find_nodes(op="call_function", target=op) if n.args == args), None)
+
+    for n in graph.nodes:
+        if (rule := facts(n.target).keeps_less) is not None:
+            n.args = rule(find, *n.args)
 
 
 def keep_compared(graph: fx.Graph) -> None:
     """A maximum's gradient goes to the values that equal it: computed once more, they might not."""
     for n in graph.nodes:
-        if n.target in EQUAL:
+        if facts(n.target).asks_equality:
             for x in n.all_input_nodes:
                 while x.op == "call_function" and getattr(x.target, "is_view", False):
                     x = x.all_input_nodes[0]
                 if x.op == "call_function" and not must_recompute(x):
                     x.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def ask_results(graph: fx.Graph) -> None:
-    """A leaky ReLU's gradient asks for the sign of its argument. Its result has the same, and is kept anyway for what
-    reads it: an argument that the norm before it computed, need not be."""
-    results = {(n.args[0], tuple(n.args[1:2]) or (0.01,)): n for n in graph.nodes if n.target is LEAKY}
-    for n in graph.nodes:
-        if n.target is torch.ops.aten.leaky_relu_backward.default:
-            grad, x, slope, is_result = n.args
-            made = results.get((x, (slope,)))
-            if not is_result and made is not None and isinstance(slope, float | int) and slope > 0:
-                n.args = (grad, made, slope, True)
 
 
 def copy_again(graph: fx.Graph) -> None:
@@ -91,13 +75,13 @@ def merge_equal(graph: fx.Graph) -> None:
     returned = {s for n in output.all_input_nodes for s in storages(n)}
     seen: dict[Any, fx.Node] = {}
     for n in graph.nodes:
-        if n.op != "call_function" or n.target is torch.ops.aten.empty.memory_format:
+        if n.op != "call_function" or facts(n.target).undefined:
             continue
         if isinstance(n.target, OpOverload):
             if n.target._schema.is_mutable:
                 return  # what follows may read other contents
-            if APART & set(n.target.tags):
-                continue
+            if facts(n.target).random or facts(n.target).shaped_by_data:
+                continue  # two such calls are not one, though they look alike: each names a size of its own
         elif getattr(n.target, "__module__", None) not in (operator.__name__, "_operator"):
             continue
         if not returned.isdisjoint(storages(n)):
@@ -123,7 +107,7 @@ def maker_of(n: fx.Node) -> fx.Node | None:
     they might share some."""
     while n.op == "call_function":
         op = n.target
-        if isinstance(op, OpOverload) and op not in SECRET and all(
+        if isinstance(op, OpOverload) and not facts(op).view and all(
                 r.alias_info is None for r in op._schema.returns):
             return n
         if not n.args or not (op is operator.getitem or isinstance(op, OpOverload)):

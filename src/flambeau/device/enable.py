@@ -24,7 +24,6 @@ from flambeau.targets.base import device_target
 
 from . import compile_interface, exchange, torch_module
 from .autoload import announce, started, taken
-from .composed import register_composed
 from .copies import Copies
 from .core import load_core
 from .fallback import Fallback
@@ -69,7 +68,6 @@ def enable_device() -> None:
             for key in ("Conjugate", "Negative"):
                 aten.impl(name, torch.library.fallthrough_kernel, key)
         fallback = Fallback(copies, core.generator, torch_module.current_device)
-        register_composed(aten, fallback.call)
         fallback.register(everything, aten)
         register_sparse(everything, aten, fallback)
         _LIBRARIES.extend((aten, everything, register_detection(fallback.call)))

@@ -21,31 +21,20 @@ from torch import Tensor
 
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
+from flambeau.ir.dtypes import SUPPORTED
+from flambeau.ops.facts import facts, overloads_with
 from flambeau.runtime.memory_layout import dense
 from flambeau.torch_compat.dispatch import all_operator_names, has_kernel_for_key
 from flambeau.torch_compat.ops import allow_numbers_as_tensors
 
-from .as_on_cpu import INSTEAD
 from .copies import Copies, as_marked, host_memory, same_geometry, span
-from .python_kernels import aten_named, private
+from .python_kernels import aten_named, private, short
 from .random_state import host_generator
 from .sparse import is_sparse, joined, parts
 
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 16  # bytes: the largest element
-# Arguments that may be tensors of the CPU beside those of a device, on every device.
-_ELSEWHERE = {
-    **dict.fromkeys(("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
-                    ("indices",)),
-    **dict.fromkeys(("_ctc_loss", "_ctc_loss_backward"), ("targets", "input_lengths", "target_lengths")),
-    "_pack_padded_sequence": ("lengths",),
-    "set_": ("source",), "copy_": ("self", "src"), "_copy_from": ("self", "dst"),
-}
-# Operators that PyTorch puts together for the devices that it knows, and for no others.
-_OF_THE_CPU = ("mode.values",)
-# Arguments that are written although the schema does not say so.
-_WRITTEN = {"aten::native_batch_norm": ("running_mean", "running_var")}
 
 
 class FallbackRow(NamedTuple):
@@ -97,15 +86,13 @@ def _aliases(info: Any) -> frozenset[str]:
 
 @cache
 def _schema(op: Any) -> _Schema:
-    found = op._schema
+    found, known = op._schema, facts(op)
     arguments = tuple(
         _Argument(a.name, str(a.type) in ("Tensor", "Optional[Tensor]"), "Generator" in str(a.type),
-                  a.is_write or a.name in _WRITTEN.get(found.name, ()), a.is_out, _aliases(a.alias_info))
+                  a.is_write or a.name in known.writes, a.is_out, _aliases(a.alias_info))
         for a in found.arguments)
-    random = torch.Tag.nondeterministic_seeded in op.tags or any(a.is_generator for a in arguments)
-    base = found.name.split("::")[-1]
-    return _Schema(arguments, tuple(_aliases(r.alias_info) for r in found.returns), random,
-                   allow_numbers_as_tensors(base), _ELSEWHERE.get(base, ()))
+    return _Schema(arguments, tuple(_aliases(r.alias_info) for r in found.returns), known.random,
+                   allow_numbers_as_tensors(found.name.split("::")[-1]), known.on_host)
 
 
 # ---- memory on the host ----------------------------------------------------------------------------------
@@ -253,19 +240,28 @@ class Fallback:
 
     def register(self, everything: torch.library.Library, aten: torch.library.Library) -> None:
         everything.fallback(private(self.call), "PrivateUse1")
-        for name, compute in INSTEAD.items():
-            aten.impl(name, self.instead(name, compute), "PrivateUse1")
+        for op, compute in overloads_with("composed").items():
+            aten.impl(short(op), private(partial(self._composed, op, compute)), "PrivateUse1")
+        for op, compute in overloads_with("instead").items():
+            aten.impl(short(op), self.instead(op, compute), "PrivateUse1")
         # Operators that every backend has a kernel of its own for. Elsewhere PyTorch puts one form together out of
         # another, and takes for granted that all tensors are where the first one is.
         has = has_kernel_for_key
-        whole = [name.removeprefix("aten::") for name in all_operator_names()
+        whole = [aten_named(name.removeprefix("aten::")) for name in all_operator_names()
                  if has(name, "CompositeExplicitAutogradNonFunctional") and has(name, "CPU")
                  and not has(name, "PrivateUse1")]
-        for name in (*whole, *_OF_THE_CPU):
-            aten.impl(name, private(partial(self.call, aten_named(name))), "PrivateUse1")
+        for op in (*whole, *overloads_with("on_cpu")):
+            aten.impl(short(op), private(partial(self.call, op)), "PrivateUse1")
 
-    def instead(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        return private(partial(self._run, aten_named(name), compute))
+    def instead(self, op: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+        return private(partial(self._run, op, compute))
+
+    def _composed(self, op: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Where other operators cannot serve a call either (a dtype that only the CPU has), the CPU computes it."""
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        suits = tensors[0].dtype in SUPPORTED and not tensors[0].is_cpu and len({t.device for t in tensors}) == 1
+        out = compute(*args, **kwargs) if suits else NotImplemented
+        return self.call(op, *args, **kwargs) if out is NotImplemented else out
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         return self._run(op, op, *args, **kwargs)

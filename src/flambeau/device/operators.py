@@ -23,7 +23,7 @@ from flambeau.eager.refusal import refusal
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.native.build import load_native
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.ops.facts import SPACES, facts, name_of, overloads_with
 from flambeau.runtime.launch_plan import Run
 from flambeau.torch_compat.dispatch import (
     DisableAutocast,
@@ -34,12 +34,10 @@ from flambeau.torch_compat.dispatch import (
 )
 from flambeau.torch_compat.ops import OpOverload
 
-from .as_on_cpu import INSTEAD
 from .fallback import REASONS
 from .random_state import with_generator
 
 log = logging.getLogger(__name__)
-aten = torch.ops.aten
 
 
 class DeviceGates(Protocol):
@@ -111,22 +109,17 @@ def hot(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int, wait
         return PROGRAMS.hot(_FORMS[gate], described(args, same, numbers=True), lift, wait)
 
 
-# Copies of all the memory of their first tensor, gaps and offset included, and a write to a part of it: PyTorch makes
-# them of other operators, and so they lie as eager's do.
-_COPIES = frozenset(f"aten::{name}_scatter" for name in ("select", "slice", "diagonal", "as_strided"))
-
 # ---- forms -----------------------------------------------------------------------------------------------
 
 
 def device_forms() -> list[Form]:
     """Every operator that has a backend's kernels and of which we know what it computes."""
     ops_loaded()
-    functional = {op for op in (*LOWERINGS, *CONTRACTIONS, *table())
-                  if op.namespace == "aten" and not op._schema.is_mutable}
-    names = sorted({op._schema.name.partition("::")[2] for op in functional})
+    functional = {op for op in (*LOWERINGS, *overloads_with("library"), *table())
+                  if not op._schema.is_mutable and (op.namespace == "aten" or op.namespace not in SPACES)}
+    names = sorted(map(name_of, functional))
     found = {form.op: form for name in names for form in forms(name, functional)}
-    for name, compute in INSTEAD.items():
-        op = getattr(aten, name).default
+    for op, compute in overloads_with("instead").items():
         if op not in found or not isinstance(compute, OpOverload):
             found[op] = Form(op, compute, "", ())
     return [form for op, form in found.items() if _is_kernel(op)]
@@ -139,7 +132,8 @@ def _is_kernel(op: OpOverload) -> bool:
         return False
     if any(a.name in PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
-    if schema.name.startswith("aten::_foreach") or schema.name in _COPIES or op.is_view:
+    # What copies a storage, PyTorch makes of other operators: gaps and offset included, it lies as eager's does.
+    if schema.name.startswith("aten::_foreach") or facts(op).copies_storage or op.is_view:
         return False
     has = has_kernel_for_key
     return has_kernel(op.name()) and (

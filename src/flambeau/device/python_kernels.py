@@ -28,3 +28,8 @@ def aten_named(name: str) -> Any:
     """The operator of that name, "index.Tensor" or "equal"."""
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def short(op: Any) -> str:
+    """The name by which a library of kernels for ATen knows it."""
+    return str(op.name()).removeprefix("aten::")

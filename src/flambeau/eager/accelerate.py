@@ -26,6 +26,7 @@ import torch
 
 from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
+from flambeau.ops.facts import facts
 from flambeau.optim.eager_steps import EagerSteps
 from flambeau.runtime.placement import target_of
 from flambeau.targets.background import Closing, Pool, closing, fork_safe
@@ -33,7 +34,7 @@ from flambeau.torch_compat.dispatch import has_kernel_for_key, key_for_device, u
 
 from .gate import Gates, load_gates
 from .one_call import Arguments, build, described
-from .operator_forms import GROUPS, Form, wanted
+from .operator_forms import Form, wanted
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ class _Gate:
 
     def open(self, elements: int, settings: _Settings) -> None:
         # Who draws random numbers must not change between calls of one program, least of all by the clock.
-        random = GROUPS[self.form.group].random
+        random = facts(self.form.op).random
         now, tune = settings.wait or random, settings.tune and not random
 
         @untraced

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from flambeau.capture.eager_dtypes import trusting
 from flambeau.capture.eager_strides import contiguous
 from flambeau.codegen.source import host_text
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
 from flambeau.ir.index import as_index
+from flambeau.ops.facts import facts
 from flambeau.runtime.launch_plan import Run
 from flambeau.targets.background import Pool, fork_safe
 from flambeau.torch_compat.dispatch import untraced
@@ -35,7 +35,6 @@ from flambeau.torch_compat.fx import PythonPrinter
 from flambeau.torch_compat.ops import OpOverload
 
 from .one_call import (
-    KEEP_SHAPE,
     Arguments,
     Number,
     OtherShapes,
@@ -71,7 +70,7 @@ def is_elementwise(op: OpOverload) -> bool:
 
 
 def is_size(op: OpOverload, name: str) -> bool:
-    return name in SIZES or op in KEEP_SHAPE and name in ("start", "end")
+    return name in SIZES or facts(op).keeps_shape and name in ("start", "end")
 
 
 def is_open(x: Any) -> bool:
@@ -275,7 +274,7 @@ class Programs:
         # The first shape of a class may be its only one. By the wish for results that depend on nothing but their
         # arguments, all have programs of one kind.
         if found is not None and (found.first != shapes.identity or torch.are_deterministic_algorithms_enabled()):
-            if trusting(form.op):  # the CPU was not asked, and lowerings cannot see that two symbols are two sizes
+            if not facts(form.op).checks:  # the CPU was not asked, and lowerings do not see that symbols are two sizes
                 check_shapes(form, args, lift, True)
             with self._lock:
                 changing = 0 if lift else found.lifting(shapes.numbers)

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
-from flambeau.native.build import load_native, python_headers, source
+from flambeau.native.build import load_native, source
+from flambeau.targets.toolchain import python_headers
 
 from .operator_forms import all_forms, cpp_names
 

@@ -25,7 +25,7 @@ from flambeau.ir.expr import cast, index_value, walk, where
 from flambeau.ir.index import ZERO, Dyn
 from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
-from flambeau.ops.contraction import CONTRACTIONS
+from flambeau.ops.facts import facts
 from flambeau.pipeline import Options, compiled, lowered
 from flambeau.runtime.launch_plan import Run
 from flambeau.runtime.memory_layout import is_dense, overlapping
@@ -133,9 +133,6 @@ class OtherShapes(Exception):
         self.shapes = shapes
 
 
-# They fill what they write to, row by row, and resize it only if it has another number of elements.
-KEEP_SHAPE = {aten.arange.out, aten.arange.start_out, aten.range.out, aten.linspace.out, aten.logspace.out}
-
 # A tensor of the call, and the least and the most that its values may be: ints, or what follows from symbols.
 Range = tuple[int, Any, Any]
 
@@ -178,7 +175,7 @@ def check_shapes(form: Form, args: Arguments, lift: int, into_any: bool) -> None
 
 def accepted(captured: Captured) -> tuple[Range, ...]:
     """Of tensors whose values are indices."""
-    position = dict(zip(captured.graph.inputs, captured.tensors))  # numbers follow, which are no indices
+    position = {name: k for k, name in enumerate(captured.graph.arguments)}
     found: dict[Range, None] = {}
     for e in walk(*(e for node in captured.graph.nodes for e in node.exprs())):
         if e.op != "check":
@@ -229,7 +226,7 @@ class _Graph:
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
         settle_strides(self.graph)
-        if form.op in KEEP_SHAPE and self.into_any:
+        if facts(form.op).keeps_shape and self.into_any:
             results = [self.shaped(result, target.meta["val"].shape)
                        for result, target in zip(results, targets, strict=True)]
         if targets:
@@ -296,7 +293,7 @@ class _Graph:
         """Placeholders of sizes that are arguments come last."""
         if not isinstance(x, torch.SymInt):
             return x
-        node = self.graph.placeholder(f"s{len(self.graph.nodes)}")
+        node = self.graph.placeholder(f"size{len(self.graph.nodes)}")
         node.meta["val"] = x
         return node
 
@@ -304,7 +301,7 @@ class _Graph:
         """The results' nodes, None for what is none."""
         functional: Any = self.form.functional
         examples: Any = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example", n.meta["val"]))
-        if functional not in LOWERINGS and functional not in CONTRACTIONS:
+        if functional not in LOWERINGS and not facts(functional).library:
             return self.taken_apart(functional, args, kwargs, examples)
         call = self.graph.call_function(functional, args, kwargs)
         val = call.meta["val"] = functional(*examples[0], **examples[1])
@@ -344,7 +341,7 @@ class _Graph:
         if len(given) != len(made) or not all(isinstance(x, TensorLike) for x in given):
             raise UnsupportedError("what it writes to is not there")
         if any(x.shape != tuple(t.shape) for x, t in zip(given, made, strict=True)):
-            if self.form.op in KEEP_SHAPE and any(0 not in x.shape for x in given):
+            if facts(self.form.op).keeps_shape and any(0 not in x.shape for x in given):
                 raise UnsupportedError("eager resizes it with words of its own")
             if self.into_any and all(self.form.op._schema.arguments[k].is_out for k in self.form.written):
                 raise OtherShapes([tuple(t.shape) for t in made])

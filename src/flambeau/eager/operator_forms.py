@@ -1,8 +1,8 @@
 """Which eager operators can be replaced, by group, and the forms in which each is called.
 
 A group is what a target knows: `Target.wins` says from how many elements its kernels of a group beat those of
-torch. An operator is named here by its functional form; how its out= and in-place forms come from that one is read
-off their schemas, in `forms`.
+torch. Which operators are in one, their lowerings say (`@lower(..., group=...)`); how out= and in-place forms come from
+the functional one is read off their schemas, in `forms`.
 """
 
 from __future__ import annotations
@@ -14,78 +14,40 @@ from typing import Any
 
 import torch
 
-from flambeau.capture.kept_whole import RESIZES
 from flambeau.errors import OptionError
 from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.ops.facts import described, facts, name_of, overloads_named
 from flambeau.torch_compat.ops import OpOverload
-
-aten = torch.ops.aten
 
 # Arguments that say where a tensor lies: such operators allocate, and call others to fill what they allocated.
 PLACES = {"device", "layout", "memory_format", "pin_memory", "names"}
-# In-place forms whose functional form has another name.
-_FUNCTIONAL = {"normal_": "normal_functional"}
 
 
-@dataclass(frozen=True)
-class OperatorGroup:
-    """Operators for which one size tells whether a kernel of ours is the better one."""
-
-    why: str  # what torch's own kernels leave on the table
-    operators: tuple[str, ...]
-    measured: tuple[str, ...] = ()  # the arguments whose largest decides; none: all of them
-    random: bool = False
-
-
-def _both(*names: str) -> tuple[str, ...]:
-    """Operators and their gradients."""
-    return tuple(f"{name}{end}" for name in names for end in ("", "_backward"))
-
-
-GROUPS: dict[str, OperatorGroup] = {
-    "cumulative": OperatorGroup(
-        "each line on its own, one element after another: across rows every element is a new cache line",
-        ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")),
-    "max pooling": OperatorGroup(
-        "windows one by one, without vectors in the usual layout",
-        _both("max_pool2d_with_indices", "max_pool3d_with_indices")),
-    "average pooling": OperatorGroup(
-        "windows one by one, without vectors in the usual layout", _both("avg_pool2d", "avg_pool3d")),
-    "adaptive pooling": OperatorGroup(
-        "the bounds of every window by division",
-        _both("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d")),
-    "unpooling": OperatorGroup("zeros first, then single writes", ("max_unpool2d", "max_unpool3d")),
-    "resizing": OperatorGroup("one output after another, by indices and weights",
-                      _both(*(name for name in RESIZES if not name.endswith("_aa")))),
-    "grid sampling": OperatorGroup("gradients by atomic additions where threads are many", _both("grid_sampler_2d")),
-    "volume sampling": OperatorGroup(
-        "eight corners in scalar code; gradients by atomic additions where threads are many", _both("grid_sampler_3d")),
-    "embedding gradient": OperatorGroup("row after row", ("embedding_dense_backward",), ("indices",)),
-    "embedding bags": OperatorGroup(
-        "maxima element by element", ("_embedding_bag", "_embedding_bag_forward_only"), ("indices",)),
-    "embedding bag gradients": OperatorGroup(
-        "indices are sorted and counted in passes of their own",
-        ("_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), ("indices",)),
-    "writes by row": OperatorGroup(
-        "rows one after another, or atomic additions", ("index_add", "_index_put_impl"), ("source", "values")),
-    "writes by element": OperatorGroup(
-        "elements one after another, or atomic additions", ("scatter_add", "scatter_reduce"), ("index",)),
-    "reads by element": OperatorGroup("an address for each element", ("gather",), ("index",)),
-    "softmax": OperatorGroup(
-        "rows in several passes, columns in strided reads",
-        ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")),
-    "layer norm": OperatorGroup("statistics and result in passes of their own", _both("native_layer_norm")),
-    "dropout": OperatorGroup("mask and product take longer than their bytes", _both("native_dropout"), random=True),
-    "draws": OperatorGroup("one number after another from a sequential generator", ("exponential", "bernoulli"),
-                           random=True),
-    "statistics": OperatorGroup(
-        "moments in double precision and places of extrema one by one; logsumexp as five operators",
-        ("var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin")),
-    "extrema": OperatorGroup("those of a dimension one by one, with their places", ("max", "min")),
-    "activations": OperatorGroup(
-        "slower exponentials and logarithms", _both("mish", "elu", "silu", "gelu", "softplus")),
-    "light activations": OperatorGroup(
-        "nothing: bound by memory, as ours are", (*_both("hardswish"), "relu", "threshold_backward")),
+# Operators for which one size tells whether a kernel of ours is the better one: the arguments whose largest decides
+# (none: all of them), and what torch's own kernels leave on the table.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "cumulative": (),  # each line on its own, one element after another: across rows every element is a new cache line
+    "max pooling": (),  # windows one by one, without vectors in the usual layout
+    "average pooling": (),  # windows one by one, without vectors in the usual layout
+    "adaptive pooling": (),  # the bounds of every window by division
+    "unpooling": (),  # zeros first, then single writes
+    "resizing": (),  # one output after another, by indices and weights
+    "grid sampling": (),  # gradients by atomic additions where threads are many
+    "volume sampling": (),  # eight corners in scalar code; gradients by atomic additions where threads are many
+    "embedding gradient": ("indices",),  # row after row
+    "embedding bags": ("indices",),  # maxima element by element
+    "embedding bag gradients": ("indices",),  # indices are sorted and counted in passes of their own
+    "writes by row": ("source", "values"),  # rows one after another, or atomic additions
+    "writes by element": ("index",),  # elements one after another, or atomic additions
+    "reads by element": ("index",),  # an address for each element
+    "softmax": (),  # rows in several passes, columns in strided reads
+    "layer norm": (),  # statistics and result in passes of their own
+    "dropout": (),  # mask and product take longer than their bytes
+    "draws": (),  # one number after another from a sequential generator
+    "statistics": (),  # moments in double precision and places of extrema one by one; logsumexp as five operators
+    "extrema": (),  # those of a dimension one by one, with their places
+    "activations": (),  # slower exponentials and logarithms
+    "light activations": (),  # nothing: bound by memory, as ours are
 }
 
 
@@ -116,7 +78,7 @@ class Form:
 
     def measured(self) -> int:
         """The arguments whose size counts, as bits."""
-        names = GROUPS[self.group].measured
+        names = GROUPS[self.group]
         arguments = self.op._schema.arguments
         chosen = [k for k, a in enumerate(arguments) if a.name in names]
         return sum(1 << k for k in chosen or range(len(arguments)))
@@ -130,21 +92,24 @@ def base(op: OpOverload) -> str:
 def all_forms() -> tuple[Form, ...]:
     """Every form of every operator of the groups that has a lowering."""
     ops_loaded()
-    found = (form for name, group in GROUPS.items() for op in group.operators for form in forms(op, LOWERINGS, name))
+    named = {op if isinstance(op, str) else name_of(op): group for op, group in described("group") if group}
+    found = (form for name, group in named.items() for form in forms(name, LOWERINGS, group))
     # What torch generated calls another form of the operator, which may be ours already.
     return tuple(form for form in found if torch.Tag.generated not in form.op.tags)
 
 
 def forms(operator: str, functional: Container[OpOverload], group: str = "") -> Iterator[Form]:
     """The forms of an operator that compute what one of its functional forms does."""
-    takes = {_given(op): op for op in overloads(operator) if op in functional}
-    names = (operator, f"{operator}_", *(inplace for inplace, other in _FUNCTIONAL.items() if other == operator))
-    for op in (op for name in names for op in overloads(name)):
+    own = overloads_named((operator,))
+    takes = {_given(op): op for op in own if op in functional}
+    for op in (*own, *overloads_named(facts(own[0]).in_place if own else ())):
         found = op if op in functional else takes.get(_given(op))
         if found is None:
             continue
         written = tuple(k for k, a in enumerate(op._schema.arguments) if a.is_write)
-        if not written or len(written) == len(found._schema.returns):
+        # Of several arguments, the schema says in which order they take results only if they are for nothing else.
+        plain = len(written) == 1 or all(op._schema.arguments[k].is_out for k in written)
+        if not written or plain and len(written) == len(found._schema.returns):
             yield Form(op, found, group, written, any(a.name == "dtype" for a in found._schema.arguments)
                        and not any(a.name == "dtype" for a in op._schema.arguments))
 
@@ -154,11 +119,6 @@ def _given(op: OpOverload) -> tuple[tuple[str, str], ...]:
     places = any(a.name in PLACES for a in op._schema.arguments)
     return tuple((a.name, str(a.type)) for a in op._schema.arguments
                  if not a.is_out and a.name not in PLACES and not (places and a.name == "dtype"))
-
-
-def overloads(operator: str) -> list[OpOverload]:
-    packet = getattr(aten, operator, None)
-    return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
 def wanted(wins: Mapping[str, int], only: Any, exclude: Any, default: int) -> dict[Form, int]:
@@ -187,12 +147,13 @@ def names(given: str | Iterable[str] | None) -> set[str] | None:
 def _known(name: str, operators: set[str]) -> str | None:
     if name in GROUPS:
         return name
-    short = name.removeprefix("aten.").removeprefix("aten::").partition(".")[0]
+    short = name.removeprefix("aten.").rpartition("::")[2].partition(".")[0]
     return next((x for x in (short, short.removesuffix("_")) if x in operators), None)
 
 
 def cpp_names(forms: Sequence[Form]) -> tuple[list[str], list[str]]:
-    """(headers, types) of ATen in which C++ finds the signatures."""
+    """(headers, types) of ATen in which C++ finds the signatures. Of operators of other libraries it knows none."""
+    forms = [form for form in forms if form.op.namespace == "aten"]
     headers = sorted({f"ATen/ops/{form.operator}_ops.h" for form in forms})
     types = [f"at::_ops::{base(form.op)}" + ("" if form.op._overloadname == "default" else f"_{form.op._overloadname}")
              for form in forms]

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from flambeau.capture.eager_dtypes import SMALL, attempt, trusting
+from flambeau.capture.eager_dtypes import SMALL, attempt
 from flambeau.errors import UnsupportedError
+from flambeau.ops.facts import facts
 from flambeau.runtime.memory_layout import reach
 from flambeau.runtime.placement import CPU
 from flambeau.torch_compat.ops import OpOverload
@@ -28,8 +29,6 @@ from .one_call import Number, TensorLike, map_numbers, numbers_of, plain
 _ELEMENTS = 1 << 14
 _KEPT = 4  # sizes up to this stay as they are
 
-# A private operator that index_put leaves its checks to.
-_CHECKS = ("aten::_index_put_impl_", "aten::_index_put_impl")
 _MASKS = (torch.bool, torch.uint8)
 _META = torch.device("meta")
 
@@ -50,9 +49,9 @@ def refusal(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:
 
 
 def _asked(op: OpOverload, args: tuple[Any, ...]) -> bool:
-    if op._schema.name in _CHECKS:
-        return not any(t.dtype in _MASKS for t in _tensors(args[1]))  # how many values there should be, is in the mask
-    return not trusting(op)
+    known = facts(op)
+    masked = known.masks and any(t.dtype in _MASKS for t in _tensors(args[1]))
+    return known.checks and not masked  # how many values there should be, is in the mask
 
 
 def _tried(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:

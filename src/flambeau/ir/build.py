@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from .dtypes import DType, highest, is_bool, is_float, lowest
-from .expr import Expr, Scalar, binary, cast, lift, unary, where
-from .index import Index, IndexLike, as_index
+from .expr import Expr, Scalar, binary, cast, index_value, lift, unary, where
+from .index import WORD, Index, IndexLike, Sym, as_index
 from .nodes import (
     Combine,
     Contract,
     Extern,
     Graph,
+    Host,
     Pointwise,
     Reduce,
     Scan,
@@ -65,6 +66,15 @@ def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None
     sizes = [as_index(n) for n in shape]
     buffer = g.add_buffer(sizes, e.dtype, strides=contiguous_strides(sizes) if laid else None)
     return g.add(Pointwise((buffer.name,), vars, e, laid, origin=_origin.get()))[0]
+
+
+def run_number(found: Host, dtype: DType) -> Value:
+    """A number of the run, in a word of 64 bits: `found` is that of a double for what is no whole number."""
+    g = graph()
+    word = next((s for s, known in g.numbers.items() if known == found), Sym(f"{WORD}{len(g.numbers)}", lo=None))
+    g.numbers[word] = found
+    bits = index_value(word)
+    return pointwise((), lambda _: Expr("bitcast", torch.float64, (bits,)) if is_float(dtype) else bits, dtype)
 
 
 def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,

@@ -45,8 +45,11 @@ _dyns: WeakValueDictionary[tuple[Any, ...], Dyn] = WeakValueDictionary()
 _indices: WeakValueDictionary[tuple[Any, ...], Index] = WeakValueDictionary()
 
 
+WORD = "word"  # so begin the names of numbers that are no sizes: kernels compute with their bits
+
+
 class Sym(Atom):
-    """A loop variable (with an `extent`) or a run-time size (without)."""
+    """A loop variable (with an `extent`), or a run-time size or word (without)."""
 
     __slots__ = ("name", "extent")
     name: str

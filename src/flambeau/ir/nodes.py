@@ -75,7 +75,7 @@ class Value:
     host: bool = False  # a scalar that is the host's beside tensors of a device
     strides: tuple[Index, ...] | None = None  # of a result: an index says nothing of dimensions of size one
     offset: Index | None = None  # of a result without elements, where an index says nothing at all
-    twin: bool = False  # of a result: another object than an equal one before it, as the view of a tensor is
+    twin: int = 0  # of a result: how many equal ones come before it that are other objects, as views of a tensor are
 
     @property
     def rank(self) -> int:
@@ -100,6 +100,14 @@ class Value:
     def is_whole(self, buffer: Buffer) -> bool:
         """Element i is element i of the buffer."""
         return self.shape == buffer.shape and self.index == as_indices(dim_vars(self.shape))
+
+
+@dataclass(frozen=True)
+class Host:
+    """A number that Python finds when the program runs: an argument, a size of a tensor, what follows from others."""
+
+    text: str
+    needs: frozenset[str] = frozenset()  # the numbers and buffers in it
 
 
 @dataclass(frozen=True)
@@ -332,7 +340,9 @@ class Graph:
     """Values and nodes in the order of their making; verified, no memory yet."""
 
     inputs: list[str] = field(default_factory=list)
-    symbols: list[Sym] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)  # as Program has them, and the numbers; [] for just the inputs
+    numbers: dict[Sym, Host] = field(default_factory=dict)
+    typical: dict[Sym, int] = field(default_factory=dict)  # sizes with which it was captured
     nodes: list[Node] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)  # Value, Index, number or None

@@ -9,7 +9,8 @@ reduced, the next may use (softmax: max; sum; map).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -18,15 +19,7 @@ from .dtypes import DType
 from .expr import Expr, loads, rewrite, walk
 from .faults import Bound, heads
 from .index import ONE, ZERO, Dyn, Index, Sym, flat
-from .nodes import Combine, Value
-
-
-@dataclass(frozen=True)
-class Host:
-    """A number that Python computes from sizes when the program runs: floats, conditions, sizes by way of floats."""
-
-    text: str
-    sizes: frozenset[str]  # names of the symbols in it
+from .nodes import Combine, Host, Value
 
 
 @dataclass(frozen=True)
@@ -224,11 +217,15 @@ class TableKernel:
     The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or
     at a single place), then one of lengths. `blocks` says who does what: a row, and the first of up to CHUNK elements.
     A reduction gives one value for each block, next to those of the row's other blocks.
-    The sizes are 2n + 1 for n rows and for n blocks: no code assumes anything of an odd number, so one serves all.
+    The sizes are 2n + 1 for n rows and for n blocks, as no code assumes anything of an odd number and one serves all;
+    then the numbers that `body` computes with.
     """
 
     body: LoopKernel
-    sizes: ClassVar[tuple[Sym, ...]] = (Sym("rows2"), Sym("count2"))
+
+    @property
+    def sizes(self) -> tuple[Sym, ...]:
+        return Sym("rows2"), Sym("count2"), *self.body.sizes
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -258,28 +255,32 @@ def sites_of(kernel: Kernel) -> dict[Bound, int]:
     return heads(e.attr for e in walk(*kernel.everything()) if e.op == "check")
 
 
-@dataclass
+@dataclass(frozen=True)
 class BufferPlan:
-    """Where a buffer lives: an input, a fresh output, a place in the arena, or another buffer's memory."""
+    """Where a buffer lives: an input, a fresh output, a place in the arena, or another buffer's memory.
+
+    A "list" is an input of which each row of a table has a tensor: it is given as their addresses."""
 
     name: str
     dtype: DType
     shape: tuple[Index, ...]
     strides: tuple[Index, ...]
-    place: str  # "input" | "output" | "arena" | "alloc" | "seed" | "extern" | "over"
+    place: str  # "input" | "list" | "output" | "arena" | "alloc" | "seed" | "extern" | "over"
     offset: int = 0  # bytes, in the arena
     over: str = ""  # the buffer whose memory it takes over
 
 
-@dataclass
+@dataclass(frozen=True)
 class Launch:
     kernel: int  # position in Program.kernels
     args: tuple[str, ...]  # along a table: those of one column after the other
     origins: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()  # of the rows, if it goes along a table
+    numbers: tuple[Sym, ...] = ()  # along a table: those that all rows compute with
+    stream: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     target: Any
     args: tuple[Any, ...]
@@ -290,25 +291,68 @@ class Call:
     origin: str = ""
     out: Any = None  # writes into the planned buffer of names[0] instead of returning a fresh one
     aliases: bool = False  # its result may share memory with an argument
+    stream: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Copy:
     """dst[...] = src, for a mutated input whose new value could not be written in place."""
 
     dst: str
     src: Value
+    stream: int = 0
 
 
-@dataclass
+Step = Launch | Call | Copy
+
+
+@dataclass(frozen=True)
 class Program:
-    inputs: list[str]
-    symbols: list[Sym]
-    kernels: list[AnyKernel]
-    steps: list[Launch | Call | Copy]
-    buffers: dict[str, BufferPlan]
-    outputs: list[Any]
-    seeds: list[str] = field(default_factory=list)
+    """Steps in their order, and all that the executor must know to run them. Equal programs do the same.
+
+    It is called with a list of arguments: tensors, and numbers. `numbers` says how Python finds the numbers of a run;
+    each reaches kernels as a word of 64 bits among their sizes.
+    """
+
+    inputs: tuple[str, ...]
+    arguments: tuple[str, ...]  # at each position the input, or the name by which a number knows it
+    numbers: tuple[tuple[Sym, Host], ...]
+    kernels: tuple[AnyKernel, ...]
+    steps: tuple[Step, ...]
+    buffers: tuple[BufferPlan, ...]
+    outputs: tuple[Any, ...]  # Value, Index, Host, number or None
+    seeds: tuple[str, ...] = ()
     arena_bytes: int = 0
-    frees: dict[int, tuple[str, ...]] = field(default_factory=dict)  # step -> buffers dead after it
-    notes: list[str] = field(default_factory=list)  # what was materialised and why
+    frees: tuple[tuple[str, ...], ...] = ()  # for each step, the buffers that are dead after it
+    notes: tuple[str, ...] = ()  # what was materialised and why
+
+    @cached_property
+    def places(self) -> dict[str, BufferPlan]:
+        """The buffers by name."""
+        return {b.name: b for b in self.buffers}
+
+    def __str__(self) -> str:
+        lines = [f"def run({', '.join(self.arguments)}):"]
+        lines += [f"{s.name} = {h.text}" for s, h in self.numbers]
+        lines += [f"{b.name}: {b.dtype}{list(b.shape)} by {list(b.strides)}, {b.place}"
+                  f"{f' at {b.offset}' if b.place == 'arena' else ''} {b.over}".rstrip() for b in self.buffers]
+        lines += [f"k{at} = {kernel}" for at, kernel in enumerate(self.kernels)]
+        for step, dead in zip(self.steps, self.frees, strict=True):
+            if isinstance(step, Launch):
+                along = f" along {len(step.lengths)} rows" if step.lengths else ""
+                text = f"launch k{step.kernel}({', '.join(step.args)}){along}  # {', '.join(step.origins)}"
+            elif isinstance(step, Copy):
+                text = f"{step.dst} <- {shown(step.src)}"
+            else:
+                args = [*map(shown, step.args), *(f"{name}={shown(x)}" for name, x in step.kwargs)]
+                text = f"{', '.join(step.names)} = {step.target}({', '.join(args)})  # {step.origin}"
+            lines += [f"stream {step.stream}: {text}", *([f"del {', '.join(dead)}"] if dead else [])]
+        return "\n    ".join([*lines, f"return {', '.join(map(shown, self.outputs))}"])
+
+
+def shown(x: Any) -> str:
+    if isinstance(x, Value):
+        return f"{x.buffer}{list(x.index)}"
+    if isinstance(x, tuple):
+        return f"({', '.join(map(shown, x))})"
+    return x.text if isinstance(x, Host) else str(x)

@@ -96,6 +96,7 @@ class CpuTuning(Tuning):
     cached_bytes: int = number(1 << 20, "bytes", "of a table that the caches hold anyway")
     # ---- scans
     scan_columns: int = number(256, "columns", "scanned side by side")
+    scan_lanes: int = number(4, "columns", "fewer are no vector: a compiler writes them out, with states in registers")
     scan_strip: int = number(16, "elements", "of a row before the next one has its turn: a line of the cache")
     scan_parts: int = number(64, "parts", "of a long row")
     scan_few: int = number(16, "rows", "with fewer of them threads must divide a row")

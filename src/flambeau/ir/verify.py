@@ -19,7 +19,7 @@ def verify(graph: Graph, when: str = "") -> None:
         raise VerificationError(f"{text}{at}{' (' + when + ')' if when else ''}")
 
     known = set(graph.inputs) | set(graph.seeds)
-    sizes = set(graph.symbols)
+    sizes = set(graph.numbers)
     for n in graph.nodes:
         for name in n.names:
             if name in known:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import sys
-import sysconfig
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.background import Closing, fork_safe, start
 from flambeau.targets.cache import shared_cache
-from flambeau.targets.toolchain import find_toolchain, load_extension, whole_text
+from flambeau.targets.toolchain import Extension, find_toolchain, whole_text
 
 LONG = 5  # seconds of a build that people are told of
 
@@ -43,39 +39,29 @@ def load_native(name: str, what: str, text: str | None = None, load: Callable[[P
     `what` names it to people, who are told of builds that take long. A process loads it once, whether it compiled it
     or not.
     """
-    text, load = text or source(name), load or partial(load_extension, name)
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     home = Path(torch.__file__).parent
     toolchain = replace(find_toolchain(config.compiler, disk), flags=(*_FLAGS, f"-I{home / 'include'}"),
                         libraries=(f"-L{home / 'lib'}", *_LIBRARIES))
-    key = hashlib.sha256("\0".join((text, toolchain.identity(), torch.__version__, str(torch.version.git_version),
-                                    sys.version, str(sysconfig.get_config_var("SOABI")))).encode()).hexdigest()
-
-    def stored() -> Any:
-        path = disk.get(key, ".so")
-        try:
-            return None if path is None else load(path)
-        except (ImportError, OSError):  # deleted by another process just now
-            return None
-
-    def build() -> Any:
-        level = logging.WARNING if seconds >= LONG else logging.INFO
-        log.log(level, "compiling %s for torch %s: once, some %s seconds", what, torch.__version__, seconds)
-        try:
-            made, data = toolchain.compile(text, name, disk, load, python_headers())
-        except Closing:
-            raise
-        except (CompileError, ImportError, OSError) as error:
-            raise CompileError(f"{what} did not build: {error}",
-                               hint=f"torch {torch.__version__} may be newer than this version of Flambeau") from error
-        disk.put(key, data, ".so")
-        return made
-
-    found = stored()
+    extension = Extension(name, text or source(name), toolchain, disk, load,
+                          (torch.__version__, str(torch.version.git_version)))
+    found = extension.stored()
     if found is None:
         with disk.alone(name, toolchain.seconds):
-            found = stored() or build()
+            found = extension.stored() or _built(extension, what, seconds)
     return found
+
+
+def _built(extension: Extension, what: str, seconds: int) -> Any:
+    level = logging.WARNING if seconds >= LONG else logging.INFO
+    log.log(level, "compiling %s for torch %s: once, some %s seconds", what, torch.__version__, seconds)
+    try:
+        return extension.build()
+    except Closing:
+        raise
+    except (CompileError, ImportError, OSError) as error:
+        raise CompileError(f"{what} did not build: {error}",
+                           hint=f"torch {torch.__version__} may be newer than this version of Flambeau") from error
 
 
 class Background:
@@ -134,7 +120,3 @@ class Background:
             told, self._told = self._told, []
         for hear in told if module is not None else ():
             hear(module)
-
-
-def python_headers() -> Path:
-    return Path(sysconfig.get_paths()["include"])

@@ -459,7 +459,7 @@ void Memory::release(void* data) {
   m.pending_.push_back(block);
 }
 
-// Memory of the host that copies may run behind the caller's back in. Whoever enqueues one keeps its tensor alive.
+// Pinned memory of the host, for copies that run behind the host. The caller of such a copy keeps its tensor alive.
 class Pinned final : public at::HostAllocator {
  public:
   DataPtr allocate(size_t bytes) override {

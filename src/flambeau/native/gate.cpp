@@ -272,6 +272,26 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
   State& s;
 };
 
+// Before operators of other libraries, whose signatures nobody compiled.
+struct BoxedGate final : c10::OperatorKernel {
+  explicit BoxedGate(State* state) : s(*state) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
+    uint64_t measured = s.measured;
+    int64_t most = 0;
+    for (const IValue& x : torch::jit::last(*stack, s.writes.size())) {
+      if ((measured & 1) && x.isTensor()) most = std::max(most, elements(x.toTensor()));
+      measured >>= 1;
+    }
+    if (most >= s.threshold) return s.large.callBoxed(s.op, keys, stack);
+    s.originals.fetch_add(1, std::memory_order_relaxed);
+    s.original.callBoxed(s.op, keys, stack);
+  }
+
+ private:
+  State& s;
+};
+
 // --------------------------------------------------------------------------------------------------- the module
 
 struct Row {
@@ -334,8 +354,8 @@ PyObject* open(PyObject*, PyObject* args) {
       s->take(s->dispatch_key, row.make(s));
       Py_RETURN_NONE;
     }
-    PyErr_Format(PyExc_LookupError, "no gate for %s.%s was compiled", name.name.c_str(), name.overload_name.c_str());
-    return nullptr;
+    s->take(s->dispatch_key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<BoxedGate>(s)));
+    Py_RETURN_NONE;
   });
 }
 

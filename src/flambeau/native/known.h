@@ -1,7 +1,7 @@
 // What the host knows of a tensor of the device: that it copied integers there, and between which two they lie.
 //
-// An index out of range is an error at once where the host knows it. It is a hint and no more: whoever writes to the
-// memory by another name than this tensor's is not noticed.
+// An index out of range is an error at once where the host knows it. It is a hint and no more: a write to the memory
+// through another tensor is not noticed.
 
 #include <c10/core/TensorImpl.h>
 

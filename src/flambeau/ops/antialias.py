@@ -16,9 +16,9 @@ from flambeau.ir.scalar import abs_, ceil, clamp, floor, sum_over
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import cubic_far, cubic_near
-from flambeau.ops.registry import lower, to_dtype
+from flambeau.ops.registry import to_dtype
 from flambeau.ops.separable import Column, column, gather_all, table
-from flambeau.ops.upsample import Axis
+from flambeau.ops.upsample import Axis, lower_resizing
 
 aten = torch.ops.aten
 
@@ -138,5 +138,4 @@ def resizing(kind: type[Antialiased]) -> tuple[Callable[..., Any], Callable[...,
 
 for _kind, _name in ((AntialiasedLinear, "_upsample_bilinear2d_aa"), (AntialiasedCubic, "_upsample_bicubic2d_aa")):
     _forward, _backward = resizing(_kind)
-    lower(getattr(aten, _name).default)(_forward)
-    lower(getattr(aten, _name + "_backward").default)(_backward)
+    lower_resizing(_name, _forward, _backward)

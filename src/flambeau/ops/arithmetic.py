@@ -36,6 +36,7 @@ from flambeau.ir.scalar import (
     square,
     trunc,
 )
+from flambeau.ops.facts import EVERYWHERE, ON_CUDA, WIDE, describe
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, table
 from flambeau.ops.rounding import by_kernels, mad, step, stored
 from flambeau.torch_compat.prims import has_fma, prims
@@ -125,19 +126,19 @@ def unless_in_vectors(formula: Callable[..., Expr]) -> Callable[..., Value]:
     return lowering
 
 
-@lower(aten.add)
+@lower(aten.add, exact=EVERYWHERE)
 @unless_in_vectors
 def add(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return plus_multiple(a, alpha, b)
 
 
-@lower(aten.sub)
+@lower(aten.sub, exact=EVERYWHERE)
 @unless_in_vectors
 def sub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return a - b if alpha == 1 else plus_multiple(a, -alpha, b)
 
 
-@lower(aten.rsub)
+@lower(aten.rsub, exact=EVERYWHERE)
 @unless_in_vectors
 def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
     return b - a if alpha == 1 else plus_multiple(b, -alpha, a)
@@ -153,7 +154,7 @@ def product(a: Expr, b: Expr) -> Expr:
     return a & b if is_bool(a.dtype) else a * b
 
 
-@lower(aten.mul)
+@lower(aten.mul, exact=EVERYWHERE)
 def mul(a: Any, b: Any) -> Value:
     made: Value = product(*from_host(a, unrounded(a, b)))
     return made
@@ -176,7 +177,7 @@ _plus_quotient = by_kernels(
     cuda=lambda x, a, b, value: x + a / b if is_one(value) else mad(value, a / b, x))
 
 
-@lower(aten.addcmul)
+@lower(aten.addcmul, operands=3, exact=WIDE)
 @without_host
 @whole_factor
 @pointwise(operands=4)
@@ -184,14 +185,14 @@ def addcmul(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
     return _plus_product(x, a, b, value)
 
 
-@lower(aten.addcdiv)
+@lower(aten.addcdiv, operands=3, exact=WIDE)
 @without_host
 @pointwise(operands=4)
 def addcdiv(x: Expr, a: Expr, b: Expr, value: Any = 1) -> Expr:
     return _plus_quotient(x, a, b, value)
 
 
-@lower(aten.lerp)
+@lower(aten.lerp, exact=WIDE)
 @without_host
 @pointwise
 def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
@@ -225,6 +226,10 @@ def inverse(b: Any) -> Any:
 def times(a: Expr, b: Expr, factor: Any) -> Expr:
     """In the dtype of a quotient of the two."""
     return a * scalar_at(factor, (), a.dtype, a.dtype)
+
+
+describe(aten.div, exact=EVERYWHERE)
+describe(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode, operands=2)
 
 
 @lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide)
@@ -262,7 +267,8 @@ def div_mode(a: Value, b: Any, *, rounding_mode: str | None = None) -> Value:
 
 
 table("default", {
-    aten.fmod: lambda a, b: divided("fmod", a, b), aten.remainder: lambda a, b: divided("remainder", a, b)})
+    aten.fmod: lambda a, b: divided("fmod", a, b), aten.remainder: lambda a, b: divided("remainder", a, b),
+}, exact=EVERYWHERE)
 
 
 # ---- powers --------------------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ _POWERS: dict[float, Callable[[Expr], Expr]] = {
 }
 
 
-@lower_pointwise(aten.pow)
+@lower_pointwise(aten.pow, exact=WIDE)
 def pow(base: Expr, exponent: Expr) -> Expr:
     if base.op == "const" and base.attr == 1:
         return base
@@ -285,9 +291,8 @@ def pow(base: Expr, exponent: Expr) -> Expr:
 
 general_power = pointwise(lambda base, exponent: binary("pow", base, exponent))
 
-table("float", {
-    aten.sqrt: sqrt, aten.rsqrt: rsqrt, aten.reciprocal: lambda x: 1 / x,
-})
+table("float", {aten.sqrt: sqrt, aten.reciprocal: lambda x: 1 / x}, exact=EVERYWHERE)
+table("float", {aten.rsqrt: rsqrt}, exact=ON_CUDA)
 
 
 # ---- signs and rounding --------------------------------------------------------------------------------
@@ -310,14 +315,19 @@ table("default", {
     aten.neg: lambda x: -x, aten.abs: abs_, aten.sign: _sign, aten.sgn: _sign, aten._conj_physical: lambda x: x,
     aten.floor: _on_floats(floor), aten.ceil: _on_floats(ceil), aten.trunc: _on_floats(trunc),
     aten.round.default: _on_floats(round), aten.frac: lambda x: x - trunc(x),
-})
-table("bool", {aten.signbit: _signbit})
+}, exact=EVERYWHERE)
+describe(aten.round, exact=EVERYWHERE)
+describe(aten.deg2rad, aten.rad2deg, strides="with a number")
+# The machine takes the sign from a NaN in float16 when it widens it; some versions of eager's kernels widen before they
+# look at the sign, others do not.
+_SIGNS = EVERYWHERE | {"cuda": frozenset((torch.float16,))}
+table("bool", {aten.signbit: _signbit}, exact=_SIGNS)
+table("float", {aten.copysign: copysign}, exact=_SIGNS)
 table("float", {
-    aten.copysign: copysign,
     aten.deg2rad: lambda x: x * (math.pi / 180),
     aten.rad2deg: lambda x: x * (180 / math.pi),
     aten.angle: lambda x: where(isnan(x), x, where(x < 0, const(math.pi, x.dtype), 0)),
-})
+}, exact=EVERYWHERE)
 
 
 @lower_pointwise(aten.round.decimals)
@@ -329,7 +339,7 @@ def round_decimals(x: Expr, *, decimals: int) -> Expr:
     return round(step(x * scale)) / scale if decimals > 0 else round(step(x / scale)) * scale
 
 
-@lower_pointwise(aten.heaviside)
+@lower_pointwise(aten.heaviside, exact=EVERYWHERE)
 def heaviside(x: Expr, at_zero: Expr) -> Expr:
     return where(eq(x, 0), at_zero, cast(x > 0, x.dtype))
 
@@ -341,16 +351,24 @@ def _or_of_bools(formula: Callable[..., Expr], of_bools: Callable[..., Expr]) ->
     return lambda a, b: (of_bools if is_bool(a.dtype) else formula)(a, b)
 
 
-for _operators, _formula, _of_bools in (
-    ((aten.maximum, aten.clamp_min), maximum, or_),
-    ((aten.minimum, aten.clamp_max), minimum, and_),
-    ((aten.fmax,), math2("fmax"), or_),
-    ((aten.fmin,), math2("fmin"), and_),
+for _op, _exact, _formula, _of_bools in (
+    (aten.clamp_min, WIDE, maximum, or_),
+    (aten.clamp_max, WIDE, minimum, and_),
+    (aten.maximum, ON_CUDA, maximum, or_),
+    (aten.minimum, ON_CUDA, minimum, and_),
+    (aten.fmax, ON_CUDA, math2("fmax"), or_),
+    (aten.fmin, ON_CUDA, math2("fmin"), and_),
 ):
-    lower(*_operators)(pointwise(_or_of_bools(_formula, _of_bools)))
+    lower(_op, exact=_exact)(pointwise(_or_of_bools(_formula, _of_bools)))
 
 
-@lower_pointwise(aten.clamp, operands=3)
+@lower_pointwise(aten.clamp, operands=3, exact=WIDE)
 def clamp_between(x: Expr, min: Expr | None = None, max: Expr | None = None) -> Expr:
     """With min > max everything is max."""
     return clamp(x, min, max)
+
+
+# Eager's choice between 0.0 and -0.0 depends, on a CPU, on whether they are within a vector or left over after it.
+describe(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.pow.Tensor_Scalar, operands=1)
+describe(aten.lerp.Scalar, operands=2)
+describe(aten.clamp.Tensor, aten.clamp_max.Tensor, aten.clamp_min.Tensor, exact=ON_CUDA)

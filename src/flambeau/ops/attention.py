@@ -69,7 +69,7 @@ def scores(q: Value, k: Value, causal: bool, mask: Value | None, scale: float | 
     return build.pointwise(total.shape, body)
 
 
-@lower(aten._scaled_dot_product_flash_attention_for_cpu.default)
+@lower(aten._scaled_dot_product_flash_attention_for_cpu.default, library=True)
 def attention(q: Value, k: Value, v: Value, dropout_p: Any = 0.0, is_causal: bool = False, *,
               attn_mask: Value | None = None, scale: Any = None) -> Any:
     """softmax(scores) @ v, zero where all is hidden, and the logarithms of the rows' sums of exponentials."""
@@ -95,7 +95,7 @@ def attention(q: Value, k: Value, v: Value, dropout_p: Any = 0.0, is_causal: boo
     return out, build.pointwise(sums.shape, lambda i: largest.load(i) + log(sums.load(i)))
 
 
-@lower(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@lower(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, library=True)
 def attention_backward(grad: Value, q: Value, k: Value, v: Value, out: Value, logsumexp: Value, dropout_p: Any,
                        is_causal: bool, *, attn_mask: Value | None = None, scale: Any = None) -> Any:
     """With p the softmax and ds = scale * p * (grad @ v.T - sum(grad * out)):

@@ -13,9 +13,11 @@ from flambeau.ir.expr import Expr, binary, cast, const, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, eq, isnan, math2, ne
+from flambeau.ops.facts import EVERYWHERE, of_family
 from flambeau.ops.registry import lower, lower_pointwise, table
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 table("default", {
@@ -69,7 +71,7 @@ def nextafter(x: Expr, toward: Expr) -> Expr:
 _FIELDS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 
-@lower(aten.frexp.Tensor)
+@lower(aten.frexp.Tensor, strides="preserved")
 def frexp(x: Value) -> tuple[Value, Value]:
     """x = mantissa * 2^exponent with |mantissa| in [0.5, 1); zero, infinity and NaN stay, with exponent 0."""
     compute = opmath(x.dtype)

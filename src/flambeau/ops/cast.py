@@ -9,10 +9,12 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType
 from flambeau.ir.nodes import Value
+from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import load_at, lower
 from flambeau.torch_compat.prims import prims
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 @lower(aten._to_copy, prims.convert_element_type)
@@ -22,12 +24,16 @@ def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
     return build.pointwise(x.shape, x.load, dtype)
 
 
-@lower(aten.clone)
+@lower(aten.clone, exact=EVERYWHERE, same=True, strides="preserved")
 def clone(x: Value, **layout: Any) -> Value:
     return build.pointwise(x.shape, x.load)
 
 
-@lower(aten.copy)
+describe(aten._to_copy, strides="preserved")
+describe(aten.copy.default, copies_storage=True, strides="copied storage")
+
+
+@lower(aten.copy, exact=EVERYWHERE)
 def copy(x: Value, source: Value, non_blocking: bool = False) -> Value:
     """x overwritten by the source, which is broadcast and cast to it."""
     return build.pointwise(x.shape, lambda i: load_at(source, i), x.dtype)

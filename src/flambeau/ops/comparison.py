@@ -13,9 +13,20 @@ from flambeau.ir.dtypes import is_float, opmath, promote
 from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, is_finite, isinf, isnan, ne, not_
-from flambeau.ops.registry import broadcast_shapes, load_at, lower, operand, pointwise, scalar_at, table
+from flambeau.ops.facts import EVERYWHERE, describe, of_family
+from flambeau.ops.registry import (
+    broadcast_shapes,
+    load_at,
+    lower,
+    lower_pointwise,
+    operand,
+    pointwise,
+    scalar_at,
+    table,
+)
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 def _compare(formula: Callable[[Expr, Expr], Expr]) -> Any:
@@ -32,6 +43,7 @@ for _name, _formula in {
     "ge": lambda a, b: a >= b,
 }.items():
     lower(getattr(aten, _name))(_compare(_formula))
+describe(aten.eq.Tensor, aten.ne.Tensor, asks_equality=True)
 
 
 def truth(x: Expr) -> Expr:
@@ -60,7 +72,19 @@ table("bool", {
 })
 
 
-@lower(aten.where.self)
+@lower_pointwise(aten.nan_to_num, operands=1, math=False)
+def nan_to_num(x: Expr, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Expr:
+    if not is_float(x.dtype):
+        return x
+    limits, wide = torch.finfo(x.dtype), cast(x, opmath(x.dtype))
+    for found, number in ((isnan(wide), 0 if nan is None else nan),
+                          (eq(wide, math.inf), limits.max if posinf is None else posinf),
+                          (eq(wide, -math.inf), limits.min if neginf is None else neginf)):
+        x = where(found, const(torch.tensor(number, dtype=x.dtype).item(), x.dtype), x)
+    return x
+
+
+@lower(aten.where.self, operands=3)
 def select(condition: Value, a: Any, b: Any) -> Value:
     """Nothing is computed, so nothing is widened."""
     dtype = promote((operand(a), operand(b)))

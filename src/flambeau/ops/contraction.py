@@ -13,28 +13,8 @@ from flambeau.ir.expr import Expr, Scalar, cast, index_value, lift
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Value
 from flambeau.ops.registry import load_at, lower, operand
-from flambeau.torch_compat.ops import OpOverload
 
 aten = torch.ops.aten
-
-# The frontend makes a Library call of these where no lowering takes the call; the results have the metadata of the
-# fake tensors.
-CONTRACTIONS: frozenset[OpOverload] = frozenset((
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.addbmm.default,
-    aten._trilinear.default,
-    aten._addmm_activation.default,
-    aten._int_mm.default,
-    aten.convolution.default,
-    aten.convolution_backward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten.mkldnn_rnn_layer.default,
-    aten.mkldnn_rnn_layer_backward.default,
-))
 
 
 def dot_over(shape: tuple[Index, ...], a: Value, b: Value) -> Value:
@@ -112,7 +92,7 @@ def product_of(a: Value, b: Value) -> Any:
     return lambda i: total.load(i)
 
 
-@lower(aten.mm.default, aten.bmm.default)
+@lower(aten.mm.default, aten.bmm.default, library=True)
 def mm(a: Value, b: Value) -> Any:
     product = product_of(a, b)
     if product is NotImplemented:
@@ -120,7 +100,7 @@ def mm(a: Value, b: Value) -> Any:
     return build.pointwise((*a.shape[:-1], b.shape[-1]), product, a.dtype)
 
 
-@lower(aten.addmm.default, aten.baddbmm.default)
+@lower(aten.addmm.default, aten.baddbmm.default, library=True)
 def addmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
     product = product_of(a, b) if promote([operand(c), operand(a)]) is c.dtype else NotImplemented
     if product is NotImplemented:
@@ -128,7 +108,7 @@ def addmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any
     return combined(c, (*a.shape[:-1], b.shape[-1]), product, beta, alpha)
 
 
-@lower(aten._int_mm.default)
+@lower(aten._int_mm.default, library=True)
 def int_mm(a: Value, b: Value) -> Any:
     """In int32, whatever the dtype of a and b."""
     product = product_of(a, b)
@@ -137,7 +117,7 @@ def int_mm(a: Value, b: Value) -> Any:
     return build.pointwise((a.shape[0], b.shape[1]), product, torch.int32)
 
 
-@lower(aten.addbmm.default)
+@lower(aten.addbmm.default, library=True)
 def addbmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """beta * c + alpha * the sum of all a[i] @ b[i]"""
     if not build.graph().capabilities.contracts or is_bool(a.dtype) or len({a.dtype, b.dtype, c.dtype}) > 1:
@@ -147,7 +127,7 @@ def addbmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> An
     return combined(c, total.shape, lambda i: total.load(i), beta, alpha)
 
 
-@lower(aten._trilinear.default)
+@lower(aten._trilinear.default, library=True)
 def trilinear(x: Value, y: Value, z: Value, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
               sumdim: Sequence[int], unroll_dim: int = 1) -> Any:
     """The sum over some dimensions of x * y * z, each of which is the same along its own `expand`."""

@@ -26,6 +26,7 @@ from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq
+from flambeau.ops.facts import describe
 from flambeau.ops.reduction import accumulate
 from flambeau.ops.registry import lower, to_dtype
 
@@ -179,6 +180,9 @@ def out_sizes(x: Value, w: Value, g: Geometry, transposed: bool, extra: Sequence
     return tuple(out)
 
 
+describe(aten.convolution.default, library=True)
+
+
 @lower(aten.convolution.default, aten.convolution_overrideable.default)
 def convolution(x: Value, w: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
                 output_padding: Any, groups: Any) -> Any:
@@ -209,7 +213,7 @@ def gradients(grad: Value, x: Value, w: Value, g: Geometry, transposed: bool, ma
     return out
 
 
-@lower(aten.convolution_backward.default)
+@lower(aten.convolution_backward.default, library=True)
 def convolution_backward(grad: Value, x: Value, w: Value, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
                          transposed: bool, output_padding: Any, groups: Any, output_mask: Sequence[bool]) -> Any:
     g = Geometry.of(x.rank - 2, stride, padding, dilation, groups)
@@ -225,3 +229,12 @@ def convolution_backward_overrideable(grad: Value, x: Value, w: Value, stride: A
                                       ) -> Any:
     return convolution_backward(grad, x, w, None, stride, padding, dilation, transposed, output_padding, groups,
                                 output_mask)
+
+
+def _backward_of_cpu(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
+    return aten.convolution_backward(grad, x, weight, [grad.shape[1]], *args)
+
+
+# Devices like ours are asked for convolutions under a name of their own.
+describe(aten.convolution_overrideable.default, instead=aten.convolution.default)
+describe(aten.convolution_backward_overrideable.default, instead=_backward_of_cpu)

@@ -45,7 +45,7 @@ def _pairs(a: Value, b: Value) -> tuple[Index, ...]:
     return (*broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2], a.shape[-1])
 
 
-@lower(aten._cdist_forward)
+@lower(aten._cdist_forward, checks=True)
 def cdist(a: Value, b: Value, p: float, compute_mode: int | None = None) -> Value:
     shape = _pairs(a, b)
     join, each, whole = p_norm(p)

@@ -14,6 +14,7 @@ from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index, product
 from flambeau.ir.nodes import Combine, Value, dim_vars, narrow
 from flambeau.ir.scalar import eq, maximum, ne
+from flambeau.ops.facts import EVERYWHERE
 from flambeau.ops.reduction import p_norm
 from flambeau.ops.registry import lower, to_dtype
 
@@ -35,7 +36,7 @@ def is_not(w: Expr, padding_idx: IndexLike) -> Expr | None:
     return ne(w, index_value(as_index(padding_idx)))
 
 
-@lower(aten.embedding)
+@lower(aten.embedding, exact=EVERYWHERE)
 def embedding(weight: Value, indices: Value, padding_idx: IndexLike = -1, scale_grad_by_freq: bool = False,
               sparse: bool = False) -> Any:
     if not is_int(indices.dtype):  # an error, which torch's metadata does not raise before 2.13
@@ -62,7 +63,7 @@ def counts(indices: Value, size: IndexLike) -> Value:
                          lambda j: (check(word(indices, j), as_index(size)),), lambda _: one, "add")
 
 
-@lower(aten.embedding_dense_backward)
+@lower(aten.embedding_dense_backward, group="embedding gradient")
 def embedding_dense_backward(grad: Value, indices: Value, num_weights: IndexLike, padding_idx: IndexLike,
                              scale_grad_by_freq: bool) -> Value:
     r, rows = indices.rank, as_index(num_weights)
@@ -184,7 +185,7 @@ def adjacent(v: Value, dim: int) -> bool:
     return v.shape[dim] is as_index(1) or offset.coefficient(dim_vars(v.shape)[dim]) is as_index(1)
 
 
-@lower(aten._embedding_bag)
+@lower(aten._embedding_bag, group="embedding bags")
 def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_freq: bool = False,
                   mode: int = SUM, sparse: bool = False, per_sample_weights: Value | None = None,
                   include_last_offset: bool = False, padding_idx: int = -1) -> tuple[Value, ...]:
@@ -242,7 +243,7 @@ def lengthened(sizes: Value, offsets: Value, always: bool = False) -> Value:
     return build.pointwise(offsets.shape, padded)
 
 
-@lower(aten._embedding_bag_forward_only)
+@lower(aten._embedding_bag_forward_only, group="embedding bags")
 def embedding_bag_forward_only(weight: Value, indices: Value, offsets: Value, *args: Any, **kwargs: Any
                                ) -> tuple[Value, ...]:
     """As above; the sizes have the length of the offsets, even of one more than there are bags."""
@@ -250,7 +251,7 @@ def embedding_bag_forward_only(weight: Value, indices: Value, offsets: Value, *a
     return output, owners, lengthened(sizes, offsets, always=True), best
 
 
-@lower(aten._embedding_bag_dense_backward)
+@lower(aten._embedding_bag_dense_backward, group="embedding bag gradients")
 def dense_gradient(grad: Value, indices: Value, owners: Value, bag_size: Value, max_indices: Value,
                    num_weights: IndexLike, scale_grad_by_freq: bool, mode: int,
                    per_sample_weights: Value | None, padding_idx: int = -1) -> Value:
@@ -299,7 +300,7 @@ def embedding_bag_backward(grad: Value, indices: Value, offsets: Value, offset2b
                           num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
 
 
-@lower(aten._embedding_bag_per_sample_weights_backward)
+@lower(aten._embedding_bag_per_sample_weights_backward, group="embedding bag gradients")
 def embedding_bag_per_sample_weights_backward(grad: Value, weight: Value, indices: Value, offsets: Value,
                                               offset2bag: Value, mode: int, padding_idx: int = -1) -> Value:
     """For each item, its row times the gradient of its bag."""

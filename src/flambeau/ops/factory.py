@@ -16,11 +16,13 @@ from flambeau.ir.index import Index, IndexLike, as_index, ceildiv
 from flambeau.ir.index import maximum as index_max
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, cos, eq, fma, sqrt
+from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe, of_family
 from flambeau.ops.registry import lower, operand, overloads, scalar_at
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.prims import prims
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 def constant(shape: Sequence[IndexLike], value: Any, dtype: DType | None) -> Value:
@@ -38,7 +40,7 @@ def scalar_tensor(s: Any, *, dtype: DType | None = None, **place: Any) -> Value:
     return constant((), s, dtype or torch.get_default_dtype())
 
 
-@lower(aten.fill)
+@lower(aten.fill, strides="preserved")
 def fill(x: Value, value: Any) -> Value:
     return build.pointwise(x.shape, lambda i: scalar_at(value, i, x.dtype, x.dtype))
 
@@ -67,6 +69,9 @@ for _number, _ops in {
 }.items():
     for _op in (overload for packet in _ops for overload in overloads(packet)):
         lower(_op)(_filled(_op, _number))
+describe(aten.zero, exact=EVERYWHERE)
+describe("zero", "empty_like", "zeros_like", "ones_like", "full_like", strides="preserved")
+describe("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", undefined=True)
 
 
 # ---- ranges --------------------------------------------------------------------------------------------
@@ -111,12 +116,15 @@ def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, *
 lower(aten.arange.default)(lambda end, **options: arange(0, end, **options))
 
 
-@lower(aten.range)
+@lower(aten.range, exact=NOWHERE)
 def inclusive_range(start: float, end: float, step: float = 1, *, dtype: DType | None = None,
                     **place: Any) -> Value:
     length = int((end - start) / step) + 1
     return build.pointwise((length,), lambda i: index_value(i[0], torch.float64) * step + start,
                            dtype or torch.get_default_dtype())
+
+
+describe(aten.arange.out, aten.arange.start_out, aten.range.out, aten.linspace.out, aten.logspace.out, keeps_shape=True)
 
 
 @lower(prims.iota)
@@ -139,7 +147,7 @@ def _even_steps(start: Any, end: Any, steps: IndexLike, dtype: DType, i: Index) 
     return where((index_value(i) < index_value(steps // 2)) | eq(index_value(steps), 1), rising, falling)
 
 
-@lower(aten.linspace)
+@lower(aten.linspace, exact=NOWHERE)
 def linspace(start: Any, end: Any, steps: IndexLike, *, dtype: DType | None = None, **place: Any) -> Value:
     dtype = dtype or torch.get_default_dtype()
     if dtype not in SUPPORTED:
@@ -147,7 +155,7 @@ def linspace(start: Any, end: Any, steps: IndexLike, *, dtype: DType | None = No
     return build.pointwise((steps,), lambda i: _even_steps(start, end, steps, dtype, i[0]), dtype)
 
 
-@lower(aten.logspace)
+@lower(aten.logspace, exact=NOWHERE)
 def logspace(start: Any, end: Any, steps: IndexLike, base: float = 10.0, *, dtype: DType | None = None,
              **place: Any) -> Value:
     dtype = dtype or torch.get_default_dtype()
@@ -168,7 +176,7 @@ def _window(*ops: Any) -> Callable[..., Any]:
     """Register a window by its formula on [0, 1]; a periodic one leaves out the last point."""
 
     def register(formula: Callable[..., Expr]) -> Callable[..., Any]:
-        @lower(*ops)
+        @lower(*ops, exact=NOWHERE)
         @wraps(formula)
         def window(length: int, periodic: bool = True, *shape: float, dtype: DType | None = None,
                    **place: Any) -> Value:

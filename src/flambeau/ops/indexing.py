@@ -14,10 +14,12 @@ from flambeau.ir.faults import WRAPPED, Fault
 from flambeau.ir.index import ONE, ZERO, Index
 from flambeau.ir.nodes import Shape, Value
 
+from .facts import EVERYWHERE, of_family
 from .registry import broadcast_shapes, load_at, lower, scalar_at, wrap_dim
 from .view import at_least_1d, flat, is_empty, reshape
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 Locate = Callable[[Expr, Index, int], Index]
 MASKS = (torch.bool, torch.uint8)  # dtypes whose tensors are masks when they index
@@ -126,7 +128,7 @@ def index_select(x: Value, dim: int, index: Value) -> Value:
     return build.pointwise((*x.shape[:d], places.shape[0], *x.shape[d + 1:]), body)
 
 
-@lower(aten.gather)
+@lower(aten.gather, group="reads by element")
 def gather(x: Value, dim: int, index: Value, sparse_grad: bool = False) -> Value:
     """out[i, j] = x[index[i, j], j] for dim 0, and so on."""
     source, places = at_least_1d(x), at_least_1d(index)

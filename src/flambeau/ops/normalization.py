@@ -9,6 +9,7 @@ taken over the elements that share one mean,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from flambeau.ir.expr import Expr, cast, const
 from flambeau.ir.index import Index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import rsqrt, sqrt, square
+from flambeau.ops.facts import describe
 from flambeau.ops.reduction import accumulate, count, moments, moments_at_once, outside, sums
 from flambeau.ops.registry import load_at, lower, to_dtype
 
@@ -56,7 +58,7 @@ def _inner(x: Value, normalized_shape: Sequence[Index]) -> tuple[range, range]:
     return range(split), range(split, x.rank)
 
 
-@lower(aten.native_layer_norm)
+@lower(aten.native_layer_norm, group="layer norm")
 def layer_norm(x: Value, normalized_shape: Sequence[Index], weight: Value | None, bias: Value | None,
                eps: float) -> tuple[Value, ...]:
     wide = opmath(x.dtype)
@@ -104,7 +106,7 @@ def _row_gradients(grad: Value, x: Value, normalized_shape: Sequence[Index], mea
     return dx, dweight
 
 
-@lower(aten.native_layer_norm_backward)
+@lower(aten.native_layer_norm_backward, group="layer norm")
 def layer_norm_backward(grad: Value, x: Value, normalized_shape: Sequence[Index], mean: Value, rstd: Value,
                         weight: Value | None, bias: Value | None, output_mask: Sequence[bool]) -> Gradients:
     dx, dweight = _row_gradients(grad, x, normalized_shape, mean, rstd, weight, output_mask)
@@ -201,7 +203,7 @@ def _by_batch(x: Value, weight: Value | None, bias: Value | None, eps: float
     return y, to_dtype(mean, saved), to_dtype(rstd, saved), mean, unbiased
 
 
-@lower(aten._native_batch_norm_legit_functional)
+@lower(aten._native_batch_norm_legit_functional, strides="normalised")
 def batch_norm_functional(x: Value, weight: Value | None, bias: Value | None, running_mean: Value,
                           running_var: Value, training: bool, momentum: float, eps: float
                           ) -> tuple[Value, ...]:
@@ -214,14 +216,14 @@ def batch_norm_functional(x: Value, weight: Value | None, bias: Value | None, ru
             _moved(running_var, variance, momentum))
 
 
-@lower(aten._native_batch_norm_legit_no_training)
+@lower(aten._native_batch_norm_legit_no_training, strides="normalised")
 def batch_norm_no_training(x: Value, weight: Value | None, bias: Value | None, running_mean: Value,
                            running_var: Value, momentum: float, eps: float) -> tuple[Value, ...]:
     return (_by_running(x, weight, bias, running_mean, running_var, eps),
             *_saved_of_running(x, running_mean, running_var, eps))
 
 
-@lower(aten._native_batch_norm_legit.no_stats)
+@lower(aten._native_batch_norm_legit.no_stats, strides="normalised")
 def batch_norm_no_stats(x: Value, weight: Value | None, bias: Value | None, training: bool, momentum: float,
                         eps: float) -> tuple[Value, ...]:
     return _by_batch(x, weight, bias, eps)[:3]
@@ -247,7 +249,15 @@ def batch_norm_no_update(x: Value, weight: Value | None, bias: Value | None, run
     return *batch_norm_no_training(x, weight, bias, running_mean, running_var, momentum, eps), _reserve()
 
 
-@lower(aten.native_batch_norm_backward)
+def _without_running(find: Callable[..., Any], grad: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
+                     ) -> tuple[Any, ...]:
+    """The gradient of a batch norm in training has no use for running statistics. They would be kept for it as they are
+    after the forward, in memory of their own. Without weights, their dtype says in which one it computes."""
+    unread = rest[-3] is True and weight is not None
+    return (grad, x, weight, *((None, None) if unread else (mean, variance)), *rest)
+
+
+@lower(aten.native_batch_norm_backward, keeps_less=_without_running)
 def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mean: Value | None,
                         running_var: Value | None, save_mean: Value | None, save_rstd: Value | None,
                         train: bool, eps: float, output_mask: Sequence[bool]) -> Gradients:
@@ -286,6 +296,21 @@ def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mea
 lower(aten.batch_norm_backward)(lambda *args: batch_norm_backward(*args[:-1]))
 
 
+# ---- as the CPU computes them, for devices like ours
+
+
+def _batch_norm_of_cpu(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
+                       eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Without training nothing is saved for the backward."""
+    out, saved_mean, saved_scale = aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
+    return (out, saved_mean, saved_scale) if training else (out, x.new_zeros(0), x.new_zeros(0))
+
+
+describe(aten.native_batch_norm.default, instead=_batch_norm_of_cpu)
+for _op in (aten.native_group_norm.default, aten.native_layer_norm.default):  # not put together out of several
+    describe(_op, instead=_op)
+
+
 # ---- group norm: one mean per sample and group of channels -------------------------------------------
 
 
@@ -295,7 +320,7 @@ def _grouped(x: Value, group: int) -> tuple[Shape, Index]:
     return (x.shape[0], product((group,)), size, *x.shape[2:]), size
 
 
-@lower(aten.native_group_norm)
+@lower(aten.native_group_norm, strides="suggested")
 def group_norm(x: Value, weight: Value | None, bias: Value | None, N: Index, C: Index, HxW: Index, group: int,
                eps: float) -> tuple[Value, Value, Value]:
     wide = opmath(x.dtype)

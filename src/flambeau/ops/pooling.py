@@ -15,6 +15,7 @@ from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product, unflat
 from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
+from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
 from flambeau.ops.separable import along_shares, are_long, share_of, tabled
@@ -340,17 +341,17 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
     return forward, backward
 
 
-for _pool, _op, _grad_op in (
-        (max_pool(2), aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
-        (max_pool(3), aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
-        (avg_pool(2), aten.avg_pool2d, aten.avg_pool2d_backward),
-        (avg_pool(3), aten.avg_pool3d, aten.avg_pool3d_backward),
-        (adaptive_avg_pool(2), aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward),
-        (adaptive_avg_pool(3), aten._adaptive_avg_pool3d, aten._adaptive_avg_pool3d_backward),
-        (adaptive_max_pool(2), aten.adaptive_max_pool2d, aten.adaptive_max_pool2d_backward),
-        (adaptive_max_pool(3), aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward)):
-    lower(_op)(_pool[0])
-    lower(_grad_op)(_pool[1])
+for _group, _exact, _pool, _name in (
+        ("max pooling", EVERYWHERE, max_pool(2), "max_pool2d_with_indices"),
+        ("max pooling", EVERYWHERE, max_pool(3), "max_pool3d_with_indices"),
+        ("average pooling", NOWHERE, avg_pool(2), "avg_pool2d"),
+        ("average pooling", NOWHERE, avg_pool(3), "avg_pool3d"),
+        ("adaptive pooling", NOWHERE, adaptive_avg_pool(2), "_adaptive_avg_pool2d"),
+        ("adaptive pooling", NOWHERE, adaptive_avg_pool(3), "_adaptive_avg_pool3d"),
+        ("adaptive pooling", EVERYWHERE, adaptive_max_pool(2), "adaptive_max_pool2d"),
+        ("adaptive pooling", EVERYWHERE, adaptive_max_pool(3), "adaptive_max_pool3d")):
+    lower(getattr(aten, _name), exact=_exact, group=_group)(_pool[0])
+    lower(getattr(aten, f"{_name}_backward"), group=_group)(_pool[1])
 
 
 # ---- back to the places of the maxima ------------------------------------------------------------------
@@ -366,7 +367,7 @@ def put_back(x: Value, indices: Value, lead: tuple[Index, ...], sizes: Sequence[
     return build.scatter((*lead, *sizes), lambda _: const(0, x.dtype), x.shape, target, lambda j: x.load(j), mode)
 
 
-@lower(aten.max_unpool2d, aten.max_unpool3d)
+@lower(aten.max_unpool2d, aten.max_unpool3d, exact=EVERYWHERE, group="unpooling")
 def max_unpool(x: Value, indices: Value, output_size: Sequence[IndexLike], stride: Any = (),
                padding: Any = ()) -> Value:
     sizes = [as_index(n) for n in output_size]
@@ -414,7 +415,7 @@ def put_into_cells(x: Value, indices: Value, sizes: Sequence[Index], cells: Sequ
                          lambda j: x.load(j, stray(j)), "set", stray)
 
 
-@lower(aten.fractional_max_pool2d, aten.fractional_max_pool3d)
+@lower(aten.fractional_max_pool2d, aten.fractional_max_pool3d, exact=EVERYWHERE)
 def fractional_max_pool(x: Value, kernel_size: Sequence[int], output_size: Sequence[int], samples: Value
                         ) -> tuple[Value, ...]:
     """Windows of fixed size at pseudo-random, increasing starts; one sample per plane and dimension."""
@@ -451,3 +452,7 @@ def fractional_max_pool_backward(grad: Value, x: Value, kernel_size: Sequence[in
                                  output_size: Sequence[int], indices: Value) -> Value:
     rank = len(kernel_size)
     return put_back(grad, indices, x.shape[:-rank], x.shape[-rank:], "add")
+
+
+describe(aten.max_unpool2d.default, strides="suggested")
+describe(aten.max_pool3d_with_indices.default, strides="pooled")

@@ -22,6 +22,7 @@ from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, contiguous_strides
 from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, philox, rough_log2, sqrt, tan
+from flambeau.ops.facts import WIDE, describe
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, pointwise, scalar_at
 
 aten = torch.ops.aten
@@ -129,11 +130,11 @@ def draw(shape: Sequence[IndexLike], dtype: DType, body: Body, bits: DType | Non
     return build.pointwise(sizes, at, dtype)
 
 
-def without_generator(*ops: Any) -> Callable[[Any], Any]:
+def without_generator(*ops: Any, **facts: Any) -> Callable[[Any], Any]:
     """`@lower` for operators that may be given a generator: its state is its own, so ATen draws from it."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @lower(*ops)
+        @lower(*ops, **facts)
         @wraps(fn)
         def lowered(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
             return fn(*args, **kwargs) if generator is None else NotImplemented
@@ -141,6 +142,11 @@ def without_generator(*ops: Any) -> Callable[[Any], Any]:
         return lowered
 
     return register
+
+
+describe(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+         strides="preserved")
+describe(aten.normal.Tensor_Tensor, strides="contiguous")
 
 
 # ---- uniform -------------------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ def log_normal(x: Value, mean: float = 1.0, std: float = 2.0) -> Value:
 # ---- other continuous distributions --------------------------------------------------------------------
 
 
-@without_generator(aten.exponential)
+@without_generator(aten.exponential, group="draws")
 def exponential(x: Value, lambd: float = 1.0) -> Value:
     return draw(x.shape, x.dtype, lambda r, i: r.exponential(x.dtype) * (1 / lambd), x.dtype)
 
@@ -273,7 +279,7 @@ def geometric(x: Value, p: float) -> Value:
 # ---- coins ---------------------------------------------------------------------------------------------
 
 
-@without_generator(aten.bernoulli.Tensor)
+@without_generator(aten.bernoulli.Tensor, group="draws")
 def bernoulli_tensor(x: Value, p: Value) -> Value:
     compute = torch.float64 if p.dtype is torch.float64 else torch.float32
 
@@ -284,21 +290,21 @@ def bernoulli_tensor(x: Value, p: Value) -> Value:
     return draw(x.shape, x.dtype, coin, compute)
 
 
-without_generator(aten.bernoulli.default)(lambda p: bernoulli_tensor(p, p))
+without_generator(aten.bernoulli.default, group="draws")(lambda p: bernoulli_tensor(p, p))
 
 
-@without_generator(aten.bernoulli.p)
+@without_generator(aten.bernoulli.p, group="draws")
 def bernoulli_p(x: Value, p: float) -> Value:
     return draw(x.shape, x.dtype, lambda r, i: r.uniform(torch.float32) < p, torch.float32)
 
 
-@lower(aten.native_dropout_backward)
+@lower(aten.native_dropout_backward, exact=WIDE, group="dropout")
 @pointwise
 def _masked_scale(x: Expr, mask: Expr, scale: Expr) -> Expr:
     return x * mask * scale
 
 
-@lower(aten.native_dropout)
+@lower(aten.native_dropout, group="dropout")
 def native_dropout(x: Value, p: float, train: bool | None = True) -> tuple[Value, Value]:
     if train is False:
         ones = build.pointwise(x.shape, lambda i: const(True, torch.bool))

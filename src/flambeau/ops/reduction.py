@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -16,7 +17,14 @@ from flambeau.ir.expr import Expr, cast, index_value, masked, where
 from flambeau.ir.index import ZERO, Index, is_positive, product
 from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
 from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
+from flambeau.ops.facts import EVERYWHERE, describe
 from flambeau.ops.registry import lower, wrap_dims
+from flambeau.torch_compat.dispatch import (
+    AutoDispatchBelowAutograd,
+    ForceDispatchKeyGuard,
+    excluded_keys,
+    included_keys,
+)
 
 aten = torch.ops.aten
 
@@ -111,6 +119,68 @@ lower(aten.sum.default, aten.sum.dim_IntList)(partial(_accumulated, "sum"))
 lower(aten.prod.default, aten.prod.dim_int)(partial(_accumulated, "prod"))
 
 
+# ---- the gradient of a product, for which eager looks at the data: one call, in exact numerics -------------
+
+
+_AROUND = excluded_keys()
+with AutoDispatchBelowAutograd():
+    _AUTOGRAD = excluded_keys() - _AROUND
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd, within an operator, where it is off."""
+    excluded = excluded_keys() - _AUTOGRAD
+    with ForceDispatchKeyGuard(included_keys(), excluded), torch.enable_grad():
+        yield
+
+
+torch.library.define("flambeau::prod_backward", "(Tensor grad, Tensor x, int? dim, bool keepdim) -> Tensor")
+
+
+@torch.library.impl("flambeau::prod_backward", "CompositeExplicitAutograd")
+def prod_backward(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    """By autograd itself: what it does where there are zeros has no operator."""
+    with _recording():
+        x = x.detach().requires_grad_()
+        result = x.prod() if dim is None else x.prod(dim, keepdim)
+    found = torch.autograd.grad(result, x, grad)[0]
+    return found if x.dim() else found.clone()  # which may be the gradient that was given
+
+
+@torch.library.register_fake("flambeau::prod_backward")
+def _(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _Product(torch.autograd.Function):
+    """aten.prod, whose gradient is one call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        ctx.where = dim, keepdim
+        with AutoDispatchBelowAutograd():
+            made = aten.prod.default(x) if dim is None else aten.prod.dim_int(x, dim, keepdim)
+        ctx.save_for_backward(x, made)  # what eager keeps must not be written to
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, _ = ctx.saved_tensors
+        return torch.ops.flambeau.prod_backward.default(grad, x, *ctx.where), None, None
+
+
+def _traced_product(x: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
+            dtype: torch.dtype | None = None) -> Any:
+    return _Product.apply(x if dtype is None else x.to(dtype), dim, keepdim)
+
+
+describe(aten.prod.default, aten.prod.dim_int, traced_exactly=_traced_product)
+
+
+# ---- means and variances -----------------------------------------------------------------------------
+
+
 @lower(aten.mean.default, aten.mean.dim)
 def mean(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
     out = dtype or x.dtype
@@ -118,9 +188,6 @@ def mean(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | Non
     axes = wrap_dims(dim, x.rank)
     total = accumulate("sum", x.shape, axes, wide, lambda i: cast(cast(x.load(i), out), wide))
     return finish(total, out, axes, keepdim, lambda e: e / count(x.shape, axes, wide))
-
-
-# ---- variances ---------------------------------------------------------------------------------------
 
 
 def _var_mean(root: bool, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
@@ -135,10 +202,10 @@ def _var_mean(root: bool, x: Value, dim: Any = None, *, correction: Any = None, 
     return var, finish(mean, x.dtype, axes, keepdim)
 
 
-lower(aten.var_mean.correction)(partial(_var_mean, False))
-lower(aten.std_mean.correction)(partial(_var_mean, True))
-lower(aten.var.correction)(lambda *args, **options: _var_mean(False, *args, **options)[0])
-lower(aten.std.correction)(lambda *args, **options: _var_mean(True, *args, **options)[0])
+lower(aten.var_mean.correction, group="statistics")(partial(_var_mean, False))
+lower(aten.std_mean.correction, group="statistics")(partial(_var_mean, True))
+lower(aten.var.correction, group="statistics")(lambda *args, **options: _var_mean(False, *args, **options)[0])
+lower(aten.std.correction, group="statistics")(lambda *args, **options: _var_mean(True, *args, **options)[0])
 
 
 # ---- extrema -----------------------------------------------------------------------------------------
@@ -187,9 +254,10 @@ def _arg(name: str, x: Value, dim: int | None = None, keepdim: bool = False) -> 
 
 for _name in ("max", "min"):
     _whole = getattr(aten, _name)
+    # Without an index, which of 0.0 and -0.0 eager chooses depends on the order in which it compares.
     lower(getattr(aten, f"a{_name}"), _whole.default)(of_something(partial(_extremum, _name)))
-    lower(_whole.dim)(of_something(partial(_extremum_at, _name)))
-    lower(getattr(aten, f"arg{_name}"))(of_something(partial(_arg, _name)))
+    lower(_whole.dim, exact=EVERYWHERE, group="extrema")(of_something(partial(_extremum_at, _name)))
+    lower(getattr(aten, f"arg{_name}"), exact=EVERYWHERE, group="statistics")(of_something(partial(_arg, _name)))
 
 
 # ---- any and all -------------------------------------------------------------------------------------
@@ -202,8 +270,8 @@ def _truth(name: str, x: Value, dim: Any = None, keepdim: bool = False) -> Value
     return finish(out, torch.uint8 if x.dtype is torch.uint8 else torch.bool, axes, keepdim)
 
 
-lower(aten.any.default, aten.any.dim, aten.any.dims)(partial(_truth, "any"))
-lower(aten.all.default, aten.all.dim, aten.all.dims)(partial(_truth, "all"))
+lower(aten.any.default, aten.any.dim, aten.any.dims, exact=EVERYWHERE)(partial(_truth, "any"))
+lower(aten.all.default, aten.all.dim, aten.all.dims, exact=EVERYWHERE)(partial(_truth, "all"))
 
 
 # ---- hashes ------------------------------------------------------------------------------------------
@@ -228,7 +296,7 @@ def hash_tensor(x: Value, dim: Sequence[int] = (), *, keepdim: bool = False, mod
 # ---- logsumexp and norms -----------------------------------------------------------------------------
 
 
-@lower(aten.logsumexp)
+@lower(aten.logsumexp, group="statistics")
 def logsumexp(x: Value, dim: Any, keepdim: bool = False) -> Value:
     """m + log sum exp(x - m), m the largest x; an infinite m is left out, as x - m would be NaN."""
     out = int_to_float(x.dtype)

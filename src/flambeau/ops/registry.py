@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -15,15 +14,12 @@ from flambeau.ir.dtypes import DType, Operand, int_to_float, is_bool, number_dty
 from flambeau.ir.expr import Expr, cast, const, index_value, lift
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Value
+from flambeau.ops.facts import LOWERINGS, describe, describing_file
 from flambeau.ops.rounding import storing
 from flambeau.torch_compat.ops import OpOverload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LOWERINGS: dict[OpOverload, Callable[..., Any]] = {}
-FAMILIES: dict[OpOverload, str] = {}  # the file whose lowering it is
-READ_MEMORY: set[OpOverload] = set()  # what they return depends on how their first argument lies in memory
-NEEDS: dict[OpOverload, str] = {}  # the one of `Capabilities` without which it is left to ATen
 
 
 def overloads(op: Any) -> Iterable[OpOverload]:
@@ -35,37 +31,25 @@ def overloads(op: Any) -> Iterable[OpOverload]:
             and any("Tensor" in str(a.type) for a in (*o._schema.arguments, *o._schema.returns))]
 
 
-def lower(*ops: Any, reads_memory: bool = False, needs: str | None = None) -> Callable[[F], F]:
-    """Register the function as the lowering of these operators (packets: all functional overloads); `needs`: on
-    machines that have this capability.
+def lower(*ops: Any, **facts: Any) -> Callable[[F], F]:
+    """Register the function as the lowering of these operators (packets: all functional overloads), and what else is
+    known of them: the fields of `Facts`.
 
     It gets the operator's arguments with Values for tensors and Indices for symbolic sizes, and returns a
     Value or a tuple of them. Returning NotImplemented hands this call to ATen, counted and named. An operator that
     `reads_memory` gets its first argument in a buffer that is laid out as its memory is in eager.
     """
-
-    family = registering_file()
+    family = describing_file()
 
     def register(fn: F) -> F:
         for op in ops:
+            describe(op, **facts)
             for overload in overloads(op):
                 LOWERINGS[overload] = fn
-                FAMILIES[overload] = family
-                if reads_memory:
-                    READ_MEMORY.add(overload)
-                if needs is not None:
-                    NEEDS[overload] = needs
+                describe(overload, family=family)
         return fn
 
     return register
-
-
-def registering_file() -> str:
-    """The file that registers now. The lowering does not tell: its formula may stand in ir/scalar.py."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"] == __name__:
-        frame = frame.f_back
-    return str(frame.f_globals["__name__"]).rpartition(".")[2]
 
 
 def operand(x: Any) -> Operand:
@@ -145,19 +129,20 @@ def scalar_at(a: Any, where: Sequence[Index], common: DType, compute: DType) -> 
     return const(a, compute)
 
 
-def lower_pointwise(*ops: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`@lower(op)` over `@pointwise(...)` in one line."""
+def lower_pointwise(*ops: Any, kind: str = "default", operands: int | None = None, math: bool = True, **facts: Any
+                    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`@lower(op, ...)` over `@pointwise(...)` in one line."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return lower(*ops)(pointwise(fn, **options))
+        return lower(*ops, **facts)(pointwise(fn, kind=kind, operands=operands, math=math))
 
     return register
 
 
-def table(kind: str, rows: dict[Any, Callable[..., Expr]]) -> None:
+def table(kind: str, rows: dict[Any, Callable[..., Expr]], **facts: Any) -> None:
     """Register many one-line formulas: {aten.exp: exp, ...}."""
     for op, formula in rows.items():
-        lower(op)(pointwise(formula, kind=kind))
+        lower(op, **facts)(pointwise(formula, kind=kind))
 
 
 class OutOfRange(IndexError):

@@ -62,14 +62,14 @@ class Axis:
         return where(x > 0, minimum(x, self.number(self.size - 1, x)), 0)
 
     def reflect(self, x: Expr) -> tuple[Expr, Expr]:
-        """The position mirrored at the borders until it lies inside, and whether its direction was turned."""
+        """The position mirrored at the borders until it lies inside, and whether it runs backwards there."""
         low = 0.0 if self.align else -0.5
         period = self.number((self.size - 1 if self.align else self.size) * 2, x)
         away = abs_(x - low)
         extra = away - trunc(away / period) * period
         back = period - extra
-        turned = (extra > back) ^ (x - low < 0)
-        return minimum(extra, back) + low, turned
+        flipped = (extra > back) ^ (x - low < 0)
+        return minimum(extra, back) + low, flipped
 
     @property
     def is_point(self) -> bool:
@@ -98,8 +98,8 @@ class Axis:
         if self.padding == REFLECTION:
             if self.is_point:
                 return const(0, x.dtype), const(0, x.dtype)
-            x, turned = self.reflect(x)
-            slope = where(turned, -slope, slope)
+            x, flipped = self.reflect(x)
+            slope = where(flipped, -slope, slope)
         last = self.number(self.size - 1, x)
         return (where(x <= 0, 0, where(x >= last, last, x)), where((x <= 0) | (x >= last), 0, slope))
 
@@ -424,7 +424,7 @@ def backward(kind: type[Axis]) -> Callable[..., Any]:
     return gradients
 
 
-lower(aten.grid_sampler_2d)(forward(Axis))
-lower(aten.grid_sampler_2d_backward)(backward(Axis))
-lower(aten.grid_sampler_3d)(forward(PlainAxis))
-lower(aten.grid_sampler_3d_backward)(backward(PlainAxis))
+lower(aten.grid_sampler_2d, group="grid sampling")(forward(Axis))
+lower(aten.grid_sampler_2d_backward, group="grid sampling")(backward(Axis))
+lower(aten.grid_sampler_3d, group="volume sampling")(forward(PlainAxis))
+lower(aten.grid_sampler_3d_backward, group="volume sampling")(backward(PlainAxis))

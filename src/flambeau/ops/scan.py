@@ -15,6 +15,7 @@ from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Level, Value, narrow
 from flambeau.ir.scalar import abs_, eq, exp2, fma, isnan, log, log2, maximum, rough_log2
+from flambeau.ops.facts import EVERYWHERE, describe
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
@@ -37,14 +38,17 @@ def _cumulated(name: str, x: Value, dim: int, *, dtype: DType | None = None) -> 
                       lambda i: cast(cast(x.load(i), out), wide), dtypes=(out,))[0]
 
 
-lower(aten.cumsum)(partial(_cumulated, "sum"))
-lower(aten.cumprod)(partial(_cumulated, "prod"))
+lower(aten.cumsum, group="cumulative")(partial(_cumulated, "sum"))
+lower(aten.cumprod, group="cumulative")(partial(_cumulated, "prod"))
 
 
 # torch has this gradient only as a composition, of some twenty operators that look for zeros to divide around. As one
 # operator it is one scan, and divides by nothing.
 torch.library.define("flambeau::cumprod_backward", "(Tensor grad, Tensor x, int dim, Tensor out) -> Tensor")
 torch.library.impl("flambeau::cumprod_backward", "CompositeExplicitAutograd", aten.cumprod_backward)
+
+
+describe(aten.cumprod_backward.default, traced=torch.ops.flambeau.cumprod_backward.default)
 
 
 @torch.library.register_fake("flambeau::cumprod_backward")
@@ -107,8 +111,8 @@ def _extremum_so_far(name: str, x: Value, dim: int) -> tuple[Value, Value]:
     return best, at
 
 
-lower(aten.cummax)(partial(_extremum_so_far, "max"))
-lower(aten.cummin)(partial(_extremum_so_far, "min"))
+lower(aten.cummax, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_far, "max"))
+lower(aten.cummin, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_far, "min"))
 
 
 @cache
@@ -133,7 +137,7 @@ def _log_sum(dtype: DType) -> Combine:
     return replace(whole, level=Level(top, total, m, holds, s * smaller(m - top, eq(m, top)), (top, total)))
 
 
-@lower(aten.logcumsumexp)
+@lower(aten.logcumsumexp, group="cumulative")
 def logcumsumexp(x: Value, dim: int) -> Value:
     if not x.rank:
         return x

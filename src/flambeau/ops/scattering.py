@@ -19,11 +19,13 @@ from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import eq, maximum
 
+from .facts import EVERYWHERE, NOWHERE, describe, of_family
 from .indexing import Advanced, Locate, checked, position, trusted
 from .registry import broadcast_shapes, load_at, lower, scalar_at, to_dtype, wrap_dim
 from .view import at_least_1d, expand, flat, is_empty, reshape
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 Target = Callable[[tuple[Index, ...]], Sequence[Index]]
 Source = Callable[[tuple[Index, ...]], Expr]
@@ -48,7 +50,7 @@ def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode
 # ---- index_put ---------------------------------------------------------------------------------------
 
 
-@lower(aten.index_put, aten._unsafe_index_put)
+@lower(aten.index_put, aten._unsafe_index_put, exact=NOWHERE)
 def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
               locate: Locate = checked) -> Any:
     where_ = Advanced.of(x, indices)
@@ -60,13 +62,14 @@ def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumula
                  "add" if accumulate else "set")
 
 
-@lower(aten._index_put_impl)
+# index_put leaves its checks to it.
+@lower(aten._index_put_impl, exact=NOWHERE, group="writes by row", checks=True)
 def index_put_impl(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
                    unsafe: bool = False) -> Any:
     return index_put(x, indices, values, accumulate, trusted if unsafe else checked)
 
 
-@lower(aten._unsafe_masked_index_put_accumulate)
+@lower(aten._unsafe_masked_index_put_accumulate, exact=NOWHERE)
 def unsafe_masked_index_put_accumulate(x: Value, mask: Value, indices: Sequence[Value | None],
                                        values: Value) -> Any:
     where_ = Advanced.of(x, indices)
@@ -130,7 +133,7 @@ def chosen_before(mask: Value) -> tuple[Value, Value]:
             build.pointwise((), lambda i: seen.load([line.shape[0] - 1])))
 
 
-@lower(aten.masked_scatter)
+@lower(aten.masked_scatter, strides="contiguous")
 def masked_scatter(x: Value, mask: Value, source: Value) -> Value:
     """Elements that the mask chooses take those of the source, one after another."""
     shape = broadcast_shapes(x.shape, mask.shape)
@@ -169,7 +172,7 @@ def _slices(x: Value, dim: int, index: Value, fault: Fault) -> tuple[Value, Shap
         *j[:d], position(places.load([j[d]]), whole.shape[d], fault, d), *j[d + 1:])
 
 
-@lower(aten.index_add)
+@lower(aten.index_add, exact=NOWHERE, group="writes by row")
 def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1) -> Value:
     # Eager leaves rows and columns to scatter_add, in whose words it is said then.
     scatters = x.rank > 1 and wrap_dim(dim, x.rank) in (0, x.rank - 1) and index.dtype is torch.int64 and (
@@ -184,7 +187,7 @@ def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1
     return reshape(write(whole, shape, target, value, "add"), x.shape)
 
 
-@lower(aten.index_copy)
+@lower(aten.index_copy, strides="contiguous")
 def index_copy(x: Value, dim: int, index: Value, source: Value) -> Value:
     whole, shape, target = _slices(x, dim, index, Fault.COPIED)
     part = at_least_1d(source)
@@ -197,7 +200,7 @@ def index_fill(x: Value, dim: int, index: Value, value: Any) -> Value:
     return reshape(write(whole, shape, target, lambda j: scalar_at(value, (), x.dtype, x.dtype)), x.shape)
 
 
-@lower(aten.index_reduce)
+@lower(aten.index_reduce, exact=NOWHERE)
 def index_reduce(x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
                  ) -> Value:
     whole, shape, target = _slices(x, dim, index, Fault.SELECTED)
@@ -232,17 +235,19 @@ def scatter(x: Value, dim: int, index: Value, src: Any, *, reduce: str | None = 
     return reshape(write(whole, shape, target, _source(src, x.dtype), mode), x.shape)
 
 
-lower(aten.scatter_add)(partial(scatter, reduce="add"))
+describe(aten.index_put.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, strides="preserved")
+describe(aten.scatter.reduce, aten.scatter.value_reduce, exact=NOWHERE)
+lower(aten.scatter_add, exact=NOWHERE, group="writes by element")(partial(scatter, reduce="add"))
 
 
-@lower(aten.scatter_reduce.two)
+@lower(aten.scatter_reduce.two, exact=NOWHERE, group="writes by element")
 def scatter_reduce(x: Value, dim: int, index: Value, src: Value, reduce: str, *, include_self: bool = True
                    ) -> Value:
     whole, shape, target = _elements(x, dim, index)
     return reshape(write_reduced(whole, shape, target, _source(src, x.dtype), reduce, include_self), x.shape)
 
 
-@lower(aten.put)
+@lower(aten.put, exact=NOWHERE, strides="preserved")
 def put(x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
     """Elements of x by their row-major number."""
     line, places, values = flat(x), flat(index), flat(source)

@@ -14,11 +14,14 @@ from flambeau.ir.expr import Expr, cast, const, where
 from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, maximum, minimum, product
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import sum_over
+from flambeau.torch_compat.decomp import suggest_memory_format
 
+from .facts import EVERYWHERE, NOWHERE, describe, of_family
 from .registry import broadcast_shapes, load_at, lower, operand, scalar_at, wrap_dim, wrap_dims
 from .view import along, equal, flat, is_empty, regroup, reshape, within
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 
 # ---- joining -----------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def replication_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
     return _pad_from_edge(x, padding, lambda k, n: maximum(minimum(k, n - 1), 0))
 
 
-@lower(aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward)
+@lower(aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward, exact=NOWHERE)
 def reflection_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]) -> Value:
     """Each point was read as itself, as its image at the near edge and as its image at the far edge."""
     pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
@@ -138,7 +141,7 @@ def reflection_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike])
     return build.pointwise(x.shape, body, grad.dtype)
 
 
-@lower(aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward)
+@lower(aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward, exact=NOWHERE)
 def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]) -> Value:
     """An inner point was read once, an edge point by all the padding beyond it as well."""
     pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
@@ -171,7 +174,7 @@ def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]
 # ---- rearranging: these are views, though PyTorch copies ---------------------------------------------
 
 
-@lower(aten.flip)
+@lower(aten.flip, strides="preserved")
 def flip(x: Value, dims: Sequence[int]) -> Value:
     for d in wrap_dims(list(dims), x.rank) if dims else ():
         x = _flipped(x, d)
@@ -183,7 +186,7 @@ def _flipped(x: Value, dim: int) -> Value:
     return along(x, dim, n, lambda i: n - 1 - i)
 
 
-@lower(aten.roll)
+@lower(aten.roll, strides="rolled")
 def roll(x: Value, shifts: Any, dims: Any = ()) -> Value:
     shifts = shifts if isinstance(shifts, (list, tuple)) else [shifts]
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
@@ -220,12 +223,12 @@ def repeat(x: Value, repeats: Sequence[IndexLike]) -> Value:
 # ---- triangles, diagonals, masks ---------------------------------------------------------------------
 
 
-@lower(aten.tril)
+@lower(aten.tril, strides="contiguous")
 def tril(x: Value, diagonal: int = 0) -> Value:
     return build.pointwise(x.shape, lambda i: _keep(x, i, within(i[-1], 0, i[-2] + diagonal + 1)))
 
 
-@lower(aten.triu)
+@lower(aten.triu, strides="contiguous")
 def triu(x: Value, diagonal: int = 0) -> Value:
     return build.pointwise(x.shape, lambda i: _keep(x, i, within(i[-1], i[-2] + diagonal, x.shape[-1])))
 
@@ -234,7 +237,7 @@ def _keep(x: Value, i: Sequence[Index], kept: Expr) -> Expr:
     return where(kept, x.load(i), const(0, x.dtype))
 
 
-@lower(aten.masked_fill)
+@lower(aten.masked_fill, strides="contiguous")
 def masked_fill(x: Value, mask: Value, value: Any) -> Value:
     def body(i: tuple[Index, ...]) -> Expr:
         return where(load_at(mask, i), scalar_at(value, i, x.dtype, x.dtype), load_at(x, i))
@@ -252,7 +255,7 @@ def _patch_counts(size: Sequence[IndexLike], kernel: Sequence[int], dilation: Se
             for n, k, d, p, s in zip(size, kernel, dilation, padding, stride)]
 
 
-@lower(aten.im2col)
+@lower(aten.im2col, strides="contiguous")
 def im2col(x: Value, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int],
            stride: Sequence[int]) -> Value:
     """(n, c, h, w) to (n, c·kh·kw, positions); a point beyond the edge is zero."""
@@ -270,7 +273,7 @@ def im2col(x: Value, kernel: Sequence[int], dilation: Sequence[int], padding: Se
     return build.pointwise((*lead, product(rows), product(columns)), body)
 
 
-@lower(aten.col2im)
+@lower(aten.col2im, exact=NOWHERE)
 def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation: Sequence[int],
            padding: Sequence[int], stride: Sequence[int]) -> Value:
     """(n, c·kh·kw, positions) to (n, c, h, w): each point sums the patches that hold it."""
@@ -293,3 +296,18 @@ def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation:
         return sum_over([(0, n) for n in kernel], dtype, share)
 
     return build.pointwise((*lead, channels, *size), body, x.dtype)
+
+
+describe(aten.reflection_pad3d.default, aten.replication_pad3d.default, strides="suggested")
+
+
+def channel_shuffle(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Eager's kernel makes new memory, where torch's decomposition may end in a view; what is empty stays as it is."""
+    if x.numel() == 0:
+        return aten.alias(x)
+    n, channels, *rest = x.shape
+    mixed = x.reshape(n, groups, channels // groups, *rest).transpose(1, 2).reshape(x.shape)
+    return mixed.clone(memory_format=suggest_memory_format(x))
+
+
+describe(aten.channel_shuffle.default, aten.native_channel_shuffle.default, decomposed=channel_shuffle)

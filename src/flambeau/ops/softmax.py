@@ -27,7 +27,7 @@ def _exponentials(x: Value, dim: int) -> tuple[Value, Value, Value]:
     return m, accumulate("sum", x.shape, axes, wide, lambda i: e.load(i)), e
 
 
-@lower(aten._softmax)
+@lower(aten._softmax, group="softmax")
 def softmax(x: Value, dim: int, half_to_float: bool) -> Value:
     axes = wrap_dims(wrap_dim(dim, x.rank), x.rank)
     _, total, e = _exponentials(x, dim)
@@ -48,7 +48,7 @@ def safe_softmax(x: Value, dim: int, dtype: DType | None = None) -> Value:
     return build.pointwise(x.shape, share, dtype or x.dtype)
 
 
-@lower(aten._softmax_backward_data)
+@lower(aten._softmax_backward_data, group="softmax")
 def softmax_backward(grad: Value, y: Value, dim: int, input_dtype: DType) -> Value:
     """y * (grad - sum(grad * y))"""
     wide = opmath(torch.promote_types(grad.dtype, y.dtype))
@@ -64,7 +64,7 @@ def softmax_backward(grad: Value, y: Value, dim: int, input_dtype: DType) -> Val
     return build.pointwise(y.shape, lambda i: p(i) * (g(i) - total.load(outside(i, axes))), input_dtype)
 
 
-@lower(aten._log_softmax)
+@lower(aten._log_softmax, group="softmax")
 def log_softmax(x: Value, dim: int, half_to_float: bool) -> Value:
     wide = opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
@@ -79,7 +79,7 @@ def log_softmax(x: Value, dim: int, half_to_float: bool) -> Value:
                            torch.float32 if half_to_float else x.dtype)
 
 
-@lower(aten._log_softmax_backward_data)
+@lower(aten._log_softmax_backward_data, group="softmax")
 def log_softmax_backward(grad: Value, y: Value, dim: int, input_dtype: DType) -> Value:
     """grad - exp(y) * sum(grad)"""
     wide = opmath(torch.promote_types(grad.dtype, y.dtype))

@@ -20,19 +20,22 @@ from flambeau.ir.index import ONE, Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import fold_over, isnan, maximum, ne
 from flambeau.ir.sort import LONGEST, sort
+from flambeau.ops.facts import EVERYWHERE, NOWHERE, of_family
 from flambeau.ops.indexing import position
 from flambeau.ops.registry import lower, operand, scalar_at, wrap_dim
 from flambeau.ops.view import at_least_1d, flat, reshape
 
 aten = torch.ops.aten
+# But where eager's kernel finds, among equal elements, the one that its own algorithm comes to.
+of_family(exact=EVERYWHERE)
 Lowering = Callable[..., Any]
 
 
-def sorting(*ops: Any) -> Callable[[Lowering], Lowering]:
+def sorting(*ops: Any, **facts: Any) -> Callable[[Lowering], Lowering]:
     """`@lower` for functions of a tensor, an axis of it and more, where sorts are kernels. A number is a row of one."""
 
     def register(fn: Lowering) -> Lowering:
-        @lower(*ops, needs="sorts")
+        @lower(*ops, needs="sorts", **facts)
         @wraps(fn)
         def lowered(x: Value, *args: Any, **kwargs: Any) -> Any:
             high = max((n.bounds()[1] or 0 for n in x.shape), default=1)
@@ -58,12 +61,12 @@ def reshaped(values: Value, order: Value, shape: Any) -> tuple[Value, Value]:
     return reshape(values, shape), reshape(order, shape)
 
 
-@sorting(aten.sort.default)
+@sorting(aten.sort.default, exact=NOWHERE, strides="preserved")
 def sort_default(x: Value, dim: int = -1, descending: bool = False) -> Any:
     return sort_stable(x, dim=dim, descending=descending)
 
 
-@sorting(aten.sort.stable)
+@sorting(aten.sort.stable, strides="preserved")
 def sort_stable(x: Value, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
     row, axis, _ = row_of(x, dim)
     return reshaped(*sort(row, axis, descending), x.shape)
@@ -74,7 +77,7 @@ def argsort(x: Value, *, stable: bool, dim: int = -1, descending: bool = False) 
     return sort_stable(x, dim=dim, descending=descending)[1]
 
 
-@sorting(aten.topk.default)
+@sorting(aten.topk.default, exact=NOWHERE)
 def topk(x: Value, k: IndexLike, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """On ties the first ones; sorted in any case."""
     if is_bool(x.dtype):
@@ -105,7 +108,7 @@ def chosen(x: Value, dim: int, keepdim: bool, place: Callable[[Value, int, tuple
     return reshape(taken(values), kept), reshape(taken(order), kept)
 
 
-@sorting(aten.kthvalue.default)
+@sorting(aten.kthvalue.default, exact=NOWHERE)
 def kthvalue(x: Value, k: IndexLike, dim: int = -1, keepdim: bool = False) -> Any:
     k, n = as_index(k), row_of(x, dim)[2]
     inside = (k.bounds()[0] or 0) > 0 and ((n - k).bounds()[0] or -1) >= 0 or n is k
@@ -146,11 +149,11 @@ def median_of_all(ignores_nan: bool) -> Lowering:
 
 
 for _ignores, _op in ((False, aten.median), (True, aten.nanmedian)):
-    sorting(_op.dim)(median_along(_ignores))
-    sorting(_op.default)(median_of_all(_ignores))
+    sorting(_op.dim, exact=NOWHERE)(median_along(_ignores))
+    sorting(_op.default, exact=NOWHERE)(median_of_all(_ignores))
 
 
-@sorting(aten.mode.default)
+@sorting(aten.mode.default, exact=NOWHERE)
 def mode(x: Value, dim: int = -1, keepdim: bool = False) -> Any:
     """The smallest of the values that are there most often, and where the last of it is. A NaN equals nothing."""
 

@@ -25,10 +25,13 @@ from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import abs_, ceil, clamp, eq, floor
 from flambeau.ir.scalar import maximum as larger
 from flambeau.ir.scalar import minimum as smaller
+from flambeau.ops.facts import EVERYWHERE, NOWHERE, Exact, describe
 from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import Place, cubic_weights, pick, split
 from flambeau.ops.registry import lower
 from flambeau.ops.separable import Column, column, gather_all, position_table
+from flambeau.torch_compat.decomp import suggest_memory_format, upsample_compute_output_size
+from flambeau.torch_compat.ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -387,6 +390,34 @@ def resizing(kind: type[Axis], rank: int, aligned: bool) -> tuple[Callable[..., 
     return forward, backward
 
 
+# ---- registration --------------------------------------------------------------------------------------
+
+
+def by_factors(plain: OpOverload) -> Callable[..., Any]:
+    """op(x, output_size or None, [align_corners], scale_factors or None) as a call of the plain operator."""
+
+    def kernel(x: torch.Tensor, output_size: Any, *rest: Any) -> Any:
+        *align, factors = rest
+        size = upsample_compute_output_size(x.size(), output_size, factors)
+        return plain(x, size, *align, *(factors or ()))
+
+    return kernel
+
+
+def gradient_shape(grad: torch.Tensor, output_size: Any, input_size: Any, *rest: Any, **named: Any) -> torch.Tensor:
+    return grad.new_empty(input_size).to(memory_format=suggest_memory_format(grad))
+
+
+def lower_resizing(name: str, forward: Callable[..., Any], backward: Callable[..., Any], group: str = "",
+                   exact: Exact = NOWHERE) -> None:
+    """Both directions; the form with a list of factors is a call of the plain one. Shapes of gradients may be symbolic,
+    which torch's own rule does not allow for."""
+    packet, gradient = getattr(aten, name), getattr(aten, f"{name}_backward")
+    lower(packet.default, group=group, exact=exact)(forward)
+    lower(gradient.default, group=group, traced_shape=gradient_shape)(backward)
+    describe(packet.vec, traced=by_factors(packet.default))
+
+
 for _kind, _rank, _aligned, _name in (
         (Nearest, 1, False, "upsample_nearest1d"),
         (Nearest, 2, False, "upsample_nearest2d"),
@@ -399,5 +430,7 @@ for _kind, _rank, _aligned, _name in (
         (Linear, 3, True, "upsample_trilinear3d"),
         (Cubic, 2, True, "upsample_bicubic2d")):
     _forward, _backward = resizing(_kind, _rank, _aligned)
-    lower(getattr(aten, _name).default)(_forward)
-    lower(getattr(aten, _name + "_backward").default)(_backward)
+    _exact = EVERYWHERE if issubclass(_kind, Nearest) else NOWHERE
+    lower_resizing(_name, _forward, _backward, "resizing", _exact)
+describe(aten.upsample_nearest2d.default, aten._upsample_nearest_exact2d.default, aten.upsample_bilinear2d.default,
+         aten.upsample_bicubic2d.default, strides="suggested")

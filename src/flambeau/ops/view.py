@@ -27,9 +27,11 @@ from flambeau.ir.index import (
 from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.scalar import eq, sum_over
 
+from .facts import EVERYWHERE, NOWHERE, describe, of_family
 from .registry import OutOfRange, lower, to_dtype, wrap_dim
 
 aten = torch.ops.aten
+of_family(exact=EVERYWHERE)
 
 Place = tuple[Expr, Sequence[Index]]  # whether a point of the whole lies in the part, and where in it
 
@@ -124,6 +126,10 @@ def at_least_1d(x: Value) -> Value:
 
 
 # ---- the same elements -------------------------------------------------------------------------------
+
+
+describe("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", view=True)  # their schemas do not say so
+describe(aten.alias, aten.detach, aten.lift_fresh, aten.lift_fresh_copy, same=True)
 
 
 @lower(aten.alias, aten.alias_copy, aten.detach, aten.detach_copy, aten.lift, aten.lift_fresh,
@@ -229,7 +235,7 @@ def _in_select(shape: Sequence[Index], dim: int, index: IndexLike) -> Callable[[
     return lambda i: (equal(i[d], at), without(i, d))
 
 
-@lower(aten.select_scatter)
+@lower(aten.select_scatter, copies_storage=True, strides="copied storage")
 def select_scatter(x: Value, src: Value, dim: int, index: IndexLike) -> Value:
     return overwrite(x, src, _in_select(x.shape, dim, index))
 
@@ -275,7 +281,7 @@ def _in_slice(shape: Sequence[Index], dim: int, start: IndexLike | None, end: In
     return place
 
 
-@lower(aten.slice_scatter)
+@lower(aten.slice_scatter, copies_storage=True, strides="copied storage")
 def slice_scatter(x: Value, src: Value, dim: int = 0, start: IndexLike | None = None,
                   end: IndexLike | None = None, step: IndexLike = 1) -> Value:
     return overwrite(x, src, _in_slice(x.shape, dim, start, end, step))
@@ -297,7 +303,7 @@ def in_diagonal(rank: int, offset: int, dim1: int, dim2: int) -> Callable[[Seque
     return lambda i: (equal(i[b] - i[a], offset), (*without(i, a, b), i[a] if offset >= 0 else i[b]))
 
 
-@lower(aten.diagonal_scatter)
+@lower(aten.diagonal_scatter, copies_storage=True, strides="copied storage")
 def diagonal_scatter(x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     return overwrite(x, src, in_diagonal(x.rank, offset, dim1, dim2))
 
@@ -347,7 +353,7 @@ def unfold(x: Value, dim: int, size: int, step: int) -> Value:
                   lambda i: (*i[:d], i[d] * step + i[-1], *i[d + 1:-1]))
 
 
-@lower(aten.unfold_backward)
+@lower(aten.unfold_backward, exact=NOWHERE)
 def unfold_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, size: int, step: int) -> Value:
     """Each point sums the gradients of the windows that saw it."""
     d = wrap_dim(dim, len(sizes))
@@ -412,7 +418,7 @@ def as_strided(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike],
     return NotImplemented if at is None else Value(x.buffer, tuple(as_index(n) for n in size), x.dtype, at)
 
 
-@lower(aten.as_strided_scatter, reads_memory=True)
+@lower(aten.as_strided_scatter, reads_memory=True, copies_storage=True, strides="copied storage")
 def as_strided_scatter(x: Value, src: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike],
                        storage_offset: IndexLike | None = None) -> Any:
     if not x.is_whole(build.graph().buffers[x.buffer]):

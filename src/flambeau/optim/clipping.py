@@ -16,24 +16,25 @@ from typing import Any
 
 import torch
 
-from flambeau.errors import CompileError
 from flambeau.ir.build import simple_combine
 from flambeau.ir.dtypes import DType, opmath
 from flambeau.ir.expr import Expr, cast, load
-from flambeau.ir.index import ZERO, as_index
+from flambeau.ir.index import ONE, ZERO, as_index
+from flambeau.ir.nodes import Value, as_indices, dim_vars
 from flambeau.ir.numerics import wants_bits
-from flambeau.ir.program import CHUNK, Item, LoopKernel, Param, TableKernel
+from flambeau.ir.program import BufferPlan, Item, Launch, LoopKernel, Param, Program, TableKernel
 from flambeau.ir.scalar import abs_
 from flambeau.pipeline import LOCK
-from flambeau.runtime.address_tables import PointerTable, sizes_of, start
+from flambeau.runtime.address_tables import counts_of, words
+from flambeau.runtime.executor import write
 from flambeau.runtime.memory_layout import dense
 from flambeau.runtime.tensor_lists import Watch
 from flambeau.schedule.tensor_tables import PLACE
-from flambeau.targets.base import Launch, get_target
+from flambeau.targets.base import Run, Source, get_target
 from flambeau.torch_compat.ops import foreach_mul_
 
 from .multi_tensor import DECLINED, ListFunction, check_plain
-from .row_kernels import Declined, target_name
+from .row_kernels import Declined, built, target_name
 
 MOST_PLANS = 4  # for tensors of one number
 # Order of the norm: how an element joins, what joins them, and the norm of what comes out.
@@ -63,24 +64,9 @@ def total_norm(original: Callable[..., torch.Tensor], options: tuple[str | None,
 class NormGroup:
     """Tensors of one device and dtype."""
 
-    device: torch.device
     dtype: DType
     members: torch.Tensor
-    before: torch.Tensor  # blocks of earlier members
-    table: PointerTable
-    launch: Launch
-
-    def partial(self, addresses: torch.Tensor) -> torch.Tensor:
-        """What each block comes to."""
-        blocks = self.table.blocks
-        with self.table.mirror.target.on(self.device):
-            out = torch.empty(len(blocks), dtype=opmath(self.dtype), device=self.device)
-            results = out.data_ptr() + self.before * out.itemsize
-            memory, at, where = self.table.send(torch.cat((addresses[self.members], results)))
-            if len(out):
-                start(self.launch, (at, where), sizes_of(len(self.members), blocks))
-        del memory  # the kernel is done with it, or its queue will be before anybody else writes there
-        return out
+    partial: Run  # what each of their blocks comes to
 
 
 @dataclass
@@ -105,7 +91,8 @@ def norm_of(tensors: list[torch.Tensor], order: float, wanted: str | None) -> to
         if plan is None:
             plan = planned(tensors, order, wanted)
             plans[:] = [plan, *plans[: MOST_PLANS - 1]]
-        every = torch.cat([g.partial(plan.watch.addresses).to(device, plan.compute) for g in plan.groups])
+        found = [g.partial([plan.watch.addresses[g.members]])[0] for g in plan.groups]
+        every = torch.cat([t.to(device, plan.compute) for t in found])
     norm = ORDERS[order][2](every) if len(every) else torch.zeros((), dtype=plan.compute, device=device)
     return norm.to(plan.result)
 
@@ -117,21 +104,27 @@ def planned(tensors: list[torch.Tensor], order: float, wanted: str | None) -> Pl
         if not dense(t):
             raise Declined("tensors with gaps")
         members.setdefault((t.device, t.dtype), []).append(k)
-    groups = []
-    for (device, dtype), mine in members.items():
-        target = get_target(target_name(device, wanted))
-        table = PointerTable(target, device, [(k, 0) for k in range(len(mine))], [tensors[k].numel() for k in mine])
-        which = torch.tensor(mine, device="cpu")
-        blocks = -(table.lengths // -CHUNK)
-        groups.append(NormGroup(device, dtype, which, blocks.cumsum(0) - blocks, table,
-                            kernel_of(target.name, dtype, order)))
+    groups = [NormGroup(dtype, words(mine), norms(target_name(device, wanted), device, dtype, order,
+                                                  tuple(tensors[k].numel() for k in mine)))
+              for (device, dtype), mine in members.items()]
     result = functools.reduce(torch.promote_types, (g.dtype for g in groups))
     compute = functools.reduce(torch.promote_types, (opmath(g.dtype) for g in groups))
     return Plan(Watch([tensors]), groups, compute, result)
 
 
+def norms(name: str, device: torch.device, dtype: DType, order: float, lengths: tuple[int, ...]) -> Run:
+    """A program that is given addresses of tensors of these lengths, and gives what their blocks come to."""
+    kernel, made = kernel_of(name, dtype, order)
+    shape = (as_index(sum(counts_of(lengths))),)
+    steps = (Launch(0, ("in0", "b0"), ("norm",), lengths),) if any(lengths) else ()
+    buffers = BufferPlan("in0", dtype, (), (), "list"), BufferPlan("b0", opmath(dtype), shape, (ONE,), "output")
+    result = Value("b0", shape, opmath(dtype), as_indices(dim_vars(shape)))
+    p = Program(("in0",), ("in0",), (), (kernel,), steps, buffers, (result,), frees=((),) * len(steps))
+    return write(p, name, [source for source, _ in made], device).bind({source.name: launch for source, launch in made})
+
+
 @cache
-def kernel_of(name: str, dtype: DType, order: float) -> Launch:
+def kernel_of(name: str, dtype: DType, order: float) -> tuple[TableKernel, tuple[tuple[Source, Any], ...]]:
     target = get_target(name)
     if not target.capabilities().tables:
         raise Declined(f"the target {name} has no tables")
@@ -141,10 +134,8 @@ def kernel_of(name: str, dtype: DType, order: float) -> Launch:
         value = each(cast(load("r0", (as_index(PLACE),), dtype), compute))
         body = LoopKernel((), (PLACE,), PLACE, ((Item(("r1",), "full", (value,), simple_combine(join, compute)),),),
                           (("r1", ZERO),), frozenset(), (Param("r0", dtype, False), Param("r1", compute, True)), ())
-        launch = target.build([target.render(TableKernel(body), "norm")]).wait()["norm"]
-    if isinstance(launch, CompileError):
-        raise Declined(f"a kernel did not build: {launch}")
-    return launch
+        kernel = TableKernel(body)
+        return kernel, built(target, [kernel])
 
 
 def scaled(params: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -24,22 +24,21 @@ from flambeau.errors import UnsupportedError
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.pipeline import LOCK
 from flambeau.runtime import tensor_lists
-from flambeau.runtime.address_tables import Mirror, blocks_of, sizes_of, start
+from flambeau.runtime.address_tables import words
 from flambeau.runtime.memory_layout import dense
 from flambeau.runtime.tensor_lists import PLAIN, Watch
-from flambeau.targets.base import get_target
+from flambeau.targets.base import Run
 from flambeau.torch_compat.dispatch import count_dispatch_modes
 from flambeau.torch_compat.optim import COUNT
 
-from .row_kernels import SCALARS, Declined, RowForm, RowKind, TableLaunch, Variant, compile_row, target_name
+from .row_kernels import SCALARS, Declined, RowForm, RowKind, Variant, compile_row
 
 CHANGING = ("grads", "d_p_list")  # names of lists whose tensors are others in every call
 MUST_BE_OFF = ("fused", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
 MOST_PREPARED = 64  # calls whose tables are kept, for one function
+MOST_PARTS = 64  # of the rows of one kind, of which each has tables
 
 DECLINED: Counter[str] = Counter()  # reasons why calls were left to torch
-
-Addresses = dict[str, torch.Tensor]  # of the tensors of each list
 
 
 @dataclass
@@ -49,7 +48,8 @@ class Class:
     kind: RowKind
     rows: list[int]
     variants: list[Variant | Declined]
-    tables: dict[Any, Tables] = field(default_factory=dict)
+    # Along tables of some or all of the rows: which, if not all that there are.
+    runs: dict[Any, tuple[torch.Tensor | None, list[Run]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -174,21 +174,23 @@ class _Call:
             if not watch.apart():  # rows are computed in no order
                 raise Declined("tensors that share memory")
             prepared.apart = watch.moves
-        addresses = dict(zip(self.lists, watch.by_list))
-        shared = {name: t.data_ptr() for name, t in self.shared.items()}
         for c, variant, rows, counts in parts:
             key = (id(variant), None if rows is c.rows else tuple(rows))
-            if key not in c.tables:
-                c.tables[key] = Tables(variant, c, rows, prepared.lengths, target_name(c.kind.device, self.form.target))
-            tables = c.tables[key]
-            with tables.target.on(c.kind.device):
-                tables.run(self.numbers, addresses, watch.moves, shared, counts)
+            if key not in c.runs:
+                if len(c.runs) >= MOST_PARTS:
+                    c.runs.clear()
+                c.runs[key] = (None if len(rows) == self.rows else words(rows),
+                               [p.along([prepared.lengths[row] for row in rows]) for p in variant.programs])
+            which, runs = c.runs[key]
+            lists = watch.by_list[: len(self.lists)]
+            for run in runs:
+                run([*(lists if which is None else [addresses[which] for addresses in lists]), *self.shared.values(),
+                     *self.numbers.values(), *counts])
         tensor_lists.changed(self.lists["params"])  # states are in no graph of autograd's
         return prepared.left
 
     def parts(self, c: Class, watch: Watch | None) -> list[tuple[Variant, list[int], list[float]]]:
-        """Rows with the kernels that hold for their numbers, and for each row the count of steps after this one; one
-        count, if it is that of all of them."""
+        """Rows of one count of steps, with the kernels that hold for their numbers, and the count after this one."""
         if not self.form.counts:
             return [(self.variant(c, 0.0), c.rows, [])]
         if c.kind.scalars is not None and c.kind.scalars.type != "cpu":
@@ -199,16 +201,12 @@ class _Call:
             after = [count + 1.0 for count in tensor_lists.numbers(steps, where)]
         else:
             after = [steps[row].item() + 1.0 for row in c.rows]
-        chosen = {count: self.variant(c, count) for count in set(after)}
-        if len({id(v) for v in chosen.values()}) == 1:
-            return [(chosen[after[0]], c.rows, after)]
-        parts: dict[int, tuple[Variant, list[int], list[float]]] = {}
+        if len(set(after)) == 1:
+            return [(self.variant(c, after[0]), c.rows, after[:1])]
+        alike: dict[float, list[int]] = {}
         for row, count in zip(c.rows, after, strict=True):
-            v = chosen[count]
-            _, rows, counts = parts.setdefault(id(v), (v, [], []))
-            rows.append(row)
-            counts.append(count)
-        return list(parts.values())
+            alike.setdefault(count, []).append(row)
+        return [(self.variant(c, count), rows, [count]) for count, rows in alike.items()]
 
     def variant(self, c: Class, count: float) -> Variant:
         for v in c.variants:
@@ -226,91 +224,6 @@ class _Call:
             raise c.variants[-1] from e  # type: ignore[misc]
         c.variants.append(made)
         return made
-
-
-class Tables:
-    """The tables of a variant's kernels: what of them stays from call to call."""
-
-    def __init__(self, v: Variant, c: Class, rows: list[int], lengths: list[int], target: str) -> None:
-        self.v, self.rows = v, rows
-        self.which = None if rows == list(range(len(lengths))) else torch.tensor(rows, device="cpu")
-        own = [lengths[row] for row in rows]
-        self.lengths = {True: words([1] * len(rows)), False: words(own)}
-        self.target = get_target(target)
-        targets = {False: (self.target, c.kind.device), True: (get_target("cpu"), torch.device("cpu"))}
-        places = sorted({t.apart for t in v.launches})  # a device begins before the host counts
-        self.mirrors = {apart: Mirror(*targets[apart], alone=True) for apart in places}
-        self.launches = {apart: [t for t in v.launches if t.apart is apart] for apart in places}
-        self.words = {apart: sum(even((len(t.pointers) + 1) * len(rows)) for t in mine)
-                      for apart, mine in self.launches.items()}
-        self.blocks: dict[tuple[bool, bool], torch.Tensor] = {}
-        for t in v.launches:
-            if (t.apart, t.single) not in self.blocks:
-                blocks = blocks_of([1] * len(rows) if t.single else own)
-                self.blocks[t.apart, t.single] = blocks.to(targets[t.apart][1])
-        self.places = torch.empty(v.temporaries * len(rows), dtype=torch.float64, device=c.kind.device)
-        # The words of the last call, where their tables begin, and what they follow from.
-        self.before: dict[bool, tuple[Any, torch.Tensor, list[int]]] = {}
-
-    def run(self, given: dict[str, float], addresses: Addresses, moves: int, shared: dict[str, int],
-            counts: list[float]) -> None:
-        """`moves`: another number when addresses are others."""
-        counted = list(dict.fromkeys(counts)) or [0.0]
-        doubles = [self.v.numbers(step=count, **given) for count in counted]
-        flat = [x for d in doubles for x in (*d, *[0.0] * (len(d) % 2))]
-        numbers = torch.tensor(flat, dtype=torch.float64, device="cpu").view(torch.int64)
-        for apart, mirror in self.mirrors.items():
-            launches = self.launches[apart]
-            memory = mirror.memory(len(numbers) + self.words[apart])
-            base = memory.data_ptr()
-            # All but the numbers stays as it was, if no tensor moved.
-            follows = moves, base, shared, counts if len(counted) > 1 else None
-            known = self.before.get(apart)
-            if known is None or known[0] != follows:
-                table, starts = self.table(launches, len(numbers), addresses, shared, base, counts, counted)
-                self.before[apart] = known = follows, table, starts
-            _, table, starts = known
-            table[: len(numbers)] = numbers
-            mirror.send(table, memory)
-            for t, at in zip(launches, starts, strict=True):
-                blocks = self.blocks[apart, t.single]
-                if len(blocks):
-                    start(t.launch, (at, blocks.data_ptr()), sizes_of(len(self.rows), blocks))
-
-    def table(self, launches: Sequence[TableLaunch], first: int, addresses: Addresses, shared: dict[str, int],
-              base: int, counts: list[float], counted: list[float]) -> tuple[torch.Tensor, list[int]]:
-        """Place for the numbers, then the tables of the launches; and where those begin."""
-        rows = len(self.rows)
-        places = {count: base + 8 * first // len(counted) * k for k, count in enumerate(counted)}
-        numbers = words([places[count] for count in counts] if len(counted) > 1 else [base])
-        parts, starts, at = [words([0] * first)], [], first
-        for t in launches:
-            starts.append(base + 8 * at)
-            columns: list[torch.Tensor] = []
-            for p in t.pointers:
-                if p.kind == "temporary":
-                    begin = self.places.data_ptr() + 8 * p.which * rows
-                    columns.append(torch.arange(begin, begin + 8 * rows, 8, device="cpu"))
-                elif p.kind == "number":
-                    columns.append((numbers + 8 * p.which).expand(rows))
-                elif p.which in shared:
-                    columns.append(words([shared[p.which]]).expand(rows))
-                else:
-                    columns.append(addresses[p.which] if self.which is None else addresses[p.which][self.which])
-            columns.append(self.lengths[t.single])
-            count = len(columns) * rows
-            parts += [*columns, words([0] * (even(count) - count))]
-            at += even(count)
-        return torch.cat(parts), starts
-
-
-def words(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
-
-
-def even(count: int) -> int:
-    """Words up to where an address is a multiple of 16 again, as kernels may assume."""
-    return count + count % 2
 
 
 def is_row(row: dict[str, torch.Tensor]) -> bool:

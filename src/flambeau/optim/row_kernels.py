@@ -1,13 +1,13 @@
 """One row of a function over lists of tensors, traced and compiled into kernels along a table of all rows.
 
-Numbers that may change from call to call (a learning rate, the count of steps) are symbols of the trace: the kernels
-read them from memory, computed as Python computes them. Decisions that depend on them become conditions of a `Variant`.
+Numbers that may change from call to call (a learning rate, the count of steps) are symbols of the trace: numbers of the
+run, computed as Python computes them. Decisions that depend on them become conditions of a `Variant`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -18,14 +18,15 @@ import torch
 from flambeau.capture.graph import capture
 from flambeau.config import config
 from flambeau.errors import CompileError
-from flambeau.ir.nodes import Extern, Graph, Node, Pointwise
+from flambeau.ir.nodes import Graph, Node, Pointwise
 from flambeau.ir.numerics import policy_of
-from flambeau.ir.program import Call, Host, Launch, Program
-from flambeau.runtime.launch_plan import as_number
+from flambeau.ir.program import AnyKernel, Program
+from flambeau.ir.program import Launch as ProgramLaunch
+from flambeau.runtime.executor import write
+from flambeau.runtime.placement import CPU
 from flambeau.schedule.plan import schedule
-from flambeau.schedule.tensor_tables import Rows, as_row
-from flambeau.targets.base import Launch as TargetLaunch
-from flambeau.targets.base import get_target, target_for
+from flambeau.schedule.tensor_tables import Rows, along_lists, as_row
+from flambeau.targets.base import Launch, Run, Source, Target, get_target, target_for
 from flambeau.torch_compat import patches
 from flambeau.torch_compat.fx import PythonPrinter
 
@@ -64,19 +65,21 @@ class RowKind:
 
 
 @dataclass(frozen=True)
-class Pointer:
-    """A column of a kernel's table: the tensors of a list, a number for each row, or a place for one."""
+class RowProgram:
+    """Launches of one row, where they run."""
 
-    kind: str  # "list", "number" or "temporary"
-    which: Any  # the list's name, else a position
+    target: Target
+    device: torch.device
+    program: Program
+    lists: tuple[str, ...]  # inputs of which each row has its own
+    launches: tuple[Rows, ...]
+    kernels: tuple[tuple[Source, Launch], ...]
 
-
-@dataclass(frozen=True)
-class TableLaunch:
-    launch: TargetLaunch
-    pointers: tuple[Pointer, ...]
-    single: bool  # touches one element of each row
-    apart: bool  # runs on the CPU, where the scalars are and the other tensors are not
+    def along(self, lengths: Sequence[int]) -> Run:
+        """A function of the lists' addresses, of what all rows read, and of numbers."""
+        p = along_lists(self.program, self.launches, self.lists, lengths)
+        plan = write(p, self.target.name, [source for source, _ in self.kernels], self.device)
+        return plan.bind({source.name: launch for source, launch in self.kernels})
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,7 @@ class Variant:
     """The kernels of a kind of row, for as long as decisions that depend on numbers are the same."""
 
     holds: Callable[..., bool]
-    numbers: Callable[..., tuple[float, ...]]
-    launches: tuple[TableLaunch, ...]
-    temporaries: int
-    sources: tuple[Any, ...]
+    programs: tuple[RowProgram, ...]  # a device begins before the host counts
 
 
 def target_name(device: torch.device, wanted: str | None) -> str:
@@ -106,41 +106,37 @@ def compile_row(f: RowForm, c: RowKind, count: float) -> Variant:
         raise Declined(f"the target {target.name} has no tables")
     target.prepare()
     gm, guards, symbols = trace(f, c, count)
-    names = [*f.lists, *f.shared]
     with target.on(c.device):
         captured = capture(gm, target.capabilities(), device=c.device, policy=policy_of(f.numerics, c.device.type))
         keep_scalars(captured.graph)
         program = schedule(captured.graph, target.capabilities(), bool(config.verify))
-        inputs = dict(zip(program.inputs, names, strict=True))
-        numbers, launches = steps_of(program)
-        sources = []
-        drafts = []
-        temporaries: dict[str, int] = {}
-        for k, rows in enumerate(launches):
-            single = not rows.kernel.body.outer
-            pointers = tuple(
-                Pointer("list", inputs[a]) if a in inputs else Pointer("number", list(numbers).index(a)) if a in numbers
-                else Pointer("temporary", temporaries.setdefault(a, len(temporaries))) for a in rows.args)
-            written = {p.which for p, x in zip(pointers, rows.kernel.columns, strict=True) if x.written}
-            if written & {*f.shared, *(() if f.changing == "params" else (f.changing,))}:
+        inputs = dict(zip(program.inputs, (*f.lists, *f.shared), strict=True))
+        kept = {*f.shared, *(() if f.changing == "params" else (f.changing,))}
+        places: dict[bool, list[Rows]] = {False: [], True: []}
+        for row in rows_of(program):
+            if any(x.written and inputs.get(a) in kept for a, x in zip(row.args, row.kernel.columns, strict=True)):
                 raise Declined("what it updates is not its parameters or states")
-            scalars = {p.kind == "list" and p.which in SCALARS for p in pointers}
+            scalars = {inputs.get(a) in SCALARS for a in row.args}
             if apart and scalars == {True, False}:
                 raise Declined("numbers on the CPU meet tensors elsewhere")
-            there = get_target("cpu") if apart and scalars == {True} else target
-            source = there.render(rows.kernel, f"k{k}")
-            sources.append(source)
-            drafts.append((there, there.build([source]), pointers, single, apart and scalars == {True}))
-        made = []
-        for k, (_, build, pointers, single, elsewhere) in enumerate(drafts):
-            launch = build.wait()[f"k{k}"]
-            if isinstance(launch, CompileError):
-                raise Declined(f"a kernel did not build: {launch}")
-            made.append(TableLaunch(launch, pointers, single, elsewhere))
+            places[apart and scalars == {True}].append(row)
+        lists = program.inputs[: len(f.lists)]
+        where = (target, c.device), (get_target("cpu"), CPU)
+        programs = [RowProgram(*there, program, lists, tuple(rows), built(there[0], [row.kernel for row in rows]))
+                    for there, rows in zip(where, places.values()) if rows]
     text = {str(s): name for name, s in symbols.items()}
-    return Variant(function_of(text, " and ".join(f"({g})" for g in guards) or "True"),
-                   function_of(text, f"({''.join(h.text + ', ' for h in numbers.values())})"), tuple(made),
-                   len(temporaries), tuple(sources))
+    return Variant(function_of(text, " and ".join(f"({g})" for g in guards) or "True"), tuple(programs))
+
+
+def built(target: Target, kernels: Sequence[AnyKernel]) -> tuple[tuple[Source, Launch], ...]:
+    """The texts of kernels, and the kernels."""
+    sources = [target.render(kernel, f"k{k}") for k, kernel in enumerate(kernels)]
+    found = target.build(sources).wait()
+    made = [(source, found[source.name]) for source in sources]
+    for _, launch in made:
+        if isinstance(launch, CompileError):
+            raise Declined(f"a kernel did not build: {launch}")
+    return tuple(made)  # type: ignore[arg-type]
 
 
 def function_of(names: dict[str, str], text: str) -> Callable[..., Any]:
@@ -197,34 +193,34 @@ def trace(f: RowForm, c: RowKind, count: float) -> tuple[torch.fx.GraphModule, l
 
 
 def keep_scalars(graph: Graph) -> None:
-    """What is one number for a whole row is known before its kernels: not computed in every block of it."""
+    """What is one value for a whole row is known before its kernels: not computed in every block of it, unless it
+    follows from numbers of the run alone."""
     large = {name for n in graph.nodes if isinstance(n, Pointwise) and n.vars for name in n.reads()}
-    numbers: list[Node] = [n for n in graph.nodes if isinstance(n, Extern) and n.target is as_number]
-    known = {*graph.inputs, *(name for n in numbers for name in n.names)}
+    known, numbers = set(graph.inputs), set[str]()
     singles: list[Node] = []
     others: list[Node] = []
     for n in graph.nodes:
         if isinstance(n, Pointwise) and not n.vars and n.reads() <= known:
-            singles.append(replace(n, laid=True) if n.names[0] in large else n)
             known |= set(n.names)
-        elif n not in numbers:
+            if n.reads() <= numbers:
+                numbers |= set(n.names)
+            singles.append(replace(n, laid=True) if n.names[0] in large - numbers else n)
+        else:
             others.append(n)
-    graph.nodes = [*numbers, *singles, *others]
+    graph.nodes = [*singles, *others]
 
 
-def steps_of(program: Program) -> tuple[dict[str, Host], list[Rows]]:
-    """The numbers that a program reads, and its launches along tables."""
-    numbers: dict[str, Host] = {}
+def rows_of(program: Program) -> list[Rows]:
+    """Its launches, as rows of tables."""
+    sizes = set(program.inputs)  # and what follows from them
+    sizes |= {s.name for s, h in program.numbers if h.needs & sizes}
     launches = []
     for s in program.steps:
-        if isinstance(s, Call) and s.target is as_number:
-            numbers[s.names[0]] = s.args[0]
-            continue
-        row = as_row(program.kernels[s.kernel], s.args) if isinstance(s, Launch) else None
-        if row is None:
+        row = as_row(program.kernels[s.kernel], s.args) if isinstance(s, ProgramLaunch) else None
+        if row is None or any(n.name in sizes for n in row.numbers):
             raise Declined(f"its step {s} is not a map of whole tensors")
         launches.append(row)
-    inside = {a for row in launches for a in row.args} - set(program.inputs) - set(numbers)
-    if any(program.buffers[name].shape for name in inside):
+    inside = {a for row in launches for a in row.args} - set(program.inputs)
+    if any(program.places[name].shape for name in inside):
         raise Declined("it needs memory for intermediate results")
-    return numbers, launches
+    return launches

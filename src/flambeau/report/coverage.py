@@ -22,8 +22,7 @@ from flambeau.compare.copied_call import names as names_of
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.contraction import CONTRACTIONS
-from flambeau.ops.registry import FAMILIES, NEEDS
+from flambeau.ops.facts import facts, overloads_with
 from flambeau.torch_compat.dispatch import DispatchKey, all_operator_names
 from flambeau.torch_compat.ops import OpOverload
 
@@ -74,12 +73,13 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | Non
     contracts = machine is not None and machine.contracts
     known = opinfo_dtypes()
     packets: dict[str, list[OpOverload]] = {}
-    for op in (*LOWERINGS, *CONTRACTIONS, *unlowered(known)):
+    for op in (*LOWERINGS, *overloads_with("library"), *unlowered(known)):
         packets.setdefault(name_of(op), []).append(op)
     rows = []
     for name, overloads in packets.items():
-        ours = sum(o in LOWERINGS and (o not in NEEDS or getattr(machine, NEEDS[o], False)) for o in overloads)
-        library = not contracts and any(o in CONTRACTIONS for o in overloads)
+        ours = any(o in LOWERINGS and ((needs := facts(o).needs) is None or getattr(machine, needs, False))
+                   for o in overloads)
+        library = not contracts and any(facts(o).library for o in overloads)
         found = lookup(name.partition(".")[2], known)
         row = Operator(name, family_of(overloads), len(set(overloads)), assumed=found is None)
         partly = any(hands_over(LOWERINGS[o]) for o in overloads if o in LOWERINGS)
@@ -101,9 +101,9 @@ def name_of(op: OpOverload) -> str:
 
 
 def family_of(overloads: list[OpOverload]) -> str:
-    if any(o in CONTRACTIONS for o in overloads):
+    if any(facts(o).library for o in overloads):
         return LIBRARY
-    return next((FAMILIES[o] for o in overloads if o in FAMILIES), UNLOWERED)
+    return next((family for o in overloads if (family := facts(o).family)), UNLOWERED)
 
 
 def hands_over(lowering: Callable[..., Any], depth: int = 2) -> bool:
@@ -161,7 +161,7 @@ def unlowered(known: dict[str, Dtypes]) -> list[OpOverload]:
     # torch 2.11 takes the forms with named dimensions apart, into the others.
     taken_apart = (o for o in decompositions()
                    if isinstance(o, OpOverload) and "dimname" not in o._overloadname)
-    handled = {name_of(o) for o in (*LOWERINGS, *CONTRACTIONS, *taken_apart)}
+    handled = {name_of(o) for o in (*LOWERINGS, *overloads_with("library"), *taken_apart)}
     out = []
     for full in all_operator_names():
         namespace, _, rest = full.partition("::")

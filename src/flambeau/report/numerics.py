@@ -6,8 +6,7 @@ python -m flambeau.report.numerics > docs/exact-operators.md
 from __future__ import annotations
 
 from flambeau.ops import LOWERINGS, ops_loaded
-from flambeau.ops.exact import CALLS, is_exact
-from flambeau.ops.registry import FAMILIES
+from flambeau.ops.facts import facts, is_exact
 
 HEAD = """# Operators with eager's bits
 
@@ -28,8 +27,8 @@ def page() -> str:
         namespace, _, name = op._schema.name.partition("::")
         for device in ("cuda", "cpu"):
             if namespace == "aten" and is_exact(op, device):
-                mark = MARKS[device] if any(name in row for row in CALLS[device].values()) else ""
-                fused.setdefault(FAMILIES[op], {}).setdefault(device, set()).add(f"`{name}`{mark}")
+                mark = MARKS[device] if facts(op).exact[device] else ""
+                fused.setdefault(facts(op).family, {}).setdefault(device, set()).add(f"`{name}`{mark}")
     rows = ""
     for family, by in sorted(fused.items()):
         cuda, cpu = by.get("cuda", set()), by.get("cpu", set())

@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flambeau.bench.cliffs import WORST, CliffRow, limits
+from flambeau.bench.floors import OURS, PEERS, REFERENCE
+from flambeau.bench.harness import NOISY, comparisons, geometric_mean
 from flambeau.report.chart import Series, ratio_chart
+from flambeau.report.sheet import Parts, Sheet, markdown
 from flambeau.results_file import read_results
 
 PAGE, CHART, COMPILE_CHART = "performance.md", "performance-cuda.svg", "compile-time.svg"
 HEAD = """# Performance
 
 Every figure below was measured beside its peers in one run, the backends taking turns, and is a median. Ratios are
-our time over the peer's: below 1 we are faster. This page is written by `make docs` from the files in `results/`;
+one time over the other: below 1 the first is faster. `~` marks a time that varied by more than a quarter, `!` one whose
+results are off. This page is written by `make docs` from the files in `results/`;
 `flambeau bench models --json FILE` (also `ops`, `compile`, `compiled`, `numerics`) makes such a file on your machine.
 """
 FLOORS = """Times as multiples of the floor: the time that the bytes of a case take at the bandwidth of a device copy,
@@ -31,20 +36,20 @@ tolerances; where the two differ in rounding alone, float64 is the judge."""
 SERIES = (Series("eager", "eager", "#8c959f", "circle"), Series("inductor", "Inductor", "#0969da", "square"),
           Series("flaggems", "FlagGems", "#1a7f37", "diamond"), Series("flambeau", "Flambeau", "#f08c2e", "bar"),
           Series("accelerate", "eager, accelerated", "#bf3989", "bar"))
-
-
-def geometric_mean(values: Iterable[float]) -> float | None:
-    logs = [math.log(v) for v in values if v > 0]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+LABELS = {s.key: s.label for s in SERIES}
 
 
 def cell(x: float | None, form: str = "{:.2f}") -> str:
-    return "" if x is None else form.format(x)
+    return "" if x is None or x != x else form.format(x)
 
 
 def over(times: dict[str, float], peer: str, ours: str = "flambeau") -> float | None:
     """Our time over the peer's."""
     return times[ours] / times[peer] if ours in times and peer in times else None
+
+
+def label(backend: str) -> str:
+    return LABELS.get(backend, backend)
 
 
 def machine_line(m: dict[str, Any]) -> str:
@@ -57,40 +62,56 @@ def origin_line(report: dict[str, Any]) -> str:
     return f"`{report['command']}` at {report['commit']}."
 
 
-def steps(report: dict[str, Any]) -> str:
+def backends_of(report: dict[str, Any]) -> list[str]:
+    """Those that have a time in some row, or failed in all."""
+    return list(dict.fromkeys(b for key in ("seconds", "errors") for r in report["rows"] for b in r.get(key, ())))
+
+
+def milliseconds(row: dict[str, Any], backend: str) -> str:
+    """`~` before a time that varies: the machine was busy with something else."""
+    if backend not in row["seconds"]:
+        return "failed" if backend in row.get("errors", ()) else ""
+    noisy = row.get("spread", {}).get(backend, 0.0) > NOISY
+    return f"{'~' * noisy}{row['seconds'][backend] * 1e3:.2f}"
+
+
+def steps(report: dict[str, Any]) -> Parts:
     """Models or operators: milliseconds and ratios, then the means of each group."""
-    rows = report["rows"]
-    lines = ["| case | eager ms | Inductor ms | Flambeau ms | over eager | over Inductor |",
-             "|---|---|---|---|---|---|"]
-    groups: dict[str, list[dict[str, float]]] = {}
+    rows, backends = report["rows"], backends_of(report)
+    pairs = comparisons(backends)
+    checked = [b for b in backends if any(b in r.get("accuracy", ()) for r in rows)]
+    sheet = Sheet(["case", *(f"{label(b)} ms" for b in backends), *(f"{label(a)} over {label(b)}" for a, b in pairs),
+                   *(f"error of {label(b)}" for b in checked)])
     for r in rows:
-        t = r["seconds"]
-        groups.setdefault(r["group"], []).append(t)
-        ms = [cell(t[b] * 1e3 if b in t else None) for b in ("eager", "inductor", "flambeau")]
-        lines.append(f"| {r['name']} {r['mode']} | {' | '.join(ms)} | {cell(over(t, 'eager'))} | "
-                     f"{cell(over(t, 'inductor'))} |")
-    for name, times in {**groups, "all": [t for g in groups.values() for t in g]}.items():
-        means = [cell(geometric_mean(r for t in times if (r := over(t, peer)) is not None))
-                 for peer in ("eager", "inductor")]
-        bold = [f"**{m}**" if m else "" for m in means]
-        lines.append(f"| **geometric mean, {name}** | | | | {bold[0]} | {bold[1]} |")
-    return "\n".join(lines)
+        errors = [statistics.median(draw["eager_errors"] for draw in r["accuracy"][b]) if b in r.get("accuracy", ())
+                  else None for b in checked]
+        sheet.add(f"{r['name']} {r['mode']}", *(milliseconds(r, b) for b in backends),
+                  *(cell(over(r["seconds"], base, b)) for b, base in pairs), *(cell(e, "{:.1f}") for e in errors))
+    for name in (*dict.fromkeys(r["group"] for r in rows), "all"):
+        times = [r["seconds"] for r in rows if name in (r["group"], "all")]
+        means = [geometric_mean([x for t in times if (x := over(t, base, b)) is not None]) for b, base in pairs]
+        sheet.mean(f"geometric mean, {name}", *("" for _ in backends), *map(cell, means))
+    return [sheet, *(["Errors are those of results against float64, as multiples of eager's own."] if checked else [])]
 
 
-def compile_seconds(report: dict[str, Any]) -> str:
-    lines = ["| model | state | Inductor s | Flambeau s | ratio |", "|---|---|---|---|---|"]
-    ratios: dict[str, list[float]] = {}
-    for r in report["rows"]:
-        states = dict.fromkeys(s for b in r["seconds"].values() for s in b)
-        for state in states:
+def compile_seconds(report: dict[str, Any]) -> Parts:
+    rows, backends = report["rows"], backends_of(report)
+    ours = [(b, peer) for b, peer in comparisons(backends) if peer != "eager"]
+    sheet = Sheet(["model", "state", *(f"{label(b)} s" for b in backends),
+                   *(f"{label(a)} over {label(b)}" for a, b in ours)])
+    found: dict[str, list[dict[str, float]]] = {}
+    for r in rows:
+        for state in dict.fromkeys(s for b in r["seconds"].values() for s in b):
             t = {b: s[state] for b, s in r["seconds"].items() if state in s}
-            ratio = over(t, "inductor")
-            if ratio is not None:
-                ratios.setdefault(state, []).append(ratio)
-            lines.append(f"| {r['name']} | {state} | {cell(t.get('inductor'))} | {cell(t.get('flambeau'))} | "
-                         f"{cell(ratio)} |")
-    lines += [f"| **geometric mean** | {state} | | | **{cell(geometric_mean(r))}** |" for state, r in ratios.items()]
-    return "\n".join(lines)
+            found.setdefault(state, []).append(t)
+            sheet.add(r["name"], state, *(cell(t[b]) if b in t else "failed" for b in backends),
+                      *(cell(over(t, peer, b)) for b, peer in ours))
+    for state, times in found.items():
+        # A sum of fewer models would look like a gain.
+        sums = [sum(t[b] for t in times) if all(b in t for t in times) else None for b in backends]
+        means = [geometric_mean([x for t in times if (x := over(t, peer, b)) is not None]) for b, peer in ours]
+        sheet.mean("sum, geometric mean", state, *map(cell, sums), *map(cell, means))
+    return [sheet]
 
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
@@ -98,28 +119,32 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
     return {b: s / row["floor"] for b, s in row["seconds"].items() if b not in row["errors"]}
 
 
-def floors(report: dict[str, Any]) -> str:
+def floors(report: dict[str, Any]) -> Parts:
     """Multiples of the floor, then their means over the cases that a backend has."""
-    summary = report["summary"]
-    series = series_of(report)
-    keys = [s.key for s in series]
+    summary, backends = report["summary"], backends_of(report)
+    ours = [b for b in backends if b.startswith(OURS)]
     layout = ", inputs transposed or channels last" if summary.get("strided") else ""
     copy = f"device copy {summary['bandwidth'] / 1e12:.2f} TB/s"
-    lines = [f"{summary['dtype']}, {summary['sizes']} sizes{layout}; {copy}.", ""]
+    parts: Parts = [f"{summary['dtype']}, {summary['sizes']} sizes{layout}; {copy}."]
     if has_chart(report):
-        lines += [f"![Times over the memory floor]({CHART})", ""]
-    head = ["case", "floor ms", *(s.label for s in series)]
-    lines += [SMALL if summary["sizes"] == "small" else FLOORS, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        parts.append(f"![Times over the memory floor]({CHART})")
+    sheet = Sheet(["case", "floor ms", *map(label, backends), *(f"{label(b)} over best peer" for b in ours),
+                   *(f"{label(b)} at {REFERENCE / 1e12} TB/s" for b in ours)])
     for row in report["rows"]:
         found = ratios(row)
         best = min(found.values(), default=None)
-        cells = [f"**{found[k]:.2f}**" if k in found and found[k] == best else cell(found.get(k)) for k in keys]
-        lines.append(f"| {case_name(row)} | {row['floor'] * 1e3:.3f} | {' | '.join(cells)} |")
-    for label, kept in (("all", report["rows"]),
-                        ("without grid_sampler", [r for r in report["rows"] if r["group"] != "sampling"])):
-        means = [cell(geometric_mean(found[k] for r in kept if k in (found := ratios(r)))) for k in keys]
-        lines.append(f"| **geometric mean, {label}** | | {' | '.join(means)} |")
-    return "\n".join(lines)
+        peers = [t for b, t in row["seconds"].items() if b in PEERS]
+        cells = [f"**{found[b]:.2f}**" if b in found and found[b] == best
+                 else f"!{row['seconds'][b] / row['floor']:.2f}" if b in row["seconds"] and b not in found
+                 else "failed" if b in row["errors"] else cell(found.get(b)) for b in backends]
+        sheet.add(case_name(row), f"{row['floor'] * 1e3:.3f}", *cells,
+                  *(cell(row["seconds"][b] / min(peers) if b in row["seconds"] and peers else None) for b in ours),
+                  *(cell(found[b] * REFERENCE / summary["bandwidth"] if b in found else None) for b in ours))
+    for name, kept in (("all", report["rows"]),
+                       ("without grid_sampler", [r for r in report["rows"] if r["group"] != "sampling"])):
+        means = [geometric_mean([found[b] for r in kept if b in (found := ratios(r))]) for b in backends]
+        sheet.mean(f"geometric mean, {name}", "", *map(cell, means))
+    return [*parts, SMALL if summary["sizes"] == "small" else FLOORS, sheet]
 
 
 def series_of(report: dict[str, Any]) -> list[Series]:
@@ -131,7 +156,7 @@ def case_name(row: dict[str, Any]) -> str:
 
 
 def has_chart(report: dict[str, Any]) -> bool:
-    """Of the variants of the table one has a chart."""
+    """One variant of the table has a chart: float32 in full sizes on a GPU."""
     summary = report["summary"]
     return (report.get("kind") == "floors" and "gpu" in report["machine"] and summary["dtype"] == "float32"
             and summary["sizes"] == "full" and not summary.get("strided") and any(map(ratios, report["rows"])))
@@ -156,93 +181,104 @@ def compile_chart(reports: Iterable[dict[str, Any]]) -> str | None:
     return None
 
 
-def optimizer_steps(report: dict[str, Any]) -> str:
-    names = ("foreach", "fused", "flambeau", "accelerate")
-    lines = ["| optimizer | floor ms | foreach ms | fused ms | Flambeau ms | accelerated ms | over floor | host ms | "
-             "first call s |", "|---" * 9 + "|"]
+def optimizer_steps(report: dict[str, Any]) -> Parts:
+    backends = backends_of(report)
+    sheet = Sheet(["optimizer", "floor ms", *(f"{label(b)} ms" for b in backends), "over floor", "host ms",
+                   "first call s"])
     for r in report["rows"]:
-        t = r["seconds"]
-        cells = [cell(t[b] * 1e3 if b in t else None, "{:.3f}") for b in names]
-        host, first = (r[k].get("flambeau") for k in ("host", "first"))
-        lines.append(f"| {r['name']} | {r['floor'] * 1e3:.3f} | {' | '.join(cells)} | "
-                     f"{cell(t['flambeau'] / r['floor'] if 'flambeau' in t else None)} | "
-                     f"{cell(host and host * 1e3)} | {cell(first)} |")
-    return "\n".join(lines)
+        ours, host, first = (r[key].get("flambeau") for key in ("seconds", "host", "first"))
+        times = (r["seconds"].get(b) for b in backends)
+        sheet.add(r["name"], f"{r['floor'] * 1e3:.3f}", *(cell(t and t * 1e3, "{:.3f}") for t in times),
+                  cell(ours and ours / r["floor"]), cell(host and host * 1e3), cell(first))
+    return [sheet]
 
 
-def device_streams(report: dict[str, Any]) -> str:
+def device_streams(report: dict[str, Any]) -> Parts:
     """Share of a copy's bandwidth; beside PyTorch's CPU device where the device is one."""
-    beside = any("cpu" in r["seconds"] for r in report["rows"])
-    head = f"| operator | GB/s | of a copy |{' over the CPU device |' if beside else ''}"
     summary = report["summary"]
-    lines = [f"{summary['device']}, through OpenCL; matrices of {summary['side']} by {summary['side']}.", "",
-             head, "|---" * (3 + beside) + "|"]
+    sheet = Sheet(["operator", "GB/s", "of a copy", "over the CPU device"])
     for r in report["rows"]:
         ours = r["seconds"].get("flambeau")
-        if ours is not None:
-            peer = f" {cell(ours / r['seconds']['cpu'])} |" if beside else ""
-            lines.append(f"| {r['name']} | {r['bytes'] / ours / 1e9:.0f} | {r['floor'] / ours:.0%} |{peer}")
-    return "\n".join(lines)
+        share = [f"{r['bytes'] / ours / 1e9:.0f}", f"{r['floor'] / ours:.0%}"] if ours else ["failed", ""]
+        sheet.add(r["name"], *share, cell(over(r["seconds"], "cpu")))
+    return [f"{summary['device']}, through OpenCL; matrices of {summary['side']} by {summary['side']}.", sheet]
 
 
-def device_steps(report: dict[str, Any]) -> str:
+def device_steps(report: dict[str, Any]) -> Parts:
     """Training steps and a product on the device, beside PyTorch's CPU device."""
-    summary = report["summary"]
-    what = f"{summary['device']}, through OpenCL, in eager mode; {summary['size']} models: forward, backward, AdamW."
-    lines = [what, "", "| case | CPU device ms | device ms | ratio |", "|---|---|---|---|"]
+    summary, sheet = report["summary"], Sheet(["case", "CPU device ms", "device ms", "ratio"])
     for r in report["rows"]:
-        t = r["seconds"]
-        ms = [cell(t[b] * 1e3 if b in t else None) for b in ("cpu", "flambeau")]
-        lines.append(f"| {r['name']} {r['mode']} | {' | '.join(ms)} | {cell(over(t, 'cpu'))} |")
-    return "\n".join(lines)
+        sheet.add(f"{r['name']} {r['mode']}", milliseconds(r, "cpu"), milliseconds(r, "flambeau"),
+                  cell(over(r["seconds"], "cpu")))
+    return [f"{summary['device']}, through OpenCL, in eager mode; {summary['size']} models: forward, backward, AdamW.",
+            sheet]
 
 
-def compiled_steps(report: dict[str, Any]) -> str:
+def compiled_steps(report: dict[str, Any]) -> Parts:
     """Whole models: time and memory, with and without repeated regions, and recorded; and tensors with other bits."""
     kinds = {"eager": "eager", "inductor": "Inductor", "ours": "Flambeau", "whole": "without regions",
              "reduce": "Inductor, recorded", "graphs": "Flambeau, recorded"}
-    peaks = {k: kinds[k] for k in ("eager", "inductor", "ours")}
-    heads = ["model", "step", *(f"{v} ms" for v in kinds.values()), *(f"{v} MiB" for v in peaks.values()),
-             "unequal without regions", "unequal from run to run"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    some = ("eager", "inductor", "ours")
+    shown = {  # of a row: what is shown, of which kinds, over which
+        "ms": [*((k, "") for k in kinds), ("ours", "whole"), ("ours", "inductor"), ("graphs", "reduce")],
+        "peak_mib": [*((k, "") for k in some), ("ours", "eager"), ("ours", "inductor")],
+        "first_s": [("ours", ""), ("inductor", "")]}
+    units = {"ms": ("ms", "{:.2f}"), "peak_mib": ("MiB", "{:.0f}"), "first_s": ("first s", "{:.2f}")}
+    sheet = Sheet(["model", "step", *(f"{kinds[a]} over {kinds[b]}{', MiB' if key == 'peak_mib' else ''}" if b else
+                                      f"{kinds[a]} {units[key][0]}" for key, pairs in shown.items() for a, b in pairs),
+                   "unequal without regions", "unequal from run to run"])
     for r in report["rows"]:
-        cells = [*(cell(r["ms"].get(k)) for k in kinds), *(cell(r["peak_mib"].get(k), "{:.0f}") for k in peaks),
-                 *(cell(r[f"unequal_{k}"], "{}") for k in ("with_regions", "from_run_to_run"))]
-        lines.append(f"| {r['name']} | {r['mode']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        numbers = [cell(over(r[key], b, a), "{:.3f}") if b else cell(r[key].get(a), units[key][1])
+                   for key, pairs in shown.items() for a, b in pairs]
+        sheet.add(r["name"], r["mode"], *numbers,
+                  *(cell(r[f"unequal_{k}"], "{}") for k in ("with_regions", "from_run_to_run")))
+    return [sheet]
 
 
-def bits(report: dict[str, Any]) -> str:
+def bits(report: dict[str, Any]) -> Parts:
     """`numerics="eager"` beside eager, value by value; and how long it takes."""
-    lines = ["| what | cases | values | unequal |", "|---|---|---|---|"]
-    for r in (r for r in report["rows"] if r["cases"]):
-        note = f" ({n} where eager does not repeat itself)" if (n := r.get("unsteady")) else ""
-        lines.append(f"| {r['name']}{note} | {r['cases']} | {r['values']:,} | {r['unequal']:,} |")
-    if not report["summary"]["ms"]:
-        return "\n".join(lines)
+    sheet = Sheet(["what", "cases", "values", "unequal", "eager does not repeat itself", "errors"])
+    for r in report["rows"]:
+        sheet.add(r["name"], *(f"{n:,}" for n in (r["cases"], r["values"], r["unequal"])),
+                  *(f"{n:,}" if n else "" for n in (r.get("unsteady"), len(r.get("errors", ())))))
     modes = {"exact": "eager's bits", "fast": "fast", "exact graphs": "eager's bits, recorded",
              "fast graphs": "fast, recorded"}
-    lines += ["", f"| training step, over eager's | {' | '.join(modes.values())} | error of fast over eager's |",
-              "|---" * (len(modes) + 2) + "|"]
+    times = Sheet(["training step, over eager's", *modes.values(), "error of fast over eager's"])
     for name, t in report["summary"]["ms"].items():
-        error = cell(report["summary"]["error"].get(name), "{:.3f}")
-        lines.append(f"| {name} | {' | '.join(cell(over(t, 'eager', k)) for k in modes)} | {error} |")
-    return "\n".join(lines)
+        times.add(name, *(cell(over(t, "eager", k)) for k in modes),
+                  cell(report["summary"]["error"].get(name), "{:.3f}"))
+    return [sheet, *(f"- {text}"[:160] for r in report["rows"] for text in r.get("differ", ())),
+            *([times] if times.rows else [])]
 
 
-def database(report: dict[str, Any]) -> str:
+def random_cases(report: dict[str, Any]) -> Parts:
+    """The worst of them, beside what limits them, and the distribution below."""
+    summary, backends = report["summary"], backends_of(report)
+    timed = sorted(((ratio, row) for row in (CliffRow(**r) for r in report["rows"])
+                    if not row.short() and (ratio := row.ratio()) is not None), key=lambda found: -found[0])
+    sheet = Sheet(["case", *(f"{label(b)} ms" for b in backends), "over the faster peer", "limits"])
+    for ratio, row in timed[:WORST]:
+        sheet.add(f"{row.seed} {row.name}",
+                  *(f"{row.seconds[b] * 1e3:.3f}" if b in row.seconds else "failed" for b in backends),
+                  cell(ratio), limits(row, summary["bandwidth"]))
+    blank = [""] * len(backends)
+    sheet.mean("geometric mean", *blank, cell(summary["mean"], "{:.3f}"))
+    for bound, share in summary["within"].items():
+        sheet.mean(f"within {bound} × the faster peer", *blank, f"{share:.1%}")
+    return [f"The worst {min(WORST, len(timed))} of {len(timed)}.", sheet]
+
+
+def database(report: dict[str, Any]) -> Parts:
     """Entries of `op_db` by dtype: how many agree, and on the device how many of these without the CPU's help."""
     device = report["machine"].get("device")
     what = (f"{device}, through OpenCL, in eager mode, beside the results and errors of PyTorch's CPU device" if device
             else "Compiled, where AOTAutograd takes the sample, beside eager")
-    heads = ["dtype", "entries", "agree", *(["without fallback"] if device else []), "samples", "gradients"]
-    lines = [f"{what}: {SAMPLES}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    sheet = Sheet(["dtype", "entries", "agree", "without fallback", "samples", "gradients"])
     for dtype, n in report["summary"].items():
-        native = f" {n['native']} |" if device else ""
-        lines.append(f"| {dtype} | {n['entries']} | {n['passed']} |{native} {n['samples']:,} | {n['gradients']:,} |")
-    lines += ["", "Not counted as agreeing:", ""] if report["rows"] else []
-    lines += [f"- `{r['name']}`, {r['dtype']}: {r['reason']}" for r in report["rows"]]
-    return "\n".join(lines)
+        sheet.add(dtype, str(n["entries"]), str(n["passed"]), str(n["native"]) if device else "", f"{n['samples']:,}",
+                  f"{n['gradients']:,}")
+    reasons = [f"- `{r['name']}`, {r['dtype']}: {r['reason']}" for r in report["rows"]]
+    return [f"{what}: {SAMPLES}", sheet, *(["Not counted as agreeing:", "\n".join(reasons)] if reasons else [])]
 
 
 SECTIONS = {
@@ -251,6 +287,7 @@ SECTIONS = {
     "compile": ("Compile time, first training step", compile_seconds),
     "ops": ("Operators", steps),
     "floors": ("Operators beside the memory limit", floors),
+    "cliffs": ("Random cases", random_cases),
     "optimizers": ("Steps of optimizers", optimizer_steps),
     "numerics": ("Eager's bits", bits),
     "opinfo": ("PyTorch's operator database", database),
@@ -269,7 +306,7 @@ def page(reports: list[dict[str, Any]]) -> str:
         for report in (r for r in reports if r.get("kind") == kind):
             where = " (CUDA)" if "gpu" in report["machine"] else ""
             origin = f"{machine_line(report['machine'])} {origin_line(report)}"
-            out.append(f"## {title}{where}\n\n{origin}\n\n{table(report)}\n")
+            out.append(f"## {title}{where}\n\n{origin}\n\n{markdown(table(report))}\n")
     return "\n".join(out)
 
 

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from flambeau.ir.index import Sym
 from flambeau.ir.program import AnyKernel, Call, ContractKernel, Copy, Launch, LoopKernel, ScanKernel, TableKernel
-from flambeau.ops.registry import FAMILIES
+from flambeau.ops.facts import facts
 from flambeau.pipeline import Compiled
 from flambeau.schedule.memory import nbytes, values_in
 from flambeau.torch_compat.ops import OpOverload
@@ -79,9 +79,9 @@ def summarise(graph: Compiled) -> Summary:
     backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.gm.graph.nodes)
     origins = {name: node.origin for node in graph.captured.graph.nodes for name in node.names}
     why = reasons(graph)
-    memory = [Memory(name, typed(b.dtype, b.shape), b.place, nbytes(b), origins.get(name, ""), why[name])
-              for name, b in p.buffers.items()]
-    local = {origins[name]: why for name, why in why.items() if name not in p.buffers and name in origins}
+    memory = [Memory(b.name, typed(b.dtype, b.shape), b.place, nbytes(b), origins.get(b.name, ""), why[b.name])
+              for b in p.buffers]
+    local = {origins[name]: why for name, why in why.items() if name not in p.places and name in origins}
     return Summary("backward" if backward else "forward", [line(n) for n in calls], steps(graph), memory,
                    local, p.arena_bytes, dict(graph.captured.externs), dict(graph.seconds),
                    {t.name: t.text for t in graph.texts})
@@ -90,7 +90,7 @@ def summarise(graph: Compiled) -> Summary:
 def reasons(graph: Compiled) -> dict[str, str]:
     """Why each value that was not computed inside its consumer was not: the notes, and the plain cases."""
     p = graph.program
-    out = dict.fromkeys(p.buffers, "read by a later step")
+    out = dict.fromkeys(p.places, "read by a later step")
     out |= {name: reason for name, _, reason in (note.partition(" is kept: ") for note in p.notes)}
     for step in p.steps:
         if isinstance(step, Call):
@@ -183,7 +183,7 @@ def absorbed(graph: Compiled) -> dict[int, list[str]]:
         if n.op != "call_function":
             continue
         homes[n] = named.get(n.name) or set().union(*(homes.get(u, set()) for u in n.users))
-        if n.name not in named and not is_getitem(n) and FAMILIES.get(n.target) not in MOVES:
+        if n.name not in named and not is_getitem(n) and facts(n.target).family not in MOVES:
             for at in homes[n]:
                 if isinstance(graph.program.steps[at], Launch):
                     out[at].append(n.name)

@@ -10,7 +10,7 @@ from flambeau.compile.regions.cut import Piece, Pieces, difference
 from flambeau.compile.regions.nodes import name_of
 from flambeau.pipeline import Compiled
 
-# Seen apart by most people, on white and on black.
+# Distinguishable with colour blindness, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 # Of torch's own clocks: Dynamo's whole work, the backend within it, AOTAutograd within that.
 CLOCKS = ("_compile.compile_inner", "OutputGraph.call_user_compiler", "create_aot_dispatcher_function")

@@ -1,102 +1,124 @@
-"""Tables of addresses, where the kernels that go along them can read them."""
+"""Tables of addresses and lengths, where the kernels that go along them can read them."""
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
-from flambeau.ir.faults import error_of
 from flambeau.ir.program import CHUNK
-from flambeau.targets.base import Launch, Target
+from flambeau.targets.base import Target
+
+Column = int | tuple[tuple[int, int], ...]
+# Some words of a table, from the pointers of a call and the addresses of its lists of tensors.
+Part = Callable[[Sequence[int], Sequence[torch.Tensor]], torch.Tensor]
 
 
-def start(launch: Launch, pointers: Sequence[int], sizes: tuple[int, int]) -> None:
-    """Launch along a table. Such kernels have no faults of their own; one of an earlier kernel is raised instead."""
-    if code := launch(pointers, sizes):
-        error = error_of(code)
-        error.add_note("reported by a kernel that was launched before")
-        raise error
+@dataclass(frozen=True)
+class Table:
+    """What stands in the table of one launch, column after column."""
+
+    columns: tuple[Column, ...]  # which list of the call; or pointers, as those of a step, of row after row
+    lengths: tuple[int, ...]
 
 
-def sizes_of(rows: int, blocks: torch.Tensor) -> tuple[int, int]:
+def counts_of(lengths: Sequence[int]) -> list[int]:
+    """How many blocks each row has."""
+    return [-(-n // CHUNK) for n in lengths]
+
+
+def sizes_of(lengths: Sequence[int]) -> tuple[int, int]:
     """The sizes that a kernel along a table takes."""
-    return 2 * rows + 1, 2 * len(blocks) + 1
+    return 2 * len(lengths) + 1, 2 * sum(counts_of(lengths)) + 1
 
 
 def blocks_of(lengths: Sequence[int]) -> torch.Tensor:
     """Rows cut into blocks: (row, first element) of each, one after the other."""
-    counts = (torch.tensor(lengths, dtype=torch.int64, device="cpu") + (CHUNK - 1)) // CHUNK
+    counts = words(counts_of(lengths))
     rows = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return torch.stack((rows, (torch.arange(len(rows), device="cpu") - before) * CHUNK), 1).contiguous()
 
 
-class PointerTable:
-    """A table whose rows a program knows: only the addresses differ from call to call."""
-
-    def __init__(self, target: Target, device: torch.device, pointers: Sequence[tuple[int, int]],
-                 lengths: Sequence[int]) -> None:
-        self.mirror = Mirror(target, device)
-        self.pointers, self.lengths = pointers, torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        self.blocks = blocks_of(lengths).to(device)
-
-    def __call__(self, slots: Sequence[int]) -> tuple[torch.Tensor, int, int]:
-        """The memory, which the caller holds for as long as kernels read it, and the addresses of table and blocks."""
-        words = array("q", [slots[slot] + offset for slot, offset in self.pointers])
-        return self.send(torch.frombuffer(words, dtype=torch.int64))
-
-    def send(self, addresses: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        """The same for addresses as they are."""
-        words = torch.cat((addresses, self.lengths))
-        memory = self.mirror.memory(len(words))
-        self.mirror.send(words, memory)
-        return memory, memory.data_ptr(), self.blocks.data_ptr()
+def words(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
-class Mirror:
-    """Words of the host where a target's kernels read them; copied only when they differ from those of the call before.
+class AddressTables:
+    """The tables of launches that follow each other, in one memory; copied only if they differ from those of the call
+    before.
 
     On a device each queue and thread has its own memory: a copy waits for the kernels of its queue that still read what
     was there, and no thread writes between the copy and the launch of another.
     """
 
-    def __init__(self, target: Target, device: torch.device, alone: bool = False) -> None:
-        """`alone`: no two calls overlap."""
-        self.target, self.device, self.alone = target, device, alone
-        self.there: dict[Hashable, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    def __init__(self, target: Target, device: torch.device, tables: Sequence[Table]) -> None:
+        self.target, self.device = target, device
+        self.blocks = [blocks_of(t.lengths).to(device) for t in tables]
+        self.parts: list[Part] = []
+        self.starts: list[int] = []  # of the tables, in bytes
+        at = 0
+        for t in tables:
+            self.starts.append(8 * at)
+            count = len(t.lengths) * (len(t.columns) + 1)
+            pad = count % 2  # to where an address is a multiple of 16 again, as kernels may assume
+            self.parts += [*columns_of(t.columns), constant((*t.lengths, *(0,) * pad))]
+            at += count + pad
+        self.there: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # memory, and what lies there
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what captured graphs will read again
 
-    def memory(self, count: int) -> torch.Tensor:
-        """Where the words of this call will lie."""
-        place = self.place()
-        if place is None:
-            return torch.empty(count, dtype=torch.int64, device=self.device)
-        if place not in self.there or self.there[place][0].numel() != count:
-            self.there[place] = torch.empty(count, dtype=torch.int64, device=self.device), None
-        return self.there[place][0]
+    def __call__(self, slots: Sequence[int], lists: Sequence[torch.Tensor]) -> tuple[object, ...]:
+        """The memory, which the caller holds for as long as kernels read it, and the addresses of tables and blocks."""
+        memory = self.sent(torch.cat([part(slots, lists) for part in self.parts]))
+        base = memory.data_ptr()
+        return memory, *[x for at, b in zip(self.starts, self.blocks) for x in (base + at, b.data_ptr())]
 
-    def place(self) -> Hashable | None:
-        """What orders the uses of one memory; None: nothing does."""
+    def sent(self, table: torch.Tensor) -> torch.Tensor:
+        """The same words on the device."""
         if self.device.type == "cpu":
-            return () if self.alone else None
+            return table
         queue = self.target.queue()
-        return None if queue is None else (queue, threading.get_ident())
-
-    def send(self, words: torch.Tensor, memory: torch.Tensor) -> None:
-        if self.device.type == "cpu":
-            memory.copy_(words)
-            return
-        place = self.place()
-        before = None if place is None else self.there[place][1]
-        if before is not None and torch.equal(before, words):
-            return
+        place = None if queue is None else (queue, threading.get_ident())
+        memory, before = self.there.get(place, (None, None))
+        if memory is None:
+            memory = torch.empty(len(table), dtype=torch.int64, device=self.device)
+        elif before is not None and torch.equal(before, table):
+            return memory
         # From pinned memory nothing waits; torch does not reuse it before the copy is done.
-        pinned = words.pin_memory() if self.device.type == "cuda" else words
+        pinned = table.pin_memory() if self.device.type == "cuda" else table
         memory.copy_(pinned, non_blocking=True)
         if place is None:
             self.kept.append((pinned, memory))
         else:
-            self.there[place] = memory, words.clone()
+            self.there[place] = memory, table
+        return memory
+
+
+def constant(values: Sequence[int]) -> Part:
+    known = words(values)
+    return lambda slots, lists: known
+
+
+def columns_of(columns: Sequence[Column]) -> list[Part]:
+    """Pointers are added up in Python only where those of a column are anybody's, and all such columns at once."""
+    parts: list[Part] = []
+    for several, found in groupby(columns, lambda c: isinstance(c, tuple) and len({slot for slot, _ in c}) > 1):
+        some = list(found)
+        parts += [pointers_of([p for c in some for p in c])] if several else map(column_of, some)  # type: ignore[union-attr]
+    return parts
+
+
+def column_of(c: Column) -> Part:
+    if isinstance(c, int):
+        return lambda slots, lists: lists[c]
+    slot, offsets = c[0][0], words([offset for _, offset in c])
+    return lambda slots, lists: offsets + slots[slot]
+
+
+def pointers_of(pointers: Sequence[tuple[int, int]]) -> Part:
+    return lambda slots, lists: torch.frombuffer(
+        array("q", [slots[slot] + offset for slot, offset in pointers]), dtype=torch.int64)

@@ -7,63 +7,73 @@ runs take turns with.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from flambeau.codegen.source import host_text
 from flambeau.ir.index import Index, Sym
-from flambeau.ir.nodes import Buffer, Value
-from flambeau.ir.program import BufferPlan, Call, Copy, Host, Launch, Program
+from flambeau.ir.nodes import Buffer, Host, Value
+from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel
 from flambeau.schedule.memory import lifetimes, nbytes
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Source
 from flambeau.torch_compat.ops import OpOverload
 
-from .address_tables import blocks_of, sizes_of
-from .launch_plan import LaunchPlan, Step, Table, View, is_operator, operator_path
-from .operator_calls import TENSOR, Prepared, Strided, by_schema, is_constant
+from .address_tables import Column, Table, counts_of, sizes_of
+from .launch_plan import LaunchPlan, Step, View
+from .operator_calls import TENSOR, Prepared, Strided, by_schema, is_constant, operator_path
 from .result_checks import Promises
 
 LARGE = 16 << 20  # bytes from which a target is told of fresh memory
 HEAVY = 1 << 20  # bytes that are worth a launch of their own, if others can have them afterwards
 
 
-def write(p: Program, target: str, kernels: Sequence[Source], sources: dict[Sym, tuple[Any, ...]],
-          positions: list[int], count: int, device: torch.device | None = None, promises: Promises | None = None
-          ) -> LaunchPlan:
-    """The package of a program.
+def write(p: Program, target: str, kernels: Sequence[Source], device: torch.device | None = None,
+          promises: Promises | None = None) -> LaunchPlan:
+    """The package of a program, whose kernels have these texts. It runs on `device`, else on the CPU. Its results are
+    compared with `promises`."""
+    w = Writer(p, [k.bounded for k in kernels], promises)
+    over = {b.over for b in p.buffers if b.over}
+    return LaunchPlan(target, w.source(), tuple(kernels), w.plans, w.constants, tuple(w.views),
+                      w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"),
+                      overwritten=tuple(at for at, name in enumerate(p.arguments) if name in over))
 
-    `kernels` are its kernels' texts, `sources` says where its sizes come from, `positions` where its tensors
-    stand among the `count` arguments. It runs on `device`, else on the CPU. Its results are compared with `promises`.
-    """
-    w = Writer(p, sources, positions, count, [k.bounded for k in kernels], promises)
-    over = {b.over for b in p.buffers.values()}
-    return LaunchPlan(target, w.source(), tuple(kernels), w.plans, w.constants, w.operators, tuple(w.views),
-                   w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"),
-                   overwritten=tuple(at for name, at in zip(p.inputs, positions, strict=True) if name in over))
+
+@dataclass
+class Along:
+    """The tables of launches that are not written yet."""
+
+    tables: list[Table] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)  # for their addresses and those of their blocks
+    lists: dict[str, int] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        for found in (self.tables, self.slots, self.lists):
+            found.clear()
 
 
 class Writer:
     """Writes the source of a program's run function, and the tables of what it names."""
 
-    def __init__(self, p: Program, sources: dict[Sym, tuple[Any, ...]], positions: list[int],
-                 count: int, bounded: Sequence[bool] = (), promises: Promises | None = None) -> None:
-        self.p = p
+    def __init__(self, p: Program, bounded: Sequence[bool] = (), promises: Promises | None = None) -> None:
+        self.p, self.buffers = p, p.places
         self.promises = promises
         self.bounded = bounded  # which kernels take the extents of their buffers, behind the sizes
-        self.symbols, self.positions, self.count = sources, positions, count
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
-        self.operators: dict[str, str] = {}
         self.plans: dict[str, tuple[Step, ...]] = {}
         self.views: list[View] = []
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, tuple[Table, ...]] = {}
         self.calls: dict[str, Prepared] = {}
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
-        self.bound: set[Sym] = set()
+        self.unknown: dict[Sym, Host] = dict(p.numbers)  # numbers that are not found yet
+        self.there: set[str] = set()
 
     def line(self, text: str) -> None:
         self.lines.append("    " + text)
@@ -71,8 +81,6 @@ class Writer:
     # ---- texts ---------------------------------------------------------------------------------------
 
     def const(self, x: Any, prefix: str = "c") -> str:
-        if is_operator(x):
-            return self.named(self.operators, "op", operator_path(x))
         return self.named(self.constants, prefix, x)
 
     @staticmethod
@@ -91,7 +99,7 @@ class Writer:
 
     def tensor(self, name: str) -> str:
         """A variable that holds buffer `name` as a tensor."""
-        b = self.p.buffers[name]
+        b = self.buffers[name]
         if b.place != "arena":
             return name
         if name not in self.variables:
@@ -104,7 +112,7 @@ class Writer:
     def view(self, v: Value) -> tuple[tuple[Index, ...], Index, bool] | None:
         """Strides and offset of a value that is not its whole buffer, and whether the offset counts from where the
         buffer's tensor begins: it may begin inside its storage."""
-        b = self.p.buffers[v.buffer]
+        b = self.buffers[v.buffer]
         got = strided(v, Buffer(b.name, b.shape, b.dtype, b.strides))
         assert got is not None, f"{v} is not a strided view"
         strides, offset = got
@@ -129,15 +137,14 @@ class Writer:
 
     def results(self) -> list[str]:
         """A result that is returned twice is one object; two that lie in the same place are two."""
-        named: dict[int, str] = {}
-        for o in self.p.outputs:
-            if isinstance(o, Value) and id(o) not in named:
-                text = self.argument(o) + (".detach()" if o.twin else "")
-                named[id(o)] = text
-                if sum(o is other for other in self.p.outputs) > 1 and not text.isidentifier():
-                    named[id(o)] = f"r{len(named)}"
-                    self.line(f"{named[id(o)]} = {text}")
-        return [named[id(o)] if isinstance(o, Value) else self.argument(o) for o in self.p.outputs]
+        values = [o for o in self.p.outputs if isinstance(o, Value)]
+        named: dict[Value, str] = {}
+        for o, times in Counter(values).items():
+            named[o] = self.argument(o) + (".detach()" if o.twin else "")
+            if times > 1 and not named[o].isidentifier():
+                self.line(f"r{len(named)} = {named[o]}")
+                named[o] = f"r{len(named)}"
+        return [named[o] if isinstance(o, Value) else self.argument(o) for o in self.p.outputs]
 
     def argument(self, x: Any) -> str:
         if isinstance(x, Value):
@@ -146,9 +153,9 @@ class Writer:
             return host_text(x)
         if isinstance(x, Host):
             return f"({x.text})"
-        if isinstance(x, (list, tuple)):
+        if isinstance(x, tuple):
             inside = "".join(self.argument(y) + ", " for y in x)
-            return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
+            return f"({inside})"
         if x is None or isinstance(x, (bool, int)):
             return repr(x)
         return self.const(x)
@@ -157,16 +164,9 @@ class Writer:
 
     def source(self) -> str:
         p = self.p
-        names = [f"_{k}" for k in range(self.count)]
-        for buffer, position in zip(p.inputs, self.positions, strict=True):
-            names[position] = buffer
-        self.line(f"{''.join(n + ', ' for n in names)} = args" if names else "pass")
+        self.line(f"{''.join(n + ', ' for n in p.arguments)} = args" if p.arguments else "pass")
         self.line("args.clear()")
-        for s, source in self.symbols.items():
-            if source[0] == "arg":
-                self.line(f"{s.name} = {names[source[1]]}")
-                self.bound.add(s)
-        self.bind_sizes(set(p.inputs))
+        self.find_numbers(p.arguments)
         if self.promises is not None:
             self.line(f"held = ({''.join(name + ', ' for name in p.inputs)})")
         self.line("P = PROTO.copy()")
@@ -177,11 +177,11 @@ class Writer:
             self.line("P[0] = arena.pointer")
             self.line("views = arena.tensors.get(KEY)")
             self.line("if views is None: views = arena.tensors[KEY] = make_views(arena)")
-        self.seeds([name for name in p.seeds if name in p.buffers])
+        self.seeds([name for name in p.seeds if name in self.buffers])
         launched = {a for s in p.steps if isinstance(s, Launch) for a in s.args}
-        for name, b in p.buffers.items():
-            if b.place == "input" and name in launched:
-                self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+        for b in p.buffers:
+            if b.place == "input" and b.name in launched:
+                self.line(f"P[{self.slot(b.name)}] = {b.name}.data_ptr()")
         self.steps(launched)
         outs = f"[{''.join(o + ', ' for o in self.results())}]"
         self.line(f"return {outs if self.promises is None else self.compared(self.promises, outs)}")
@@ -193,7 +193,7 @@ class Writer:
 
     def compared(self, m: Promises, outs: str) -> str:
         """The results, once they are known to be what torch was told."""
-        over = {b.over for b in self.p.buffers.values()}
+        over = {b.over for b in self.p.buffers}
         donated = self.const(tuple(k for k, name in enumerate(self.p.inputs) if name in over))
         strides = "".join(("None" if s is None else self.shape(s)) + ", " for s in m.strides)
         return f"kept({outs}, held, ({strides}), {self.const(m.results)}, {self.const(m.inputs)}, {donated})"
@@ -205,22 +205,19 @@ class Writer:
         for k, name in enumerate(names):
             self.line(f"P[{self.slot(name)}] = seeds.data_ptr() + {16 * k}")
 
-    def bind_sizes(self, ready: set[str]) -> None:
-        for s, source in self.symbols.items():
-            if source[0] in ("size", "stride") and source[1] in ready and s not in self.bound:
-                steps = "shape" if source[0] == "size" else "stride()"
-                self.line(f"{s.name} = {source[1]}.{steps}[{source[2]}]")
-                self.bound.add(s)
-        for s, source in self.symbols.items():
-            if source[0] == "text" and s not in self.bound and source[2] <= {b.name for b in self.bound}:
-                self.line(f"{s.name} = {source[1]}")
-                self.bound.add(s)
+    def find_numbers(self, ready: Sequence[str]) -> None:
+        """Those that follow from what is there now."""
+        self.there.update(ready)
+        while found := [s for s, h in self.unknown.items() if h.needs <= self.there]:
+            for s in found:
+                self.line(f"{s.name} = {self.unknown.pop(s).text}")
+            self.there.update(s.name for s in found)
 
     def allocate(self, name: str, launched: set[str]) -> None:
-        b = self.p.buffers[name]
+        b = self.buffers[name]
         layout = f"{self.shape(b.shape)}, {self.shape(b.strides)}"
         if b.place == "over":
-            old = self.p.buffers[b.over]
+            old = self.buffers[b.over]
             same = (b.shape, b.strides) == (old.shape, old.strides)
             self.line(f"{name} = {b.over}" + ("" if same else f".as_strided({layout})"))
         else:
@@ -232,22 +229,28 @@ class Writer:
 
     def is_of(self, name: str, least: int) -> bool:
         """Whether a buffer may have that many bytes."""
-        size = nbytes(self.p.buffers[name])
+        size = nbytes(self.buffers[name])
         return size is None or size >= least
 
     def steps(self, launched: set[str]) -> None:
         """Memory comes when the first step needs it, and goes after the last."""
         p = self.p
         pending: list[tuple[Step, tuple[str, ...], tuple[str, ...]]] = []  # with its operators, and its buffers
+        along = Along()
         sizes: dict[str, int] = {}  # texts
         dead: list[str] = []
         lives = lifetimes(p)
         begins: dict[int, list[str]] = {}
-        for name, b in p.buffers.items():
+        for b in p.buffers:
             if b.place in ("output", "alloc", "over"):  # one that no step knows, comes last: then all sizes are known
-                begins.setdefault(lives[name][0] if name in lives else len(p.steps), []).append(name)
+                begins.setdefault(lives[b.name][0] if b.name in lives else len(p.steps), []).append(b.name)
 
         def flush() -> None:
+            if along.tables:
+                name = self.named(self.tables, "table", tuple(along.tables))
+                where = "".join(f", P[{slot}]" for slot in along.slots)
+                self.line(f"m{name}{where} = {name}(P, ({''.join(x + ', ' for x in along.lists)}))")
+                along.clear()
             if pending:
                 plan = self.named(self.plans, "plan", tuple(step for step, _, _ in pending))
                 table = "(" + "".join(s + ", " for s in sizes) + ")"
@@ -262,7 +265,7 @@ class Writer:
 
         def begin(k: int) -> None:
             new = begins.get(k, ())
-            fresh = [name for name in new if p.buffers[name].place != "over"]
+            fresh = [name for name in new if self.buffers[name].place != "over"]
             if any(self.is_of(name, HEAVY) for name in fresh) and any(self.is_of(name, HEAVY) for name in dead):
                 flush()
             for name in new:
@@ -271,21 +274,20 @@ class Writer:
         for k, step in enumerate(p.steps):
             begin(k)
             if isinstance(step, Launch):
-                places = [p.buffers[name] for name in step.args]
-                pointers = tuple((0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
-                                 for b in places)
-                names = [s.name for s in p.kernels[step.kernel].sizes]
+                places = [self.buffers[name] for name in step.args]
                 if step.lengths:
-                    pointers, names = self.table(pointers, step.lengths)
-                elif self.bounded and self.bounded[step.kernel]:
-                    names += [text for b in places for text in self.extent(b)]
+                    pointers, names = self.table(step, along)
+                else:
+                    pointers, names = tuple(map(self.pointer, places)), [s.name for s in p.kernels[step.kernel].sizes]
+                    if self.bounded and self.bounded[step.kernel]:
+                        names += [text for b in places for text in self.extent(b)]
                 slots = tuple(sizes.setdefault(s, len(sizes)) for s in names)
                 known = step.args if self.bounded and self.bounded[step.kernel] else ()
                 pending.append((Step(step.kernel, pointers, slots), step.origins, known))
             else:
                 flush()
                 self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
-            dead += p.frees.get(k, ())
+            dead += p.frees[k]
             if not pending:
                 flush()
         begin(len(p.steps))
@@ -299,13 +301,32 @@ class Writer:
             return "0", str(size // b.dtype.itemsize)
         return f"-{b.name}.storage_offset()", f"elements_from({b.name})"
 
-    def table(self, pointers: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
-              ) -> tuple[tuple[tuple[int, int], ...], list[str]]:
-        """A table for these pointers: its own two, and the sizes that go with them."""
-        name = self.named(self.tables, "table", Table(pointers, lengths))
-        slots = self.slot(f"{name} addresses"), self.slot(f"{name} blocks")
-        self.line(f"m{name}, P[{slots[0]}], P[{slots[1]}] = {name}(P)")
-        return tuple((slot, 0) for slot in slots), [str(n) for n in sizes_of(len(lengths), blocks_of(lengths))]
+    def pointer(self, b: BufferPlan) -> tuple[int, int]:
+        return (0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
+
+    def table(self, s: Launch, along: Along) -> tuple[tuple[tuple[int, int], ...], list[str]]:
+        """A table for a launch: its own two pointers, and the sizes that go with them."""
+        kernel, rows = self.p.kernels[s.kernel], len(s.lengths)
+        assert isinstance(kernel, TableKernel)
+        blocks, steps = counts_of(s.lengths), kernel.steps()
+        columns: list[Column] = []
+        each = len(s.args) // len(kernel.columns)
+        for k, p in enumerate(kernel.columns):
+            names = s.args[k * each : (k + 1) * each]
+            found = [self.buffers[name] for name in names]
+            if found[0].place == "list":
+                columns.append(along.lists.setdefault(names[0], len(along.lists)))
+            elif len(found) == rows:
+                columns.append(tuple(map(self.pointer, found)))
+            else:  # one after the other, unless all rows read the same
+                counts = blocks if steps.get(p.name, 1) > 1 else [1 if found[0].shape else 0] * rows
+                slot, first = self.pointer(found[0])
+                before = accumulate(counts[:-1], initial=0)
+                columns.append(tuple((slot, first + n * p.dtype.itemsize) for n in before))
+        along.tables.append(Table(tuple(columns), s.lengths))
+        slots = [self.slot(f"table {len(self.slots)}") for _ in range(2)]
+        along.slots += slots
+        return tuple((slot, 0) for slot in slots), [*map(str, sizes_of(s.lengths)), *(n.name for n in s.numbers)]
 
     def copy(self, c: Copy) -> None:
         self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)})")
@@ -365,10 +386,10 @@ class Writer:
             for name, k in zip(c.names, c.outputs, strict=True):
                 self.line(f"{name} = {got}[{k}]")
             self.line(f"del {got}")
-        self.bind_sizes(set(c.names))
+        self.find_numbers(c.names)
         for name in c.names:
-            if name in self.p.buffers:
-                b = self.p.buffers[name]
+            if name in self.buffers:
+                b = self.buffers[name]
                 strides = self.shape(b.strides)
                 if c.outputs is not None:  # not every rule of torch's for the dtypes of several results is right
                     self.line(f"if {name}.dtype is not {b.dtype}: {name} = {name}.to({b.dtype})")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
+import struct
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +24,9 @@ from flambeau.errors import BoundsError, CompileError
 from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
 from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
 from flambeau.torch_compat.autograd import keeps_graph
-from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
-from .address_tables import PointerTable
-from .operator_calls import EXTENSION, Prepared
+from .address_tables import AddressTables, Table
+from .operator_calls import EXTENSION, Prepared, operator_named
 from .recordable import Recordable
 from .recording import function_now, recorded
 from .result_checks import kept
@@ -60,23 +59,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Table:
-    """The pointers of a launch along a table."""
-
-    pointers: tuple[tuple[int, int], ...]  # as those of a step, one column after the other
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class LaunchPlan:
     target: str
     source: str  # def run(args): ...
     kernels: tuple[Source, ...] = ()
     plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
-    operators: dict[str, str] = field(default_factory=dict)  # "aten.mm.out"
     views: tuple[View, ...] = ()
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, tuple[Table, ...]] = field(default_factory=dict)  # of the launches of one plan
     calls: dict[str, Prepared] = field(default_factory=dict)
     slots: int = 1  # of the pointer table
     device: torch.device = torch.device("cpu")
@@ -104,10 +94,9 @@ class LaunchPlan:
         loaded: list[Any] = [kernels[k.name] for k in self.kernels]
         scope: dict[str, Any] = {
             **SCOPE, **self.constants,
-            **{name: operator_named(path) for name, path in self.operators.items()},
             **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
                for name, steps in self.plans.items()},
-            **{name: PointerTable(target, self.device, t.pointers, t.lengths) for name, t in self.tables.items()},
+            **{name: AddressTables(target, self.device, tables) for name, tables in self.tables.items()},
             "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
             "fresh": target.fresh,
             "PROTO": [0] * self.slots, "KEY": next(_keys),
@@ -126,22 +115,6 @@ class LaunchPlan:
         if self.overwritten:
             run = keeping(run, self.overwritten)
         return target.guarded(run, self.device)
-
-
-# ---- operators by name ---------------------------------------------------------------------------------
-
-
-def is_operator(x: object) -> bool:
-    return isinstance(x, (OpOverload, HigherOrderOperator))
-
-
-def operator_path(op: Any) -> str:
-    """Where it is found under torch.ops."""
-    return f"higher_order.{op.name()}" if isinstance(op, HigherOrderOperator) else str(op)
-
-
-def operator_named(path: str) -> Any:
-    return operator.attrgetter(path)(torch.ops)
 
 
 def keeping(run: Run, positions: tuple[int, ...]) -> Run:
@@ -171,6 +144,17 @@ class Held:
     def __repr__(self) -> str:
         return f"constant{list(self.tensor.shape)}"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self._kind() == other._kind() and torch.equal(
+            *(h.tensor.reshape(-1).view(torch.uint8) for h in (self, other)))
+
+    def __hash__(self) -> int:
+        return hash(self._kind())
+
+    def _kind(self) -> tuple[Any, ...]:
+        t = self.tensor
+        return t.dtype, t.device, tuple(t.shape), t.stride()
+
 
 def on_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A scalar of the CPU there. As a number it travels with the launch, and nothing waits."""
@@ -188,9 +172,10 @@ def draw_seeds(count: int, device: torch.device) -> torch.Tensor:
     return draw(count, device) if draw else torch.empty((count, 2), dtype=torch.int64, device=device).random_()
 
 
-def as_number(x: float, device: torch.device) -> torch.Tensor:
-    """A number of the run in memory, where kernels can read it."""
-    return torch.full((), float(x), dtype=torch.float64, device=device)
+def word(x: float) -> int:
+    """A number of the run as kernels take it: the bits of a double."""
+    found: int = WORD.unpack(DOUBLE.pack(x))[0]
+    return found
 
 
 class Arena:
@@ -271,8 +256,9 @@ def check_status(bad: tuple[int, int], origins: Origins, steps: tuple[Step, ...]
 
 
 POOL = ArenaPool()
+WORD, DOUBLE = struct.Struct("=q"), struct.Struct("=d")
 SEEDS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {}  # for devices whose random numbers are ours
 _keys = itertools.count()
 # Names that every source may use.
-SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit,
+SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit, "word": word,
                          "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept}

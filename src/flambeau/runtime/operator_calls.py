@@ -7,6 +7,7 @@ Until that is compiled, in the background, and where it cannot be, the same is d
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,12 +15,31 @@ from typing import Any, NamedTuple
 import torch
 
 from flambeau.native.build import Background
-from flambeau.torch_compat.ops import OpOverload
+from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
 TENSOR = ...  # stands for a tensor of the call
 # What an argument of a schema may be, by the name of its type.
 CONSTANTS: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "number": (int, float), "bool": (bool,), "str": (str,)}
+
+
+# ---- operators by name -----------------------------------------------------------------------------------
+
+
+def is_operator(x: object) -> bool:
+    return isinstance(x, (OpOverload, HigherOrderOperator))
+
+
+def operator_path(op: Any) -> str:
+    """Where it is found under torch.ops: "aten.mm.out"."""
+    return f"higher_order.{op.name()}" if isinstance(op, HigherOrderOperator) else str(op)
+
+
+def operator_named(path: str) -> Any:
+    return operator.attrgetter(path)(torch.ops)
+
+
+# ---- prepared calls --------------------------------------------------------------------------------------
 
 
 class Strided(NamedTuple):
@@ -87,6 +107,42 @@ def is_constant(x: Any, kind: str) -> bool:
     if kind.startswith("List["):
         return isinstance(x, list) and kind[5:-1] in CONSTANTS and all(is_constant(y, kind[5:-1]) for y in x)
     return x is None if kind == "Tensor" else isinstance(x, CONSTANTS.get(kind, ()))
+
+
+# ---- random operators that backward runs again (capture/random_replay.py) --------------------------------
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Of the device's generator; the tensor itself is on the CPU."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_random_state(new: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(new)
+    else:
+        torch.get_device_module(device).set_rng_state(new, device)
+
+
+def run_and_save(device: torch.device, op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """(the state, then the results)."""
+    before = random_state(device)
+    return (before, *_several(op(*args, **kwargs)))
+
+
+def run_with(device: torch.device, before: torch.Tensor, op: Any, *args: Any,
+             **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """The results under that state; the generator goes on as if nothing had been drawn."""
+    now = random_state(device)
+    set_random_state(before, device)
+    try:
+        return _several(op(*args, **kwargs))
+    finally:
+        set_random_state(now, device)
+
+
+def _several(x: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x) if isinstance(x, Sequence) else (x,)
 
 
 EXTENSION = Background("calls", "the calls of operators", lambda module: module.open(torch.Tensor), seconds=4,

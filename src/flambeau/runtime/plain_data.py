@@ -5,9 +5,10 @@
     entry = codec.decode(data)         # Malformed, whatever is wrong with the data
 
 The head is JSON. None, booleans, whole numbers and texts stand for themselves; all else is a list whose first element
-says what it is: ["tuple", 1, 2], ["Step", ...] with the fields of that class in their order. The bytes of tensors
-follow the head's line. To decode runs no code but the constructors of the table's classes, each with as many values as
-it has fields, of the types that these are declared with.
+says what it is: ["tuple", 1, 2], ["Step", ...] with the fields of that class in their order. Objects of which there is
+one for each value (expressions, indices) stand in a list before the rest, each after those that it is made of, and are
+["ref", k] everywhere else. The bytes of tensors follow the head's line. To decode runs no code but the constructors of
+the table's classes, each with as many values as it has fields, of the types that these are declared with.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from functools import cache, partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
+
+from .operator_calls import is_operator, operator_named, operator_path
 
 VERSION = 1
 DEPTH = 64  # of lists in lists
@@ -46,6 +49,8 @@ class Record:
     object is made.
     """
 
+    shared = False  # there is one object for each value
+
     def __init__(self, kind: Any, instead: Mapping[str, Any] | None = None, after: Sequence[str] = ()) -> None:
         self.kind, self.name = kind, kind.__name__
         self.fields = kind._fields if issubclass(kind, tuple) else tuple(f.name for f in dataclasses.fields(kind))
@@ -55,6 +60,10 @@ class Record:
 
     def values(self, x: Any) -> list[Any]:
         return [self.instead[f] if f in self.instead else getattr(x, f) for f in (*self.fields, *self.after)]
+
+    def parts(self, x: Any) -> Iterable[Any]:
+        """Of a shared object: those of its kind in it, each after those in itself, and it last. Chains may be long."""
+        return (x,)
 
     def make(self, values: Sequence[Any]) -> Any:
         if self._checks is None:
@@ -71,6 +80,15 @@ class Record:
 
     def new(self, *values: Any) -> Any:
         return self.kind(**dict(zip(self.fields, values)))
+
+
+class Attributes(Record):
+    """A class whose constructor takes just these attributes."""
+
+    def __init__(self, kind: type, shared: bool = False, /, **fields: Any) -> None:
+        self.kind, self.name, self.fields, self.instead, self.after = kind, kind.__name__, tuple(fields), {}, ()
+        self.shared = shared
+        self._checks = [checker(hint) for hint in fields.values()]
 
 
 class Codec:
@@ -109,9 +127,13 @@ class Writer:
         self.codec = codec
         self.tensors: dict[int, tuple[int, torch.Tensor, list[Any]]] = {}  # by identity
         self.storages: dict[int, tuple[int, str, bytes]] = {}
+        self.places: dict[int, int] = {}  # of shared objects, by identity
+        self.shared: list[tuple[Any, Any]] = []  # they, and their data
 
     def whole(self, x: Any) -> bytes:
         root = self.value(x, "", 0)
+        if self.shared:
+            root = ["shared", [data for _, data in self.shared], root]
         blobs = [data for _, _, data in self.storages.values()]
         storages = [[device, len(data)] for _, device, data in self.storages.values()]
         head = [VERSION, storages, [row for _, _, row in self.tensors.values()], root]
@@ -132,16 +154,28 @@ class Writer:
         if kind is dict:
             return ["dict", *[self.value(y, f"{way}[{k!r}]", depth) for k, v in x.items() for y in (k, v)]]
         if (record := self.codec.records.get(kind)) is not None:
-            names = (*record.fields, *record.after)
-            return [record.name, *[self.value(y, f"{way}.{name}", depth)
-                                   for name, y in zip(names, record.values(x), strict=True)]]
+            if not record.shared:
+                return self.record(record, x, way, depth)
+            if id(x) not in self.places:
+                for part in record.parts(x):
+                    if id(part) not in self.places:
+                        data = self.record(record, part, way, 0)
+                        self.places[id(part)] = len(self.shared)
+                        self.shared.append((part, data))
+            return ["ref", self.places[id(x)]]
         if isinstance(x, Enum) and self.codec.enums.get(kind.__name__) is kind:
             return ["enum", kind.__name__, x.name]
         if kind is torch.Tensor:
             return ["tensor", self.tensor(x, way)]
         if (scalar := SCALARS.get(kind)) is not None:
             return scalar(x)
+        if is_operator(x):
+            return ["operator", operator_path(x)]
         raise Unwritable(f"{way or 'it'} is a {kind.__module__}.{kind.__qualname__}")
+
+    def record(self, r: Record, x: Any, way: str, depth: int) -> list[Any]:
+        named = zip((*r.fields, *r.after), r.values(x), strict=True)
+        return [r.name, *[self.value(y, f"{way}.{name}", depth) for name, y in named]]
 
     def tensor(self, t: torch.Tensor, way: str) -> int:
         if id(t) not in self.tensors:
@@ -193,9 +227,15 @@ class Reader:
             self.memory.append(self.bytes(at, whole_number(length)).to(device_named(device)))
             at += length
         self.made: dict[int, torch.Tensor] = {}
+        self.shared: list[Any] = []
 
     def whole(self) -> Any:
-        return self.value(self.root, 0)
+        root = self.root
+        if type(root) is list and root[:1] == ["shared"]:
+            _, objects, root = root
+            for x in objects:
+                self.shared.append(self.value(x, 0))
+        return self.value(root, 0)
 
     def value(self, x: Any, depth: int) -> Any:
         kind = type(x)
@@ -240,6 +280,19 @@ def text(x: Any) -> str:
     if type(x) is not str:
         raise Malformed(f"{x!r:.80} is not a text")
     return x
+
+
+def operator_of(x: list[Any], reader: Reader, depth: int) -> Any:
+    found = operator_named(text(x[1]))
+    if not is_operator(found):
+        raise Malformed(f"{x[1]} is no operator")
+    return found
+
+
+def shared_object(x: list[Any], reader: Reader, depth: int) -> Any:
+    if whole_number(x[1]) < 0:
+        raise Malformed("an object that does not stand before")
+    return reader.shared[x[1]]
 
 
 def device_named(x: Any) -> torch.device:
@@ -292,6 +345,8 @@ READERS: dict[str, Callable[[list[Any], Reader, int], Any]] = {
     "ellipsis": lambda x, r, d: ...,
     "device": lambda x, r, d: device_named(x[1]),
     "tensor": lambda x, r, d: r.tensor(x[1]),
+    "operator": operator_of,
+    "ref": shared_object,
     "enum": lambda x, r, d: entry(entry(r.codec.enums, x[1]).__members__, x[2]),
     "value": lambda x, r, d: entry(r.codec.values, x[1]),
     "dtype": lambda x, r, d: entry(TORCH[torch.dtype], x[1]),
@@ -309,7 +364,8 @@ def hints_of(kind: type, fields: Sequence[str]) -> list[Any]:
     for base in reversed(kind.__mro__):
         for name, hint in vars(base).get("__annotations__", {}).items():
             hint = getattr(hint, "__forward_arg__", hint)  # as a named tuple has it
-            found[name] = hint_in(base.__module__, hint) if isinstance(hint, str) else hint
+            if name in fields:
+                found[name] = hint_in(base.__module__, hint) if isinstance(hint, str) else hint
     return [found.get(name, Any) for name in fields]
 
 

@@ -10,17 +10,12 @@ import torch.fx as fx
 
 from flambeau.ir.nodes import Value
 from flambeau.ir.program import Call, Copy, Program, TableKernel
+from flambeau.ops.facts import facts
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
 from .placement import flat
 
-ALLOWED = ("aten", "prims", "flambeau")  # other operators may do anything, and a capture that fails is costly
-SIZED_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-# They read on the host what the device computed, and no tag says so.
-WAITS = ("item", "_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "multinomial", "histc", "bincount",
-         "segment_reduce", "ctc_loss", "_ctc_loss", "ormqr", "geqrf", "lu_unpack", "record_stream")
-WAITS_PREFIX = ("linalg_", "_linalg_", "unique", "_unique", "masked_select", "nonzero")
-
+MASKS = (torch.bool, torch.uint8)
 
 @dataclass(frozen=True)
 class Recordable:
@@ -74,12 +69,11 @@ def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[
             if isinstance(op, HigherOrderOperator):
                 yield f"{op.name()} runs on the host"
             elif isinstance(op, OpOverload):
-                name = op._schema.name.partition("::")[2]
-                if op.namespace not in ALLOWED:
+                if not facts(op).known:  # it may do anything, and a capture that fails is costly
                     yield f"{op} is an operator from outside of torch"
-                elif SIZED_BY_DATA & set(op.tags) or name in WAITS or name.startswith(WAITS_PREFIX):
+                elif facts(op).waits:
                     yield f"{op} makes the host wait for data"
-                elif any(v.dtype is torch.bool for v in flat(s.args) if isinstance(v, Value)) and "index" in name:
+                elif facts(op).masks and any(v.dtype in MASKS for v in flat(s.args[1:2]) if isinstance(v, Value)):
                     yield f"{op} by a mask makes the host wait for data"
     for n in gm.graph.nodes:
         constant = n.op in ("placeholder", "get_attr", "output") or "lift_fresh" in str(n.target)

@@ -24,20 +24,19 @@ from flambeau.ir.program import (
     Kernel,
     Launch,
     LoopKernel,
-    Program,
     ScanKernel,
     TableKernel,
 )
 
 from .loop_nests import is_empty
-from .memory import buffers_read, lifetimes, nbytes, values_in
+from .memory import ProgramDraft, buffers_read, lifetimes, nbytes, values_in
 
 HEAVY = 1 << 20  # bytes of a result that is worth it
 
 # ---- an input's new value --------------------------------------------------------------------------------
 
 
-def write_mutations(p: Program, graph: Graph) -> None:
+def write_mutations(p: ProgramDraft, graph: Graph) -> None:
     """New values of inputs: written there by the kernels that compute them, else copied at the end."""
     users: dict[str, list[int]] = {}  # the steps that read or write a buffer, or what a call made of its memory
     lies_in: dict[str, set[str]] = {}
@@ -57,7 +56,7 @@ def write_mutations(p: Program, graph: Graph) -> None:
             p.steps.append(Copy(name, v))
 
 
-def write_in_place(p: Program, graph: Graph, name: str, v: Value, users: dict[str, list[int]]) -> bool:
+def write_in_place(p: ProgramDraft, graph: Graph, name: str, v: Value, users: dict[str, list[int]]) -> bool:
     """Let the kernel that computes an input's new value write it straight into that input, where nobody needs the
     old value any more: the kernel itself may read it, at the very place it writes and not in a later stage."""
     b, target = graph.buffers[v.buffer], graph.buffers[name]
@@ -152,7 +151,7 @@ def renamed(x: Any, old: str, new: str) -> Any:
 # ---- over what nobody reads any more ---------------------------------------------------------------------
 
 
-def write_over(p: Program, donated: Collection[str], most: int | None) -> None:
+def write_over(p: ProgramDraft, donated: Collection[str], most: int | None) -> None:
     """Give large results the memory of what their kernel reads last. What lies in the arena (that is, of no more bytes
     than `most`) need not be asked: its places are taken in turns anyway."""
     lives = lifetimes(p)
@@ -178,7 +177,7 @@ def write_over(p: Program, donated: Collection[str], most: int | None) -> None:
                 if is_free(old, k) and fills(p.buffers[a], p.buffers[old]) and (
                         found := in_place(kernel, names[old], names[a])) is not None:
                     kernel = sharing(found, names[old], names[a])
-                    p.buffers[a].place, p.buffers[a].over = "over", old
+                    p.buffers[a] = replace(p.buffers[a], place="over", over=old)
                     taken.add(old)
                     break
         if kernel is not made:

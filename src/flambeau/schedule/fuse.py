@@ -146,7 +146,7 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
 
 
 def _read_together(g: Group, n: Node, j: Joined) -> set[str]:
-    """What both take from the same place at each point. In a domain that was regrouped for both, points that have the
+    """What both read at the same address at each point. In a domain that was regrouped for both, points that have the
     same number may be far from each other."""
     def places(exprs: Iterable[Expr], mapping: Mapping) -> set[tuple[str, tuple[Index, ...]]]:
         return {(e.attr[0], tuple(i.subs(mapping) for i in e.attr[1])) for e in loads(*exprs)}

@@ -25,6 +25,7 @@ from .forms import is_shared
 from .fuse import Group, member_exprs
 
 _INT64 = torch.int64
+_LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
 
 
 def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
@@ -72,6 +73,12 @@ class NestDraft:
     stores: dict[str, Index]
     stage_of: dict[str, int] = field(default_factory=dict)
     bounds: tuple[Expr, Expr] | None = None
+    typical: dict[Sym, Index] = field(default_factory=dict)  # of sizes that are known only at the run
+
+    def about(self, size: Index, unknown: int) -> int:
+        """A size, or what it typically is; loops are chosen by it, and right for any."""
+        size = size.subs(self.typical)
+        return size.const if size.is_const else unknown
 
     def exprs(self) -> list[Expr]:
         out = exprs_of(self.items)
@@ -230,7 +237,7 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
             else:
                 score -= weight
         length = span(v, d)
-        if length.is_const and length.const < t.vector_least:
+        if d.about(length, t.vector_least) < t.vector_least:
             score -= 6
         score += 0.01 * k
         if best is None or score > best_score:
@@ -257,19 +264,22 @@ def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
     stores = [a for _, a, s in d.accesses() if s]
     main = stores or [a for _, a, _ in d.accesses()]
 
-    def step(v: Sym) -> tuple[int, int]:
-        for a in main:
-            c = a.coefficient(v)
-            if c is not None and c is not ZERO:
-                return (0, -c.const) if c.is_const else (0, -(1 << 40))
-        return (1, 0)
-
-    keyed = sorted(enumerate(vars), key=lambda kv: (step(kv[1])[1] if step(kv[1])[0] == 0 else 0, kv[0]))
-    placed = [v for _, v in keyed] if all(step(v)[0] == 0 for v in vars) else list(vars)
+    steps = {v: next((c for a in main if (c := a.coefficient(v)) is not None and c is not ZERO), None) for v in vars}
+    placed = list(vars)
+    if None not in steps.values():
+        placed.sort(key=lambda v: -distance(steps[v], d.typical))
     if vector in placed:
         placed.remove(vector)
         placed.append(vector)
     return placed
+
+
+def distance(step: Index | None, typical: dict[Sym, Index] | None = None) -> int:
+    """In elements, for comparing; of a step that is known only at the run, as if all sizes in it were large."""
+    if step is None:
+        return 0
+    step = step.subs(typical) if typical else step
+    return abs((step if step.is_const else step.subs(dict.fromkeys(step.symbols(), as_index(_LARGE)))).const)
 
 
 def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
@@ -289,7 +299,7 @@ def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
 
 def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning) -> Sym | None:
     """A second variable that is contiguous where the vector variable jumps: a transposition."""
-    if vector is None or not _at_least(vector, t.transpose_least):
+    if vector is None or d.about(vector.size, t.transpose_least) < t.transpose_least:
         return None
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
@@ -297,7 +307,8 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
         if c is None or c is ONE or c is ZERO:
             continue
         for v in vars:
-            if v is not vector and address.coefficient(v) is ONE and _at_least(v, t.vector_least):
+            if v is not vector and address.coefficient(v) is ONE \
+                    and d.about(v.size, t.vector_least) >= t.vector_least:
                 votes[v] = votes.get(v, 0) + 1
     return max(votes, key=lambda v: votes[v]) if votes else None
 
@@ -306,11 +317,13 @@ def _at_least(v: Sym, n: int) -> bool:
     return not v.size.is_const or v.size.const >= n
 
 
-def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities
+def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int]
                 ) -> tuple[LoopKernel, set[str]]:
-    """The kernel of a group, and the buffers it stores beyond those asked for."""
+    """The kernel of a group, and the buffers it stores beyond those asked for. `typical`: values of run-time sizes."""
     d = draft_group(g, buffers, stored)
     has_axes = g.axes is not None
+    if not has_axes:  # a reduction's rounding would depend on the sizes that came first
+        d.typical = {s: as_index(n) for s, n in typical.items()}
     stage(d, has_axes)
     lists = [d.outer, d.inner]
     split_dims(d, lists)
@@ -343,7 +356,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
             row = length
     scratch, extra = bring_forward(d, row, caps, dtype_of)
     if extra:
-        return shape_group(g, buffers, stored | extra, caps)[0], extra
+        return shape_group(g, buffers, stored | extra, caps, typical)[0], extra
     stages: dict[int, list[Item]] = {}
     for i in d.items:
         stages.setdefault(d.stage_of[i.names[0]], []).append(i)
@@ -452,7 +465,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
             vars.remove(v)
             vars.append(v)
             break
-    out_vars.sort(key=lambda v: -c.const if (c := init_address.coefficient(v)) is not None and c.is_const else 0)
+    out_vars.sort(key=lambda v: -distance(init_address.coefficient(v)))
     reads = [init, value, *(() if mask is None else (mask,)),
              *(Expr("index", _INT64, (), t) for t in target if any(isinstance(a, Dyn) for a in t.atoms()))]
     d = NestDraft(vars, out_vars, [Item((out,), "full", tuple(reads))], {out: address, out + "'": init_address})

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flambeau.ir.index import as_index
-from flambeau.ir.nodes import Value
-from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program
+from flambeau.ir.nodes import Graph, Value
+from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Launch, Program, Step
 
 ALIGN = 256  # libraries choose their kernels by what they may assume of pointers, up to this much
 
 
-def buffers_read(step: Launch | Call | Copy) -> set[str]:
+@dataclass
+class ProgramDraft:
+    """A program while passes change it."""
+
+    kernels: list[AnyKernel]
+    steps: list[Step]
+    outputs: list[Any]
+    buffers: dict[str, BufferPlan] = field(default_factory=dict)
+    arena_bytes: int = 0
+    frees: dict[int, tuple[str, ...]] = field(default_factory=dict)  # step -> buffers dead after it
+    notes: list[str] = field(default_factory=list)
+
+    def finished(self, graph: Graph | Program) -> Program:
+        """As the program of a graph, or of another program's arguments."""
+        steps = (replace(s, args=frozen(s.args), kwargs=frozen(s.kwargs)) if isinstance(s, Call) else s
+                 for s in self.steps)
+        return Program(tuple(graph.inputs), tuple(graph.arguments or graph.inputs), tuple(dict(graph.numbers).items()),
+                       tuple(self.kernels), tuple(steps), tuple(self.buffers.values()), frozen(self.outputs),
+                       tuple(graph.seeds), self.arena_bytes,
+                       tuple(self.frees.get(k, ()) for k in range(len(self.steps))), tuple(self.notes))
+
+
+def frozen(x: Any) -> Any:
+    return tuple(map(frozen, x)) if isinstance(x, (list, tuple)) else x
+
+
+def buffers_read(step: Step) -> set[str]:
     if isinstance(step, Launch):
         return set(step.args)
     if isinstance(step, Copy):
@@ -27,7 +55,7 @@ def values_in(x: object) -> Iterable[Value]:
             yield from values_in(y)
 
 
-def lifetimes(p: Program) -> dict[str, tuple[int, int]]:
+def lifetimes(p: Program | ProgramDraft) -> dict[str, tuple[int, int]]:
     """First and last step of each buffer; what the caller gets lives past the end."""
     out: dict[str, tuple[int, int]] = {}
     for k, step in enumerate(p.steps):
@@ -53,7 +81,7 @@ def nbytes(b: BufferPlan) -> int | None:
     return top.const * b.dtype.itemsize if top.is_const else None
 
 
-def plan_memory(p: Program, most: int | None = None) -> None:
+def plan_memory(p: ProgramDraft, most: int | None = None) -> None:
     """Give arena buffers their offsets: largest first, at the lowest place free during their whole life. Those of more
     bytes than `most` are allocated by themselves."""
     lives = lifetimes(p)
@@ -64,7 +92,7 @@ def plan_memory(p: Program, most: int | None = None) -> None:
         # A tensor over the arena is made once: its sizes have to be known too, not only their product with a zero.
         fixed = all(x.is_const for x in (*b.shape, *b.strides))
         if size is None or not fixed or b.name not in lives or (most is not None and size > most):
-            b.place = "alloc"
+            p.buffers[b.name] = replace(b, place="alloc")
         else:
             known.append((size, b))
     placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
@@ -78,7 +106,7 @@ def plan_memory(p: Program, most: int | None = None) -> None:
             if at + size <= o:
                 break
             at = max(at, e)
-        b.offset = at
+        p.buffers[b.name] = replace(b, offset=at)
         placed.append((at, at + size, first, last))
         top = max(top, at + size)
     p.arena_bytes = top

@@ -9,7 +9,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import CHECKED, walk
 from flambeau.ir.index import Index, Sym, as_index, offset_of
 from flambeau.ir.nodes import Buffer, Extern, Graph, Node, Pointwise, Scan, Scatter, Value, contiguous_strides, dim_vars
-from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Kernel, Launch, Program
+from flambeau.ir.program import AnyKernel, BufferPlan, Call, Kernel, Launch, Program, Step
 from flambeau.ir.verify import verify
 
 from .buffer_reuse import write_mutations, write_over
@@ -19,7 +19,7 @@ from .fuse import Group, Single, fuse, reads_elsewhere
 from .inline import inline, materialised
 from .layout import settle_layouts
 from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
-from .memory import lifetimes, plan_memory, values_in
+from .memory import ProgramDraft, lifetimes, plan_memory, values_in
 from .numerics_policy import apply_policy
 from .ordered_scatters import order_scatters
 from .split_reductions import split_reductions
@@ -99,14 +99,14 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     hard = set(materialised(graph))
     stored = set(reads_elsewhere(groups, hard))
     kernels: list[AnyKernel] = []
-    steps: list[Launch | Call | Copy] = []
+    steps: list[Step] = []
     seen: dict[Kernel, int] = {}
     for g in groups:
         kernel: Kernel
         if isinstance(g, Group) and g.is_contract:
             kernel = shape_contract(g, graph.buffers, stored, caps.tuning)
         elif isinstance(g, Group):
-            kernel, extra = shape_group(g, graph.buffers, stored, caps)
+            kernel, extra = shape_group(g, graph.buffers, stored, caps, graph.typical)
             stored |= extra
         else:
             n = g.node
@@ -126,8 +126,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
         if at == len(kernels):
             kernels.append(kernel)
         steps.append(Launch(at, tuple(p.name for p in kernel.params), kernel.origins))
-    p = Program(list(graph.inputs), list(graph.symbols), kernels, steps, {}, list(graph.outputs),
-                list(graph.seeds), notes=notes)
+    p = ProgramDraft(kernels, steps, list(graph.outputs), notes=notes)
     write_mutations(p, graph)
     if caps.tables:
         join_launches(p, caps.tuning.table_launches)
@@ -135,7 +134,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     write_over(p, graph.donated, caps.arena_most)
     forget_unused_kernels(p)
     plan_memory(p, caps.arena_most)
-    return p
+    return p.finished(graph)
 
 
 def checks(g: Group | Single) -> bool:
@@ -143,17 +142,15 @@ def checks(g: Group | Single) -> bool:
     return any(e.op in CHECKED for n in g.nodes for e in walk(*n.exprs()))
 
 
-def forget_unused_kernels(p: Program) -> None:
+def forget_unused_kernels(p: ProgramDraft) -> None:
     used = sorted({s.kernel for s in p.steps if isinstance(s, Launch)})
     place = {old: new for new, old in enumerate(used)}
     p.kernels = [p.kernels[k] for k in used]
-    for s in p.steps:
-        if isinstance(s, Launch):
-            s.kernel = place[s.kernel]
+    p.steps = [replace(s, kernel=place[s.kernel]) if isinstance(s, Launch) else s for s in p.steps]
 
 
-def place_buffers(p: Program, graph: Graph) -> None:
-    used = set(lifetimes(p)) | {v.buffer for v in values_in(p.outputs)} | set(p.inputs)
+def place_buffers(p: ProgramDraft, graph: Graph) -> None:
+    used = set(lifetimes(p)) | {v.buffer for v in values_in(p.outputs)} | set(graph.inputs)
     returned = {v.buffer for v in values_in(p.outputs)}
     from_calls = {n for s in p.steps if isinstance(s, Call) and s.out is None for n in s.names}
     # Memory that a call's result may share must live as long as that result: it is not the arena's.

@@ -7,27 +7,28 @@ blocks of each, and one for what these come to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 
 from flambeau.ir.expr import Expr, const, index_value, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
-from flambeau.ir.program import CHUNK, AnyKernel, Call, Copy, Launch, LoopKernel, Param, Program, TableKernel, exprs_of
+from flambeau.ir.index import ONE, WORD, ZERO, Index, Sym, as_index
+from flambeau.ir.program import CHUNK, AnyKernel, Launch, LoopKernel, Param, Program, Step, TableKernel, exprs_of
 
-Step: TypeAlias = Launch | Call | Copy
+from .memory import ProgramDraft, plan_memory
+
 LENGTH = Sym("length")
 PLACE = Sym("v", LENGTH)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a launch is as a row of a table: the kernel that it shares with others, its pointers, its length."""
+    """What a launch is as a row of a table: the kernel that it shares with others, its pointers, numbers and length."""
 
     kernel: TableKernel
     args: tuple[str, ...]
+    numbers: tuple[Sym, ...]
     length: Index
 
 
@@ -39,6 +40,10 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
     if (k.inner and not reduces_at_once(k, length)) or not is_plain(k, own):
         return None
     mapping = dict.fromkeys(k.outer, ZERO) | dict.fromkeys(k.inner or k.outer, as_index(PLACE))
+    # In the order of their use: by their names they could be in any.
+    numbers = tuple(dict.fromkeys(s for e in walk(*exprs_of(k.items)) if e.op == "index" for s in e.symbols()))
+    own_numbers = tuple(Sym(f"{WORD}{at}", lo=None) for at in range(len(numbers)))
+    mapping |= {s: as_index(mine) for s, mine in zip(numbers, own_numbers)}
     # What is updated in place is one pointer here: all that is read of it, is read before it is written.
     columns = tuple(dict.fromkeys(args))
     names = {p.name: f"r{columns.index(a)}" for p, a in zip(k.params, args, strict=True)}
@@ -61,8 +66,9 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
     body = LoopKernel(
         outer=() if k.inner else vars, inner=vars if k.inner else (), vector=PLACE if vars else None, stages=stages,
         stores=tuple((names[name], at.subs(mapping)) for name, at in k.stores), scratch=frozenset(),
-        params=tuple(Param(r, dtypes[r], r in written) for r in (f"r{at}" for at in range(len(columns)))), sizes=())
-    return Rows(TableKernel(body), columns, length)
+        params=tuple(Param(r, dtypes[r], r in written) for r in (f"r{at}" for at in range(len(columns)))),
+        sizes=own_numbers)
+    return Rows(TableKernel(body), columns, numbers, length)
 
 
 def row_of(k: LoopKernel) -> tuple[Index, Index | None]:
@@ -101,21 +107,23 @@ def reduces_at_once(k: LoopKernel, length: Index) -> bool:
 
 
 def is_plain(k: LoopKernel, own: Index | None) -> bool:
-    """Whether it touches every tensor either at its own point or at one place, and asks nothing else of its index."""
+    """Whether it touches every tensor either at its own point or at one place, and computes with no index but numbers
+    of the run."""
     result = as_index(k.outer[0]) if k.outer and k.inner else None  # of a block
     made = dict(k.stores)
     places: dict[str, Index] = {}
     for name, at in k.accesses():
         if not (at is own or at.is_const or (at is result and name in made)) or places.setdefault(name, at) is not at:
             return False
-    everything = walk(*exprs_of(k.items))
-    return all(e.op == "load" or (e.op not in ("check", "require", "fold") and not e.own_indices()) for e in everything)
+    everything, numbers = walk(*exprs_of(k.items)), {index_value(s) for s in k.sizes}
+    return all(e.op == "load" or e in numbers or (e.op not in ("check", "require", "fold") and not e.own_indices())
+               for e in everything)
 
 
 # ---- launches of a program -------------------------------------------------------------------------------
 
 
-def join_launches(p: Program, fewest: int) -> None:
+def join_launches(p: ProgramDraft, fewest: int) -> None:
     """Launches of one form that do not wait for each other become one, if there are enough. Nothing moves across a
     call."""
     rows = {id(s): as_row(p.kernels[s.kernel], s.args) for s in p.steps if isinstance(s, Launch)}
@@ -133,30 +141,32 @@ def join_launches(p: Program, fewest: int) -> None:
     p.steps = steps
 
 
-def _joined(p: Program, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int],
+def _joined(p: ProgramDraft, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int],
             fewest: int) -> list[Step]:
     """The launches between two calls, those that wait for the same number of others next to each other."""
-    groups: dict[tuple[int, TableKernel], list[Launch]] = {}
+    groups: dict[tuple[int, TableKernel, tuple[Sym, ...]], list[Launch]] = {}
     ranks = ranks_of(p, segment)
     for s, rank in zip(segment, ranks, strict=True):
         row = rows[id(s)]
         if row is not None and row.length.is_const:
-            groups.setdefault((rank, row.kernel), []).append(s)
-    for rank, kernel in [key for key in groups if key[1].body.outer]:  # a tensor of one element is one of length one
-        groups[rank, kernel] += groups.pop((rank, at_one_place(kernel)), [])
+            groups.setdefault((rank, row.kernel, row.numbers), []).append(s)
+    # A tensor of one element is one of length one.
+    for rank, kernel, numbers in [key for key in groups if key[1].body.outer]:
+        groups[rank, kernel, numbers] += groups.pop((rank, at_one_place(kernel), numbers), [])
     groups = {key: found for key, found in groups.items() if len(found) >= fewest}
     if not groups:
         return list(segment)
     taken = {id(s) for found in groups.values() for s in found}
     ordered: list[tuple[int, Step]] = [(rank, s) for s, rank in zip(segment, ranks, strict=True) if id(s) not in taken]
-    for (rank, kernel), found in groups.items():
+    for (rank, kernel, numbers), found in groups.items():
         if kernel not in places:
             places[kernel] = len(p.kernels)
             p.kernels.append(kernel)
         mine = [row for s in found if (row := rows[id(s)]) is not None]
         args = tuple(a for column in zip(*(row.args for row in mine), strict=True) for a in column)
         origins = tuple(dict.fromkeys(o for s in found for o in s.origins))
-        ordered.append((rank, Launch(places[kernel], args, origins, tuple(row.length.const for row in mine))))
+        lengths = tuple(row.length.const for row in mine)
+        ordered.append((rank, Launch(places[kernel], args, origins, lengths, numbers)))
     return [s for _, s in sorted(ordered, key=lambda rs: rs[0])]
 
 
@@ -165,7 +175,7 @@ def at_one_place(k: TableKernel) -> TableKernel:
     return TableKernel(replace(k.body.rewritten(lambda x: x, {PLACE: ZERO}), outer=(), vector=None))
 
 
-def ranks_of(p: Program, segment: list[Launch]) -> list[int]:
+def ranks_of(p: ProgramDraft, segment: list[Launch]) -> list[int]:
     """How many launches of the segment must come before each, one after the other."""
     written: dict[str, int] = {}  # rank of the last that writes a buffer, and of the last that reads it
     read: dict[str, int] = {}
@@ -181,3 +191,24 @@ def ranks_of(p: Program, segment: list[Launch]) -> list[int]:
         for a in writes:
             written[a] = max(written.get(a, -1), rank)
     return ranks
+
+
+# ---- lists of tensors ------------------------------------------------------------------------------------
+
+
+def along_lists(p: Program, launches: Sequence[Rows], lists: Collection[str], lengths: Sequence[int]) -> Program:
+    """The program of one row as that of rows of these lengths, for some of its launches. Inputs among `lists` are lists
+    of tensors, others are read by all rows; what lies between launches is one element for each row."""
+    draft = ProgramDraft([row.kernel for row in launches], [], [])
+    for k, row in enumerate(launches):
+        own = tuple(lengths) if row.kernel.body.outer else (1,) * len(lengths)
+        if any(own):
+            draft.steps.append(Launch(k, row.args, lengths=own, numbers=row.numbers))
+    for b in p.buffers:
+        if any(b.name in row.args for row in launches):
+            between = replace(b, shape=(as_index(len(lengths)),), strides=(ONE,), place="arena")
+            given = replace(b, place="list") if b.name in lists else b
+            draft.buffers[b.name] = given if b.place == "input" else between
+    plan_memory(draft)
+    numbers = tuple((s, h) for s, h in p.numbers if h.needs.isdisjoint(p.inputs))
+    return draft.finished(replace(p, numbers=numbers))

@@ -15,13 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 from flambeau.codegen.source import BlockSource, KernelSource, RangeSource
 from flambeau.config import config
 from flambeau.errors import CompileError, OptionError, UnsupportedError
+from flambeau.targets.background import Closing
 
 if TYPE_CHECKING:
     import torch
@@ -59,25 +62,63 @@ class Plan(Protocol):
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None: ...
 
 
-class Build(ABC):
-    """Kernels on their way."""
+class Build:
+    """Kernels that are being compiled: for each name what it waits for, and `made`, which then gives the kernel."""
 
-    @abstractmethod
+    def __init__(self, waiting: Mapping[str, Sequence[Future[Any]]],
+                 made: Callable[[str], Launch | CompileError]) -> None:
+        self._waiting, self._made = waiting, made
+
     def done(self) -> bool:
         """Whether `wait` would return at once."""
+        done, total = self.count()
+        return done == total
 
     def count(self) -> tuple[int, int]:
         """How many are done, and of how many."""
-        return int(self.done()), 1
+        return sum(all(f.done() for f in futures) for futures in self._waiting.values()), len(self._waiting)
 
-    @abstractmethod
     def wait(self) -> dict[str, Launch | CompileError]:
         """Every source's name with its kernel, or with the reason why that one has none."""
+        out: dict[str, Launch | CompileError] = {}
+        for name in self._waiting:
+            try:
+                out[name] = self._made(name)
+            except Closing:
+                raise
+            except CompileError as error:
+                out[name] = error
+        return out
 
 
 def failed(made: Future[Any]) -> bool:
     """Whether what was compiled is to be tried again: the reason may have been the machine and not the text."""
     return made.done() and (made.exception() is not None or isinstance(made.result(), CompileError))
+
+
+S = TypeVar("S", KernelSource, RangeSource)
+
+
+@dataclass(frozen=True)
+class KeyedSource(Generic[S]):
+    """A source, and the hash of all that its machine code depends on, after which its function is called."""
+
+    source: S
+    key: str
+
+    @property
+    def symbol(self) -> str:
+        return f"k_{self.key[:16]}"
+
+    @property
+    def text(self) -> str:
+        return self.source.text.replace("KERNEL_NAME", self.symbol)
+
+
+def not_compiled(what: str, reason: str, target: str, text: Path | None) -> CompileError:
+    """The error of a kernel whose text was kept, where there was a place for it."""
+    return CompileError(f"{what} did not compile:\n{reason}", target=target,
+                        hint=f"its text is in {text}" if text else None)
 
 
 class Recording(ABC):

@@ -113,7 +113,7 @@ PyObject* load(PyObject*, PyObject* args) {
   int shared, device;
   if (!PyArg_ParseTuple(args, "y#sii", &code, &length, &name, &shared, &device)) return nullptr;
   Handle module = nullptr, function = nullptr, before = nullptr, context = nullptr;
-  // Whoever waits for a build need not be on its device.
+  // The thread that waits for a build may be on another device.
   if (!check(driver.get_context(&before), "cuCtxGetCurrent") || !primary_context(device, context) ||
       !check(driver.set_context(context), "cuCtxSetCurrent")) {
     return nullptr;
@@ -163,6 +163,7 @@ struct Kernel {
   std::vector<std::unique_ptr<Variant>> variants;  // which do not change
   Shapes<Shape> shapes;
   size_t place = 0;  // among the faults
+  uint64_t words = 0;  // bits: the sizes that are just numbers
 };
 
 struct Launch {
@@ -185,7 +186,7 @@ Facts facts_of(const Work& work, int64_t device) {
   uint64_t bits = 0, sizes = 0;
   for (size_t i = 0; i < work.pointer_count; ++i) bits |= static_cast<uint64_t>(work.p[i]);
   for (size_t i = 0; i < work.size_count && i < 63; ++i) sizes |= uint64_t(work.n[i] % 16 == 0) << i;
-  return {device, bits % 16 == 0, sizes};
+  return {device, bits % 16 == 0, sizes & ~work.launch->kernel->words};
 }
 
 const Variant* known(const Kernel& kernel, const Facts& facts) {
@@ -223,7 +224,7 @@ const Variant* made(Launch* launch, const Facts& facts) {
 
 std::shared_ptr<const Shape> shaped(const Work& work) {
   Kernel& kernel = *work.launch->kernel;
-  if (auto known = kernel.shapes.find(work)) return known;
+  if (auto known = kernel.shapes.find(work, kernel.words)) return known;
   Words words;
   if (!kernel.shapes.ask(work.launch->shape, work, words)) return nullptr;
   if (size_t(words.count) != 1 + 3 * work.variant->parts.size()) {
@@ -349,7 +350,8 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *name, *shape, *start, *make;
   int checks;
-  if (!PyArg_ParseTuple(args, "UOOOp", &name, &shape, &start, &make, &checks)) return nullptr;
+  unsigned long long words = 0;
+  if (!PyArg_ParseTuple(args, "UOOOp|K", &name, &shape, &start, &make, &checks, &words)) return nullptr;
   Launch* self = PyObject_New(Launch, type);
   if (self == nullptr) return nullptr;
   self->head.call = launch_call;
@@ -358,6 +360,7 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   self->start = Py_NewRef(start);
   self->make = Py_NewRef(make);
   self->kernel = new Kernel();
+  self->kernel->words = words;
   if (checks) self->kernel->place = 1 + places_given++ % (kPlaces - 1);
   return reinterpret_cast<PyObject*>(self);
 }

@@ -1,16 +1,12 @@
 """How Python calls a kernel: through a small extension module, compiled once, or else through ctypes.
 
-Targets whose kernels are started in another way have an extension of their own (`stored_extension`,
-`build_extension`) in the same form.
+Targets whose kernels are started in another way have an extension of their own (`extension`) in the same form.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +16,7 @@ from flambeau.errors import CompileError
 from flambeau.targets.background import Closing
 from flambeau.targets.base import Launch, Plan, Step
 from flambeau.targets.cache import DiskCache
-from flambeau.targets.toolchain import Toolchain, load_extension, whole_text
+from flambeau.targets.toolchain import Extension, Toolchain, python_headers, whole_text
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +34,17 @@ class Launcher:
 
 def stored_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher | None:
     """The extension if it is in the cache already; the ctypes form where no extension can be compiled."""
-    if not (_include() / "Python.h").exists():
+    if not (python_headers() / "Python.h").exists():
         log.info("Python.h is not installed: kernels are called through ctypes, 3 microseconds slower")
         return CTYPES
-    module = stored_extension(_NAME, toolchain, disk)
+    module = _extension(_NAME, toolchain, disk).stored()
     return None if module is None else Launcher(module.Launch, module.Plan)
 
 
 def build_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher:
     """Compile the extension."""
     try:
-        module = build_extension(_NAME, toolchain, disk)
+        module = _extension(_NAME, toolchain, disk).build()
     except Closing:
         raise
     except (CompileError, ImportError, OSError) as error:
@@ -57,42 +53,15 @@ def build_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher:
     return Launcher(module.Launch, module.Plan)
 
 
-# ---- extension modules: <name>.cpp beside this file ----------------------------------------------------
-
-
 def extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType:
-    """The module, stored by an earlier process or compiled now."""
-    return stored_extension(name, toolchain, disk) or build_extension(name, toolchain, disk)
-
-
-def stored_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType | None:
-    """The module if an earlier process compiled it."""
-    path = disk.get(_key(name, toolchain), ".so")
-    try:
-        return None if path is None else load_extension(name, path)
-    except ImportError as error:  # deleted by another process just now, or on a disk mounted noexec
-        log.info("the cached %s does not load, and is built again: %s", name, error)
-        return None
-
-
-def build_extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType:
-    """Compile the module; CompileError, ImportError or OSError if that does not work."""
-    module, data = toolchain.compile(_text(name), name, disk, lambda path: load_extension(name, path), _include())
-    disk.put(_key(name, toolchain), data, ".so")
+    """The module of <name>.cpp beside this file, stored by an earlier process or compiled now."""
+    found = _extension(name, toolchain, disk)
+    module: ModuleType = found.stored() or found.build()
     return module
 
 
-def _include() -> Path:
-    return Path(sysconfig.get_paths()["include"])
-
-
-def _text(name: str) -> str:
-    return whole_text(_FOLDER / f"{name}.cpp")
-
-
-def _key(name: str, toolchain: Toolchain) -> str:
-    parts = (_text(name), toolchain.identity(), sys.version, str(sysconfig.get_config_var("SOABI")))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def _extension(name: str, toolchain: Toolchain, disk: DiskCache) -> Extension:
+    return Extension(name, whole_text(_FOLDER / f"{name}.cpp"), toolchain, disk)
 
 
 class _CtypesLaunch:

@@ -293,14 +293,19 @@ struct Works {
   std::vector<int64_t> p_, n_;
 };
 
-// What a Python function says of a kernel's sizes, kept for the last few of them. A Shape holds its `sizes`.
+// What a Python function says of a kernel's sizes, kept for the last few of them. A Shape holds its `sizes`. Bit i of
+// `words`: size i is a number that no shape depends on.
 template <class Shape>
 class Shapes {
  public:
   template <class Launch>
-  std::shared_ptr<const Shape> find(const Given<Launch>& given) const {
+  std::shared_ptr<const Shape> find(const Given<Launch>& given, uint64_t words = 0) const {
     for (const auto& shape : kept_) {
-      if (std::equal(shape->sizes.begin(), shape->sizes.end(), given.n, given.n + given.size_count)) return shape;
+      bool same = shape->sizes.size() == given.size_count;
+      for (size_t i = 0; same && i < given.size_count; ++i) {
+        same = shape->sizes[i] == given.n[i] || (i < 64 && (words >> i & 1));
+      }
+      if (same) return shape;
     }
     return nullptr;
   }

@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +25,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flambeau.config import config
 from flambeau.errors import CompileError
@@ -30,6 +33,7 @@ from flambeau.targets.background import Closing, OutOfTime, run
 from flambeau.targets.cache import DiskCache
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 # Without errno and floating-point traps, loops with sqrt or a choice become vectors; no result changes.
 _MATH = ("-fno-math-errno", "-fno-trapping-math")
@@ -180,7 +184,7 @@ def _toolchain(compiler: str, file_identity: str, disk: DiskCache, seconds: int)
 
 
 def _stored(compiler: str, data: bytes | None) -> Toolchain | None:
-    """What an earlier process found out; None if it is not that."""
+    """The probe result of an earlier process; None if the entry is malformed."""
     try:
         version, *lists = json.loads(data or b"")
     except ValueError:
@@ -259,6 +263,48 @@ def whole_text(path: Path) -> str:
     """A text with the files beside it that it includes, so that one hash is enough."""
     return re.sub(r'^#include "([^"]+)"$', lambda found: whole_text(path.parent / found[1]), path.read_text(),
                   flags=re.MULTILINE)
+
+
+def python_headers() -> Path:
+    return Path(sysconfig.get_paths()["include"])
+
+
+@dataclass(frozen=True)
+class Extension:
+    """C++ that is compiled once, and kept on disk under all that it depends on; `more` is what the text does not say.
+
+    It is a module of Python, or what `load` makes of the library.
+    """
+
+    name: str
+    text: str
+    toolchain: Toolchain
+    disk: DiskCache
+    load: Callable[[Path], Any] | None = None
+    more: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        parts = (self.text, self.toolchain.identity(), *self.more, sys.version, str(sysconfig.get_config_var("SOABI")))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def stored(self) -> Any:
+        """What an earlier process compiled; None if there is nothing that loads."""
+        path = self.disk.get(self.key, ".so")
+        try:
+            return None if path is None else self._loaded(path)
+        except (ImportError, OSError) as error:  # deleted by another process just now, or on a disk mounted noexec
+            log.info("the cached %s does not load, and is built again: %s", self.name, error)
+            return None
+
+    def build(self) -> Any:
+        """Compile it; CompileError, ImportError or OSError if that does not work."""
+        made, data = self.toolchain.compile(self.text, self.name, self.disk, self._loaded, python_headers())
+        self.disk.put(self.key, data, ".so")
+        return made
+
+    def _loaded(self, path: Path) -> Any:
+        return load_extension(self.name, path) if self.load is None else self.load(path)
 
 
 def load_extension(name: str, path: Path) -> ModuleType:

@@ -34,6 +34,7 @@ from flambeau.ir.numerics import wants_bits
 from flambeau.pipeline import Options, compile_graph, interpret
 from flambeau.results_file import write_results
 from flambeau.runtime.memory_layout import copied
+from flambeau.testing.one_order import warned
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.aot import aot_function, min_cut_rematerialization_partition
 from flambeau.torch_compat.testing import OpInfo, SampleInput, default_tolerances, op_db
@@ -214,15 +215,8 @@ class _Case:
     def repeats(self, part: int, k: int, y: torch.Tensor) -> bool:
         """Whether eager has this result every time. Sums in any order often agree by chance: torch knows of them, and
         has other kernels or a warning where results shall not depend on the run."""
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                again = self.evaluate(self.call)[part][k]
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        return not differing(again, y)[0] and not any("deterministic implementation" in str(w.message) for w in said)
+        again, refused = warned(lambda: self.evaluate(self.call)[part][k])
+        return not differing(again, y)[0] and not refused
 
     def compare(self, report: Report) -> None:
         assert self.traced is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flambeau.debug
 from codegen.programs import Built, built, run
 from flambeau.ir import build
 from flambeau.ir.build import arg_combine, make_combine, simple_combine
@@ -445,14 +446,14 @@ def test_one_program_for_every_size() -> None:
     for n, m in ((1, 1), (7, 33), (33, 7), (1, 8193), (8193, 1), (3, 10007), (10007, 3), (127, 129), (0, 5),
                  (600, 700)):
         x, y = torch.randn(n, m), torch.randn(n * m)
-        rows, columns, whole, soft1, soft0, run1, run0, turned, top, at, line, run_line = b(x, y)
+        rows, columns, whole, soft1, soft0, run1, run0, transposed, top, at, line, run_line = b(x, y)
         close_sum(rows, x, 1)
         close_sum(columns, x, 0)
         close_sum(whole, x, (0, 1))
         close_sum(line, y, 0)
         e = x.double()
         for ours, exact in ((soft1, e.softmax(1)), (soft0, e.softmax(0)), (run1, e.cumsum(1)), (run0, e.cumsum(0)),
-                            (turned, e.sin().t()), (run_line, y.double().cumsum(0))):
+                            (transposed, e.sin().t()), (run_line, y.double().cumsum(0))):
             close(ours, exact)
         assert torch.equal(top, x.amax(1)) and torch.equal(at, x.argmax(1))
 
@@ -498,3 +499,41 @@ def test_many_column_sums_fit_the_stack() -> None:
                          for k in range(40)], x)
     for k, ours in enumerate(out):
         close(ours, x.sum(0) * (k + 1))
+
+
+# ---- shapes that nobody listed -----------------------------------------------------------------------------
+
+
+def text_of(function: Callable[..., object], *args: Tensor, dynamic: bool = False) -> str:
+    """Of the first kernel, after its results were compared with eager's."""
+    torch.compiler.reset()
+    with flambeau.debug.collect() as graphs:
+        got = torch.compile(function, backend="flambeau", dynamic=dynamic)(*args)
+    torch.testing.assert_close(got, function(*args))
+    return graphs[0].texts[0].text
+
+
+def test_positions_of_extrema_go_row_by_row() -> None:
+    """Several rows joined first would be selects that wait for each other, which compilers write as branches."""
+    x = torch.randn(33, 600)
+    assert " + 4 <= " in text_of(lambda x: x.sum(0), x)
+    assert " + 4 <= " not in text_of(lambda x: x.argmin(0), x)
+
+
+def test_columns_counted_at_the_run_have_no_states_beside_them() -> None:
+    text = text_of(lambda x: x.softmax(1), torch.randn(5, 40, 9), dynamic=True)
+    assert "l < 512" not in text and "l < w" in text
+
+
+def test_a_scatter_fills_memory_in_order_also_where_steps_are_symbols() -> None:
+    x, index, source = torch.randn(50, 30), torch.tensor([3, 3, 7]), torch.randn(3, 30)
+    lines = text_of(lambda x, i, s: x.index_add(0, i, s), x, index, source, dynamic=True).splitlines()
+    first = next(k for k, line in enumerate(lines) if "p3[" in line)
+    assert "p3[o0" in lines[first]  # one loop over all of it, or rows of it
+    assert "for (int64_t o0" in lines[first - 2]
+
+
+@pytest.mark.parametrize("columns", (1, 2, 3, 4, 5))
+def test_scans_of_few_columns(columns: int) -> None:
+    text_of(lambda x: x.cumsum(0), torch.randn(1000, columns))
+    text_of(lambda x: x.cummax(0), torch.randn(1000, columns))

@@ -16,7 +16,7 @@ POINTS = (1, 64, 700)
 
 
 def sampled(x: Value, at: Value, i: tuple):  # type: ignore[no-untyped-def, type-arg]
-    """x at a real position, zero outside, times a weight that is dear."""
+    """x at a real position, zero outside, times a weight that is expensive to compute."""
     place = floor(sin(at.load((i[-1],))) * 12)
     inside = (place >= 0) & (place < x.shape[1].const)
     j = computed(cast(place, torch.int32), 0, x.shape[1].const - 1)

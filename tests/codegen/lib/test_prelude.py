@@ -264,7 +264,7 @@ def test_signs_of_zero(native: Native) -> None:
 
 
 def test_saturating_functions_stay_within_one(native: Native) -> None:
-    """Whoever takes the square root of 1 - erf^2 or the logarithm of 1 - sigmoid relies on it."""
+    """The square root of 1 - erf^2 and the logarithm of 1 - sigmoid rely on it."""
     x = np.linspace(3, 20, 500_000, dtype=np.float32)
     for name in ("tanh", "erf", "sigmoid"):
         for sign in (1, -1):

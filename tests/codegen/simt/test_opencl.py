@@ -266,13 +266,13 @@ def test_one_program_for_every_size(on: str) -> None:
     b = built(make, torch.randn(2, 2), torch.randn(2), dynamic=True, on=on)
     for n, m in ((1, 1), (7, 33), (1, 8193), (3000, 3), (127, 129), (0, 5)):
         x, y = torch.randn(n, m), torch.randn(n * m)
-        rows, columns, soft1, soft0, run1, run0, turned, top, at, line = b(x, y)
+        rows, columns, soft1, soft0, run1, run0, transposed, top, at, line = b(x, y)
         close_sum(rows, x, 1)
         close_sum(columns, x, 0)
         close_sum(line, y, 0)
         e = x.double()
         for ours, exact in ((soft1, e.softmax(1)), (soft0, e.softmax(0)), (run1, e.cumsum(1)), (run0, e.cumsum(0)),
-                            (turned, e.sin().t())):
+                            (transposed, e.sin().t())):
             close(ours, exact)
         assert torch.equal(top, x.amax(1)) and torch.equal(at, x.argmax(1))
 

@@ -35,7 +35,7 @@ def doubled(x: Value) -> Value:
     return build.pointwise(x.shape, lambda i: cast(cast(x.load(i), wide) + cast(x.load(i), wide), x.dtype))
 
 
-def turned(x: Value) -> Value:
+def transposed(x: Value) -> Value:
     return build.pointwise((x.shape[1], x.shape[0]), lambda i: x.load((i[1], i[0])))
 
 
@@ -84,7 +84,7 @@ def test_factors_of_different_width_and_shape() -> None:
 
 
 def test_sizes_of_the_run() -> None:
-    b = built(lambda x: [doubled(x), turned(x)], torch.randn(2, 2), dynamic=True, on=POINTS)
+    b = built(lambda x: [doubled(x), transposed(x)], torch.randn(2, 2), dynamic=True, on=POINTS)
     for shape in ((1, 1), (3, 5), (64, 64), (63, 65), (129, 200), (0, 4)):
         x = torch.randn(shape)
         twice, other = b(x)
@@ -96,8 +96,8 @@ def test_transpositions(on: str) -> None:
     base = torch.randn(131, 300)
     cases = [base, base[3:, 5:], base[:128, :256], base.bfloat16(), base.double(), base > 0, (base * 9).to(torch.int8),
              torch.randn(17, 1000), torch.randn(1000, 17)]
-    b, results = each(lambda x: [turned(x)], cases, on)
-    assert all("turned" in text for text in b.texts) and len(b.texts) == len(cases)
+    b, results = each(lambda x: [transposed(x)], cases, on)
+    assert all("transposed" in text for text in b.texts) and len(b.texts) == len(cases)
     for x, (y,) in zip(cases, results, strict=True):
         assert torch.equal(y, x.t()), (x.shape, x.dtype)
 

@@ -1,8 +1,8 @@
-"""Sums in levels, so that rounding errors do not pile up.
+"""Cascade summation: sums in levels, so that rounding errors do not accumulate.
 
-What is added up one after the other stays short: after a few additions the states, of the lanes of a row or of a block
-of columns, join those of the level above and begin anew, and so on up. A sum of n numbers then has the error of about
-log n additions, as eager's own has, whatever the loops around it are.
+Runs of additions stay short: after a few of them the accumulators, of the lanes of a row or of a block of columns, are
+added to those of the level above and start from zero again, and so on up. A sum of n numbers then has the error of
+about log n additions, as eager's own has, whatever the loops around it are.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from .window_loops import WindowWriter
 
 
 def rounds(c: Combine) -> bool:
-    """Whether its errors pile up: extrema have none, those of products do not depend on the order."""
+    """Whether rounding errors accumulate: extrema have none, and those of products do not depend on the order."""
     return any(e.op == "add" and is_float(e.dtype) for e in walk(*c.result))
 
 
 @dataclass
 class Levels:
-    """Where the states of the upper levels are: arrays of so many lanes, and the number of additions so far."""
+    """The accumulators of the upper levels: their arrays, how many lanes are used, the counter of additions."""
 
     reductions: Sequence[Item]
     states: dict[str, str]
     upper: dict[str, str]
-    lanes: int
+    lanes: str
     count: int
     done: str
     every: int
 
 
 class CascadeWriter(WindowWriter):
-    def levels(self, reductions: Sequence[Item], states: dict[str, str], lanes: int, steps: Index | None, every: int
-               ) -> Levels | None:
-        """Levels above these states for so many steps, `every` of which are done one after the other."""
+    def levels(self, reductions: Sequence[Item], states: dict[str, str], lanes: int, steps: Index | None, every: int,
+               used: str = "") -> Levels | None:
+        """Levels above these accumulators for so many steps, `every` of which are added up before they move up a level.
+        `used`: the number of lanes in use, where it is known only at the run."""
         reductions = [i for i in reductions if rounds(i.joins)]
         if not reductions or steps is not None and steps.is_const and steps.const <= every:
             return None
@@ -53,14 +54,14 @@ class CascadeWriter(WindowWriter):
         for n, ident in identities_of(reductions):
             upper[n] = self.fresh("up")
             self.line(f"alignas(64) {self.d.types[ident.dtype]} {upper[n]}[{count}][{lanes}];")
-            each = f"for (int j = 0; j < {count}; ++j) for (int l = 0; l < {lanes}; ++l)"
+            each = f"for (int j = 0; j < {count}; ++j) for (int l = 0; l < {used or lanes}; ++l)"
             self.line(f"{each} {upper[n]}[j][l] = {self.d.constant(ident.attr, ident.dtype)};")
         done = self.fresh("n")
         self.line(f"{self.d.long} {done} = 0;")
-        return Levels(reductions, states, upper, lanes, count, done, every)
+        return Levels(reductions, states, upper, used or str(lanes), count, done, every)
 
     def rise(self, s: Levels | None) -> None:
-        """One more step is done."""
+        """Count a step, and move the accumulators up where it is time."""
         if s is None:
             return
         self.line(f"++{s.done};")
@@ -75,7 +76,7 @@ class CascadeWriter(WindowWriter):
                                 {n: f"{a}[j - 1]" for n, a in s.upper.items()}, begin=True)
 
     def top(self, s: Levels | None) -> None:
-        """All steps are done: the states take in what is on the levels above them, the smallest first."""
+        """After all steps: add the upper levels to the accumulators, the lowest level first."""
         if s is not None:
             with self.scope(f"for (int j = 0; j < {s.count}; ++j) {{"):
                 self.join_level(s, s.states, {n: f"{a}[j]" for n, a in s.upper.items()})

@@ -23,11 +23,12 @@ Arrays = dict[str, str]
 
 
 class ColumnWriter(LoopWriter[Arrays]):
-    """A block of columns is one thread's."""
+    """One thread reduces a block of columns."""
 
     def __init__(self, dialect: Dialect, kernel: LoopKernel) -> None:
         super().__init__(dialect, kernel)
         self.origin: str | None = None  # first column of the current block
+        self.used = ""  # columns of the current block
         self.shared_by_rows: dict[Expr, str] = {}  # what is the same for all rows of a block
 
     def render(self) -> list[str]:
@@ -44,6 +45,10 @@ class ColumnWriter(LoopWriter[Arrays]):
         how = None if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
         with self.nest(others, how, *(() if single else ((block, self.extent(v), str(width)),))):
             self.end = self.end_of(self.origin, width, v.size)  # which keeps the states in registers, if it is known
+            self.used = str(width)
+            if not v.size.is_const:  # of few columns: states of a whole block would take longer
+                self.used = self.fresh("w")
+                self.line(f"const {self.d.long} {self.used} = {self.end} - {self.origin};")
             for name, level in self.level_of.items():
                 if level == "outer":
                     self.line(f"alignas(64) {self.d.types[self.dtype_of[name]]} o_{self.slot(name)}[{width}];")
@@ -93,7 +98,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         self.shared_by_rows = {}
 
     def finish(self, reductions: Sequence[Item], states: Arrays) -> None:
-        """States are the outer values themselves; what others want goes to memory."""
+        """The accumulators are the results; those that other kernels read are stored."""
         wanted = [n for i in reductions for n in i.names if n in self.address]
         if not wanted:
             return
@@ -108,7 +113,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         return self.loop(self.k.vector, self.origin, self.end, how=LANES)
 
     def column_walk(self, stage: Sequence[Item], arrays: dict[str, str], rows: int = 1) -> None:
-        """A row of a block of columns goes past, or some rows at a time, which are joined first."""
+        """Accumulate one row of a block of columns, or several rows, which are combined with each other first."""
         assert self.k.vector is not None
         at = f"{self.sym(self.k.vector)} - {self.origin}"
         with self.column_loop() as s:
@@ -124,14 +129,16 @@ class ColumnWriter(LoopWriter[Arrays]):
                 self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
 
     def rows_at_a_time(self, stage: Sequence[Item]) -> int:
-        """Those that are written out: where states go through memory, nothing but sums happens, and not much."""
+        """Rows to unroll: several where accumulators spill to memory and the body is short and does nothing but sum."""
         exprs = exprs_of(stage)
         last = self.k.inner[-1].size
         if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * CPU.joined_rows:
             return 1
         if self.width * sum(self.dtype_of[n].itemsize for i in stage for n in i.names) <= CPU.held_bytes:
             return 1
-        if self.of_halves(stage):  # several rows of these are unpacked more slowly
+        if self.of_halves(stage):  # unpacking several rows of half precision at once is slower
+            return 1
+        if any(len(i.names) > 1 for i in stage):  # chains of selects: compilers turn them into branches
             return 1
         inner = any(e.op == "local" and self.level_of[e.attr] != "outer" for e in walk(*exprs))
         return 1 if inner or CPU.joined_rows * written(exprs) > CPU.copied else CPU.joined_rows
@@ -152,19 +159,20 @@ class ColumnWriter(LoopWriter[Arrays]):
                     self.column_walk(stage, arrays, n)
 
     def column_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str]) -> None:
-        """All rows of a nest: where the innermost loop is short they rise several at a time, where long in parts."""
+        """Accumulate all rows of a nest: several short inner loops, or a part of a long one, make a cascade step."""
         outer, v = self.k.inner[:-1], self.k.inner[-1]
         rows = self.rows_at_a_time(stage)
         size = self.part(stage, rows)
         repeats = volume(outer)
         if v.size.is_const and v.size.const <= size:
-            levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.size.const)))
+            levels = self.levels(reductions, arrays, self.width, repeats, max(1, size // max(1, v.size.const)),
+                                 self.used)
 
             def walk_rows() -> None:
                 self.column_rows(stage, arrays, "0", self.extent(v), rows)
                 self.rise(levels)
         else:
-            levels = self.levels(reductions, arrays, self.width, repeats * ceildiv(v.size, size), 1)
+            levels = self.levels(reductions, arrays, self.width, repeats * ceildiv(v.size, size), 1, self.used)
 
             def walk_rows() -> None:
                 with self.parts("0", self.extent(v), size, levels) as (start, end):
@@ -178,12 +186,12 @@ class ColumnWriter(LoopWriter[Arrays]):
         return any(e.dtype.itemsize < 4 for e in loads(*exprs_of(stage)))
 
     def part(self, stage: Sequence[Item], rows: int) -> int:
-        """Rows of columns after which states rise. The errors of halves themselves are much larger than their sum's."""
+        """Rows of a cascade step. Half precision rounds its inputs by much more than a long sum adds."""
         return rows * CPU.joins if rows > 1 else 4 * CPU.additions if self.of_halves(stage) else CPU.additions
 
     def set_identity(self, reductions: Sequence[Item], arrays: dict[str, str]) -> None:
         for name, identity in identities_of(reductions):
-            self.fill(arrays[name], self.width, identity)
+            self.fill(arrays[name], self.used, identity)
 
 
 class SharedColumnWriter(ColumnWriter):
@@ -213,7 +221,7 @@ class SharedColumnWriter(ColumnWriter):
             arrays = {n: f"{partial[n]}[{chunk}]" for n in partial}
             self.set_identity(reductions, arrays)
             part = self.part(items, rows)
-            levels = self.levels(reductions, arrays, self.width, certain and ceildiv(certain, part), 1)
+            levels = self.levels(reductions, arrays, self.width, certain and ceildiv(certain, part), 1, self.used)
             with self.parts(lo, hi, part, levels) as (start, end):
                 if len(k.inner) == 1:
                     self.column_rows(items, arrays, start, end, rows)
@@ -234,5 +242,5 @@ class SharedColumnWriter(ColumnWriter):
             self.join_columns(reductions, states, {n: f"{partial[n]}[0]" for n in partial})
 
     def join_columns(self, reductions: Sequence[Item], states: dict[str, str], parts: dict[str, str]) -> None:
-        with self.scope(f"for (int l = 0; l < {self.width}; ++l) {{", how=LANES):
+        with self.scope(f"for (int l = 0; l < {self.used}; ++l) {{", how=LANES):
             self.join(reductions, states, parts)

@@ -100,7 +100,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
         del self.ranges[v]
 
     def at_once(self, exprs: Sequence[Expr], points: int, size: int) -> Lanes:
-        """So many points side by side, unless that would be much text for a compiler."""
+        """A vector loop over so many points, unless the unrolled text would be long for a compiler."""
         return Lanes(points, size) if written(exprs) * CPU.bodies <= CPU.copied else LANES
 
     def vector_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item]) -> None:
@@ -135,7 +135,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
         self.unroll = before
 
     def map_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item], how: Steps | None) -> None:
-        """The points of v side by side; their windows, where those stay loops, in step."""
+        """A vector loop over v; window loops inside run in lockstep for all lanes."""
         exprs = [e.subs(self.narrowed) for i in items for e in i.exprs]
         with self.in_step(exprs, v, lo, hi, how) as (first, end), self.loop(v, first, end, how=how) as s:
             s.known.update(self.windows)
@@ -165,7 +165,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
             self.fill(names[name], count, identity)
         return names
 
-    def fill(self, array: str, count: int, identity: Expr) -> None:
+    def fill(self, array: str, count: int | str, identity: Expr) -> None:
         start = self.d.constant(identity.attr, identity.dtype)
         self.line(f"for (int l = 0; l < {count}; ++l) {array}[l] = {start};")
 

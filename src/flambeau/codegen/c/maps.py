@@ -121,7 +121,7 @@ class MapWriter(LoopWriter[None]):
         others = tuple(x for x in self.k.outer if x is not v and x is not t)
         tb, vb = Sym(f"{t.name}b", t.size), Sym(f"{v.name}b", v.size)
         how = self.parallel(self.k.outer, self.cost, len(others) + 2)
-        transposed = {e: self.fresh("turned") for e in self.k.transposed_reads()}
+        transposed = {e: self.fresh("transposed") for e in self.k.transposed_reads()}
         side = CPU.transpose_side if transposed else CPU.transpose_side // 2
         high = max(CPU.transpose_bytes // sum(e.dtype.itemsize for e in transposed), 1) if transposed else side
         with self.nest(others, how, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):

@@ -101,7 +101,7 @@ class NestWriter(Writer):
         self.assign(slots, self.combined(c, slots, values))
 
     def factors(self, e: Expr) -> tuple[str, str] | None:
-        """Of a product that a sum takes in with one rounding, where the machine can; None for all else."""
+        """The factors of a product that can be fused into a multiply-add; None for anything else."""
         if self.d.fused and e.op == "mul" and e.dtype in (torch.float32, torch.float64):
             return self.value(e.args[0]), self.value(e.args[1])
         return None

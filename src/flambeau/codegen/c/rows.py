@@ -39,7 +39,7 @@ class Rows(LoopWriter[S]):
 
     def join_lanes(self, reductions: Sequence[Item], arrays: dict[str, str], lanes: int,
                    joined: Callable[[int], None] = lambda lanes: None) -> None:
-        """Halves onto halves, each written out: a loop whose length changes does not become vectors."""
+        """Combine the lanes as a tree, each level unrolled: a loop of variable length does not vectorise."""
         half = lanes // 2
         while half:
             with self.scope(f"for (int l = 0; l < {half}; ++l) {{", how=LANES):
@@ -94,7 +94,7 @@ class Row:
 
 
 class RowWriter(Rows[Row]):
-    """A row is one thread's."""
+    """One thread reduces a row."""
 
     def rows(self) -> None:
         k = self.k
@@ -148,12 +148,12 @@ class RowWriter(Rows[Row]):
 
     def row_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str], lanes: int, hi: str,
                  length: Index | None) -> None:
-        """One row, or all rows of a nest. Short ones rise by a level several at a time, long ones in parts."""
+        """One row, or all rows of a nest: several short rows, or a part of a long one, make a cascade step."""
         outer = self.k.inner[:-1]
         assert length is not None
         steps = ceildiv(length, lanes)
         rows = volume(outer)
-        if steps.is_const and steps.const <= 4 * CPU.additions:  # lanes have small shares of the error
+        if steps.is_const and steps.const <= 4 * CPU.additions:  # split among lanes, the error stays small
             levels = self.levels(reductions, arrays, lanes, rows, max(1, CPU.additions // max(1, steps.const)))
 
             def row() -> None:

@@ -55,7 +55,7 @@ class ScanWriter(NestWriter):
         return out
 
     def copied(self, slots: Mapping[int, str]) -> dict[int, str]:
-        """Variables of their own for what is in some slots."""
+        """Copies of some slots in new variables."""
         names = {}
         for j, slot in slots.items():
             names[j] = self.fresh("st")
@@ -70,7 +70,7 @@ class ScanWriter(NestWriter):
         return self.value(cast(rewrite(self.stored[name], lambda x: running.get(x, x)), self.dtypes[name]))
 
     def advance(self, slots: dict[int, str], values: Sequence[str]) -> None:
-        left = [slots.get(j, value) for j, value in enumerate(values)]  # what nobody needs has no slot, and no reader
+        left = [slots.get(j, value) for j, value in enumerate(values)]  # a component that nothing reads has no slot
         self.assign(slots.values(), self.combined(self.k.combine, left, values, slots))
 
     def step(self, slots: dict[int, str], store: bool = True) -> None:
@@ -88,7 +88,7 @@ class ScanWriter(NestWriter):
             if not self.exact():
                 self.long_row()
                 return
-            # One thread may take the row as it is: the outcome is the same.
+            # A single thread scans the row directly: the result is the same.
             with self.scope(f"if ({self.fl}most_threads() == 1) {{"):
                 self.stretch(self.declare(self.needed))
             with self.scope("else {"):
@@ -110,7 +110,7 @@ class ScanWriter(NestWriter):
             self.step(slots, store)
 
     def taken(self) -> Expr | None:
-        """When all that runs is the new value or the old one by the same condition: that condition."""
+        """The condition, if every component becomes the new value or stays the old one by the same condition."""
         c = self.k.combine
         conditions = {e.args[0] if e.op == "where" and e.args[1:] == (c.right[j], c.left[j]) else None
                       for j in self.needed for e in (c.result[j],)}
@@ -213,7 +213,7 @@ class ScanWriter(NestWriter):
             if one_by_one:
                 self.strips(v, b, end, slots)
                 return
-            with self.axis_loop(), self.loop(v, b, end, how=LANES):
+            with self.axis_loop(), self.loop(v, b, end, how=LANES if width >= CPU.scan_lanes else None):
                 self.step(slots)
 
     def strips(self, v: Sym, b: str, end: str, slots: dict[int, str]) -> None:

@@ -58,7 +58,7 @@ class ScatterWriter(NestWriter):
             self.owned([*outer, *bound], rows)
         elif rows:
             self.divided([*outer, *bound], rows[0])
-        else:  # To pass over what belongs to others takes as long as to write it.
+        else:  # Skipping the elements of other threads takes as long as writing them.
             with self.scope("{"):
                 self.deep(bound)
         return self.scopes[0].lines

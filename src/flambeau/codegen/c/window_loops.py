@@ -21,7 +21,7 @@ from .nest import NestWriter
 class WindowWriter(NestWriter):
     def __init__(self, dialect: Dialect, kernel: Kernel) -> None:
         super().__init__(dialect, kernel)
-        self.windows: dict[Expr, str] = {}  # what windows have come to, at the current point
+        self.windows: dict[Expr, str] = {}  # results of the windows at the current point
 
     def is_apart(self, e: Expr, v: Sym) -> bool:
         """A window that stays a loop, the same for all points of v."""
@@ -74,7 +74,7 @@ class WindowWriter(NestWriter):
 
     def step(self, v: Sym, start: str, end: str, how: Steps | None, known: dict[Expr, str], slots: Sequence[str],
              values: Sequence[Expr]) -> None:
-        """All slots take their new values at once, at every point of the block."""
+        """Update all carries together, at every point of the block."""
         with self.loop(v, start, end, how=how) as s:
             s.known.update(self.windows)
             s.known.update(known)

@@ -91,14 +91,22 @@ template <class To, class From> FL_INLINE To to_int(From x) {
 
 // ---- comparisons and selections ------------------------------------------------------------------------
 
-FL_INLINE bool isnan(float x) { return x != x; }
-FL_INLINE bool isnan(double x) { return x != x; }
-FL_INLINE bool isinf(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
-FL_INLINE bool isinf(double x) { return __builtin_fabs(x) == __builtin_inf(); }
+#define FL_BOTH(name, builtin)                                            \
+  FL_INLINE float name(float x) { return __builtin_##builtin##f(x); }     \
+  FL_INLINE double name(double x) { return __builtin_##builtin(x); }
+#define FL_BOTH_OF_TWO(name)                                                              \
+  FL_INLINE float name(float x, float y) { return __builtin_##name##f(x, y); }            \
+  FL_INLINE double name(double x, double y) { return __builtin_##name(x, y); }
+
+template <class T> FL_INLINE T abs(T x) { return x < T(0) ? T(-x) : x; }
+FL_BOTH(abs, fabs)
+FL_INLINE float infinity(float) { return __builtin_inff(); }
+FL_INLINE double infinity(double) { return __builtin_inf(); }
+template <class T> FL_INLINE bool isnan(T x) { return x != x; }
+template <class T> FL_INLINE bool isinf(T x) { return abs(x) == infinity(x); }
+template <class T> FL_INLINE bool isfinite(T x) { return abs(x) < infinity(x); }
 FL_INLINE bool signbit(float x) { return bitcast<int32_t>(x) < 0; }
 FL_INLINE bool signbit(double x) { return bitcast<int64_t>(x) < 0; }
-FL_INLINE bool isfinite(float x) { return __builtin_fabsf(x) < __builtin_inff(); }
-FL_INLINE bool isfinite(double x) { return __builtin_fabs(x) < __builtin_inf(); }
 
 template <int bytes> struct bits_of;
 template <> struct bits_of<1> { using type = uint8_t; };
@@ -161,30 +169,17 @@ template <class T> FL_INLINE T fmax(T a, T b) { return (b != b) | (a > b) ? a : 
 
 // torch.sign: NaN gives 0.
 template <class T> FL_INLINE T sign(T x) { return T(T(x > T(0)) - T(x < T(0))); }
-template <class T> FL_INLINE T abs(T x) { return x < T(0) ? T(-x) : x; }
-FL_INLINE float abs(float x) { return __builtin_fabsf(x); }
-FL_INLINE double abs(double x) { return __builtin_fabs(x); }
-
-FL_INLINE float copysign(float x, float y) { return __builtin_copysignf(x, y); }
-FL_INLINE double copysign(double x, double y) { return __builtin_copysign(x, y); }
+FL_BOTH_OF_TWO(copysign)
 
 // ---- rounding and roots --------------------------------------------------------------------------------
 
-FL_INLINE float floor(float x) { return __builtin_floorf(x); }
-FL_INLINE double floor(double x) { return __builtin_floor(x); }
-FL_INLINE float ceil(float x) { return __builtin_ceilf(x); }
-FL_INLINE double ceil(double x) { return __builtin_ceil(x); }
-FL_INLINE float trunc(float x) { return __builtin_truncf(x); }
-FL_INLINE double trunc(double x) { return __builtin_trunc(x); }
-FL_INLINE float round(float x) { return __builtin_rintf(x); }  // halves to even, as torch.round
-FL_INLINE double round(double x) { return __builtin_rint(x); }
-FL_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
-FL_INLINE double sqrt(double x) { return __builtin_sqrt(x); }
-FL_INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
-FL_INLINE double rsqrt(double x) { return 1.0 / __builtin_sqrt(x); }
-
-FL_INLINE float nextafter(float x, float y) { return __builtin_nextafterf(x, y); }
-FL_INLINE double nextafter(double x, double y) { return __builtin_nextafter(x, y); }
+FL_BOTH(floor, floor)
+FL_BOTH(ceil, ceil)
+FL_BOTH(trunc, trunc)
+FL_BOTH(round, rint)  // halves to even, as torch.round
+FL_BOTH(sqrt, sqrt)
+template <class T> FL_INLINE T rsqrt(T x) { return T(1) / sqrt(x); }
+FL_BOTH_OF_TWO(nextafter)
 
 // a * b + c with one rounding, in software where the machine has no such instruction.
 FL_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

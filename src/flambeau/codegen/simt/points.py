@@ -14,12 +14,7 @@ import torch
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, const
 from flambeau.ir.index import Sym, as_index, volume
-from flambeau.ir.program import (
-    Item,
-    Kernel,
-    LoopKernel,
-    identities_of,
-)
+from flambeau.ir.program import Item, Kernel, LoopKernel, identities_of
 from flambeau.ir.tuning import POINTS
 
 from ..c.nest import NestWriter

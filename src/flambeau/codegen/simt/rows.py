@@ -73,13 +73,13 @@ class Rows(Several):
             yield s
 
     def shared(self, dtypes: Sequence[DType], times: int = 1) -> list[str]:
-        """Arrays in local memory, so many elements for each work-item; who comes later gets the same ones again."""
+        """Arrays in local memory, so many elements for each work-item; later calls reuse the same arrays."""
         kinds = [self.d.stored[dtype] for dtype in dtypes]
         keys = [(kind, kinds[:k].count(kind)) for k, kind in enumerate(kinds)]
         for key in keys:
             if key not in self._arrays:
                 self._arrays[key] = self.fresh("r")
-                # The function's own scope is the only one where they may stand.
+                # OpenCL allows local arrays only in the scope of the kernel function.
                 self.scopes[0].lines.append(f"{self.d.local} {key[0]} {self._arrays[key]}[{times * self.group}];")
         return [self._arrays[key] for key in keys]
 
@@ -129,7 +129,7 @@ class RowLoops(Rows, PointLoops):
 
     def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: States) -> None:
         stored = [n for i in items if i.combine is None for n in i.names if n in self.full]
-        # A work-item meets the same points in every stage: what it stored, it may read again.
+        # A work-item has the same points in every stage, so it may read back what it stored.
         with self.stretches() as base:
             reads = self.ahead(exprs_of(items))
             if self.is_held():

@@ -161,7 +161,7 @@ class ColumnScan(GroupScan):
         sums = dict(zip(self.kinds, self.shared([*self.kinds.values()]), strict=True))
         with self.scope("{", self.k.outer):
             self.decompose("other", others)
-            # Beyond the last column it is scanned once more, and not stored.
+            # Work-items beyond the last column scan it again, and store nothing.
             last = self.d.minimum.format("column", f"({long})({self.extent(v)} - 1)")
             self.line(f"const {long} {self.sym(v)} = {last};")
             carry = self.declare([*self.kinds])
@@ -183,7 +183,7 @@ class ColumnScan(GroupScan):
                     self.line(self.d.barrier)
 
     def join(self, sums: Mapping[int, str], carry: Mapping[int, str]) -> dict[int, str]:
-        """What lies before the stretch of the work-item; and what is carried on."""
+        """The prefix before the elements of this work-item; `carry` becomes the total so far."""
         before = self.copied(carry)
         with self.scope(f"for (int k = 0; k < {self.group // self.wide}; ++k) {{", how=UNROLLED):
             with self.scope(f"if (k == {self.me} / {self.wide}) {{"):

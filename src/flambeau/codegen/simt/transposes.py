@@ -37,7 +37,7 @@ class Transpose(Several, PointLoops):
         others = [v for v in self.k.outer if v not in (along, across)]
         wide, high = ceildiv(along.size, self.long), ceildiv(across.size, self.high)
         self.total = volume(others) * wide * high * self.group
-        arrays = {e: self.fresh("turned") for e in self.reads}
+        arrays = {e: self.fresh("transposed") for e in self.reads}
         for e, array in arrays.items():  # a column more: neighbours are not in the same bank, whichever way
             self.line(f"{self.d.local} {self.d.stored[e.dtype]} {array}[{self.long * (self.high + 1)}];")
         self.line(f"const {long} {self.me} = {self.d.lane}, block = {self.d.group};")

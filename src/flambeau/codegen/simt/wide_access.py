@@ -65,7 +65,7 @@ class Several(Points):
         lines += [(self.dtypes[name], a) for name, a in stores]
         others = [e for e in loads(*exprs) if e not in reads]
         if any(e.attr[1][0].coefficient(v) is ONE for e in others):
-            return  # they are made one by one, and neighbours should make them side by side
+            return  # computed addresses: neighbouring work-items should access neighbouring elements
         lanes = POINTS.access_bytes // max((dtype.itemsize for dtype, _ in lines), default=POINTS.access_bytes)
         while lanes > 1:
             rows = len(self.flat) == 1 or v.size.is_const and v.size.const % lanes == 0

@@ -256,7 +256,7 @@ class BlockWriter(Writer):
         return self.spread(text, self.loop_axes)
 
     def keep_value(self, name: str, e: Expr) -> str:
-        """The text of an expression, which goes by a name from here on."""
+        """The text of an expression, kept as the local of this name."""
         text = self.value(e)
         self.local_axes[name] = self.axes_of(e)
         self.scopes[-1].locals[name] = text
@@ -369,7 +369,7 @@ def count_text(size: Index, block: int, text: Callable[[Index], str]) -> str:
 
 
 def is_power(e: Expr) -> bool:
-    """Two to the power of something: dividing by it is multiplying by its inverse, to the last bit."""
+    """A power of two: dividing by it is exactly multiplying by its inverse."""
     return e.op == "const" and is_float(e.dtype) and abs(math.frexp(e.attr)[0]) == 0.5 and 2**-14 < abs(e.attr) < 2**14
 
 

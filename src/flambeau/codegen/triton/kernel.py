@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flambeau.ir.index import WORD
 from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
 from flambeau.ir.tuning import UNSCALED, Scale
 
@@ -37,4 +38,5 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
         workspace = workspace or d.workspace
     return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
                        tuple("i64" for _ in kernel.sizes), tuple(parts), workspace,
-                       sites=() if isinstance(kernel, TableKernel) else site_table(kernel))
+                       sites=() if isinstance(kernel, TableKernel) else site_table(kernel),
+                       words=sum(1 << k for k, s in enumerate(kernel.sizes[:64]) if s.name.startswith(WORD)))

@@ -173,7 +173,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.stage(items)
 
     def stages(self) -> list[str]:
-        """All of them over one tile: a reduction is finished where it stands."""
+        """All stages over one tile that holds the whole row: each reduction is finished at once."""
         for items in self.k.stages:
             self.body(items, {})
         return []
@@ -187,7 +187,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.keep(item.names[0], item.level, text)
 
     def take(self, i: Item, states: Carries) -> None:
-        """What lies in the tile: it joins what was carried so far, lane by lane, or is all there is."""
+        """Reduce the tile: accumulate it lane by lane, or, where it is the whole row, finish the reduction."""
         assert self.row is not None
         values = self.operands(i.joins, i.exprs, self.row)
         if not states:
@@ -198,7 +198,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         self.assign(states[i.names[0]], self.combined(i.joins, states[i.names[0]], values))
 
     def finish(self, reductions: Sequence[Item], states: Carries) -> None:
-        """The row's own names mean nothing any more."""
+        """Combine the lanes; variables along the reduced axis go out of scope."""
         assert self.row is not None
         self.masks.pop(self.row, None)
         for v in self.k.inner:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.ops.facts import SPACES, facts, named, overloads_named
+from flambeau.ops.facts import name_of as operator_name
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.autograd import enter_autocast, exit_autocast, log_api_usage_once, set_grad_enabled
 from flambeau.torch_compat.fake import FakeTensor
@@ -23,17 +25,10 @@ TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)  # wha
 ENTER, EXIT = enter_autocast, exit_autocast
 GRADIENTS = set_grad_enabled
 ALSO = (log_api_usage_once,)
-SPACES = ("aten", "prims", "prim", "flambeau")
 BODIES = ("tag_activation_checkpoint", "wrap", "autograd_function_apply")
-# Methods that are about autograd or memory, not about values.
-METHODS = ("backward", "register_hook", "retain_grad", "requires_grad_", "set_", "resize_", "detach_", "record_stream",
-           "tolist", "numpy")
-INPLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
-           "imatmul", "setitem", "delitem")
-RUNNING = {"batch_norm": (1, 2), "instance_norm": (1, 2)}  # statistics, by position
-CALLS = ("linear", "bilinear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum",
-         "tensordot", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-         "conv_transpose2d", "conv_transpose3d", "__matmul__", "imatmul")
+# Python's operators that write to what is on their left: iadd for +=, and so on.
+INPLACE = (*(name for name in dir(operator) if name[0] == "i" and f"__{name[1:]}__" in dir(operator)), "setitem",
+           "delitem")
 
 
 class Refused(Exception):
@@ -137,8 +132,7 @@ def namespace(f: Any) -> str | None:
 
 def is_heavy(n: fx.Node) -> bool:
     """A call of a library, which no kernel reaches across."""
-    name = name_of(n)
-    return (name.partition(".")[0] if isinstance(n.target, OpOverload) else name) in CALLS
+    return named(operator_name(n.target) if isinstance(n.target, OpOverload) else name_of(n)).contracts
 
 
 def operators_in(gm: fx.GraphModule, n: fx.Node) -> float:
@@ -159,7 +153,7 @@ def check_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
             raise Refused(f"{n.name} is a {type(value(n)).__name__}")
         if n.op == "call_module":
             raise Refused(f"it calls the module {n.target}")
-        if n.op == "call_method" and n.target in METHODS:
+        if n.op == "call_method" and named(str(n.target)).stateful:
             raise Refused(f"it calls {n.target}")
         if n.op == "call_function":
             check_function(gm, n)
@@ -176,7 +170,7 @@ def check_function(gm: fx.GraphModule, n: fx.Node) -> None:
             if (body := subgraph(gm, x)) is not None:
                 check_plain(body, ())
     elif (space := namespace(f)) is not None:
-        if space not in SPACES:
+        if space not in SPACES and not facts(f).known:
             raise Refused(f"it calls {f}, whose effects are unknown")
     elif not is_state(n) and f not in ALSO and getattr(f, "__module__", None) not in PURE_MODULES:
         raise Refused(f"it calls {getattr(f, '__module__', '')}.{name_of(n)}, whose effects are unknown")
@@ -192,10 +186,9 @@ def mutated(gm: fx.GraphModule, n: fx.Node) -> Iterator[fx.Node]:
                 yield from nodes_in(x)
     elif (name.endswith("_") and not name.endswith("__")) or name in INPLACE or name in INPLACE_METHODS:
         yield from first
-    elif name in RUNNING:
-        yield from (x for k in RUNNING[name] for x in nodes_in(n.args[k:k + 1]))
-        yield from (x for k in ("running_mean", "running_var") for x in nodes_in(n.kwargs.get(k)))
-    elif (at := inplace_position(n.target)) is not None and (n.kwargs.get("inplace") or any(n.args[at:at + 1])):
+    elif written := named(name).writes:
+        yield from (x for argument in written for x in nodes_in(argument_named(n, argument)))
+    elif argument_named(n, "inplace"):
         yield from first
     yield from nodes_in(n.kwargs.get("out"))
     bodies = [b for x in n.all_input_nodes if (b := subgraph(gm, x)) is not None]
@@ -210,16 +203,22 @@ def nodes_in(x: Any) -> list[fx.Node]:
     return [y for y in pytree.tree_leaves(x) if isinstance(y, fx.Node)]
 
 
+def argument_named(n: fx.Node, name: str) -> Any:
+    """What a call gives for this argument; None if it gives nothing, or its function takes no such argument."""
+    names = parameters(n.target)
+    at = names.index(name) if name in names else len(n.args)
+    return n.args[at] if at < len(n.args) else n.kwargs.get(name)
+
+
 @cache
-def inplace_position(f: Any) -> int | None:
-    """Where a function of torch.nn.functional takes `inplace`."""
-    if getattr(f, "__module__", None) != "torch.nn.functional":
-        return None
-    try:
-        names = list(inspect.signature(f).parameters)
-    except ValueError:  # a builtin
-        return None
-    return names.index("inplace") if "inplace" in names else None
+def parameters(f: Any) -> tuple[str, ...]:
+    """Of a function of torch: in Python, or as the schema of the operator has them."""
+    if getattr(f, "__module__", None) == "torch.nn.functional":
+        try:
+            return tuple(inspect.signature(f).parameters)
+        except ValueError:  # a builtin
+            return ()
+    return tuple(a.name for op in overloads_named((getattr(f, "__name__", ""),))[:1] for a in op._schema.arguments)
 
 
 # ---- modes -------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
@@ -27,7 +26,7 @@ from flambeau.errors import CompileError
 from flambeau.torch_compat import memory as torch_memory
 
 from ..background import Closing, Pool
-from ..base import Allocator, Build, Launch, Plan, Source, Step, Target, failed
+from ..base import Allocator, Build, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
 from ..cache import DiskCache, shared_cache
 from ..launch import CTYPES, Launcher, build_launcher, stored_launcher
 from ..toolchain import CompilerKilled, Toolchain, find_toolchain
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from flambeau.ir.program import AnyKernel
 
 T = TypeVar("T")
+_Kernel: TypeAlias = KeyedSource[KernelSource]
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +47,6 @@ _ALIGNMENT = 64  # one cache line, and the widest vector register
 _LARGE = 32 << 20  # bytes; the C library keeps smaller blocks when they are freed, with their pages
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    source: KernelSource
-    key: str
-
-    @property
-    def symbol(self) -> str:
-        return f"k_{self.key[:16]}"
-
-
 # Filled in by the thread that waits for the compiler.
 _Address: TypeAlias = "Future[int | CompileError]"
 
@@ -65,7 +55,7 @@ class CpuTarget(Target):
     """Kernels are tabled by key as futures of their address: loaded, or on their way."""
 
     name = "cpu"
-    # A call of ours costs two microseconds more; where torch's kernels are good, that takes the longer to earn.
+    # A call of ours costs two microseconds more than torch's: sizes from which on the kernel makes up for it.
     wins: ClassVar[Mapping[str, int]] = {
         **dict.fromkeys(("draws", "volume sampling"), 1 << 12),
         **dict.fromkeys(("cumulative", "max pooling", "average pooling", "adaptive pooling", "resizing", "statistics",
@@ -95,7 +85,7 @@ class CpuTarget(Target):
 
         return render(kernel, name, bounded=True)
 
-    def build(self, sources: Sequence[Source]) -> CpuBuild:
+    def build(self, sources: Sequence[Source]) -> Build:
         if self._pid != os.getpid():
             self._start()
         # Settings are read here: an override holds in the caller's thread only.
@@ -118,7 +108,12 @@ class CpuTarget(Target):
             futures = {name: self._kernels[kernel.key] for name, kernel in by_name.items()}
         for unit in group(list(missing.values()), jobs):
             self._pool(jobs).submit(self._compile_unit, unit, toolchain, disk)
-        return CpuBuild(self, futures)
+
+        def made(name: str) -> Launch | CompileError:
+            address = futures[name].result()
+            return address if isinstance(address, CompileError) else self.launcher().launch(address, name)
+
+        return Build({name: (future,) for name, future in futures.items()}, made)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
         return self.launcher().plan(steps)
@@ -233,27 +228,8 @@ class CpuTarget(Target):
     def _fail(self, unit: Sequence[_Kernel], reason: str, disk: DiskCache) -> None:
         for kernel in unit:
             path = disk.put(kernel.key, unit_text([kernel]).encode(), ".cpp")
-            self._kernels[kernel.key].set_result(CompileError(
-                f"the kernel {kernel.source.name} did not compile:\n{reason}", target=self.name,
-                hint=f"its text is in {path}" if path else None))
-
-
-class CpuBuild(Build):
-    def __init__(self, target: CpuTarget, futures: dict[str, _Address]) -> None:
-        self._target = target
-        self._futures = futures
-
-    def done(self) -> bool:
-        return all(future.done() for future in self._futures.values())
-
-    def count(self) -> tuple[int, int]:
-        return sum(future.done() for future in self._futures.values()), len(self._futures)
-
-    def wait(self) -> dict[str, Launch | CompileError]:
-        results = {name: future.result() for name, future in self._futures.items()}
-        make = self._target.launcher().launch
-        return {name: result if isinstance(result, CompileError) else make(result, name)
-                for name, result in results.items()}
+            self._kernels[kernel.key].set_result(
+                not_compiled(f"the kernel {kernel.source.name}", reason, self.name, path))
 
 
 def kernel_key(source: KernelSource, identity: str) -> str:
@@ -279,8 +255,7 @@ def unit_text(kernels: Sequence[_Kernel]) -> str:
     headers = dict.fromkeys(header for kernel in kernels for header in kernel.source.headers)
     parts = ["#include <stdint.h>", *(f'#include "{header}"' for header in headers)]
     for kernel in kernels:
-        text = kernel.source.text.replace("KERNEL_NAME", kernel.symbol)
-        parts.append(f"namespace n_{kernel.symbol} {{\n{text}\n}}")
+        parts.append(f"namespace n_{kernel.symbol} {{\n{kernel.text}\n}}")
     return "\n".join(parts) + "\n"
 
 
@@ -291,7 +266,7 @@ def _finished(value: T) -> Future[T]:
 
 
 def in_large_pages(memory: torch.Tensor) -> None:
-    """Ask for them: to be given 4 KB at a time takes longer than most kernels that write there."""
+    """Ask for huge pages: faulting in 4 KB pages takes longer than most kernels that write there."""
     nbytes = memory.untyped_storage().nbytes()
     if nbytes < _LARGE or _madvise is None:
         return

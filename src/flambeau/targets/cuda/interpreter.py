@@ -49,9 +49,17 @@ class InterpreterTarget(BlockTarget):
         source = self.render(kernel, name)
         return source if isinstance(kernel, TableKernel) else replace(source, bounded=True, origins=kernel.origins)
 
-    def build(self, sources: Sequence[Source]) -> InterpreterBuild:
+    def build(self, sources: Sequence[Source]) -> Build:
         interpreted_triton()
-        return InterpreterBuild(sources)
+        texts = {source.name: source for source in sources if isinstance(source, BlockSource)}
+
+        def made(name: str) -> Launch | CompileError:
+            try:
+                return offered(texts[name], InterpreterLaunch(texts[name]))
+            except SyntaxError as error:
+                return CompileError(f"the kernel {name} does not parse: {error}", target=self.name)
+
+        return Build(dict.fromkeys(texts, ()), made)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
         return OpenPlan(self, steps) if is_open(steps) else PythonPlan(steps)
@@ -69,27 +77,6 @@ class InterpreterTarget(BlockTarget):
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
-
-
-class InterpreterBuild(Build):
-    """Nothing is compiled; a text that does not parse shows when it is loaded."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> dict[str, Launch | CompileError]:
-        out: dict[str, Launch | CompileError] = {}
-        for source in self._sources:
-            assert isinstance(source, BlockSource)
-            try:
-                out[source.name] = offered(source, InterpreterLaunch(source))
-            except SyntaxError as error:
-                out[source.name] = CompileError(f"the kernel {source.name} does not parse: {error}",
-                                                target=InterpreterTarget.name)
-        return out
 
 
 class InterpreterLaunch:
@@ -187,7 +174,7 @@ def from_bfloat16(bits: Any) -> Any:
 
 
 def to_bfloat16(numbers: Any) -> Any:
-    """The bits of the nearest, the even one of two."""
+    """The bits of the nearest bfloat16, ties to even."""
     single = np.asarray(numbers, dtype=np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16

@@ -121,15 +121,21 @@ class CudaTarget(BlockTarget):
         self._compiler.prepare()
         self._prepare_extension()
 
-    def build(self, sources: Sequence[Source]) -> CudaBuild:
+    def build(self, sources: Sequence[Source]) -> Build:
         self._prepare_extension()
         device = self.current_device()
-        kernels = {}
+        kernels: dict[str, CudaKernel] = {}
+        codes: dict[str, _Codes] = {}
         for source in sources:
             assert isinstance(source, BlockSource)
-            kernel = CudaKernel(self, source)
-            kernels[kernel] = kernel.start(device, True, 0)
-        return CudaBuild(kernels, device)
+            kernels[source.name] = CudaKernel(self, source)
+            codes[source.name] = kernels[source.name].start(device, True, 0)
+
+        def made(name: str) -> Launch:
+            kernels[name].loaded(codes[name], device)  # what does not load is known now, not at the first call
+            return offered(kernels[name].source, kernels[name].launch())
+
+        return Build(codes, made)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
         plan: Plan = OpenPlan(self, steps) if is_open(steps) else self.launcher().Plan(steps)
@@ -278,30 +284,9 @@ class CudaKernel:
     def launch(self) -> Launch:
         if self._launch is None:
             self._launch = self.target.launcher().Launch(
-                self.source.name, shape_function(self.source), self.start, self.make, checks_data(self.source))
+                self.source.name, shape_function(self.source), self.start, self.make, checks_data(self.source),
+                self.source.words)
         return self._launch
-
-
-class CudaBuild(Build):
-    def __init__(self, kernels: Mapping[CudaKernel, _Codes], device: int) -> None:
-        self._kernels = kernels
-        self._device = device
-
-    def done(self) -> bool:
-        return all(future.done() for codes in self._kernels.values() for future in codes)
-
-    def count(self) -> tuple[int, int]:
-        return sum(all(f.done() for f in codes) for codes in self._kernels.values()), len(self._kernels)
-
-    def wait(self) -> dict[str, Launch | CompileError]:
-        out: dict[str, Launch | CompileError] = {}
-        for kernel, codes in self._kernels.items():
-            try:
-                kernel.loaded(codes, self._device)  # what does not load is known now, not at the first call
-                out[kernel.source.name] = offered(kernel.source, kernel.launch())
-            except CompileError as error:
-                out[kernel.source.name] = error
-        return out
 
 
 class _Memory:

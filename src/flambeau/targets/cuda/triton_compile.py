@@ -35,7 +35,7 @@ from flambeau.config import config
 from flambeau.errors import CompileError
 
 from ..background import Child, Pool, check
-from ..base import failed
+from ..base import failed, not_compiled
 from ..cache import DiskCache, shared_cache
 from .libdevice import toolkit_library
 
@@ -140,9 +140,8 @@ class TritonCompiler:
             answer = workers.ask(request)
             if "error" in answer:
                 path = disk.put(key, request["text"].encode(), ".txt")
-                made.set_result(CompileError(
-                    f"{request['function']} of the kernel {name} did not compile:\n{answer['error']}",
-                    target="cuda", hint=f"its text is in {path}" if path else None))
+                what = f"{request['function']} of the kernel {name}"
+                made.set_result(not_compiled(what, answer["error"], "cuda", path))
                 return
             code = Code(answer["name"], answer["warps"], answer["shared"], answer["scratch"],
                         base64.b64decode(answer["code"]))
@@ -158,7 +157,7 @@ def packed(code: Code) -> bytes:
 
 
 def unpacked(data: bytes | None) -> Code | None:
-    """The other way; None if it is something else."""
+    """The code out of a cache entry; None if the entry is malformed."""
     head, _, code = (data or b"").partition(b"\n")
     try:
         fields = json.loads(head)

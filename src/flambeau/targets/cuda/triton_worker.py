@@ -1,8 +1,8 @@
 """A process that compiles Triton kernels: requests come in as lines of JSON, machine code goes out.
 
 It is run by path, with three arguments (the device library's folder, one for temporary files, and the seconds that a
-request may take), and imports neither torch nor Flambeau: Triton
-alone starts in a third of the time, and no process that compiles holds a GPU.
+request may take), and imports neither torch nor Flambeau: Triton alone starts in a third of the time, and no process
+that compiles holds a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def round_as_nvcc() -> None:
 def serve(requests: TextIO, answers: TextIO, seconds: int) -> None:
     """Until the other side closes the pipe."""
     for line in requests:
-        # Whoever asked does not wait longer, and may be gone. No handler: a compiler in native code runs none.
+        # The parent process does not wait longer, and may be gone. No handler: a compiler in native code runs none.
         signal.alarm(seconds + 1)
         try:
             answer = compiled(json.loads(line))

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -20,7 +19,7 @@ from flambeau.codegen.source import LIBRARY, RangeSource
 from flambeau.errors import CompileError
 
 from ..background import Pool, check
-from ..base import failed
+from ..base import KeyedSource, failed, not_compiled
 from ..cache import DiskCache
 from .device import NAME, ClDevice
 
@@ -36,17 +35,11 @@ _CPP = re.compile(r"^#ifdef __cplusplus$.*?^#endif$", re.MULTILINE | re.DOTALL)
 Building: TypeAlias = "Future[pyopencl.Program | CompileError]"
 
 
-@dataclass(frozen=True)
-class Kernel:
-    source: RangeSource
-    key: str
+Kernel: TypeAlias = KeyedSource[RangeSource]
 
-    @property
-    def symbol(self) -> str:
-        return f"k_{self.key[:16]}"
 
-    def functions(self) -> list[str]:
-        return [r.function.replace("KERNEL_NAME", self.symbol) for r in self.source.ranges]
+def functions_of(kernel: Kernel) -> list[str]:
+    return [r.function.replace("KERNEL_NAME", kernel.symbol) for r in kernel.source.ranges]
 
 
 class ClCompiler:
@@ -161,9 +154,8 @@ class ClCompiler:
 
     def _fail(self, kernel: Kernel, text: str, reason: str, disk: DiskCache) -> None:
         path = disk.put(kernel.key, text.encode(), _TEXT)
-        self._programs[kernel.key].set_result(CompileError(
-            f"the kernel {kernel.source.name} did not compile:\n{reason}", target=f"{NAME}, {self._device.name}",
-            hint=f"its text is in {path}" if path else None))
+        self._programs[kernel.key].set_result(
+            not_compiled(f"the kernel {kernel.source.name}", reason, f"{NAME}, {self._device.name}", path))
 
 
 def kernel_key(source: RangeSource, identity: str) -> str:
@@ -173,8 +165,7 @@ def kernel_key(source: RangeSource, identity: str) -> str:
 
 def unit_text(kernels: Sequence[Kernel]) -> str:
     headers = dict.fromkeys(header for kernel in kernels for header in kernel.source.headers)
-    texts = [kernel.source.text.replace("KERNEL_NAME", kernel.symbol) for kernel in kernels]
-    return "\n".join([*map(library, headers), *texts])
+    return "\n".join([*map(library, headers), *(kernel.text for kernel in kernels)])
 
 
 @cache

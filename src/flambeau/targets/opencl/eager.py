@@ -53,10 +53,11 @@ class ClDeviceTarget(OpenClTarget):
         def make(kernel: Kernel, program: pyopencl.Program) -> Launch:
             import pyopencl
 
+            from .compile import functions_of
             from .host import items_function
 
             source, items = kernel.source, items_function(kernel.source)
-            functions = [pyopencl.Kernel(program, name) for name in kernel.functions()]
+            functions = [pyopencl.Kernel(program, name) for name in functions_of(kernel)]
             parts = tuple((f.int_ptr, part.group) for f, part in zip(functions, source.ranges, strict=True))
             number = self._driver.number_of(source) if source.checks else -1
             launch: Launch = launcher.Launch(source.name, device.index, parts, source.itemsizes,

@@ -13,7 +13,7 @@ from flambeau.codegen.source import RangeSource
 from flambeau.errors import Error
 
 from ..base import Step
-from .compile import Kernel
+from .compile import Kernel, functions_of
 from .device import NAME, ClDevice
 from .memory import HostMemory, Span, addresses
 
@@ -28,7 +28,7 @@ class ClLaunch:
         self.device = device
         self.source = kernel.source
         self._items = items_function(kernel.source)
-        self._functions = [pyopencl.Kernel(program, name) for name in kernel.functions()]
+        self._functions = [pyopencl.Kernel(program, name) for name in functions_of(kernel)]
         long = numpy.int64
         kinds = [*(None, long) * len(self.source.itemsizes), *(long,) * self.source.sizes, None, long]
         for function in self._functions:

@@ -20,7 +20,7 @@ from flambeau.errors import CompileError
 from ..base import Build, Launch, Plan, Source, Step, Target
 from ..cache import shared_cache
 from ..cpu.target import in_large_pages
-from .compile import Building, ClCompiler, Kernel
+from .compile import ClCompiler, Kernel
 from .device import NAME, ClDevice, host_device
 
 if TYPE_CHECKING:
@@ -82,13 +82,19 @@ class OpenClTarget(Target):
         self.device.check_dtypes(dtypes_of(kernel))
         return render(kernel, name, replace(self.device.shape, bounded=bounded))
 
-    def build(self, sources: Sequence[Source]) -> ClBuild:
+    def build(self, sources: Sequence[Source]) -> Build:
         device = self.device
         device.check_process()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         compiler = self._compilers.setdefault(device.index, ClCompiler(device, self.keeps_binaries(device)))
         texts = [source for source in sources if isinstance(source, RangeSource)]
-        return ClBuild(self.launch_on(device), compiler.start(texts, disk), compiler, config.compile_timeout)
+        kernels, launch, seconds = compiler.start(texts, disk), self.launch_on(device), config.compile_timeout
+
+        def made(name: str) -> Launch | CompileError:
+            program = compiler.result(*kernels[name], seconds)
+            return program if isinstance(program, CompileError) else launch(kernels[name][0], program)
+
+        return Build({name: (program,) for name, (_, program) in kernels.items()}, made)
 
     def keeps_binaries(self, device: ClDevice) -> bool:
         return True
@@ -110,21 +116,3 @@ class OpenClTarget(Target):
 
     def fresh(self, memory: torch.Tensor) -> None:
         in_large_pages(memory)
-
-
-class ClBuild(Build):
-    def __init__(self, launch: MakeLaunch, kernels: dict[str, tuple[Kernel, Building]], compiler: ClCompiler,
-                 seconds: int) -> None:
-        self._launch = launch
-        self._kernels = kernels
-        self._compiler, self._seconds = compiler, seconds
-
-    def done(self) -> bool:
-        return all(program.done() for _, program in self._kernels.values())
-
-    def wait(self) -> dict[str, Launch | CompileError]:
-        out: dict[str, Launch | CompileError] = {}
-        for name, (kernel, future) in self._kernels.items():
-            program = self._compiler.result(kernel, future, self._seconds)
-            out[name] = program if isinstance(program, CompileError) else self._launch(kernel, program)
-        return out

@@ -1,30 +1,40 @@
-"""Operators of the device that are made of others: those whose results are as large as data say, and their users; and
-draws that sort.
-
-Where the others cannot serve a call either (a dtype that only the CPU has), it goes on to the fallback.
-"""
+"""Operators that the device makes of others: those whose results are as large as data say, and their users; and draws
+that sort. NotImplemented hands a call to the CPU."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flambeau.ir.dtypes import SUPPORTED
 
-from .python_kernels import aten_named, private
+from .facts import describe
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
+def composed(op: Any) -> Callable[[F], F]:
+    """Register what the device computes in the place of this operator."""
+
+    def register(fn: F) -> F:
+        describe(op, composed=fn)
+        return fn
+
+    return register
+
+
+@composed(aten.equal.default)
 def equal(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and bool((x == y).all().item())
 
 
+@composed(aten.nonzero.default)
 def nonzero(x: Tensor) -> Tensor:
     """Elements that are not zero are counted through; each writes its place at its number."""
     mask = (x != 0).reshape(-1)
@@ -41,6 +51,7 @@ def nonzero(x: Tensor) -> Tensor:
     return torch.stack(columns[::-1], 1) if columns else x.new_empty((count, 0), dtype=torch.int64)
 
 
+@composed(aten.masked_select.default)
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     x, mask = torch.broadcast_tensors(x, mask)
     return x.reshape(-1).index_select(0, nonzero(mask.reshape(-1))[:, 0])
@@ -69,6 +80,7 @@ def as_places(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None] | 
     return out
 
 
+@composed(aten.index.Tensor)
 def index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
     places = as_places(x, indices)
     if places is None:
@@ -76,6 +88,7 @@ def index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
     return aten.index.Tensor(x, places)
 
 
+@composed(aten._index_put_impl_.default)
 def index_put_impl_(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False,
                     unsafe: bool = False) -> Tensor:
     mask = indices[0] if len(indices) == 1 else None
@@ -89,6 +102,7 @@ def index_put_impl_(x: Tensor, indices: list[Tensor | None], values: Tensor, acc
     return aten._index_put_impl_.default(x, places, values, accumulate, unsafe)
 
 
+@composed(aten.histc.default)
 def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """Of integers, which the CPU does not count, and code for accelerators takes for granted."""
     if x.is_floating_point():
@@ -130,16 +144,19 @@ def begins_of(rows: Tensor) -> Tensor:
     return torch.cat((other.new_ones(min(rows.shape[0], 1)), other))
 
 
+@composed(aten._unique2.default)
 def unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
     line, order = x.reshape(-1).sort(stable=True)
     starts, number, length = runs(begins_of(line), order, return_inverse, return_counts)
     return line.index_select(0, starts), number.reshape(x.shape) if return_inverse else number, length
 
 
+@composed(aten._unique.default)
 def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False) -> Any:
     return unique2(x, sorted, return_inverse)[:2]
 
 
+@composed(aten.unique_consecutive.default)
 def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
                        ) -> Any:
     if dim is not None and not (x.dim() == 1 and dim in (0, -1)):
@@ -153,6 +170,7 @@ def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: b
 _COLUMNS = 64
 
 
+@composed(aten.unique_dim.default)
 def unique_dim(x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
                ) -> Any:
     if not x.numel() or x.numel() > _COLUMNS * x.shape[dim]:
@@ -164,6 +182,7 @@ def unique_dim(x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = 
     return rows_of_runs(x, dim, rows.index_select(0, order), order)
 
 
+@composed(aten.unique_dim_consecutive.default)
 def unique_dim_consecutive(x: Tensor, dim: int, return_inverse: bool = False, return_counts: bool = False) -> Any:
     if not x.numel():
         return NotImplemented
@@ -180,6 +199,7 @@ def rows_of_runs(x: Tensor, dim: int, rows: Tensor, order: Tensor | None) -> tup
 # ---- draws -----------------------------------------------------------------------------------------------
 
 
+@composed(aten.multinomial.default)
 def multinomial(x: Tensor, n: int, replacement: bool = False, generator: torch.Generator | None = None) -> Tensor:
     """Of numbers p / q with q ~ Exp(1), the largest is at i with the chance of p_i, and so is the next of the rest."""
     if x.dim() not in (1, 2) or not x.is_floating_point() or n <= 0 or x.shape[-1] > 2**24 or (
@@ -207,6 +227,7 @@ def multinomial(x: Tensor, n: int, replacement: bool = False, generator: torch.G
     return torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
 
 
+@composed(aten.randperm.generator_out)
 def randperm(n: int, generator: torch.Generator | None = None, *, out: Tensor) -> Tensor:
     """The order of random numbers, of so many bits that no two are equal."""
     exact = 2 / torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 2**31
@@ -216,27 +237,3 @@ def randperm(n: int, generator: torch.Generator | None = None, *, out: Tensor) -
     if out.shape != (n,):
         out.resize_(n)
     return out.copy_(keys.argsort())
-
-
-_COMPOSED: dict[str, Callable[..., Any]] = {
-    "equal": equal, "nonzero": nonzero, "masked_select": masked_select, "index.Tensor": index,
-    "_index_put_impl_": index_put_impl_, "histc": histc, "_unique": unique, "_unique2": unique2,
-    "unique_consecutive": unique_consecutive, "unique_dim": unique_dim,
-    "unique_dim_consecutive": unique_dim_consecutive, "multinomial": multinomial, "randperm.generator_out": randperm,
-}
-
-
-def register_composed(aten_library: torch.library.Library, otherwise: Callable[..., Any]) -> None:
-    """`otherwise(op, *args)` computes what these cannot."""
-    for name, compute in _COMPOSED.items():
-        aten_library.impl(name, private(_composed(aten_named(name), compute, otherwise)), "PrivateUse1")
-
-
-def _composed(op: Any, compute: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        suits = tensors[0].dtype in SUPPORTED and not tensors[0].is_cpu and len({t.device for t in tensors}) == 1
-        out = compute(*args, **kwargs) if suits else NotImplemented
-        return otherwise(op, *args, **kwargs) if out is NotImplemented else out
-
-    return call

@@ -1,24 +1,15 @@
-"""Operators that PyTorch would compute otherwise on devices like ours than on its CPU, as the CPU computes them.
-
-Convolutions are asked for under a name of their own, and recurrent cells as one fused operator, which the CPU does not
-have. Others are put together out of several, which round in between.
-"""
+"""Recurrent cells as torch asks devices for them: one fused operator, which the CPU does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flambeau.ops.facts import describe
+
 aten = torch.ops.aten
-
-
-def convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any,
-                         transposed: bool, output_padding: Any, groups: int, mask: Any) -> Any:
-    return aten.convolution_backward(grad, x, weight, [grad.shape[1]], stride, padding, dilation, transposed,
-                                     output_padding, groups, mask)
 
 
 def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,24 +59,7 @@ def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> Any:
     return of_input, of_hidden, grad * z, *biases
 
 
-def native_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-                      training: bool, momentum: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Without training nothing is saved for the backward."""
-    out, saved_mean, saved_scale = aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
-    return (out, saved_mean, saved_scale) if training else (out, x.new_zeros(0), x.new_zeros(0))
-
-
-INSTEAD: dict[str, Callable[..., Any]] = {
-    "convolution_overrideable": aten.convolution.default,
-    "convolution_backward_overrideable": convolution_backward,
-    "_thnn_fused_lstm_cell": lstm_cell,
-    "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
-    "_thnn_fused_gru_cell": gru_cell,
-    "_thnn_fused_gru_cell_backward": gru_cell_backward,
-    "addr": aten.addr.default,
-    "mish_backward": aten.mish_backward.default,
-    "native_batch_norm": native_batch_norm,
-    "native_group_norm": aten.native_group_norm.default,
-    "native_layer_norm": aten.native_layer_norm.default,
-    "silu_backward": aten.silu_backward.default,
-}
+describe(aten._thnn_fused_lstm_cell.default, instead=lstm_cell)
+describe(aten._thnn_fused_lstm_cell_backward_impl.default, instead=lstm_cell_backward)
+describe(aten._thnn_fused_gru_cell.default, instead=gru_cell)
+describe(aten._thnn_fused_gru_cell_backward.default, instead=gru_cell_backward)

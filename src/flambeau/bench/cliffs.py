@@ -1,0 +1,235 @@
+"""Where a user would fall off a cliff: random cases beside eager and Inductor, and the worst of them with their limits.
+
+    flambeau bench cliffs --target cuda --cases 1000 --seed 17 --json results/cliffs-cuda.json
+
+Processes share the cases among them and compile side by side; each then measures alone, its backends in turns. On a GPU
+times are the device's, with the second-level cache flushed before each call. A case whose fastest backend takes less
+than 20 microseconds says nothing about kernels: it is left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flambeau.bench.cliff_cases import Case, draw
+from flambeau.bench.floors import TIMES, copy_bandwidth
+from flambeau.bench.harness import alternate, geometric_mean, message, wanted
+from flambeau.bench.parts import Talk, absorb, run, threads
+
+BACKENDS = ("eager", "inductor", "flambeau")
+SHORTEST = 20e-6  # seconds
+BATCH = 16  # cases of a process
+PREPARE = 0.7  # of the time, in which compilers run
+WITHIN = (1.05, 1.1, 1.5, 2.0)  # of the fastest peer
+WORST = 20
+PROFILED = 1.2  # times the fastest peer, from which on the kernels of a case are looked at
+TOLERANCE = 0.1  # of the largest value
+
+
+@dataclass
+class CliffRow:
+    """`kernels`: of ours, and, where it is slow on a GPU, of each backend with registers, occupancy and so on."""
+
+    name: str
+    family: str
+    seed: int
+    bytes: int = 0
+    launches: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    first_s: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def ratio(self) -> float | None:
+        """Ours over the faster of the peers."""
+        peers = [t for name, t in self.seconds.items() if name != "flambeau"]
+        return self.seconds["flambeau"] / min(peers) if peers and "flambeau" in self.seconds else None
+
+    def short(self) -> bool:
+        return bool(self.seconds) and min(self.seconds.values()) < SHORTEST
+
+
+# ---- one process -------------------------------------------------------------------------------------------------
+
+
+def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
+    """Results, and with them the gradients of all floating inputs where the case has them."""
+    function = case.function
+
+    def call(*inputs: Tensor) -> Any:
+        return function(*inputs)
+
+    # Code of its own: else one case would be a recompilation of another, and look through its guards.
+    call.__code__ = call.__code__.replace(co_name=f"case_{case.seed}_{backend}")
+    compiled = call if backend == "eager" else torch.compile(call, backend=backend, dynamic=case.dynamic or None)
+
+    def forward(*inputs: Tensor) -> list[Tensor]:
+        out = compiled(*inputs)
+        return [out] if isinstance(out, Tensor) else list(out)
+
+    gradients: list[Tensor] = []
+
+    def both(*inputs: Tensor) -> list[Tensor]:
+        out = [t for t in forward(*inputs) if t.requires_grad]
+        if not gradients:  # not ones: of the sum of a softmax or a norm there is nothing but rounding
+            draw = torch.Generator(out[0].device).manual_seed(case.seed)
+            gradients.extend(torch.empty_like(t).normal_(generator=draw) for t in out)
+        leaves = [t for t in inputs if t.requires_grad]
+        return out + list(torch.autograd.grad(out, leaves, gradients, allow_unused=True))
+
+    return both if case.gradient else forward
+
+
+def wrong(got: Sequence[Tensor], eager: Sequence[Tensor]) -> str:
+    """A look at the values, so that no wrong kernel is timed; tests elsewhere are the strict ones.
+
+    Where all values are mere rounding, as the gradient of a softmax's sum, any value is right.
+    """
+    for mine, theirs in zip(got, eager, strict=True):
+        if mine is None or theirs is None:
+            continue
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            return f"{mine.dtype}{list(mine.shape)} where eager has {theirs.dtype}{list(theirs.shape)}"
+        if mine.is_floating_point():
+            scale = theirs.double().nan_to_num(0, 0, 0).abs().max().clamp_min(64 * torch.finfo(mine.dtype).eps)
+            off = ((mine.double() - theirs.double()).nan_to_num(0, 0, 0).abs().max() / scale).item()
+            if off > TOLERANCE:
+                return f"off by {off:.1e} of the largest value"
+    return ""
+
+
+def prepare(case: Case, backends: Sequence[str], device: str, talk: Talk,
+            ready: list[tuple[Case, dict[str, Callable[..., Any]]]]) -> None:
+    """Compiles a case for every backend, and compares."""
+    import flambeau.debug
+
+    inputs, steps = case.tensors(device), dict[str, Callable[..., Any]]()
+    eager = step(case, "eager")(*inputs)
+    moved = sum(t.numel() * t.element_size() for t in (*inputs, *eager) if t is not None)
+    talk.tell(rows={case.seed: {"bytes": moved}})
+    for backend in backends:
+        start, run_step = time.perf_counter(), step(case, backend)
+        try:
+            with flambeau.debug.collect() as graphs:
+                got = run_step(*inputs)
+        except Exception as error:  # a failing backend is a result to report, not the end of the run
+            talk.tell(rows={case.seed: {"errors": {backend: message(error)}}})
+            continue
+        told: dict[str, Any] = {"first_s": {backend: time.perf_counter() - start}}
+        if backend == "flambeau":
+            told["launches"] = sum(len(graph.texts) for graph in graphs)
+        if fault := wrong(got, eager):
+            told["errors"] = {backend: f"wrong: {fault}"}
+        talk.tell(rows={case.seed: told})
+        steps[backend] = run_step
+    ready.append((case, steps))
+
+
+def times(calls: dict[str, Callable[[], Any]], device: str, seconds: float) -> dict[str, float]:
+    if device == "cuda":
+        return {name: statistics.median(TIMES["cuda"](call)) for name, call in calls.items()}
+    return {name: statistics.median(t) for name, t in alternate(calls, seconds, (5, 50)).items()}
+
+
+def profiled(calls: dict[str, Callable[[], Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The kernels of a call on a GPU, as torch's profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, call in calls.items():
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                call()
+                torch.cuda.synchronize()
+            seen.export_chrome_trace(path := f"{folder}/{name}.json")
+            events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e.get("cat") == "kernel"]
+            found[name] = [{"name": e["name"][:80], "us": e["dur"], "grid": e["args"].get("grid"),
+                            "registers": e["args"].get("registers per thread"),
+                            "shared": e["args"].get("shared memory"),
+                            "occupancy": e["args"].get("est. achieved occupancy %")} for e in events]
+    return found
+
+
+def part(talk: Talk, seeds: Sequence[int], size: str, device: str, backends: Sequence[str], seconds: float) -> None:
+    """In a process of its own."""
+    from flambeau.torch_compat.dynamo import allow_recompiles
+
+    allow_recompiles(64)
+    ready: list[tuple[Case, dict[str, Callable[..., Any]]]] = []
+    for seed in seeds:
+        talk.attempt(f"case {seed}", partial(prepare, draw(seed, size), backends, device, talk, ready))
+    talk.turn()
+    for case, steps in ready:
+        inputs = case.tensors(device)
+        calls: dict[str, Callable[[], Any]] = {name: partial(call, *inputs) for name, call in steps.items()}
+        found = times(calls, device, seconds)
+        told: dict[str, Any] = {"seconds": found}
+        ours, peers = found.get("flambeau", 0.0), [t for name, t in found.items() if name != "flambeau"]
+        if device == "cuda" and peers and ours > PROFILED * min(peers):
+            told["kernels"] = profiled(calls)
+        talk.tell(rows={case.seed: told})
+
+
+# ---- all of them -------------------------------------------------------------------------------------------------
+
+
+def measure(device: str, size: str, only: str | None, count: int, seed: int, backends: Sequence[str], jobs: int,
+            limit: float) -> Iterator[tuple[list[CliffRow], dict[str, Any]]]:
+    """Rows and summary, again and again as there is more in them. `limit`: seconds for all of it."""
+    cases: list[Case] = []
+    for number in range(seed, seed + 100 * count):
+        if len(cases) < count and wanted(f"{(case := draw(number, size)).family} {case.what}", only):
+            cases.append(case)
+    rows = {case.seed: CliffRow(str(case), case.family, case.seed) for case in cases}
+    bandwidth = copy_bandwidth(torch.device(device))
+    seeds = list(rows)
+    turn = limit * (1 - PREPARE) / max(count, 1)
+    parts = {f"cases {k}": {"seeds": seeds[k:k + BATCH], "size": size, "device": device, "backends": list(backends),
+                            "seconds": turn / 2} for k in range(0, len(seeds), BATCH)}
+    for _, told in run("flambeau.bench.cliffs", parts, jobs, limit, limit * PREPARE, threads(jobs)):
+        for number, more in told.get("rows", {}).items():
+            absorb(rows[int(number)], more)
+        yield list(rows.values()), summarise(list(rows.values()), bandwidth)
+
+
+def summarise(rows: Sequence[CliffRow], bandwidth: float) -> dict[str, Any]:
+    """The distribution of ours over the faster peer, over the cases that are long enough."""
+    ratios = [r for row in rows if not row.short() and (r := row.ratio()) is not None]
+    first = [(row.first_s["flambeau"], row.first_s["inductor"]) for row in rows
+             if {"flambeau", "inductor"} <= row.first_s.keys()]
+    return {"cases": len(ratios), "short": sum(row.short() for row in rows), "bandwidth": bandwidth,
+            "mean": geometric_mean(ratios), "worst": max(ratios, default=0.0),
+            "within": {str(k): sum(r <= k for r in ratios) / max(len(ratios), 1) for k in WITHIN},
+            "compile over inductor": sum(a for a, _ in first) / max(sum(b for _, b in first), 1e-9)}
+
+
+def limits(row: CliffRow, bandwidth: float) -> str:
+    """What a slow case is up against, in short."""
+    ours = row.seconds["flambeau"]
+    words = [f"{ours * bandwidth / max(row.bytes, 1):.1f} × its bytes", f"{row.launches} kernels"]
+    for kernel in row.kernels.get("flambeau", [])[:2]:
+        words.append(f"{kernel['us']:.0f} µs {kernel['registers']} registers {kernel['occupancy']}% occupied")
+    return "; ".join(words)
+
+
+def cliff_chart(rows: Sequence[CliffRow], title: str) -> str:
+    """Our time over the faster peer's, at the percentiles of the distribution and in the worst cases."""
+    from flambeau.report.chart import Series, ratio_chart
+
+    ratios = sorted((r, row.name) for row in rows if not row.short() and (r := row.ratio()) is not None)
+    lines = [(f"{p}% of the cases at most", {"ours": ratios[min(len(ratios) - 1, len(ratios) * p // 100)][0]})
+             for p in (10, 25, 50, 75, 90, 95, 97, 99)]
+    lines += [(name[:44], {"ours": r}) for r, name in ratios[: -WORST - 1: -1]]
+    ours = Series("ours", "Flambeau over the faster of eager and Inductor", "#d1570b", "bar")
+    return ratio_chart(title, lines, [ours])

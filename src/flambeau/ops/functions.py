@@ -1,0 +1,38 @@
+"""Functions and methods of torch, by the names that Dynamo's graphs have for them: what is known of them.
+
+They become operators only after a graph has been cut into regions and looked for in the cache. Nothing is imported here
+that a process without a compilation can do without.
+"""
+
+from __future__ import annotations
+
+from .facts import describe
+
+# They are about autograd or memory, not about values.
+describe("backward", "register_hook", "retain_grad", "requires_grad_", "set_", "resize_", "detach_", "record_stream",
+         "tolist", "numpy", stateful=True)
+
+# Sums of products.
+describe("linear", "bilinear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum",
+         "tensordot", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+         "conv_transpose2d", "conv_transpose3d", "__matmul__", "imatmul", contracts=True)
+
+# Running statistics, which move along in training.
+describe("batch_norm", "instance_norm", writes=("running_mean", "running_var"))
+
+# Dynamo writes them out in others, so that their number may be a tensor.
+describe("addcmul", "addcdiv", number="value")
+describe("add", number="alpha")
+describe("_foreach_lerp", number=2)
+
+# The order of their arguments in memory means nothing to them, and their results are nobody's views.
+describe("conv2d", "batch_norm", "group_norm", "layer_norm", "linear", "matmul", "bmm", "einsum",
+         "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "sigmoid", "tanh", "leaky_relu",
+         "elu", "celu", "selu", "mish", "softplus", "prelu", "clamp", "exp", "sqrt", "rsqrt", "square", "abs", "neg",
+         "add", "sub", "mul", "div", "truediv", "pow", "maximum", "minimum", "where",
+         "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "lp_pool2d", "interpolate", "pad",
+         "cat", "concat", "mean", "sum", "amax", "amin", "clone", "softmax", "log_softmax", any_order=True, fresh=True)
+# And those that may return, or write to, what they were given.
+describe("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "to", "float", "half", "bfloat16",
+         "detach", "permute", "transpose", "movedim", "flatten", "reshape", "chunk", "split", "getitem", "contiguous",
+         "iadd", "isub", "imul", "itruediv", any_order=True)

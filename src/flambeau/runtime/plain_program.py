@@ -1,0 +1,85 @@
+"""Programs and launch plans as plain data: the table of all types that they are made of.
+
+    data = to_plain(program)
+    assert from_plain(data) == program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+
+from flambeau.codegen.source import BlockSource, KernelSource, Part, Range, RangeSource
+from flambeau.ir.expr import Expr, Fold, walk
+from flambeau.ir.faults import Bound, Fault
+from flambeau.ir.index import Atom, Dyn, Index, Op, Sym
+from flambeau.ir.nodes import Combine, Host, Level, Value
+from flambeau.ir.program import (
+    BufferPlan,
+    Call,
+    ContractKernel,
+    Copy,
+    Form,
+    Item,
+    Launch,
+    LoopKernel,
+    Param,
+    Program,
+    ScanKernel,
+    ScatterKernel,
+    TableKernel,
+)
+
+from .address_tables import Table
+from .launch_plan import Held, LaunchPlan, Step, View, laid_out, on_device
+from .operator_calls import Prepared, Strided, run_and_save, run_with
+from .plain_data import Attributes, Codec, Malformed, Record
+from .recordable import Recordable
+
+
+class Expressions(Attributes):
+    def parts(self, x: Expr) -> Iterable[Expr]:
+        return walk(x)
+
+
+NUMBER = int | None
+# There is one object for each value of these.
+INTERNED = (
+    Attributes(Sym, True, name=str, extent=Index | None, lo=NUMBER, hi=NUMBER),
+    Attributes(Op, True, kind=str, a=Index, b=Index, lo=NUMBER, hi=NUMBER),
+    Attributes(Dyn, True, expr=Expr, lo=NUMBER, hi=NUMBER),
+    Attributes(Index, True, terms=tuple[tuple[tuple[Atom, ...], int], ...], const=int),
+    Expressions(Expr, True, op=str, dtype=torch.dtype, args=tuple[Expr, ...], attr=Any),
+)
+RECORDS = (
+    *INTERNED, Attributes(Held, tensor=torch.Tensor),
+    *map(Record, (Program, BufferPlan, Launch, Call, Copy, Value, Host, LoopKernel, ScanKernel, ScatterKernel,
+                  ContractKernel, TableKernel, Item, Form, Param, Combine, Level, Fold, Bound,
+                  LaunchPlan, Step, Table, View, Prepared, Strided, Recordable,
+                  KernelSource, BlockSource, Part, RangeSource, Range)))
+FUNCTIONS = (on_device, laid_out, run_and_save, run_with)  # that a program may call, by their names
+
+
+def names(*values: Any) -> dict[str, Any]:
+    return {f"{x.__module__}.{x.__name__}": x for x in values}
+
+
+@cache
+def codec() -> Codec:
+    return Codec(RECORDS, enums=[Fault], values=names(*FUNCTIONS))
+
+
+def to_plain(program: Program) -> bytes:
+    """Unwritable, if it calls something that is known to this process alone."""
+    return codec().encode(program)
+
+
+def from_plain(data: bytes) -> Program:
+    """Malformed, if no program was written so."""
+    made = codec().decode(data)
+    if not isinstance(made, Program):
+        raise Malformed(f"it is a {type(made).__name__}")
+    return made

@@ -1,0 +1,47 @@
+"""Eager with kernels that add in the same order every time: it may not repeat itself with others.
+
+    again, refused = warned(run)       # `refused`: torch has no such kernel for an operator of the run
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@contextmanager
+def one_order(warn_only: bool = True) -> Iterator[None]:
+    """Kernels that add in the same order every time, where torch has them; else it warns, or raises."""
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def in_one_order(run: Callable[[], T]) -> T:
+    """Strictly, as attention has no such kernel where torch shall only warn; or so, where torch refuses an operator."""
+    try:
+        with one_order(warn_only=False):
+            return run()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+    with one_order():
+        return run()
+
+
+def warned(run: Callable[[], T]) -> tuple[T, bool]:
+    """The result with deterministic kernels, and whether torch had to do without one."""
+    with one_order(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = run()
+    return result, any("deterministic" in str(w.message) for w in said)
