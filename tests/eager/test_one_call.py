@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flambeau.eager.one_call import (
-    KEEP_SHAPE,
     Number,
     OtherShapes,
     TensorLike,
@@ -22,6 +21,7 @@ from flambeau.eager.one_call import (
 from flambeau.eager.operator_forms import Form, forms
 from flambeau.errors import UnsupportedError
 from flambeau.ops import LOWERINGS, ops_loaded
+from flambeau.ops.facts import facts
 from flambeau.runtime.launch_plan import word
 
 aten = torch.ops.aten
@@ -127,7 +127,7 @@ def test_the_device_takes_more() -> None:
 
 
 def test_a_range_keeps_the_shape_of_what_it_fills() -> None:
-    assert aten.arange.start_out in KEEP_SHAPE
+    assert facts(aten.arange.start_out).keeps_shape
     out = torch.empty(2, 3)
     call(aten.arange.start_out, 0, 6, 1, out, into_any=True)
     assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
