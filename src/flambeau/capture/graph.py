@@ -126,6 +126,9 @@ class Lowering:
     def bind_sizes(self, v: Value, t: torch.Tensor) -> None:
         for k, size in enumerate(t.shape):
             self.bind(size, Host(f"{v.buffer}.shape[{k}]", frozenset((v.buffer,))))
+        for k, stride in enumerate(t.stride()):
+            if isinstance(stride, torch.SymInt) and stride.node.expr.is_Symbol:
+                self.bind(stride, Host(f"{v.buffer}.stride({k})", frozenset((v.buffer,))))
 
     def bind(self, size: Any, source: Host, force: bool = False) -> None:
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
