@@ -26,7 +26,7 @@ from flambeau.runtime.recording import function_now
 from flambeau.runtime.result_checks import promises_of
 from flambeau.schedule.plan import schedule
 from flambeau.targets.background import Closing, check, fork_safe
-from flambeau.targets.base import Build
+from flambeau.targets.base import Build, Target
 from flambeau.torch_compat.fake import unset_fake_temporarily
 
 LOCK = fork_safe(threading.RLock())  # expressions are interned process-wide: one compile at a time
@@ -134,18 +134,25 @@ def compiled(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = fro
         return _compile(gm, options, exclude)
 
 
-def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> Compiled:
+def lowered(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = frozenset()
+            ) -> tuple[torch.device, Target, Captured]:
+    """What a graph computes, in the loop language, and where."""
     device = graph_device(gm)
     target = target_of(device, options.target)
     if target is None:
         raise UnsupportedError(f"there is no target for tensors on {device}")
-    with target.on(device):
+    with LOCK, unset_fake_temporarily(), target.on(device):
         caps = replace(target.capabilities(), deterministic=options.deterministic)
-        t0 = time.perf_counter()
-        captured = capture(gm, caps, exclude, device, policy_of(options.numerics, device.type))
-        t1 = time.perf_counter()
+        return device, target, capture(gm, caps, exclude, device, policy_of(options.numerics, device.type))
+
+
+def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> Compiled:
+    t0 = time.perf_counter()
+    device, target, captured = lowered(gm, options, exclude)
+    t1 = time.perf_counter()
+    with target.on(device):
         check()
-        program = schedule(captured.graph, caps, bool(config.verify))
+        program = schedule(captured.graph, captured.graph.capabilities, bool(config.verify))
         t2 = time.perf_counter()
         check()
         written = target.bounded if config.verify is True else target.render

@@ -14,7 +14,7 @@ from torch import nn
 
 import flambeau
 from flambeau.config import config
-from flambeau.device import operators as device_ops
+from flambeau.eager import any_shape
 from flambeau.eager import one_call as eager_graph
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.targets.opencl.device import ClDevice, devices
@@ -309,12 +309,12 @@ def test_an_exit_while_something_is_compiled(monkeypatch: pytest.MonkeyPatch, ki
     def leave(*args: Any, **kwargs: Any) -> Any:
         raise kind(3)
 
-    x = torch.linspace(0, 1, 11 if kind is SystemExit else 12, device=DEV)  # of which no call has been yet
+    x = torch.zeros((2,) * (5 if kind is SystemExit else 6), device=DEV)  # of which no call has been yet
     with monkeypatch.context() as patch, pytest.raises(kind) as error:
-        patch.setattr(device_ops, "build", leave)
+        patch.setattr(any_shape, "build", leave)
         torch.erfinv(x)
     assert error.value.args == (3,)
-    assert torch.erfinv(x)[0].item() == 0
+    assert not torch.erfinv(x).any()
 
 
 def test_settings_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_settings_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(config.numerics)
         return eager_graph.build(*args, **kwargs)
 
-    monkeypatch.setattr(device_ops, "build", build)
+    monkeypatch.setattr(any_shape, "build", build)
     x = torch.linspace(0, 1, 13, device=DEV)
     asked.clear()
     for numerics in ("fast", "eager", "fast", "eager"):

@@ -34,6 +34,15 @@ def test_detection() -> None:
     run_apart(HERE / "device_detection.py")
 
 
+def test_any_shape() -> None:
+    run_apart(HERE / "any_shape_cases.py")
+
+
+@pytest.mark.sweep
+def test_any_shape_many_times() -> None:
+    run_apart(HERE / "any_shape_cases.py", FLAMBEAU_TEST_ROUNDS="10")
+
+
 @pytest.mark.sweep
 def test_models() -> None:
     run_apart(HERE / "device_models.py")

@@ -155,7 +155,7 @@ def test_it_does_not_change() -> None:
     other = replace(p, arena_bytes=p.arena_bytes + 256)
     assert other != p and len({p, other, replace(p)}) == 2
     text = str(p)
-    assert "launch k0(" in text and "aten.mm" in text and text.startswith("def run(in0, in1)")
+    assert text.startswith("inputs: in0\ninputs: in1") and "steps: Launch(kernel=0, " in text and "aten.mm" in text
 
 
 def test_held_tensors_are_compared_by_their_bits() -> None:

@@ -126,6 +126,9 @@ class Lowering:
     def bind_sizes(self, v: Value, t: torch.Tensor) -> None:
         for k, size in enumerate(t.shape):
             self.bind(size, Host(f"{v.buffer}.shape[{k}]", frozenset((v.buffer,))))
+        for k, stride in enumerate(t.stride()):
+            if isinstance(stride, torch.SymInt) and stride.node.expr.is_Symbol:
+                self.bind(stride, Host(f"{v.buffer}.stride({k})", frozenset((v.buffer,))))
 
     def bind(self, size: Any, source: Host, force: bool = False) -> None:
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
@@ -424,8 +427,9 @@ def computes_nothing(n: fx.Node) -> bool:
     """Whether it has no elements to compute, or nothing to compute them from, whatever the sizes of the run are. Then
     it is a call of eager's kernel: some look at indices all the same."""
     of = n.args[0].meta.get("val") if n.args and isinstance(n.args[0], fx.Node) else None
-    return not is_view(n.target) and any(isinstance(m, int) and m == 0 for t in (*flat(n.meta.get("val")), of)
-                                         if isinstance(t, torch.Tensor) for m in t.shape)
+    made, given = ([any(isinstance(m, int) and m == 0 for m in t.shape) for t in found if isinstance(t, torch.Tensor)]
+                   for found in (flat(n.meta.get("val")), (of,)))
+    return not is_view(n.target) and (any(given) or (all(made) and bool(made)))  # of a list, some may have elements
 
 
 def supported(t: torch.Tensor) -> bool:

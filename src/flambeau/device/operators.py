@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from flambeau.capture.decompositions import table
+from flambeau.eager.any_shape import Programs, Served
 from flambeau.eager.gate import watched
-from flambeau.eager.one_call import OtherShapes, Range, build, described
+from flambeau.eager.one_call import OtherShapes, described
 from flambeau.eager.operator_forms import PLACES, Form, forms
-from flambeau.eager.refusal import Numbers, refusal, taken
+from flambeau.eager.refusal import refusal
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.native.build import load_native
 from flambeau.ops import LOWERINGS, ops_loaded
@@ -42,14 +43,18 @@ log = logging.getLogger(__name__)
 class DeviceGates(Protocol):
     """The extension module."""
 
-    def start(self, ask: Any, with_generator: Any) -> None: ...
+    def start(self, ask: Any, hot: Any, with_generator: Any) -> None: ...
 
     def watch(self, changed: int, here: Callable[[], int]) -> None: ...
 
     def open(self, name: str, overload: str) -> int:
         """A gate before an operator, for the rest of the process."""
 
+    def entries(self, gate: int) -> int:
+        """How many kinds of calls it knows."""
 
+
+PROGRAMS = Programs()
 _FORMS: list[Form] = []  # by the numbers of their gates
 
 
@@ -60,7 +65,7 @@ def load() -> DeviceGates:
 
 def open_gates() -> None:
     gates = load()
-    gates.start(ask, with_generator)
+    gates.start(ask, hot, with_generator)
     gates.watch(*watched())
     for form in device_forms():
         overload = form.op._overloadname
@@ -69,11 +74,8 @@ def open_gates() -> None:
         _FORMS.append(form)
 
 
-Program = tuple[Run, tuple[Range, ...], tuple[Numbers, ...]]  # with what it takes
-
-
 @untraced
-def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> Program | list[tuple[int, ...]] | None:
+def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> Served | list[tuple[int, ...]] | None:
     """What serves calls like this one: a program; shapes that what it writes to should have first; or None.
 
     `same`: for each tensor the first that it is one with. `lift`: which numbers of the call are arguments of the
@@ -86,8 +88,7 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> P
             if error := refusal(form.op, call):
                 REASONS[form.op.name()] = f"the CPU refuses it: {error}"
                 return None  # the fallback's kernel says so, in eager's words
-            numbers = taken(form.op, call, lift) if lift else ()
-            return *build(form, call, lift, into_any=True), numbers
+            return PROGRAMS.serving(form, call, lift)
     except OtherShapes as other:
         return other.shapes
     except Exception as error:  # whatever is wrong with the compiler, the operator works
@@ -99,6 +100,13 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> P
                           f"this with the following text.\n{error}", RuntimeWarning, stacklevel=2)
         log.debug("%s has no program: %s", form.name, reason)
         return None
+
+
+@untraced
+def hot(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int, wait: bool) -> Run | None:
+    """A program for a shape that many calls have."""
+    with disable_current_modes(), torch.no_grad(), DisableAutocast():
+        return PROGRAMS.hot(_FORMS[gate], described(args, same, numbers=True), lift, wait)
 
 
 # ---- forms -----------------------------------------------------------------------------------------------

@@ -228,6 +228,7 @@ class _Job:
 
     def run(self) -> None:
         gate = self.gate
+        gate.native.aside(True)
         try:
             if gate.built >= MOST_KERNELS:
                 raise UnsupportedError(f"{MOST_KERNELS} kernels were built already")
@@ -242,6 +243,7 @@ class _Job:
             level = logging.INFO if isinstance(error, UnsupportedError) else logging.WARNING
             log.log(level, "%s stays with torch: %s", gate.form.name, reason)
         finally:
+            gate.native.aside(False)
             self.done.set()
 
 

@@ -34,6 +34,9 @@ class Gates(Protocol):
     def watch(self, changed: int, here: Callable[[], int]) -> None:
         """Part of what calls are told apart by: what `here` says, once the word at the address `changed` is not 0."""
 
+    def aside(self, on: bool) -> None:
+        """Whether calls of this thread pass all gates: the compiler asks eager, and its own kernels are to answer."""
+
     def usage(self, gate: int) -> tuple[int, int, list[tuple[int, float, float]]]:
         """(calls of ours, calls of the original, for each kernel: turn, best time of the original, of ours)"""
 

@@ -22,15 +22,15 @@ from flambeau.capture.graph import Captured, RunNumber
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.expr import cast, index_value, walk, where
-from flambeau.ir.index import ZERO
+from flambeau.ir.index import ZERO, Dyn
 from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import facts
-from flambeau.pipeline import Options, compiled
+from flambeau.pipeline import Options, compiled, lowered
 from flambeau.runtime.launch_plan import Run
 from flambeau.runtime.memory_layout import is_dense, overlapping
 from flambeau.runtime.placement import flat
-from flambeau.targets.base import get_target
+from flambeau.targets.base import Target, get_target
 from flambeau.torch_compat.fake import FakeTensorMode, unset_fake_temporarily
 from flambeau.torch_compat.fx import LazyGraphModule
 from flambeau.torch_compat.ops import OpOverload
@@ -49,8 +49,8 @@ Arguments = tuple[Any, ...]
 class TensorLike:
     """What a program depends on of a tensor, without holding its memory."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: tuple[Any, ...]  # of ints, or of SymInts in a program for many shapes
+    strides: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
     overlaps: bool
@@ -133,31 +133,44 @@ class OtherShapes(Exception):
         self.shapes = shapes
 
 
-Range = tuple[int, int, int]  # a tensor of the call, and the least and the most that its values may be
+# A tensor of the call, and the least and the most that its values may be: ints, or what follows from symbols.
+Range = tuple[int, Any, Any]
 
 
-def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> tuple[Run, tuple[Range, ...]]:
+def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None
+          ) -> tuple[Run, tuple[Range, ...]]:
     """The function that serves such calls: it takes their tensors as a list, in order, and returns the results. With
     it, what its kernels accept of those tensors that are indices as they are.
 
     `into_any`: also where what the call writes to has gaps or another dtype, or has to be resized (OtherShapes).
-    The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits. UnsupportedError says why
-    there is none.
+    The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits; then the arguments that
+    are symbols of the shape environment `env`. UnsupportedError says why there is none.
     """
-    made = compiled(graph_of(form, args, lift, into_any), Options(config.numerics))
+    made = compiled(graph_of(form, args, lift, into_any, env), Options(config.numerics))
     if made.captured.externs or any(
             isinstance(s, Call) and isinstance(s.target, OpOverload) for s in made.program.steps):
-        graph = made.captured.graph
-        if lacking := {b.dtype for b in graph.buffers.values()} - graph.capabilities.dtypes:
-            raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
-                                   target=get_target(made.package.target).machine())
-        raise UnsupportedError("this call has no lowering")
+        raise not_lowered(made.captured, get_target(made.package.target))
     if form.op is aten.copy_.default and any(isinstance(s, Copy) for s in made.program.steps):
         raise UnsupportedError("the copy cannot be made in one step")  # another is this operator again
     for kernel in (made.build.wait() if made.build is not None else {}).values():
         if isinstance(kernel, CompileError):
             raise kernel
     return made.finish(), accepted(made.captured)
+
+
+def not_lowered(captured: Captured, target: Target) -> UnsupportedError:
+    graph = captured.graph
+    if lacking := {b.dtype for b in graph.buffers.values()} - graph.capabilities.dtypes:
+        return UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
+                                target=target.machine())
+    return UnsupportedError("this call has no lowering")
+
+
+def check_shapes(form: Form, args: Arguments, lift: int, into_any: bool) -> None:
+    """UnsupportedError if the lowering does not take tensors of these shapes."""
+    _, target, captured = lowered(graph_of(form, args, lift, into_any), Options(config.numerics))
+    if captured.externs:
+        raise not_lowered(captured, target)
 
 
 def accepted(captured: Captured) -> tuple[Range, ...]:
@@ -171,18 +184,19 @@ def accepted(captured: Captured) -> tuple[Range, ...]:
         if size is ZERO:
             raise UnsupportedError("what it indexes has no elements")  # who is asked instead says what is wrong
         loads = [x for x in walk(e.args[0]) if x.op == "load"]
-        if len(loads) != 1 or len(e.args) > 1 or loads[0].attr[0] not in position or not size.is_const:
+        if len(loads) != 1 or len(e.args) > 1 or loads[0].attr[0] not in position or any(
+                isinstance(a, Dyn) for a in size.atoms()):
             continue
         which, at = position[loads[0].attr[0]], cast(loads[0], torch.int64)
         if e.args[0] is at:
-            found[which, 0, size.const - 1] = None
+            found[which, ZERO, size - 1] = None
         elif e.args[0] is where(at < 0, at + index_value(size), at):
-            found[which, -size.const, size.const - 1] = None
-    return tuple(found)
+            found[which, -size, size - 1] = None
+    return tuple((which, *(b.const if b.is_const else b for b in bounds)) for which, *bounds in found)
 
 
-def graph_of(form: Form, args: Arguments, lift: int = 0, into_any: bool = False) -> fx.GraphModule:
-    with FakeTensorMode():
+def graph_of(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None) -> fx.GraphModule:
+    with FakeTensorMode(shape_env=env):
         return _Graph(form, args, lift, into_any).made()
 
 
@@ -192,13 +206,14 @@ class _Graph:
         self.count = 0  # of numbers so far, as the gate counts them
         self.graph = fx.Graph()
         self.held: dict[str, torch.Tensor] = {}
-        self.same: dict[TensorLike, fx.Node] = {}
+        self.same: dict[int, fx.Node] = {}
         self.numbers: list[tuple[Any, RunNumber]] = []
 
     def made(self) -> fx.GraphModule:
         form, schema = self.form, self.form.op._schema.arguments
         nodes = [self.placeholder(x, str(a.type)) for a, x in zip(schema, self.args, strict=True)]
         nodes = [fx.node.map_aggregate(x, self.number) for x in nodes]
+        nodes = [fx.node.map_aggregate(x, self.size) for x in nodes]
         given = {schema[k].name: nodes[k] for k in form.inputs if "Generator" not in str(schema[k].type)}
         by_name = {schema[k].name for k in form.inputs if schema[k].kwarg_only}
         targets = [node for k in form.written for node in flat(nodes[k])]
@@ -237,7 +252,7 @@ class _Graph:
         if isinstance(x, TensorLike):
             node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
             node.meta["val"] = x.fake()
-            return self.same.setdefault(x, node)
+            return self.same.setdefault(x.same, node)
         lifted = self.is_lifted(x, kind)
         if isinstance(x, Number):
             if lifted:
@@ -272,6 +287,14 @@ class _Graph:
         node = self.graph.placeholder(f"n{len(self.graph.nodes)}")
         node.meta["val"] = kind
         node.meta["example"] = given.fake() if isinstance(given, Number) else given
+        return node
+
+    def size(self, x: Any) -> Any:
+        """Placeholders of sizes that are arguments come last."""
+        if not isinstance(x, torch.SymInt):
+            return x
+        node = self.graph.placeholder(f"size{len(self.graph.nodes)}")
+        node.meta["val"] = x
         return node
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -326,7 +349,8 @@ class _Graph:
         if not all(x.dtype is t.dtype or self.into_any and torch.can_cast(t.dtype, x.dtype)
                    for x, t in zip(given, made, strict=True)):
             raise UnsupportedError("what it writes to has another dtype")
-        if len({*given}) < len(given) or any(x.overlaps or not self.into_any and not x.is_dense for x in given):
+        if len({x.same for x in given}) < len(given) or any(
+                x.overlaps or not self.into_any and not x.is_dense for x in given):
             raise UnsupportedError("what it writes to is not plain memory")
 
 

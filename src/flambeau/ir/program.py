@@ -9,7 +9,7 @@ reduced, the next may use (softmax: max; sum; map).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -332,27 +332,6 @@ class Program:
         return {b.name: b for b in self.buffers}
 
     def __str__(self) -> str:
-        lines = [f"def run({', '.join(self.arguments)}):"]
-        lines += [f"{s.name} = {h.text}" for s, h in self.numbers]
-        lines += [f"{b.name}: {b.dtype}{list(b.shape)} by {list(b.strides)}, {b.place}"
-                  f"{f' at {b.offset}' if b.place == 'arena' else ''} {b.over}".rstrip() for b in self.buffers]
-        lines += [f"k{at} = {kernel}" for at, kernel in enumerate(self.kernels)]
-        for step, dead in zip(self.steps, self.frees, strict=True):
-            if isinstance(step, Launch):
-                along = f" along {len(step.lengths)} rows" if step.lengths else ""
-                text = f"launch k{step.kernel}({', '.join(step.args)}){along}  # {', '.join(step.origins)}"
-            elif isinstance(step, Copy):
-                text = f"{step.dst} <- {shown(step.src)}"
-            else:
-                args = [*map(shown, step.args), *(f"{name}={shown(x)}" for name, x in step.kwargs)]
-                text = f"{', '.join(step.names)} = {step.target}({', '.join(args)})  # {step.origin}"
-            lines += [f"stream {step.stream}: {text}", *([f"del {', '.join(dead)}"] if dead else [])]
-        return "\n    ".join([*lines, f"return {', '.join(map(shown, self.outputs))}"])
-
-
-def shown(x: Any) -> str:
-    if isinstance(x, Value):
-        return f"{x.buffer}{list(x.index)}"
-    if isinstance(x, tuple):
-        return f"({', '.join(map(shown, x))})"
-    return x.text if isinstance(x, Host) else str(x)
+        """All there is to it, a line for each of its parts."""
+        parts = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return "\n".join(f"{name}: {x}" for name, found in parts for x in (found if type(found) is tuple else (found,)))

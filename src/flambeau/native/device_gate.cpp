@@ -3,7 +3,9 @@
 //
 // One boxed kernel stands before every operator; the schema says what is read, written and returned. A call is looked
 // up by what a program depends on: dtypes, sizes, strides, plain arguments, and which tensors are one. Numbers are in
-// the program at first; where they change from call to call, one with numbers as arguments takes its place.
+// the program at first; where they change from call to call, one with numbers as arguments takes its place. Python has
+// programs for many shapes; a shape that many calls have gets one of its own, after a number of calls that does not
+// depend on the clock, because sums may be taken in another order.
 //
 // A program checks the indices that it is given, and what it finds is raised when somebody waits for it. Where the host
 // knows that one is out of range, the CPU is asked instead, which says so at once.
@@ -21,11 +23,16 @@ bool resize_output(const Tensor& output, IntArrayRef shape);
 namespace {
 
 // (gate, arguments, which of its tensors are one, which of its numbers are arguments, as bits) -> a program with the
-// ranges of the indices and of the numbers that it takes, shapes to resize to, or None
+// ranges of the indices and of the numbers that it takes, which numbers are arguments, whether it is one for many
+// shapes; or shapes to resize to; or None
 PyObject* ask_python = nullptr;
+PyObject* hot_python = nullptr;  // (the same, whether to wait for it) -> a program for this shape alone, or None
 PyObject* with_generator = nullptr;  // (program, its list, generator) -> what the program returns
 
 constexpr int kPatience = 2;  // kinds of numbers that get programs of their own
+constexpr size_t kEntries = 1024;  // of a gate
+// Calls after which a program for one shape is made in the background, and after which it serves.
+constexpr uint32_t kBegin = 64, kServe = 128;
 
 // ------------------------------------------------------------------------------------------------- the states
 
@@ -55,6 +62,8 @@ struct Entry : Kind {
   std::vector<Range> ranges;
   std::vector<Interval> numbers;             // of those that are arguments of the program, some for each
   uint64_t lifted = 0;                       // the numbers that are arguments of the program, as bits
+  bool many = false;                         // the program serves many shapes
+  std::atomic<uint32_t> calls{};             // while it does
   std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
   // Of calls that are alike but for their numbers, which the key is without:
   Words first;
@@ -116,10 +125,15 @@ bool rows_of(PyObject* tuple, std::vector<Row>& out, Parse&& parse) {
   return true;
 }
 
-// A tuple (program, ((tensor, least, most), ...), ((number, is real, least, most), ...)).
+// A tuple (program, ((tensor, least, most), ...), ((number, is real, least, most), ...), lifted, for many shapes).
 bool program_of(PyObject* said, Entry& e) {
   PyObject *run, *ranges, *numbers;
-  if (!PyArg_ParseTuple(said, "OO!O!", &run, &PyTuple_Type, &ranges, &PyTuple_Type, &numbers)) return false;
+  unsigned long long lifted;
+  int many;
+  if (!PyArg_ParseTuple(said, "OO!O!Kp", &run, &PyTuple_Type, &ranges, &PyTuple_Type, &numbers, &lifted, &many))
+    return false;
+  e.lifted = lifted;
+  e.many = many;
   bool parsed = rows_of(ranges, e.ranges, [](PyObject* row, Range& r) {
     return PyArg_ParseTuple(row, "LLL", &r.tensor, &r.least, &r.most);
   }) && rows_of(numbers, e.numbers, [](PyObject* row, Interval& n) {
@@ -135,9 +149,9 @@ bool program_of(PyObject* said, Entry& e) {
   return parsed;
 }
 
-// What serves calls like this one from now on.
-void ask(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
-  Gil gil;
+// What Python says about a call; null where it failed.
+Owned said_by(PyObject* function, State& s, const DeviceCall& call, c10::ArrayRef<IValue> args, uint64_t lift,
+              PyObject* last = nullptr) {
   // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
   c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
   Owned given = s.arguments(args, shown);
@@ -146,11 +160,18 @@ void ask(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args,
   for (size_t i = 0; i < call.same.size(); ++i) PyTuple_SET_ITEM(same.get(), Py_ssize_t(i), python(call.same[i]));
   Silent silent;  // what a trial or torch's rules for shapes warn of is said again where it is meant
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  Owned said(PyObject_CallFunctionObjArgs(ask_python, number.get(), given.get(), same.get(), which.get(), nullptr));
+  Owned said(PyObject_CallFunctionObjArgs(function, number.get(), given.get(), same.get(), which.get(), last, nullptr));
   if (said == nullptr) {
     if (ends()) pass_on();  // the next call asks again
-    PyErr_WriteUnraisable(ask_python);
+    PyErr_WriteUnraisable(function);
   }
+  return said;
+}
+
+// What serves calls like this one from now on.
+void ask(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
+  Gil gil;
+  Owned said = said_by(ask_python, s, call, args, lift);
   Turn turn = kOriginal;
   if (said != nullptr && PyList_Check(said.get())) {
     if (e.shapes.empty() && shapes_of(said.get(), e.shapes)) turn = kResize;
@@ -159,9 +180,19 @@ void ask(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args,
     // Once: a call may be inside the one that is there.
     if (e.run != nullptr || program_of(said.get(), e)) turn = kOurs;
     else PyErr_WriteUnraisable(ask_python);
-    e.lifted = lift;
   }
   e.turn.store(turn, std::memory_order_release);
+}
+
+// One more call of a shape whose program serves many.
+void count(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args) {
+  uint32_t calls = e.calls.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (calls != kBegin && calls != kServe) return;
+  Gil gil;
+  Owned said = said_by(hot_python, s, call, args, e.lifted, calls == kServe ? Py_True : Py_False);
+  if (said == nullptr || said.get() == Py_None) return;
+  Owned before(e.run);
+  e.run = said.release();
 }
 
 // The positions of the numbers that change from call to call, as bits; none while few calls were seen.
@@ -183,7 +214,7 @@ bool takes(const Entry& e, const Words& values) {
 }
 
 Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
-  Entry* e = s.entries.at(call.words);
+  Entry* e = s.entries.visited(call.words, kEntries);
   if (!call.values.empty()) {
     Entry& alike = *e;
     if (uint64_t lift = changing(s, alike, call.values)) {
@@ -191,14 +222,14 @@ Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
       key.append({-2, int64_t(lift)});
       for (size_t i = 0; i < call.values.size(); ++i)
         if (!(lift >> i & 1)) key.push_back(call.values[i]);
-      e = s.entries.at(key);
+      e = s.entries.visited(key, kEntries);
       if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, call, args, lift);
       if (e->turn.load(std::memory_order_acquire) == kOurs && takes(*e, call.values)) return e;
     }
     Words key = call.words;
     key.append(call.values.begin(), call.values.end());
     key.push_back(-1);
-    e = s.entries.at(key);
+    e = s.entries.visited(key, kEntries);
     if (e->turn.load(std::memory_order_acquire) == kUnknown) {
       std::lock_guard<std::mutex> hold(s.numbers_lock);
       ++alike.kinds;
@@ -219,9 +250,9 @@ struct Gate final : c10::OperatorKernel {
 
  private:
   bool ours(Stack& stack) {
-    size_t count = s.numbers.size();
+    Table<Entry>::Visit visit(s.entries);
     for (bool again : {true, false}) {
-      auto args = torch::jit::last(stack, count);
+      auto args = torch::jit::last(stack, s.numbers.size());
       DeviceCall call(s, args);
       if (!call.plain) return false;
       Entry* e = decide(s, call, args);
@@ -231,6 +262,7 @@ struct Gate final : c10::OperatorKernel {
         continue;
       }
       if (turn != kOurs || outside(*e, call)) return false;
+      if (e->many) count(s, *e, call, args);
       Tensors made;
       Failure failure;
       if (!run(e->run, call, e->lifted, with_generator, made, failure)) {
@@ -263,11 +295,12 @@ struct Gate final : c10::OperatorKernel {
 
 // --------------------------------------------------------------------------------------------------- the module
 
-// start(ask, with_generator)
+// start(ask, hot, with_generator)
 PyObject* start(PyObject*, PyObject* args) {
-  PyObject *ask, *generator;
-  if (!PyArg_ParseTuple(args, "OO", &ask, &generator)) return nullptr;
+  PyObject *ask, *hot, *generator;
+  if (!PyArg_ParseTuple(args, "OOO", &ask, &hot, &generator)) return nullptr;
   Py_XSETREF(ask_python, Py_NewRef(ask));
+  Py_XSETREF(hot_python, Py_NewRef(hot));
   Py_XSETREF(with_generator, Py_NewRef(generator));
   Py_RETURN_NONE;
 }
@@ -286,7 +319,16 @@ PyObject* open(PyObject*, PyObject* args) {
   });
 }
 
+// entries(gate) -> how many kinds of calls a gate knows
+PyObject* entries(PyObject*, PyObject* args) {
+  Py_ssize_t gate;
+  if (!PyArg_ParseTuple(args, "n", &gate)) return nullptr;
+  if (gate < 0 || size_t(gate) >= gates<State>().size()) return PyErr_SetString(PyExc_IndexError, "no such gate"), nullptr;
+  return PyLong_FromSize_t(gates<State>()[size_t(gate)]->entries.all().size());
+}
+
 PyMethodDef methods[] = {
+    {"entries", entries, METH_VARARGS, nullptr},
     {"start", start, METH_VARARGS, nullptr}, {"open", open, METH_VARARGS, nullptr}, {"watch", watch, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

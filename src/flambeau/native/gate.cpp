@@ -386,6 +386,12 @@ PyObject* resolve(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// aside(on): whether calls of this thread pass all gates
+PyObject* aside(PyObject*, PyObject* on) {
+  Inside::now = PyObject_IsTrue(on) != 0;
+  Py_RETURN_NONE;
+}
+
 // usage(gate) -> (calls of ours, calls of the original, [(turn, best of the original, best of ours)])
 PyObject* usage(PyObject*, PyObject* number) {
   State* s = state_at(PyLong_AsSsize_t(number));
@@ -404,6 +410,7 @@ PyMethodDef methods[] = {
     {"make", make, METH_VARARGS, nullptr},       {"open", open, METH_VARARGS, nullptr},
     {"close", close, METH_O, nullptr},           {"resolve", resolve, METH_VARARGS, nullptr},
     {"usage", usage, METH_O, nullptr},           {"watch", watch, METH_VARARGS, nullptr},
+    {"aside", aside, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

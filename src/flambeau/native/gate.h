@@ -238,13 +238,45 @@ struct Kind {
   size_t number = 0;        // in the order of their first calls
   std::atomic<int> turn{};  // who serves them; 0 at first
   PyObject* run = nullptr;  // takes the list of a call's tensors, then of numbers; returns that of the results
-  Kind* next = nullptr;
+  std::atomic<bool> used{true};  // since entries were last dropped
+  std::atomic<Kind*> next{};
 };
 
-// Entries, which are kinds, by their keys. They stay, and are found without a lock.
+// Entries, which are kinds, by their keys, found without a lock.
 template <class Entry>
 class Table {
  public:
+  // While it exists, entries that were found stay where they are.
+  class Visit {
+   public:
+    explicit Visit(Table& table) : table_(table) { table_.visits_.fetch_add(1); }
+    Visit(const Visit&) = delete;
+    ~Visit() {
+      if (!table_.has_dropped_.load(std::memory_order_relaxed)) {
+        table_.visits_.fetch_sub(1);
+        return;
+      }
+      // Nobody finds what was dropped, and if nobody else is here, nobody has found it before.
+      std::vector<Entry*> dropped;
+      {
+        std::lock_guard<std::mutex> hold(table_.lock_);
+        dropped.swap(table_.dropped_);
+        table_.has_dropped_.store(false);
+      }
+      if (table_.visits_.fetch_sub(1) == 1) {
+        Gil gil;
+        for (Entry* e : dropped) Py_XDECREF(e->run), delete e;
+      } else {
+        std::lock_guard<std::mutex> hold(table_.lock_);
+        table_.dropped_.insert(table_.dropped_.end(), dropped.begin(), dropped.end());
+        table_.has_dropped_.store(true);
+      }
+    }
+
+   private:
+    Table& table_;
+  };
+
   // A new one where there is none; null where there are `most` already.
   Entry* at(const Words& key, size_t most = SIZE_MAX) {
     std::atomic<Kind*>& head = heads_[hash(key) % kHeads];
@@ -255,10 +287,21 @@ class Table {
     auto* e = new Entry;
     e->key = key;
     e->number = all_.size();
-    e->next = head.load(std::memory_order_relaxed);
+    e->next.store(head.load(std::memory_order_relaxed), std::memory_order_relaxed);
     all_.push_back(e);
     head.store(e, std::memory_order_release);
     return e;
+  }
+
+  // The same for whoever visits the table, which drops what was not used lately where there are `most`.
+  Entry* visited(const Words& key, size_t most) {
+    Entry* e = at(key, most);
+    if (e != nullptr) {
+      if (!e->used.load(std::memory_order_relaxed)) e->used.store(true, std::memory_order_relaxed);
+      return e;
+    }
+    drop();
+    return at(key);
   }
 
   std::vector<Entry*> all() {
@@ -270,14 +313,32 @@ class Table {
   static constexpr size_t kHeads = 128;
 
   static Entry* find(const std::atomic<Kind*>& head, const Words& key) {
-    for (Kind* e = head.load(std::memory_order_acquire); e != nullptr; e = e->next)
+    for (Kind* e = head.load(std::memory_order_acquire); e != nullptr; e = e->next.load(std::memory_order_acquire))
       if (e->key == key) return static_cast<Entry*>(e);
     return nullptr;
   }
 
+  // Half of the entries at least: those that were not used since the last time, and then the oldest.
+  void drop() {
+    std::lock_guard<std::mutex> hold(lock_);
+    auto kept = std::stable_partition(all_.begin(), all_.end(), [](Entry* e) { return !e->used.load(); });
+    auto end = std::max(kept, all_.begin() + std::ptrdiff_t(all_.size() / 2));
+    for (auto at = all_.begin(); at != end; ++at) {
+      std::atomic<Kind*>* link = &heads_[hash((*at)->key) % kHeads];
+      while (link->load() != *at) link = &link->load()->next;
+      link->store((*at)->next.load());
+      dropped_.push_back(*at);
+    }
+    all_.erase(all_.begin(), end);
+    for (Entry* e : all_) e->used.store(false);
+    has_dropped_.store(true);
+  }
+
   std::atomic<Kind*> heads_[kHeads] = {};
   std::mutex lock_;
-  std::vector<Entry*> all_;
+  std::vector<Entry*> all_, dropped_;
+  std::atomic<int> visits_{};
+  std::atomic<bool> has_dropped_{};
 };
 
 // ------------------------------------------------------------------------------------------------------ Python
@@ -365,18 +426,19 @@ bool answer(PyObject* returned, Tensors& out, Failure& failure) {
 
 // The results of a program, or what it said against the call. It takes the tensors, then those of the numbers that
 // `lifted` has bits for; `with_generator` runs it where the call brings a generator.
-bool run(PyObject* program, const Call& call, uint64_t lifted, PyObject* with_generator, Tensors& out,
+bool run(PyObject* const& program, const Call& call, uint64_t lifted, PyObject* with_generator, Tensors& out,
          Failure& failure) {
   Gil gil;
   Private guard;
+  Owned held(Py_NewRef(program));  // another may take its place, with the lock that we have
   Py_ssize_t at = 0;
   Owned list(PyList_New(Py_ssize_t(call.tensors.size()) + __builtin_popcountll(lifted)));
   for (const Tensor& t : call.tensors) PyList_SET_ITEM(list.get(), at++, THPVariable_Wrap(t));
   for (size_t i = 0; lifted >> i; ++i)
     if (lifted >> i & 1) PyList_SET_ITEM(list.get(), at++, python(call.values[i]));
-  if (!call.generator.defined()) return answer(PyObject_CallOneArg(program, list.get()), out, failure);
+  if (!call.generator.defined()) return answer(PyObject_CallOneArg(held.get(), list.get()), out, failure);
   Owned generator(THPGenerator_Wrap(call.generator));
-  return answer(PyObject_CallFunctionObjArgs(with_generator, program, list.get(), generator.get(), nullptr), out,
+  return answer(PyObject_CallFunctionObjArgs(with_generator, held.get(), list.get(), generator.get(), nullptr), out,
                 failure);
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -51,19 +50,6 @@ def executable(p: Program, target: Target, device: torch.device) -> Run:
     return write(p, target.name, sources, device).load()
 
 
-@dataclass
-class Along:
-    """The tables of launches that are not written yet."""
-
-    tables: list[Table] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)  # for their addresses and those of their blocks
-    lists: dict[str, int] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        for found in (self.tables, self.slots, self.lists):
-            found.clear()
-
-
 class Writer:
     """Writes the source of a program's run function, and the tables of what it names."""
 
@@ -76,6 +62,8 @@ class Writer:
         self.plans: dict[str, tuple[Step, ...]] = {}
         self.views: list[View] = []
         self.tables: dict[str, tuple[Table, ...]] = {}
+        self.along: dict[tuple[int, int], Table] = {}  # tables that are not written yet, by the slots for them
+        self.lists: dict[str, int] = {}  # what they are filled from
         self.calls: dict[str, Prepared] = {}
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
@@ -243,7 +231,6 @@ class Writer:
         """Memory comes when the first step needs it, and goes after the last."""
         p = self.p
         pending: list[tuple[Step, tuple[str, ...], tuple[str, ...]]] = []  # with its operators, and its buffers
-        along = Along()
         sizes: dict[str, int] = {}  # texts
         dead: list[str] = []
         lives = lifetimes(p)
@@ -253,11 +240,11 @@ class Writer:
                 begins.setdefault(lives[b.name][0] if b.name in lives else len(p.steps), []).append(b.name)
 
         def flush() -> None:
-            if along.tables:
-                name = self.named(self.tables, "table", tuple(along.tables))
-                where = "".join(f", P[{slot}]" for slot in along.slots)
-                self.line(f"m{name}{where} = {name}(P, ({''.join(x + ', ' for x in along.lists)}))")
-                along.clear()
+            if self.along:
+                name = self.named(self.tables, "table", tuple(self.along.values()))
+                where = "".join(f", P[{slot}]" for slots in self.along for slot in slots)
+                self.line(f"m{name}{where} = {name}(P, ({''.join(x + ', ' for x in self.lists)}))")
+                self.along, self.lists = {}, {}
             if pending:
                 plan = self.named(self.plans, "plan", tuple(step for step, _, _ in pending))
                 table = "(" + "".join(s + ", " for s in sizes) + ")"
@@ -283,7 +270,7 @@ class Writer:
             if isinstance(step, Launch):
                 places = [self.buffers[name] for name in step.args]
                 if step.lengths:
-                    pointers, names = self.table(step, along)
+                    pointers, names = self.table(step)
                 else:
                     pointers, names = tuple(map(self.pointer, places)), [s.name for s in p.kernels[step.kernel].sizes]
                     if self.bounded and self.bounded[step.kernel]:
@@ -311,28 +298,25 @@ class Writer:
     def pointer(self, b: BufferPlan) -> tuple[int, int]:
         return (0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
 
-    def table(self, s: Launch, along: Along) -> tuple[tuple[tuple[int, int], ...], list[str]]:
+    def table(self, s: Launch) -> tuple[tuple[tuple[int, int], ...], list[str]]:
         """A table for a launch: its own two pointers, and the sizes that go with them."""
         kernel, rows = self.p.kernels[s.kernel], len(s.lengths)
         assert isinstance(kernel, TableKernel)
-        blocks, steps = counts_of(s.lengths), kernel.steps()
         columns: list[Column] = []
         each = len(s.args) // len(kernel.columns)
         for k, p in enumerate(kernel.columns):
-            names = s.args[k * each : (k + 1) * each]
-            found = [self.buffers[name] for name in names]
-            if found[0].place == "list":
-                columns.append(along.lists.setdefault(names[0], len(along.lists)))
-            elif len(found) == rows:
-                columns.append(tuple(map(self.pointer, found)))
+            b, *others = (self.buffers[name] for name in s.args[k * each : (k + 1) * each])
+            if b.place == "list":
+                columns.append(self.lists.setdefault(b.name, len(self.lists)))
+            elif each == rows:
+                columns.append(tuple(map(self.pointer, (b, *others))))
             else:  # one after the other, unless all rows read the same
-                counts = blocks if steps.get(p.name, 1) > 1 else [1 if found[0].shape else 0] * rows
-                slot, first = self.pointer(found[0])
+                counts = counts_of(s.lengths) if kernel.steps().get(p.name, 1) > 1 else [1 if b.shape else 0] * rows
+                slot, first = self.pointer(b)
                 before = accumulate(counts[:-1], initial=0)
                 columns.append(tuple((slot, first + n * p.dtype.itemsize) for n in before))
-        along.tables.append(Table(tuple(columns), s.lengths))
-        slots = [self.slot(f"table {len(self.slots)}") for _ in range(2)]
-        along.slots += slots
+        slots = self.slot(f"table {len(self.slots)}"), self.slot(f"blocks {len(self.slots)}")
+        self.along[slots] = Table(tuple(columns), s.lengths)
         return tuple((slot, 0) for slot in slots), [*map(str, sizes_of(s.lengths)), *(n.name for n in s.numbers)]
 
     def copy(self, c: Copy) -> None:
