@@ -86,3 +86,15 @@ def test_rrelu_remembers_the_slopes_it_drew() -> None:
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples(name: str, dtype: torch.dtype) -> None:
     samples_agree(name, dtype)
+
+
+def test_bounds_that_a_dtype_does_not_have() -> None:
+    """Older releases of torch refuse them, newer ones cut at zero."""
+    x = torch.arange(4, dtype=torch.uint8)
+    try:
+        expected = F.hardtanh(x)
+    except RuntimeError:
+        with pytest.raises(RuntimeError, match="unsigned type with negative limits"):
+            torch.compile(F.hardtanh, backend="flambeau")(x)
+    else:
+        assert torch.equal(torch.compile(F.hardtanh, backend="flambeau")(x), expected)

@@ -82,6 +82,8 @@ def prelu_backward(grad: Value, x: Value, weight: Value) -> tuple[Value, Value]:
 
 @lower_pointwise(aten.hardtanh, operands=1, exact=EVERYWHERE, strides="preserved")
 def hardtanh(x: Expr, min_val: float = -1, max_val: float = 1) -> Expr:
+    if x.dtype is torch.uint8:  # which has no negative bounds: older releases of torch raise, newer ones cut at zero
+        min_val, max_val = max(min_val, 0), max(max_val, 0)
     return clamp(x, min_val, max_val)
 
 
