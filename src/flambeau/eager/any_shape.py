@@ -49,7 +49,6 @@ from .operator_forms import Form
 from .refusal import Numbers, taken
 
 log = logging.getLogger(__name__)
-aten = torch.ops.aten
 
 MOST_CLASSES = 1024  # whose programs are kept, those in use
 MOST_PROGRAMS = 4  # of a class: more show that its kernels depend on the sizes
@@ -58,15 +57,7 @@ PATIENCE = 2  # kinds of numbers that get programs of their own
 # Arguments that say how large something is; others (steps of windows, groups) are part of a kernel's text.
 SIZES = {"C", "HxW", "N", "input_size", "input_sizes", "normalized_shape", "output_size", "size", "sizes"}
 
-# Operators that are, though torch does not call them pointwise.
-ELEMENTWISE = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor}
-
 FIXED: dict[str, str] = {}  # operators that had to be made for a fixed shape, and why
-
-
-
-def is_elementwise(op: OpOverload) -> bool:
-    return torch.Tag.pointwise in op.tags or op in ELEMENTWISE
 
 
 def is_size(op: OpOverload, name: str) -> bool:
@@ -106,7 +97,7 @@ def stride_rules(shape: Sequence[int], strides: Sequence[int]) -> tuple[Rule, ..
 def common_shape(op: OpOverload, args: Arguments) -> tuple[int, ...] | None:
     """Of the contiguous tensors of an elementwise operator, where they have one: how many dimensions they have does not
     matter to it, nor which sizes are one. Tensors without dimensions are numbers."""
-    if not is_elementwise(op):
+    if not facts(op).elementwise:
         return None
     shapes = {x.shape for x in args if isinstance(x, TensorLike) and x.shape}
     rows = all(x.strides == contiguous(x.shape) for x in args if isinstance(x, TensorLike))
@@ -168,7 +159,7 @@ class Shapes:
 
     def _size(self, n: int, from_last: int) -> int:
         """Those that elementwise operators broadcast to one another are one."""
-        if not is_elementwise(self.op):
+        if not facts(self.op).elementwise:
             return self._value(n)
         at = self._last.setdefault(from_last, len(self.values))
         return at if at < len(self.values) and self.values[at] == n else self._value(n)

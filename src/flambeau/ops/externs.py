@@ -24,7 +24,8 @@ describe(aten._unique.default, aten._unique2.default, aten.unique_dim.default, a
 describe("_ctc_loss", "_ctc_loss_backward", on_host=("targets", "input_lengths", "target_lengths"))
 describe("_pack_padded_sequence", on_host=("lengths",))
 describe("set_", on_host=("source",))
-describe("copy_", on_host=("self", "src"))
+describe("copy_", on_host=("self", "src"), elementwise=True)
+describe(aten.fill_.Scalar, aten.fill_.Tensor, elementwise=True)
 describe("_copy_from", on_host=("self", "dst"))
 
 # ---- calls of libraries

@@ -76,6 +76,7 @@ class Facts:
     waits: bool = False  # it reads on the host what the device computes, so that it cannot be recorded
     stateful: bool = False  # about autograd or memory, not about values: no region has it
     same: bool = False  # its result has the values that it is given
+    elementwise: bool = False  # each element of its result follows from those at its place
     undefined: bool = False  # nobody knows what its results hold
     writes: tuple[str, ...] = ()  # arguments that it writes to although its schema does not say so
     masks: bool = False  # it takes indices, which may be masks
@@ -231,6 +232,7 @@ def _told(op: OpOverload) -> Given:
         # Private ones of several tensors and gradients may read beyond what they are given.
         "checks": not (name.startswith("_") and tensors > 1 or "backward" in name),
         "masks": bool(indices),
+        "elementwise": torch.Tag.pointwise in tags,
         "on_host": indices,
         "view": op.is_view,
         "in_place": _in_place(name),
