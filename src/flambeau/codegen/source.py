@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flambeau.ir.faults import Sites
 from flambeau.ir.index import Dyn, Index, Op, Sym
@@ -105,7 +105,17 @@ class RangeSource:
     sites: Sites = ()
     bounded: bool = False
     origins: tuple[str, ...] = ()  # the operators that it computes
+    collides: bool = False  # whether several work-items may set one element, in no fixed order
     binary: bytes | None = None
+
+
+def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:
+    """Of the cores and the sizes: the work-items of each launch."""
+    names = ", ".join(["units", *(f"n{k}" for k in range(source.sizes))])
+    scope: dict[str, Any] = {}
+    exec(f"def items({names}): return ({''.join(r.items + ', ' for r in source.ranges)})", scope)
+    items: Callable[..., tuple[int, ...]] = scope["items"]
+    return items
 
 
 def site_table(kernel: Kernel) -> Sites:

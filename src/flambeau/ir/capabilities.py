@@ -41,6 +41,8 @@ class Capabilities:
     gpu_eager: bool = False
     contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls
     tuning: Tuning = CPU  # the numbers by which loops are shaped
+    # A number of the run, which comes as the bits of a double, can be read where doubles cannot be computed with.
+    reads_doubles: bool = False
     sorts: bool = False  # sorts are kernels too; otherwise library calls
 
     def joins(self, mode: str, dtype: DType) -> bool:

@@ -193,7 +193,8 @@ def mean(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | Non
 def _var_mean(root: bool, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
               ) -> tuple[Value, Value]:
     """`root`: the standard deviation instead of the variance."""
-    wide = torch.float64 if build.graph().on_cpu else opmath(x.dtype)  # ATen's own accumulator on CPUs
+    g = build.graph()  # ATen's own accumulator on CPUs
+    wide = torch.float64 if g.on_cpu and torch.float64 in g.capabilities.dtypes else opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
     mean, spread = moments(x.shape, axes, wide, lambda i: cast(x.load(i), wide))
     # No more degrees of freedom than zero: the quotient is then infinite or NaN, as ATen has it.

@@ -67,7 +67,7 @@ class Build:
 
     def __init__(self, waiting: Mapping[str, Sequence[Future[Any]]],
                  made: Callable[[str], Launch | CompileError]) -> None:
-        self._waiting, self._made = waiting, made
+        self.waiting, self.made = waiting, made
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -76,14 +76,14 @@ class Build:
 
     def count(self) -> tuple[int, int]:
         """How many are done, and of how many."""
-        return sum(all(f.done() for f in futures) for futures in self._waiting.values()), len(self._waiting)
+        return sum(all(f.done() for f in futures) for futures in self.waiting.values()), len(self.waiting)
 
     def wait(self) -> dict[str, Launch | CompileError]:
         """Every source's name with its kernel, or with the reason why that one has none."""
         out: dict[str, Launch | CompileError] = {}
-        for name in self._waiting:
+        for name in self.waiting:
             try:
-                out[name] = self._made(name)
+                out[name] = self.made(name)
             except Closing:
                 raise
             except CompileError as error:
@@ -246,6 +246,7 @@ _BUILT_IN = {
     "cpu": "flambeau.targets.cpu.target:CpuTarget",
     "cuda": "flambeau.targets.cuda.target:CudaTarget",
     "interpreter": "flambeau.targets.cuda.interpreter:InterpreterTarget",
+    "metal-emulator": "flambeau.targets.metal.emulator.target:EmulatorTarget",
     "opencl": "flambeau.targets.opencl.target:OpenClTarget",
 }
 _TARGETS: dict[str, Target] = {}

@@ -86,6 +86,10 @@ class SimtDialect(CLike):
         """The same from an array to memory."""
         raise NotImplementedError
 
+    def at_once(self, mode: str, dtype: DType, element: str, text: str) -> str:
+        """Statement: join a value to an element atomically, where there is an instruction for it; else nothing."""
+        return ""
+
     def exchange(self, dtype: DType, element: str, place: str, seen: str, old: str) -> Exchange:
         """Compare and swap; `place`, `seen` and `old` are names for it to use."""
         raise NotImplementedError

@@ -63,7 +63,8 @@ def render_in(language: type[SimtDialect], kernel: Kernel, name: str, shape: Sha
     return RangeSource(name, "\n".join(lines) + "\n", tuple(p.dtype.itemsize for p in kernel.params),
                        tuple(p.written for p in kernel.params), tuple(reaches(kernel)),
                        len(kernel.sizes) + len(extents), tuple(ranges), checks, d.headers(functions),
-                       site_table(kernel), shape.bounded, kernel.origins)
+                       site_table(kernel), shape.bounded, kernel.origins,
+                       isinstance(kernel, ScatterKernel) and kernel.mode == "set" and not kernel.unique)
 
 
 def exceeded(w: Writer, pointers: int) -> str:

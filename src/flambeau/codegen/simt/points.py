@@ -178,9 +178,13 @@ class PointScatter(Points, ScatterWriter):
         if mask is not None or k.mode == "set" or alone:
             super().join(address, text, mask)
             return
-        place, seen, old = self.fresh("at"), self.fresh("seen"), self.fresh("old")
+        element = f"{self.short[k.name]}[{address}]"
         with self.accessed(k.name, address):
-            self.exchange(self.d.exchange(k.value.dtype, f"{self.short[k.name]}[{address}]", place, seen, old), text)
+            if joined := self.d.at_once(k.mode, k.value.dtype, element, text):
+                self.line(joined)
+                return
+            place, seen, old = self.fresh("at"), self.fresh("seen"), self.fresh("old")
+            self.exchange(self.d.exchange(k.value.dtype, element, place, seen, old), text)
 
     def exchange(self, swap: Exchange, text: str) -> None:
         dtype = self.k.value.dtype

@@ -90,7 +90,7 @@ class CpuTarget(Target):
             self._start()
         # Settings are read here: an override holds in the caller's thread only.
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-        toolchain = find_toolchain(config.compiler, disk)
+        toolchain = self.toolchain(disk)
         jobs = config.compile_jobs
 
         by_name: dict[str, _Kernel] = {}
@@ -114,6 +114,9 @@ class CpuTarget(Target):
             return address if isinstance(address, CompileError) else self.launcher().launch(address, name)
 
         return Build({name: (future,) for name, future in futures.items()}, made)
+
+    def toolchain(self, disk: DiskCache) -> Toolchain:
+        return find_toolchain(config.compiler, disk)
 
     def plan(self, steps: Sequence[Step]) -> Plan:
         return self.launcher().plan(steps)

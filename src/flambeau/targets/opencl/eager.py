@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flambeau.codegen.source import items_function
+
 from ..base import Plan, Run, Step
 from .device import ClDevice, devices
 from .target import MakeLaunch, OpenClTarget
@@ -54,7 +56,6 @@ class ClDeviceTarget(OpenClTarget):
             import pyopencl
 
             from .compile import functions_of
-            from .host import items_function
 
             source, items = kernel.source, items_function(kernel.source)
             functions = [pyopencl.Kernel(program, name) for name in functions_of(kernel)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy
 import pyopencl
 
-from flambeau.codegen.source import RangeSource
+from flambeau.codegen.source import items_function
 from flambeau.errors import Error
 
 from ..base import Step
@@ -106,12 +106,3 @@ class ClPlan:
 def found(record: numpy.ndarray[Any, Any]) -> tuple[int, int, int]:
     """What `fl_report` wrote: the number of the kernel, the fault, the size that was exceeded."""
     return int(record[1]), *(int(x) for x in record[2:RECORD].view(numpy.int64))  # type: ignore[return-value]
-
-
-def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:
-    """Of the cores and the sizes: the work-items of each launch."""
-    names = ", ".join(["units", *(f"n{k}" for k in range(source.sizes))])
-    scope: dict[str, Any] = {}
-    exec(f"def items({names}): return ({''.join(r.items + ', ' for r in source.ranges)})", scope)
-    items: Callable[..., tuple[int, ...]] = scope["items"]
-    return items

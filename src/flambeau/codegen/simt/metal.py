@@ -1,0 +1,132 @@
+"""Metal Shading Language: what it says differently from OpenCL C, for the writers of this folder.
+
+C++14 with address spaces, without doubles. Buffers come by number, at most 31 of them: the pointers, then all numbers
+of a launch as one array of words, then the record of faults. A kernel says how many threads a group of it may have,
+because a Mac skips a larger one without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from flambeau.errors import UnsupportedError
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.dtypes import SUPPORTED, DType
+from flambeau.ir.expr import SPECIAL, walk
+from flambeau.ir.program import Kernel
+from flambeau.ir.tuning import POINTS
+
+from ..dialect import UNROLLED, Steps
+from ..source import RangeSource
+from .dialect import Exchange, Shape
+from .kernel import render_in
+from .opencl import OpenCL
+
+BUFFERS = 31
+THREADGROUP_BYTES = 32 << 10
+SIMD_WIDTH = 32  # of every Apple GPU
+LARGEST_GROUP = 1024
+SHAPE = Shape(threads=False, group=256, units=1, largest=LARGEST_GROUP, local=THREADGROUP_BYTES // 2)
+# Functions that are computed in double elsewhere.
+MISSING = SPECIAL
+JOINS = frozenset({(mode, dtype) for mode in ("add", "mul", "min", "max") for dtype in (torch.float32, torch.int32)}
+                  | {("add", torch.int64)})
+DTYPES = SUPPORTED - {torch.float64}
+WORDS = {4: "uint4", 2: "uint2", 1: "uint"}  # several words side by side
+
+
+class Metal(OpenCL):
+    # A double is never computed with: a number of the run comes as one, and becomes a float at once.
+    types = {**OpenCL.types, torch.float64: "ulong"}
+    stored = {**types, torch.bool: "uchar"}
+    unlikely = "{}"
+    local = "threadgroup"
+    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    item, lane, group = "fl_item", "fl_lane", "fl_group"
+    contracted = "#pragma METAL fp contract(fast)"
+    small = {**OpenCL.small, torch.float64: "double"}
+
+    def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
+        return "#pragma unroll" if how is UNROLLED else ""
+
+    def bitcast(self, text: str, dtype: DType) -> str:
+        return f"as_type<{self.types[dtype]}>({text})"
+
+    def int64(self, value: int) -> str:
+        return "(-9223372036854775807L - 1)" if value == -(2**63) else super().int64(value)
+
+    def aligned(self, pointers: Iterable[int], lanes: int) -> str:
+        places = " | ".join(f"(ulong)p{k} / sizeof(*p{k})" for k in pointers)
+        return f"(({places}) & {lanes - 1}) == 0"
+
+    def line_of(self, kind: str, lanes: int) -> tuple[str, str]:
+        """The type of an access to so many elements, and a variable that is those and this."""
+        size = next(dtype.itemsize for dtype, name in self.stored.items() if name == kind) * lanes
+        whole = WORDS[size // 4] if size >= 4 else "ushort"
+        return whole, f"union {{ {whole} whole; {kind} parts[{lanes}]; }} line;"
+
+    def read_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
+        whole, line = self.line_of(kind, lanes)
+        place = f"{lanes - 1} - j" if backward else "j"
+        return f"{{ {line} line.whole = *(device const {whole}*)({pointer}); " \
+               f"for (int j = 0; j < {lanes}; ++j) ({array})[j] = line.parts[{place}]; }}"
+
+    def write_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
+        whole, line = self.line_of(kind, lanes)
+        place = f"{lanes - 1} - j" if backward else "j"
+        return f"{{ {line} for (int j = 0; j < {lanes}; ++j) line.parts[j] = ({array})[{place}]; " \
+               f"*(device {whole}*)({pointer}) = line.whole; }}"
+
+    def at_once(self, mode: str, dtype: DType, element: str, text: str) -> str:
+        if (mode, dtype) == ("add", torch.int64):
+            return f"fl_add_long(&{element}, {text});"
+        if mode == "add" or (mode in ("min", "max") and dtype is torch.int32):
+            kind = self.types[dtype]
+            return f"atomic_fetch_{mode}_explicit((device atomic_{kind}*)&{element}, {text}, memory_order_relaxed);"
+        return ""
+
+    def exchange(self, dtype: DType, element: str, place: str, seen: str, old: str) -> Exchange:
+        assert dtype.itemsize == 4, f"no atomics on {dtype}"
+        before = (f"device atomic_uint* {place} = (device atomic_uint*)&{element};",
+                  f"uint {old} = atomic_load_explicit({place}, memory_order_relaxed), {seen};", f"bool {place}_done;")
+        attempt = f"{place}_done = atomic_compare_exchange_weak_explicit({place}, &{old}, as_type<uint>({{}}), " \
+                  "memory_order_relaxed, memory_order_relaxed);"
+        return Exchange(before, f"{seen} = {old};", attempt, f"}} while (!{place}_done);",
+                        f"as_type<{self.types[dtype]}>({seen})")
+
+    def head(self, kernel: Kernel, name: str, group: int, extents: Sequence[str]) -> list[str]:
+        arguments = [f"device {'' if p.written else 'const '}{self.stored[p.dtype]}* p{k} [[buffer({k})]]"
+                     for k, p in enumerate(kernel.params)]
+        count = len(arguments)
+        arguments += [f"constant long* fl_words [[buffer({count})]]",
+                      f"device atomic_int* fl_faults [[buffer({count + 1})]]",
+                      "uint fl_lane [[thread_position_in_threadgroup]]",
+                      "uint fl_group [[threadgroup_position_in_grid]]"]
+        words = [*(f"n{k}" for k in range(len(kernel.sizes))), *extents]
+        return [f"[[max_total_threads_per_threadgroup({group})]]", f"kernel void {name}({', '.join(arguments)}) {{",
+                f"  const long fl_item = (long)fl_group * {group} + fl_lane;",
+                *(f"  const long {n} = fl_words[{k}];" for k, n in enumerate(words))]
+
+    def report(self, size: str) -> str:
+        return f"if (bad) fl_report(fl_faults, bad, {size});"
+
+    def headers(self, functions: frozenset[str]) -> tuple[str, ...]:
+        return ("metal.h",)
+
+
+def capabilities(name: str) -> Capabilities:
+    return Capabilities(name, dtypes=DTYPES, programs=1024, scratch_bytes=THREADGROUP_BYTES // 2, serial_scans=False,
+                        missing=MISSING, scatters=JOINS, masked_reads=True, gathers_rows=True, contracts=True,
+                        reads_doubles=True, sorts=True, tuning=POINTS)
+
+
+def render(kernel: Kernel, name: str, bounded: bool = False) -> RangeSource:
+    """The text of one kernel."""
+    if len(kernel.params) + 2 > BUFFERS:
+        raise UnsupportedError(f"a kernel of {len(kernel.params)} tensors has more buffers than Metal's {BUFFERS}")
+    doubles = [e.op for e in walk(*kernel.everything()) if e.dtype is torch.float64 and e.op != "bitcast"]
+    if doubles or any(p.dtype is torch.float64 for p in kernel.params):
+        raise UnsupportedError("Metal has no float64", dtypes=["torch.float64"])
+    return render_in(Metal, kernel, name, SHAPE if not bounded else Shape(**{**vars(SHAPE), "bounded": True}))

@@ -1,0 +1,114 @@
+"""From Metal text to what g++ compiles: the kernels as they are, and beside them a function that binds their arguments.
+
+Two things of the language cannot be said by macros. An array in threadgroup memory is one object for all threads, made
+where nothing lies beside it; and a kernel's arguments are bound by their attributes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from flambeau.codegen.source import KernelSource, RangeSource
+
+# What an argument's attribute stands for, of the ids of a thread (runner.cpp).
+IDS = {
+    "thread_position_in_threadgroup": "lane", "thread_index_in_threadgroup": "lane",
+    "threadgroup_position_in_grid": "group", "thread_position_in_grid": "item", "threads_per_threadgroup": "size",
+    "threadgroups_per_grid": "groups", "threads_per_grid": "threads", "thread_index_in_simdgroup": "lane % 32",
+    "simdgroup_index_in_threadgroup": "lane / 32", "threads_per_simdgroup": "lane * 0 + 32",
+}
+_KERNEL = re.compile(r"((?:\[\[[^\]]*\]\]\s*)*)\bkernel\s+void\s+(\w+)\s*\(")
+_LIMIT = re.compile(r"max_total_threads_per_threadgroup\((\d+)\)")
+_ARGUMENT = re.compile(r"^(?P<type>.*?)\b\w+\s*\[\[\s*(?P<what>\w+)(?:\((?P<number>\d+)\))?\s*\]\]$", re.DOTALL)
+_SHARED = re.compile(r"(?P<before>[;{}]\s*)threadgroup\s+(?P<type>[\w:]+)\s+"
+                     r"(?P<names>\w+\s*\[[^;=]*\](?:\s*,\s*\w+\s*\[[^;=,]*\])*);")
+_NAMED = re.compile(r"(\w+)\s*((?:\[[^\]]*\])+)")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel of a text: its name, the threads that a group may have (0: it does not say), its arguments."""
+
+    name: str
+    limit: int
+    arguments: tuple[tuple[str, str, int], ...]  # type, attribute, number
+
+    def call(self) -> str:
+        """How it is called by a thread: `a` has the buffers, `i` the ids."""
+        given = []
+        for kind, what, number in self.arguments:
+            if what != "buffer":
+                given.append(f"({kind})(i->{IDS[what]})")
+            elif kind.endswith("&"):
+                given.append(f"*({kind[:-1]}*)a[{number}]")
+            else:
+                given.append(f"({kind})a[{number}]")
+        return f"{self.name}({', '.join(given)})"
+
+
+def functions_of(text: str) -> list[Function]:
+    """The kernels of a text."""
+    out = []
+    for found in _KERNEL.finditer(text):
+        limit = _LIMIT.search(found[1])
+        arguments = []
+        for argument in _until(text, found.end()).split(","):
+            parts = _ARGUMENT.match(argument.strip())
+            if parts is None or (parts["what"] != "buffer" and parts["what"] not in IDS):
+                raise ValueError(f"{found[2]}: what is bound to {argument.strip()!r}?")
+            arguments.append((parts["type"].strip(), parts["what"], int(parts["number"] or 0)))
+        out.append(Function(found[2], int(limit[1]) if limit else 0, tuple(arguments)))
+    return out
+
+
+def _until(text: str, start: int) -> str:
+    """As far as the parenthesis that closes."""
+    depth = 1
+    for end in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    raise ValueError("a parenthesis is not closed")
+
+
+def with_shared(text: str) -> str:
+    """Arrays in threadgroup memory are the runner's."""
+    count = 0
+
+    def declared(found: re.Match[str]) -> str:
+        nonlocal count
+        lines = []
+        for name, size in _NAMED.findall(found["names"]):
+            lines.append(f"auto& {name} = flm::shared<{found['type']}{size}>({count});")
+            count += 1
+        return found["before"] + " ".join(lines)
+
+    before = None
+    while before != text:  # one may end where the next begins
+        before, text = text, _SHARED.sub(declared, text)
+    return text
+
+
+def bound(source: RangeSource) -> KernelSource:
+    """A kernel of the CPU's that runs the Metal one. Behind its sizes come the threads of each launch."""
+    functions = {f.name: f for f in functions_of(source.text)}
+    count = len(source.itemsizes)
+    lines = [with_shared(source.text)]
+    for part in source.ranges:
+        lines.append(f'FLM_PLAIN static void {part.function}_thread(void** a, const flm::Ids* i) '
+                     f'{{ {functions[part.function].call()}; }}')
+    plain = source.sizes - 2 * count  # the extents of the buffers come behind them
+    buffers = [f"{{p[{k}], n[{plain + 2 * k}] * {size}, n[{plain + 2 * k + 1}] * {size}, {size}, {int(written)}}}"
+               for k, (size, written) in enumerate(zip(source.itemsizes, source.written, strict=True))]
+    buffers += [f"{{(void*)n, 0, {8 * max(source.sizes, 1)}, 8, 0}}", "{record, 0, sizeof(record), 4, 1}"]
+    limits = [functions[r.function].limit for r in source.ranges]
+    parts = [f'{{{r.function}_thread, "{source.name}", n[{source.sizes + k}], {r.group}, {limits[k]}}}'
+             for k, r in enumerate(source.ranges)]
+    lines.append(f"""extern "C" FLM_PLAIN int64_t KERNEL_NAME(void** p, const int64_t* n) {{
+  int32_t record[6] = {{0}};
+  const flm::Buffer buffers[] = {{{', '.join(buffers)}}};
+  const flm::Part parts[] = {{{', '.join(parts)}}};
+  return flm_launch(buffers, {len(buffers)}, parts, {len(parts)}, {int(source.collides)});
+}}""")
+    return KernelSource(source.name, "\n".join(lines), ("metal.h", "flm.h"), source.sites, source.bounded)

@@ -1,0 +1,385 @@
+// Runs the threads of Metal kernels on a CPU, and watches them.
+//
+// Threads of a group are fibres: each runs until it ends, or until it has to wait for the others at a barrier or in step
+// with its simdgroup. Kernels are compiled with g++'s instrumentation for races (-fsanitize=thread), whose calls are
+// answered here: every access is looked up in the buffers of the launch, which are copies with nothing beside them, or in
+// threadgroup memory. What a Mac would do silently (skip a group that is too large, read what nobody wrote) is an error.
+#undef _FORTIFY_SOURCE  // fibres jump between stacks
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <mutex>
+
+namespace {
+
+constexpr int MOST_THREADS = 1024, WIDTH = 32, MOST_BUFFERS = 31, ARRAYS = 64;
+constexpr size_t STACK = 256 << 10, SHARED = 32 << 10, GAP = 64, ROOM = 64, WATCHED = 64 << 20;
+
+// ---- what the generated wrapper hands over (binding.py) ----------------------------------------------------
+
+struct Ids { uint32_t lane, group, item, size, groups, threads; };
+struct Buffer { void* pointer; int64_t first, end; int32_t itemsize, written; };  // bytes from the pointer
+struct Part { void (*run)(void** arguments, const Ids* ids); const char* name; int64_t threads; int32_t group, limit; };
+
+// ---- state of a launch -------------------------------------------------------------------------------------
+
+enum State { IDLE, READY, BARRIER, SIMD, DONE };
+
+struct Fibre {
+  jmp_buf place;
+  ucontext_t begin;
+  bool started;
+  State state;
+  int line, turn;
+};
+
+// Who wrote and who read an element last: the thread (from 1 on, MANY: several), and after how many barriers.
+struct Access { uint32_t writer, wrote, reader, read; };
+constexpr uint32_t MANY = 0xffffffffu, ATOMIC = 0xfffffffeu;
+
+struct Region {
+  uintptr_t from, to;  // of the copy
+  char* original;
+  char* memory;
+  int32_t granule;
+  bool written;
+  Access* seen;
+};
+
+struct Array { uint32_t offset, bytes; };
+
+Fibre fibres[MOST_THREADS];
+char* stacks;
+jmp_buf scheduler;
+char box[MOST_THREADS / WIDTH][2][WIDTH][16];
+Ids ids;
+const Part* part;
+void** given;
+int current;
+uint32_t passed, passed_device;  // barriers
+bool failed, collides;
+char message[1024];
+std::mutex one_launch;
+
+Region regions[MOST_BUFFERS + 2];
+int region_count, last_region;
+
+alignas(64) char shared_memory[2 * SHARED + ARRAYS * (GAP + 16)];
+uint8_t shared_owner[sizeof(shared_memory)];
+Access shared_seen[sizeof(shared_memory)];
+Array arrays[ARRAYS];
+uint32_t shared_used, shared_bytes;
+
+void fail(const char* format, ...) {
+  char what[640];
+  va_list rest;
+  va_start(rest, format);
+  vsnprintf(what, sizeof(what), format, rest);
+  va_end(rest);
+  snprintf(message, sizeof(message), "%s, group %u, thread %d: %s", part ? part->name : "a launch", ids.group, current, what);
+  failed = true;
+  _longjmp(scheduler, 2);
+}
+
+// ---- fibres ------------------------------------------------------------------------------------------------
+
+void body() {
+  for (;;) {
+    const Ids mine = ids;
+    part->run(given, &mine);
+    Fibre& f = fibres[current];
+    f.state = DONE;
+    if (!_setjmp(f.place)) _longjmp(scheduler, 1);
+  }
+}
+
+void enter(int k) {  // until it waits or ends
+  Fibre& f = fibres[k];
+  current = k;
+  ids.lane = (uint32_t)k;
+  ids.item = ids.group * (uint32_t)part->group + ids.lane;
+  const int how = _setjmp(scheduler);
+  if (how) return;
+  f.state = READY;
+  if (f.started) _longjmp(f.place, 1);
+  f.started = true;
+  getcontext(&f.begin);
+  f.begin.uc_stack.ss_sp = stacks + STACK * (size_t)k;
+  f.begin.uc_stack.ss_size = STACK;
+  f.begin.uc_link = nullptr;
+  makecontext(&f.begin, body, 0);
+  setcontext(&f.begin);
+}
+
+void wait(State state, int line) {
+  Fibre& f = fibres[current];
+  f.state = state, f.line = line;
+  if (!_setjmp(f.place)) _longjmp(scheduler, 1);
+}
+
+bool alike(int from, int to, State state) {  // whether all of them wait there
+  for (int k = from; k < to; ++k)
+    if (fibres[k].state != state || fibres[k].line != fibres[from].line) return false;
+  return true;
+}
+
+void diverged(int size) {
+  for (int k = 0; k < size; ++k) {
+    const Fibre &f = fibres[k], &g = fibres[(k + 1) % size];
+    if (f.state == g.state && (f.state == DONE || f.line == g.line)) continue;
+    current = k;
+    const char* words[] = {"idle", "ready", "at a barrier", "in a simdgroup function", "at its end"};
+    snprintf(message, sizeof(message), "%s, group %u: divergent threads: %d is %s (line %d), %d is %s (line %d)", part->name,
+             ids.group, k, words[f.state], f.line, (k + 1) % size, words[g.state], g.line);
+    failed = true;
+    return;
+  }
+}
+
+void run_group(int size) {
+  for (int k = 0; k < size && !failed; ++k) enter(k);
+  while (!failed) {
+    bool moved = false;
+    for (int first = 0; first < size && !failed; first += WIDTH) {
+      const int end = first + WIDTH < size ? first + WIDTH : size;
+      while (!failed && alike(first, end, SIMD)) {
+        moved = true;
+        for (int k = first; k < end && !failed; ++k) enter(k);
+      }
+    }
+    if (failed || alike(0, size, DONE)) break;
+    bool ended = true;
+    for (int k = 0; k < size; ++k) ended &= fibres[k].state == DONE;
+    if (ended) break;
+    if (alike(0, size, BARRIER)) {
+      ++passed;
+      for (int k = 0; k < size && !failed; ++k) enter(k);
+    } else if (!moved) {
+      diverged(size);
+    }
+  }
+  if (failed)
+    for (Fibre& f : fibres) f.started = false;
+}
+
+// ---- memory --------------------------------------------------------------------------------------------------
+
+bool ordered(uint32_t other, uint32_t when, uint32_t now, bool device) {
+  if (other == MANY) return !device && when < now;
+  const bool together = !device || (other - 1) / (uint32_t)part->group == ids.group;
+  return together && when < now;
+}
+
+void touch(Access& a, uint32_t me, bool write, bool device, uint32_t now, const char* what, int64_t at) {
+  if (me == ATOMIC && (a.writer == 0 || a.writer == ATOMIC) && a.reader == 0) {
+    a.writer = ATOMIC, a.wrote = now;
+    return;
+  }
+  if (a.writer && a.writer != me && !(device && collides && write) && !ordered(a.writer, a.wrote, now, device))
+    fail("race: %s byte %ld of %s, which thread %ld wrote with no barrier between", write ? "writes" : "reads", (long)at, what,
+         a.writer == ATOMIC ? -1L : (long)a.writer - 1);
+  if (write && a.reader && a.reader != me && !ordered(a.reader, a.read, now, device))
+    fail("race: writes byte %ld of %s, which thread %ld read with no barrier between", (long)at, what,
+         a.reader == MANY ? -1L : (long)a.reader - 1);
+  if (write) a.writer = me, a.wrote = now, a.reader = 0;
+  else a.reader = a.reader && a.reader != me && a.read == now ? MANY : me, a.read = now;
+}
+
+void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false) {
+  const uintptr_t at = (uintptr_t)pointer;
+  if (at - (uintptr_t)stacks < STACK * MOST_THREADS) return;
+  if (at - (uintptr_t)shared_memory < sizeof(shared_memory)) {
+    const size_t k = at - (uintptr_t)shared_memory;
+    for (size_t j = k; j < k + bytes; ++j) {
+      const int owner = shared_owner[j];
+      if (!owner || owner != shared_owner[k] || atomic)
+        fail("out of bounds: %s threadgroup memory that belongs to no array", write ? "writes" : "reads");
+      if (!write && !shared_seen[j].writer)
+        fail("uninitialised: reads byte %ld of threadgroup array %d, which nobody wrote", (long)(j - arrays[owner - 1].offset),
+             owner - 1);
+      touch(shared_seen[j], (uint32_t)current + 1, write, false, passed, "threadgroup memory", (int64_t)(j - arrays[owner - 1].offset));
+    }
+    return;
+  }
+  for (int tries = 0, k = last_region; tries < region_count; ++tries, k = k + 1 == region_count ? 0 : k + 1) {
+    Region& r = regions[k];
+    if (at < r.from || at >= r.to) continue;
+    last_region = k;
+    if (at + bytes > r.to) break;
+    if (at % (bytes < 16 ? bytes : 16)) fail("misaligned: an access of %u bytes at a multiple of %u", bytes, (unsigned)(at & -at));
+    if (write && !r.written) fail("writes a buffer that it only reads");
+    if (!r.seen) return;
+    const uint32_t me = atomic ? ATOMIC : ids.group * (uint32_t)part->group + (uint32_t)current + 1;
+    for (uint32_t j = 0; j < bytes; j += (uint32_t)r.granule)
+      touch(r.seen[(at - r.from + j) / (uint32_t)r.granule], me, write, true, passed_device, "a buffer", (int64_t)(at - r.from + j));
+    return;
+  }
+  int64_t nearest = INT64_MAX;
+  int which = 0;
+  for (int k = 0; k < region_count; ++k) {
+    const int64_t off = at >= regions[k].to ? (int64_t)(at - regions[k].to) + 1 : -(int64_t)(regions[k].from - at);
+    if (llabs(off) < llabs(nearest)) nearest = off, which = k;
+  }
+  fail("out of bounds: %s %u bytes %ld beside memory %d of its buffers", write ? "writes" : "reads", bytes, (long)nearest, which);
+}
+
+// Copies of what the buffers reach, one for those that overlap, with room around each and the same alignment.
+void take(const Buffer* buffers, int count, void** arguments) {
+  region_count = last_region = 0;
+  size_t watched = 0;
+  for (int k = 0; k < count; ++k) watched += (size_t)(buffers[k].end - buffers[k].first);
+  struct Span { char *from, *to; bool written; int32_t size; } spans[MOST_BUFFERS + 2];
+  int n = 0;
+  for (int k = 0; k < count; ++k) {
+    const Buffer& b = buffers[k];
+    Span s = {(char*)b.pointer + b.first, (char*)b.pointer + b.end, b.written != 0, b.itemsize};
+    for (int j = 0; j < n;) {
+      if (spans[j].from < s.to && s.from < spans[j].to) {
+        s = {s.from < spans[j].from ? s.from : spans[j].from, s.to > spans[j].to ? s.to : spans[j].to,
+             s.written || spans[j].written, s.size < spans[j].size ? s.size : spans[j].size};
+        spans[j] = spans[--n];
+        j = 0;
+      } else ++j;
+    }
+    spans[n++] = s;
+  }
+  for (int k = 0; k < n; ++k) {
+    const Span& s = spans[k];
+    const size_t bytes = (size_t)(s.to - s.from);
+    Region r;
+    r.memory = (char*)malloc(bytes + 4 * ROOM);
+    char* to = r.memory + ROOM;
+    to += ((uintptr_t)s.from - (uintptr_t)to) % ROOM;
+    if (bytes) memcpy(to, s.from, bytes);
+    r.from = (uintptr_t)to, r.to = r.from + bytes, r.original = s.from, r.written = s.written;
+    r.granule = s.size < 4 ? s.size : 4;
+    r.seen = s.written && watched < WATCHED ? (Access*)calloc(bytes / (size_t)r.granule + 4, sizeof(Access)) : nullptr;
+    regions[region_count++] = r;
+  }
+  for (int k = 0; k < count; ++k) {
+    arguments[k] = buffers[k].pointer;
+    for (int j = 0; j < region_count; ++j) {
+      const Region& r = regions[j];
+      char *from = (char*)buffers[k].pointer + buffers[k].first, *to = (char*)buffers[k].pointer + buffers[k].end;
+      if (from >= r.original && to <= r.original + (r.to - r.from) && from < to)
+        arguments[k] = (char*)r.from + ((char*)buffers[k].pointer - r.original);
+    }
+  }
+}
+
+void give_back() {
+  for (int k = 0; k < region_count; ++k) {
+    Region& r = regions[k];
+    if (r.written && !failed) memcpy(r.original, (void*)r.from, r.to - r.from);
+    free(r.memory);
+    free(r.seen);
+  }
+  region_count = 0;
+}
+
+void dispatch(const Part& p, void** arguments) {
+  part = &p, given = arguments;
+  current = 0, ids.group = 0;
+  if (_setjmp(scheduler)) return;  // something is wrong before a thread runs
+  if (p.limit <= 0) fail("no [[max_total_threads_per_threadgroup]]: a group that is too large would be skipped silently");
+  if (p.group > p.limit || p.limit > MOST_THREADS)
+    fail("a group of %d threads, of a kernel for %d (%d at most): it would be skipped silently", p.group, p.limit, MOST_THREADS);
+  for (int k = 0; k < region_count; ++k)
+    if (regions[k].seen)
+      memset(regions[k].seen, 0, ((regions[k].to - regions[k].from) / (size_t)regions[k].granule + 4) * sizeof(Access));
+  memset(shared_owner, 0, sizeof(shared_owner));
+  memset(arrays, 0, sizeof(arrays));
+  shared_used = GAP, shared_bytes = 0;
+  passed_device = 0;
+  const int64_t groups = (p.threads + p.group - 1) / p.group;
+  ids.size = (uint32_t)p.group, ids.groups = (uint32_t)groups, ids.threads = (uint32_t)p.threads;
+  for (int64_t g = 0; g < groups && !failed; ++g) {
+    ids.group = (uint32_t)g;
+    passed = 0;
+    ++passed_device;
+    memset(shared_seen, 0, shared_used * sizeof(Access));
+    const int64_t left = p.threads - g * p.group;
+    run_group((int)(left < p.group ? left : p.group));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// ---- called by kernels ---------------------------------------------------------------------------------------
+
+void flm_barrier(int flags, int line) {
+  const uint32_t before = passed;
+  wait(BARRIER, line);
+  if (passed != before && (flags & 1) && current == 0) ++passed_device;
+  if (!(flags & 2)) fail("a barrier without mem_threadgroup");
+}
+
+const char* flm_simd(const void* mine, uint32_t bytes, int line) {
+  const int group = current / WIDTH, turn = fibres[current].turn ^= 1;
+  memcpy(box[group][turn][current % WIDTH], mine, bytes);
+  wait(SIMD, line);
+  return box[group][turn][0];
+}
+
+uint32_t flm_lane() { return (uint32_t)current % WIDTH; }
+
+void flm_atomic(const void* place, uint32_t bytes) { access(place, bytes, true, true); }
+
+void* flm_shared(int number, uint32_t bytes) {
+  if (number >= ARRAYS) fail("more than %d threadgroup arrays", ARRAYS);
+  Array& a = arrays[number];
+  if (!a.bytes) {
+    shared_bytes += (bytes + 15) / 16 * 16;
+    if (shared_bytes > SHARED) fail("%u bytes of threadgroup memory: there are %zu", shared_bytes, SHARED);
+    a.offset = shared_used, a.bytes = bytes;
+    memset(shared_owner + a.offset, number + 1, bytes);
+    memset(shared_seen + a.offset, 0, bytes * sizeof(Access));
+    shared_used = (uint32_t)((a.offset + bytes + GAP + 15) / 16 * 16);
+  }
+  return shared_memory + a.offset;
+}
+
+// ---- called by the wrapper, and by Python ----------------------------------------------------------------------
+
+// The fault that a kernel reported, 0 if there is none, or -1 if something is wrong with the kernel (flm_message).
+int64_t flm_launch(const Buffer* buffers, int count, const Part* parts, int part_count, int collisions) {
+  std::lock_guard<std::mutex> lock(one_launch);
+  if (!stacks) {
+    stacks = (char*)mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  }
+  void* arguments[MOST_BUFFERS + 2];
+  failed = false, collides = collisions != 0;
+  take(buffers, count, arguments);
+  for (int k = 0; k < part_count && !failed; ++k)
+    if (parts[k].threads > 0) dispatch(parts[k], arguments);
+  give_back();
+  const int32_t* record = (const int32_t*)buffers[count - 1].pointer;
+  int64_t bad = 0;
+  if (record[0]) memcpy(&bad, record + 2, sizeof(bad));
+  return failed ? -1 : bad;
+}
+
+const char* flm_message() { return message; }
+
+// ---- g++'s instrumentation -------------------------------------------------------------------------------------
+
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+#define ACCESS(n)                                                   \
+  void __tsan_read##n(void* p) { access(p, n, false); }             \
+  void __tsan_write##n(void* p) { access(p, n, true); }             \
+  void __tsan_unaligned_read##n(void* p) { access(p, n, false); }   \
+  void __tsan_unaligned_write##n(void* p) { access(p, n, true); }
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+void __tsan_read_range(void* p, size_t n) { for (size_t k = 0; k < n; ++k) access((char*)p + k, 1, false); }
+void __tsan_write_range(void* p, size_t n) { for (size_t k = 0; k < n; ++k) access((char*)p + k, 1, true); }
+}

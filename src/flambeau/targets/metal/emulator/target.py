@@ -1,0 +1,126 @@
+"""Metal kernels on tensors of the CPU: written for an Apple GPU, compiled by g++, run thread by thread.
+
+    FLAMBEAU_TARGET=metal-emulator python model.py
+
+The texts are those of the target for Macs. What is wrong with one (threads that part at a barrier, races, accesses out
+of bounds, threadgroup memory that nobody wrote, groups or memory beyond what a Mac has) is an EmulatorError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flambeau.codegen.source import RangeSource, items_function
+from flambeau.config import config
+from flambeau.errors import CompileError, Error
+
+from ...base import Build, Launch, Plan, Source, Step
+from ...cache import DiskCache
+from ...cpu.target import CpuTarget
+from ...launch import PythonPlan
+from ...toolchain import Extension, Toolchain, find_toolchain
+from .binding import bound
+
+if TYPE_CHECKING:
+    from flambeau.ir.capabilities import Capabilities
+    from flambeau.ir.program import AnyKernel
+
+FOLDER = Path(__file__).parent
+INCLUDE = FOLDER / "include"
+# Little is optimised: a kernel runs once or twice. The instrumentation's own library stays out: runner.cpp is instead.
+FLAGS = ("-std=gnu++14", "-O1", "-fPIC", "-shared", "-nostdlib", "-w", "-fsanitize=thread", "-fno-exceptions",
+         "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fsigned-char",
+         "--param=tsan-instrument-func-entry-exit=0", f"-I{INCLUDE}")
+
+
+class EmulatorError(Error):
+    """What a kernel does that a Mac would not do, or not say."""
+
+
+class EmulatorTarget(CpuTarget):
+    name = "metal-emulator"
+
+    def capabilities(self) -> Capabilities:
+        from flambeau.codegen.simt.metal import capabilities
+
+        return capabilities(self.name)
+
+    def render(self, kernel: AnyKernel, name: str) -> RangeSource:  # type: ignore[override]
+        from flambeau.codegen.simt.metal import render
+        from flambeau.ir.program import TableKernel
+
+        assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
+        source = render(kernel, name)
+        # The extents of all buffers come with every launch; the runner looks, and not the text.
+        return replace(source, bounded=True, sizes=source.sizes + 2 * len(source.itemsizes))
+
+    bounded = render  # type: ignore[assignment]
+
+    def toolchain(self, disk: DiskCache) -> Toolchain:
+        plain = find_toolchain(config.compiler, disk)
+        runner(plain, disk)
+        return replace(plain, flags=FLAGS, libraries=(), version=f"{plain.version} {contents()}")
+
+    def build(self, sources: Sequence[Source]) -> Build:
+        texts = {s.name: s for s in sources if isinstance(s, RangeSource)}
+        build = super().build([bound(s) for s in texts.values()])
+
+        def made(name: str) -> Launch | CompileError:
+            launch = build.made(name)
+            return launch if isinstance(launch, CompileError) else EmulatorLaunch(texts[name], launch)
+
+        return Build(build.waiting, made)
+
+    def _prepare_launcher(self, toolchain: Toolchain, disk: DiskCache, jobs: int) -> None:
+        """Kernels are called through ctypes: a fast launcher would not be noticed."""
+
+    def plan(self, steps: Sequence[Step]) -> Plan:
+        return PythonPlan(steps)
+
+
+class EmulatorLaunch:
+    def __init__(self, source: RangeSource, launch: Launch) -> None:
+        self.name = source.name
+        self._source, self._launch, self._items = source, launch, items_function(source)
+
+    def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
+        # A Mac's groups are whole, too: kernels count on the threads of a last one.
+        counts = self._items(1, *sizes)
+        threads = [-(-n // part.group) * part.group for n, part in zip(counts, self._source.ranges, strict=True)]
+        code = self._launch(list(pointers), [*sizes, *threads])
+        if code == -1:
+            what = _RUNNER[0].flm_message().decode()
+            raise EmulatorError(f"the kernel of {', '.join(self._source.origins)}: {what}", target=EmulatorTarget.name)
+        return code
+
+    def __repr__(self) -> str:
+        return f"<Launch {self.name}>"
+
+
+_RUNNER: list[ctypes.CDLL] = []
+
+
+def runner(toolchain: Toolchain, disk: DiskCache) -> ctypes.CDLL:
+    """The library that kernels of the emulator call; where all of them find it."""
+    if not _RUNNER:
+        def load(path: Path) -> ctypes.CDLL:
+            library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            library.flm_message.restype = ctypes.c_char_p
+            return library
+
+        found = Extension("metal_runner", (FOLDER / "runner.cpp").read_text(), toolchain, disk, load)
+        _RUNNER.append(found.stored() or found.build())
+    return _RUNNER[0]
+
+
+@cache
+def contents() -> str:
+    """What the headers of the emulator say, for the keys of kernels."""
+    parts = [path.read_bytes() for path in sorted(INCLUDE.iterdir())]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
