@@ -248,8 +248,8 @@ class Lowering:
         lacking = caps.missing | caps.inexact if self.g.policy.exact else caps.missing
         lacks = bool(lacking) or caps.dtypes != SUPPORTED
         for node in nodes:
-            if lacks and any(e.op in lacking or (e.dtype not in caps.dtypes and not (caps.reads_doubles and is_word(e)))
-                             for e in walk(*node.exprs())):
+            inside = [e for e in walk(*node.exprs()) if not (caps.reads_doubles and build.is_word(e))] if lacks else []
+            if any(e.op in lacking or e.dtype not in caps.dtypes for e in inside):
                 return False
             if isinstance(node, Scatter) and node.mode != "set" and not caps.joins(node.mode, node.value.dtype):
                 return False

@@ -77,6 +77,11 @@ def run_number(found: Host, dtype: DType) -> Value:
     return pointwise((), lambda _: Expr("bitcast", torch.float64, (bits,)) if is_float(dtype) else bits, dtype)
 
 
+def is_word(e: Expr) -> bool:
+    """Whether it is a number of the run as it comes: the bits of a double."""
+    return e.op == "bitcast" and e.args[0].op == "index"
+
+
 def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
            body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]], keepdim: bool = False
            ) -> tuple[Value, ...]:

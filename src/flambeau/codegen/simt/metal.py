@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from flambeau.errors import UnsupportedError
+from flambeau.ir.build import is_word
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, DType
 from flambeau.ir.expr import SPECIAL, walk
@@ -126,7 +127,7 @@ def render(kernel: Kernel, name: str, bounded: bool = False) -> RangeSource:
     """The text of one kernel."""
     if len(kernel.params) + 2 > BUFFERS:
         raise UnsupportedError(f"a kernel of {len(kernel.params)} tensors has more buffers than Metal's {BUFFERS}")
-    doubles = [e.op for e in walk(*kernel.everything()) if e.dtype is torch.float64 and e.op != "bitcast"]
+    doubles = [e.op for e in walk(*kernel.everything()) if e.dtype is torch.float64 and not is_word(e)]
     if doubles or any(p.dtype is torch.float64 for p in kernel.params):
         raise UnsupportedError("Metal has no float64", dtypes=["torch.float64"])
     return render_in(Metal, kernel, name, SHAPE if not bounded else Shape(**{**vars(SHAPE), "bounded": True}))
