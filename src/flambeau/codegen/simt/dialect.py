@@ -60,6 +60,11 @@ class SimtDialect(CLike):
     group: ClassVar[str]  # which group
     minimum: ClassVar[str]  # of two indices of one type
     contracted: ClassVar[str]  # a line from which on a product and its sum are rounded once, in one instruction
+    # Work-items in step, where a language has them: how many, what another one has whose number differs in these bits,
+    # what the first one has.
+    step: ClassVar[int] = 0
+    across: ClassVar[str] = ""
+    first: ClassVar[str] = ""
     # On CPUs, where a work-item is a thread: which one, how many; vectors; a function that is always inlined.
     thread: ClassVar[str] = ""
     threads: ClassVar[str] = ""

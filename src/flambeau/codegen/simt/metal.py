@@ -46,6 +46,7 @@ class Metal(OpenCL):
     local = "threadgroup"
     barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
     item, lane, group = "fl_item", "fl_lane", "fl_group"
+    step, across, first = SIMD_WIDTH, "fl_across({}, {})", "fl_first({})"
     contracted = "#pragma METAL fp contract(fast)"
     small = {**OpenCL.small, torch.float64: "double"}
 

@@ -156,6 +156,8 @@ class RowLoops(Rows, PointLoops):
 
     def joined(self, c: Combine, states: Sequence[str]) -> list[str]:
         """All work-items' states in one, known to each of them: four onto one as long as there are so many."""
+        if self.d.step:
+            return self.joined_in_step(c, states)
         arrays = self.shared(c.dtypes)
         for array, state in zip(arrays, states, strict=True):
             self.line(f"{array}[{self.me}] = {state};")
@@ -171,6 +173,35 @@ class RowLoops(Rows, PointLoops):
             self.line(f"const {self.d.types[dtype]} {names[-1]} = {array}[0];")
         self.line(self.d.barrier)
         return names
+
+    def joined_in_step(self, c: Combine, states: Sequence[str]) -> list[str]:
+        """The same where work-items run in step: each step by itself, then what the steps came to by every step."""
+        own = self.across(c, states, self.d.step)
+        count = self.group // self.d.step
+        if count <= 1:
+            return own
+        arrays = self.shared(c.dtypes)
+        with self.scope(f"if ({self.me} % {self.d.step} == 0) {{"):
+            for array, state in zip(arrays, own, strict=True):
+                self.line(f"{array}[{self.me} / {self.d.step}] = {state};")
+        self.line(self.d.barrier)
+        names = self.across(c, [self.as_value(f"{array}[{self.me} % {count}]", dtype)
+                                for array, dtype in zip(arrays, c.dtypes, strict=True)], count)
+        self.line(self.d.barrier)
+        return names
+
+    def across(self, c: Combine, texts: Sequence[str], count: int) -> list[str]:
+        """Texts of so many neighbours joined. Which of two comes first may matter for rounding: all take the first's."""
+        slots = [self.fresh("v") for _ in texts]
+        for slot, text, dtype in zip(slots, texts, c.dtypes, strict=True):
+            self.variable(dtype, slot, text)
+        with self.scope(f"for (int h = {count // 2}; h > 0; h /= 2) {{"):
+            others = [self.fresh("o") for _ in slots]
+            for other, slot, dtype in zip(others, slots, c.dtypes, strict=True):
+                self.line(f"const {self.d.types[dtype]} {other} = {self.d.across.format(slot, 'h')};")
+            self.combine_into(c, slots, others)
+        self.assign(slots, [self.d.first.format(slot) for slot in slots])
+        return slots
 
     def fold(self, c: Combine, arrays: Sequence[str], left: str, fan: int) -> None:
         with self.scope(f"if ({self.me} < {left}) {{"):
