@@ -20,7 +20,7 @@ from flambeau.ir.nodes import Buffer, Host, Value
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel
 from flambeau.schedule.memory import lifetimes, nbytes
 from flambeau.schedule.plan import strided
-from flambeau.targets.base import Run, Source, Target
+from flambeau.targets.base import Run, Source, Target, get_target
 from flambeau.torch_compat.ops import OpOverload
 
 from .address_tables import Column, Table, counts_of, sizes_of
@@ -36,7 +36,7 @@ def write(p: Program, target: str, kernels: Sequence[Source], device: torch.devi
           promises: Promises | None = None) -> LaunchPlan:
     """The package of a program, whose kernels have these texts. It runs on `device`, else on the CPU. Its results are
     compared with `promises`."""
-    w = Writer(p, [k.bounded for k in kernels], promises)
+    w = Writer(p, [k.bounded for k in kernels], promises, get_target(target).addresses)
     over = {b.over for b in p.buffers if b.over}
     return LaunchPlan(target, w.source(), tuple(kernels), w.plans, w.constants, tuple(w.views),
                       w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"),
@@ -53,8 +53,10 @@ def executable(p: Program, target: Target, device: torch.device) -> Run:
 class Writer:
     """Writes the source of a program's run function, and the tables of what it names."""
 
-    def __init__(self, p: Program, bounded: Sequence[bool] = (), promises: Promises | None = None) -> None:
+    def __init__(self, p: Program, bounded: Sequence[bool] = (), promises: Promises | None = None,
+                 addresses: bool = True) -> None:
         self.p, self.buffers = p, p.places
+        self.addresses = addresses  # what launches take of tensors
         self.promises = promises
         self.bounded = bounded  # which kernels take the extents of their buffers, behind the sizes
         self.lines: list[str] = []
@@ -169,14 +171,14 @@ class Writer:
         if arena:
             self.line(f"arena = POOL.take(TARGET, DEVICE, {p.arena_bytes})")
             self.line("try:")
-            self.line("P[0] = arena.pointer")
+            self.line(f"P[0] = arena.{'pointer' if self.addresses else 'memory'}")
             self.line("views = arena.tensors.get(KEY)")
             self.line("if views is None: views = arena.tensors[KEY] = make_views(arena)")
         self.seeds([name for name in p.seeds if name in self.buffers])
         launched = {a for s in p.steps if isinstance(s, Launch) for a in s.args}
         for b in p.buffers:
             if b.place == "input" and b.name in launched:
-                self.line(f"P[{self.slot(b.name)}] = {b.name}.data_ptr()")
+                self.place(b.name)
         self.steps(launched)
         outs = f"[{''.join(o + ', ' for o in self.results())}]"
         self.line(f"return {outs if self.promises is None else self.compared(self.promises, outs)}")
@@ -198,7 +200,12 @@ class Writer:
         if names:
             self.line(f"seeds = draw_seeds({len(names)}, DEVICE)")
         for k, name in enumerate(names):
-            self.line(f"P[{self.slot(name)}] = seeds.data_ptr() + {16 * k}")
+            where = f"seeds.data_ptr() + {16 * k}" if self.addresses else f"seeds[{k}:]"
+            self.line(f"P[{self.slot(name)}] = {where}")
+
+    def place(self, name: str) -> None:
+        """A tensor's row of the pointer table."""
+        self.line(f"P[{self.slot(name)}] = {name}" + (".data_ptr()" if self.addresses else ""))
 
     def find_numbers(self, ready: Sequence[str]) -> None:
         """Those that follow from what is there now."""
@@ -220,7 +227,7 @@ class Writer:
             if self.is_of(name, LARGE):
                 self.line(f"fresh({name})")
         if name in launched:
-            self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+            self.place(name)
 
     def is_of(self, name: str, least: int) -> bool:
         """Whether a buffer may have that many bytes."""
@@ -386,7 +393,7 @@ class Writer:
                     self.line(f"if {name}.dtype is not {b.dtype}: {name} = {name}.to({b.dtype})")
                 self.line(f"if {name}.stride() != {strides}: {name} = fit({name}, {strides})")
                 if name in launched:
-                    self.line(f"P[{self.slot(name)}] = {name}.data_ptr()")
+                    self.place(name)
 
 
 def plain_constant(x: Any) -> Any:

@@ -160,6 +160,7 @@ class Target(ABC):
     # same device: from how many elements on they do.
     wins: ClassVar[Mapping[str, int]] = {}
     channels_last: ClassVar[bool] = False  # torch's convolutions there are fastest where channels are contiguous
+    addresses: ClassVar[bool] = True  # launches take addresses; otherwise the tensors themselves
     opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
 
     @abstractmethod
@@ -246,7 +247,9 @@ _BUILT_IN = {
     "cpu": "flambeau.targets.cpu.target:CpuTarget",
     "cuda": "flambeau.targets.cuda.target:CudaTarget",
     "interpreter": "flambeau.targets.cuda.interpreter:InterpreterTarget",
+    "metal": "flambeau.targets.metal.target:MetalTarget",
     "metal-emulator": "flambeau.targets.metal.emulator.target:EmulatorTarget",
+    "mps": "flambeau.targets.metal.target:MetalTarget",
     "opencl": "flambeau.targets.opencl.target:OpenClTarget",
 }
 _TARGETS: dict[str, Target] = {}

@@ -191,7 +191,7 @@ class RowLoops(Rows, PointLoops):
         return names
 
     def across(self, c: Combine, texts: Sequence[str], count: int) -> list[str]:
-        """Texts of so many neighbours joined. Which of two comes first may matter for rounding: all take the first's."""
+        """Texts of so many neighbours joined. Which of two comes first matters for rounding: all take the first's."""
         slots = [self.fresh("v") for _ in texts]
         for slot, text, dtype in zip(slots, texts, c.dtypes, strict=True):
             self.variable(dtype, slot, text)

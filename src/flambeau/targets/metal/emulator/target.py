@@ -63,9 +63,7 @@ class EmulatorTarget(CpuTarget):
     bounded = render  # type: ignore[assignment]
 
     def toolchain(self, disk: DiskCache) -> Toolchain:
-        plain = find_toolchain(config.compiler, disk)
-        runner(plain, disk)
-        return replace(plain, flags=FLAGS, libraries=(), version=f"{plain.version} {contents()}")
+        return instrumented(disk)
 
     def build(self, sources: Sequence[Source]) -> Build:
         texts = {s.name: s for s in sources if isinstance(s, RangeSource)}
@@ -93,17 +91,27 @@ class EmulatorLaunch:
         # A Mac's groups are whole, too: kernels count on the threads of a last one.
         counts = self._items(1, *sizes)
         threads = [-(-n // part.group) * part.group for n, part in zip(counts, self._source.ranges, strict=True)]
-        code = self._launch(list(pointers), [*sizes, *threads])
-        if code == -1:
-            what = _RUNNER[0].flm_message().decode()
-            raise EmulatorError(f"the kernel of {', '.join(self._source.origins)}: {what}", target=EmulatorTarget.name)
-        return code
+        return raised(self._launch(list(pointers), [*sizes, *threads]), ", ".join(self._source.origins))
 
     def __repr__(self) -> str:
         return f"<Launch {self.name}>"
 
 
 _RUNNER: list[ctypes.CDLL] = []
+
+
+def raised(code: int, what: str) -> int:
+    """The code of a launch, unless the runner has something to say."""
+    if code == -1:
+        raise EmulatorError(f"the kernel of {what}: {_RUNNER[0].flm_message().decode()}", target=EmulatorTarget.name)
+    return code
+
+
+def instrumented(disk: DiskCache) -> Toolchain:
+    """The compiler, as kernels of the emulator need it."""
+    plain = find_toolchain(config.compiler, disk)
+    runner(plain, disk)
+    return replace(plain, flags=FLAGS, libraries=(), version=f"{plain.version} {contents()}")
 
 
 def runner(toolchain: Toolchain, disk: DiskCache) -> ctypes.CDLL:

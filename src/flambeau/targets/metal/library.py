@@ -1,0 +1,21 @@
+"""The text of a Metal library: kernels behind the header that they call, which includes nothing but Metal's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+
+from flambeau.codegen.source import LIBRARY
+
+_INCLUDE = re.compile(r'^#include "(\S+)"$', re.MULTILINE)
+
+
+def whole(texts: Sequence[str]) -> str:
+    return "\n".join([header("metal.h"), *texts])
+
+
+@cache
+def header(name: str) -> str:
+    text = (LIBRARY / name).read_text().replace("#pragma once\n", "")
+    return _INCLUDE.sub(lambda found: header(found[1]), text)

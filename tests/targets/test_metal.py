@@ -1,0 +1,190 @@
+"""Metal without a Mac: what the emulator and the checker find, and the Mac's launcher over the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from flambeau.errors import CompileError, UnsupportedError
+from flambeau.targets.base import get_target, register_target
+from flambeau.targets.metal import mac
+from flambeau.targets.metal.emulator.shader import compile_shader
+from flambeau.targets.metal.emulator.target import EmulatorError
+from flambeau.targets.metal.target import MetalTarget
+
+SUM = """
+[[max_total_threads_per_threadgroup(64)]]
+kernel void total(device const float* x [[buffer(0)]], device float* out [[buffer(1)]], constant long* n [[buffer(2)]],
+                  uint lane [[thread_position_in_threadgroup]], uint group [[threadgroup_position_in_grid]]) {
+  threadgroup float parts[64];
+  float mine = 0.0f;
+  for (long k = lane; k < n[0]; k += 64) mine += x[group * n[0] + k];
+  parts[lane] = mine;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint h = 32; h > 0; h /= 2) {
+    if (lane < h) parts[lane] += parts[lane + h];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  if (lane == 0) out[group] = parts[0];
+}
+"""
+
+
+def total(text: str = SUM, threads: int = 192, group: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    x, out = torch.randn(3, 100), torch.zeros(3)
+    compile_shader(text).total(x, out, [100], threads=[threads], group_size=[group])
+    return out, x.sum(1)
+
+
+def test_a_kernel_runs_as_it_is() -> None:
+    torch.testing.assert_close(*total())
+
+
+# What is changed, and what the emulator says then.
+FAULTS = {
+    "no barrier": (("parts[lane] = mine;\n  threadgroup_barrier(mem_flags::mem_threadgroup);", "parts[lane] = mine;"),
+                   "uninitialised|race"),
+    "divergent barrier": (("parts[lane + h];\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+                           "parts[lane + h];\n    if (lane < 40) threadgroup_barrier(mem_flags::mem_threadgroup);"),
+                          "divergent"),
+    "a thread that leaves": (("float mine", "if (lane == 63) return;\n  float mine"), "divergent"),
+    "one too far": (("k < n[0]", "k <= n[0]"), "out of bounds"),
+    "one before": (("x[group * n[0] + k]", "x[group * n[0] + k - 1]"), "out of bounds"),
+    "a result too far": (("out[group] =", "out[group + 1] ="), "out of bounds"),
+    "threadgroup array too short": (("parts[64]", "parts[63]"), "out of bounds"),
+    "beyond an array": (("parts[lane + h]", "parts[lane + h + 32]"), "out of bounds"),
+    "nobody wrote": (("parts[lane] = mine;", "if (lane < 50) parts[lane] = mine;"), "uninitialised"),
+    "threadgroup memory": (("parts[64]", "parts[8193]"), "32772 bytes|32784 bytes"),
+    "no limit": (("[[max_total_threads_per_threadgroup(64)]]", ""), "max_total_threads"),
+    "limit below the group": (("threadgroup(64)", "threadgroup(32)"), "skipped silently"),
+    "all write one result": (("if (lane == 0) out", "out"), "race"),
+    "writes what it reads": (("out[group] =", "((device float*)x)[group] ="), "only reads"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_reports(fault: str) -> None:
+    (old, new), says = FAULTS[fault]
+    assert old in SUM
+    with pytest.raises(EmulatorError, match=says):
+        total(SUM.replace(old, new))
+
+
+def test_a_group_beyond_the_limit() -> None:
+    with pytest.raises(EmulatorError, match="skipped silently"):
+        total(threads=384, group=128)
+
+
+SIMD = """
+#include <metal_stdlib>
+using namespace metal;
+[[max_total_threads_per_threadgroup(64)]]
+kernel void across(device float* x [[buffer(0)]], uint lane [[thread_position_in_threadgroup]]) {
+  float v = x[lane];
+  BEFORE v = simd_sum(v);
+  x[lane] = v + simd_shuffle_xor((float)lane, 1);
+}
+"""
+
+
+def test_threads_of_a_simdgroup_are_in_step() -> None:
+    x = torch.randn(64)
+    ours = x.clone()
+    compile_shader(SIMD.replace("BEFORE", "")).across(ours, threads=[64], group_size=[64])
+    sums = x.view(2, 32).sum(1, keepdim=True).expand(2, 32).reshape(64)
+    torch.testing.assert_close(ours, sums + (torch.arange(64) ^ 1))
+    with pytest.raises(EmulatorError, match="divergent"):
+        compile_shader(SIMD.replace("BEFORE", "if (lane < 40)")).across(ours, threads=[64], group_size=[64])
+
+
+# ---- the checker -----------------------------------------------------------------------------------------
+
+WRONG = {
+    "address space": (("parts[lane] = mine;", "device float* p = parts; p[lane] = mine;"), "threadgroup float"),
+    "a pointer to nothing": (("float mine = 0.0f;", "float mine = 0.0f; float* p = parts;"), "threadgroup float"),
+    "written constant": (("out[group] = ", "x[group] = "), "read-only"),
+    "double": (("float mine", "double mine"), "no double"),
+    "a literal of a double": (("0.0f", "0.0"), "without an f"),
+    "half atomic": (("float mine", "atomic<half> a; float mine"), "incomplete|undefined|explicit|implicit"),
+    "no limit": (("[[max_total_threads_per_threadgroup(64)]]", ""), "max_total_threads"),
+    "large group": (("threadgroup(64)", "threadgroup(2048)"), "1024"),
+    "threadgroup memory": (("parts[64]", "parts[8193]"), "32784"),
+    "exceptions": (("float mine", "try { } catch (...) { } float mine"), "no exceptions"),
+    "buffer 31": (("[[buffer(2)]]", "[[buffer(31)]]"), "31"),
+    "two buffers of one number": (("[[buffer(2)]]", "[[buffer(1)]]"), "buffers"),
+    "no address space": (("device float* out", "float* out"), "no address space"),
+    "unknown function": (("float mine = 0.0f;", "float mine = erf(0.0f);"), "erf"),
+    "recursion": (("float mine", "total(x, out, n, lane, group); float mine"), "recursion"),
+}
+
+
+def test_the_checker_accepts() -> None:
+    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
+    from flambeau.targets.metal.checker import check
+
+    assert check(SUM) == [] and check(SIMD.replace("BEFORE", "")) == []
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_checker_rejects(fault: str) -> None:
+    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
+    from flambeau.targets.metal.checker import check
+
+    (old, new), says = WRONG[fault]
+    assert old in SUM
+    with pytest.raises(AssertionError, match=says):
+        assert check(SUM.replace(old, new)) == []
+
+
+# ---- the target for Macs, with the emulator in the Mac's place ---------------------------------------------
+
+
+class Stand(MetalTarget):
+    name = "metal-stand"
+
+
+register_target(Stand.name, Stand)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    monkeypatch.setattr(mac, "compiler", lambda: compile_shader)
+    return lambda f: torch.compile(f, backend="flambeau", options={"target": Stand.name})
+
+
+def test_the_launcher_trains_a_model(launched: Callable[..., object]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.LayerNorm(30), nn.GELU(), nn.Linear(30, 5))
+    x, y = torch.randn(7, 20), torch.randint(5, (7,))
+    loss = lambda m: nn.functional.cross_entropy(m(x), y)  # noqa: E731
+    ours, eager = (torch.autograd.grad(loss(m), [*model.parameters()]) for m in (launched(model), model))
+    for a, b in zip(ours, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_launcher_draws_views_and_reports(launched: Callable[..., object]) -> None:
+    f = launched(lambda x, i: (torch.dropout(x, 0.5, True), x[i], x.cumsum(0).t() @ x))
+    x = torch.randn(40, 30)[5:, 3:]
+    dropped, taken, product = f(x, torch.tensor([0, 34]))  # type: ignore[operator]
+    assert 0.3 < (dropped == 0).float().mean() < 0.7
+    torch.testing.assert_close(taken, x[[0, 34]])
+    torch.testing.assert_close(product, x.cumsum(0).t() @ x, rtol=1e-4, atol=1e-4)
+    with pytest.raises(IndexError):
+        f(x, torch.tensor([0, 35]))  # type: ignore[operator]
+
+
+def test_without_a_mac() -> None:
+    target = get_target("metal")
+    assert target.capabilities().dtypes >= {torch.float32, torch.bfloat16} and target.name == "mps"
+    if not torch.backends.mps.is_available():
+        with pytest.raises(UnsupportedError, match="no Mac") as error:
+            target.build([])
+        assert "metal-emulator" in str(error.value.hint)
+
+
+def test_a_text_that_does_not_compile() -> None:
+    with pytest.raises(CompileError):
+        compile_shader(SUM.replace("mine += ", "yours += "))
