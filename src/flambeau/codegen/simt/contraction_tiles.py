@@ -21,6 +21,8 @@ from .dialect import LaunchDraft, Shape, SimtDialect
 
 
 class Tiles(ContractWriter):
+    sum = "sums[s]"  # of a work-item, by its number
+
     def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
         self.side = isqrt(shape.group)  # work-items
@@ -41,22 +43,31 @@ class Tiles(ContractWriter):
             self.line(f"const {long} c0 = block % {self.index(wide)} * {tile}, line = block / {self.index(wide)};")
             self.line(f"const {long} r0 = line % {self.index(high)} * {tile}, item = line / {self.index(high)};")
             self.decompose("item", k.batch)
-            self.line(f"{self.kind} sums[{POINTS.product_each * POINTS.product_each}];")
-            self.line(f"for (int s = 0; s < {POINTS.product_each * POINTS.product_each}; ++s) sums[s] = 0;")
+            self.begin()
             with self.scope(f"for ({long} k0 = 0; k0 < {depth}; k0 += {POINTS.product_depth}) {{"):
                 self.bring("lefts", k.left, k.rows, "r0", rows)
                 self.bring("rights", k.right, k.columns, "c0", columns)
                 self.line(self.d.barrier)
                 self.multiply()
                 self.line(self.d.barrier)
+            self.end()
             with self.scope(f"for (int s = 0; s < {POINTS.product_each * POINTS.product_each}; ++s) {{", how=UNROLLED):
                 self.line(f"const {long} row = r0 + mine_r + s / {POINTS.product_each} * {self.side};")
                 self.line(f"const {long} column = c0 + mine_c + s % {POINTS.product_each} * {self.side};")
                 with self.scope(f"if (row < {rows} && column < {columns}) {{", (*self.rows, *self.columns)):
                     self.decompose("row", self.rows)
                     self.decompose("column", self.columns)
-                    self.finish("sums[s]")
+                    self.finish(self.sum)
         return LaunchDraft(self, high * wide * counts[2] * self.group, self.group)
+
+    def begin(self) -> None:
+        """Sums of nothing."""
+        count = POINTS.product_each * POINTS.product_each
+        self.line(f"{self.kind} sums[{count}];")
+        self.line(f"for (int s = 0; s < {count}; ++s) sums[s] = 0;")
+
+    def end(self) -> None:
+        """The sums are complete."""
 
     def bring(self, array: str, factor: Expr, own: Sequence[Sym], start: str, end: str) -> None:
         """A part of a factor into local memory, neighbours in memory by neighbours in the group."""
@@ -85,3 +96,50 @@ class Tiles(ContractWriter):
             for i in every:
                 for j in every:
                     self.line(f"sums[{i * POINTS.product_each + j}] += l{i} * r{j};")
+
+
+class MatrixTiles(Tiles):
+    """The products are those of small matrices, each held by work-items in step. What they come to goes through local
+    memory, to be read by single elements."""
+
+    sum = "whole[(row - r0) * {} + column - c0]"
+
+    def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
+        super().__init__(dialect, kernel, shape)
+        assert dialect.matrices is not None
+        self.m = dialect.matrices
+        self.row = self.tile + self.m.side  # rows of a matrix begin where wide accesses may
+        self.sum = self.sum.format(self.tile)
+        steps, across = self.group // dialect.step, self.tile // self.m.side
+        self.wide = 2 if steps % 2 == 0 else 1  # steps side by side
+        self.columns_each, self.rows_each = across // self.wide, across * self.wide // steps
+
+    def begin(self) -> None:
+        m, count = self.m, self.rows_each * self.columns_each
+        self.scopes[0].lines.append(f"{self.d.local} {self.kind} whole[{self.tile * self.tile}];")
+        self.line(f"const int mine = me / {self.d.step};")
+        self.line(f"const int at_r = mine / {self.wide} * {self.rows_each * m.side};")
+        self.line(f"const int at_c = mine % {self.wide} * {self.columns_each * m.side};")
+        self.line(f"{m.kind} sums[{count}];")
+        self.line(f"for (int s = 0; s < {count}; ++s) sums[s] = {m.kind}(0.0f);")
+
+    def multiply(self) -> None:
+        m = self.m
+        with self.scope(f"for (int k = 0; k < {POINTS.product_depth}; k += {m.side}) {{"):
+            for name, array, start, count, turned in (("l", "lefts", "at_r", self.rows_each, "true"),
+                                                      ("r", "rights", "at_c", self.columns_each, "false")):
+                for i in range(count):
+                    self.line(f"{m.kind} {name}{i};")
+                    place = f"{array} + k * {self.row} + {start} + {i * m.side}"
+                    self.line(m.load.format(f"{name}{i}", place, self.row, turned))
+            for i in range(self.rows_each):
+                for j in range(self.columns_each):
+                    self.line(m.multiply.format(f"sums[{i * self.columns_each + j}]", f"l{i}", f"r{j}"))
+
+    def end(self) -> None:
+        m = self.m
+        for i in range(self.rows_each):
+            for j in range(self.columns_each):
+                place = f"whole + (at_r + {i * m.side}) * {self.tile} + at_c + {j * m.side}"
+                self.line(m.store.format(f"sums[{i * self.columns_each + j}]", place, self.tile))
+        self.line(self.d.barrier)

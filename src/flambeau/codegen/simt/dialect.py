@@ -49,6 +49,18 @@ class Exchange:
     value: str
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """Square matrices of float32 in the registers of work-items in step: their type and side; statements that load one
+    (from where, how far apart its rows lie, whether those are its columns), add a product to one, and store one."""
+
+    kind: str
+    side: int
+    load: str
+    multiply: str
+    store: str
+
+
 class SimtDialect(CLike):
     """The words; types, literals and conversions are those of any C-like language (`CLike`)."""
 
@@ -65,6 +77,7 @@ class SimtDialect(CLike):
     step: ClassVar[int] = 0
     across: ClassVar[str] = ""
     first: ClassVar[str] = ""
+    matrices: ClassVar[Matrices | None] = None
     # On CPUs, where a work-item is a thread: which one, how many; vectors; a function that is always inlined.
     thread: ClassVar[str] = ""
     threads: ClassVar[str] = ""

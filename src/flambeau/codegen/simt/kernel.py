@@ -21,7 +21,7 @@ from ..c.nest import extent_names
 from ..source import Range, RangeSource, host_text, site_table
 from ..writer import Writer
 from .contraction_blocks import Blocks
-from .contraction_tiles import Tiles
+from .contraction_tiles import MatrixTiles, Tiles
 from .cpu_threads import LOOPS as THREAD_LOOPS
 from .cpu_threads import ThreadScan, ThreadScatter, ThreadStart
 from .dialect import LaunchDraft, Shape, SimtDialect
@@ -117,7 +117,8 @@ def write_threads(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDr
 def write_points(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDraft]:
     """On GPUs."""
     if isinstance(kernel, ContractKernel):
-        return [Tiles(d, kernel, shape).write()]
+        whole = d.matrices is not None and kernel.left.dtype is torch.float32
+        return [(MatrixTiles if whole else Tiles)(d, kernel, shape).write()]
     if isinstance(kernel, LoopKernel):
         # The other forms read several elements at once, which nothing checks.
         loops = (PointLoops if shape.bounded else LOOPS[kernel.form.name])(d, kernel, shape)

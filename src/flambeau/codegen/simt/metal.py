@@ -21,7 +21,7 @@ from flambeau.ir.tuning import POINTS
 
 from ..dialect import UNROLLED, Steps
 from ..source import RangeSource
-from .dialect import Exchange, Shape
+from .dialect import Exchange, Matrices, Shape
 from .kernel import render_in
 from .opencl import OpenCL
 
@@ -47,6 +47,8 @@ class Metal(OpenCL):
     barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
     item, lane, group = "fl_item", "fl_lane", "fl_group"
     step, across, first = SIMD_WIDTH, "fl_across({}, {})", "fl_first({})"
+    matrices = Matrices("simdgroup_float8x8", 8, "simdgroup_load({}, {}, {}, 0, {});",
+                        "simdgroup_multiply_accumulate({0}, {1}, {2}, {0});", "simdgroup_store({}, {}, {});")
     contracted = "#pragma METAL fp contract(fast)"
     small = {**OpenCL.small, torch.float64: "double"}
 
