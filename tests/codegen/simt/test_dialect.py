@@ -32,6 +32,7 @@ class Marked(OpenCL):
     types = {dtype: f"T{k}" for k, dtype in enumerate(OpenCL.types)}
     stored = types
     function = "lib_{}"
+    finished_reads = "READ;"
     local, barrier, item, lane, group = "LOCAL", "WAIT;", "ITEM", "LANE", "GROUP"
     minimum, contracted, unlikely = "LESS({}, {})", "CONTRACT", "SELDOM({})"
     thread, threads, zeros, inlined = "THREAD", "THREADS", "ZERO({})", "INLINE"

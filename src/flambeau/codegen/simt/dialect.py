@@ -67,6 +67,7 @@ class SimtDialect(CLike):
     stored: ClassVar[dict[DType, str]]  # types in memory
     local: ClassVar[str]  # before an array that the work-items of a group share
     barrier: ClassVar[str]  # a statement: all work-items of a group have come so far, and see what was written
+    finished_reads: ClassVar[str]  # the same for what was read of the memory of all
     item: ClassVar[str]  # which work-item this is, of all
     lane: ClassVar[str]  # which of its group
     group: ClassVar[str]  # which group

@@ -45,6 +45,7 @@ class Metal(OpenCL):
     unlikely = "{}"
     local = "threadgroup"
     barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    finished_reads = "threadgroup_barrier(mem_flags::mem_device);"
     item, lane, group = "fl_item", "fl_lane", "fl_group"
     step, across, first = SIMD_WIDTH, "fl_across({}, {})", "fl_first({})"
     matrices = Matrices("simdgroup_float8x8", 8, "simdgroup_load({}, {}, {}, 0, {});",

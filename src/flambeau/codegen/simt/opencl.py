@@ -41,6 +41,7 @@ class OpenCL(SimtDialect):
     unlikely = "__builtin_expect({}, 0)"
     local = "__local"
     barrier = "barrier(CLK_LOCAL_MEM_FENCE);"
+    finished_reads = "barrier(CLK_GLOBAL_MEM_FENCE);"
     item, lane, group = "get_global_id(0)", "get_local_id(0)", "get_group_id(0)"
     minimum = "min({}, {})"
     contracted = "#pragma OPENCL FP_CONTRACT ON"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, loads
 from flambeau.ir.index import Sym, volume
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of
@@ -94,6 +94,8 @@ class RowLoops(Rows, PointLoops):
         self.full = {name: a for name, a in kernel.stores if name in maps}
         exprs = kernel.everything()
         self.choose_lanes(exprs, self.full.items())
+        # What all work-items read of a row, and one of them replaces: not before all have read it.
+        self.read_too = {p.name for p in kernel.params if p.written and p.aliased} | {e.attr[0] for e in loads(*exprs)}
         self.held = self.to_hold()
         kinds = [*(e.dtype for e in self.held), *(self.dtype_of[name] for name in kernel.scratch)]
         self.divide(shape, max(sum(-(-kind.itemsize // 4) for kind in kinds), 1))
@@ -214,5 +216,7 @@ class RowLoops(Rows, PointLoops):
         if level == "full":
             self.line(f"{self.kept[name]}[{self.current}] = {text};")
             return
+        if name in self.read_too:
+            self.line(self.d.finished_reads)
         with self.scope(f"if ({self.me} == 0) {{"):
             super().keep(name, level, text)

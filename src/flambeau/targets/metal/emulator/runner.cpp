@@ -63,6 +63,8 @@ const Part* part;
 void** given;
 int current;
 uint32_t passed, passed_device;  // barriers
+uint32_t group_begin;  // barriers of earlier groups
+int barrier_flags;
 bool failed, collides;
 char message[1024];
 std::mutex one_launch;
@@ -158,7 +160,8 @@ void run_group(int size) {
     for (int k = 0; k < size; ++k) ended &= fibres[k].state == DONE;
     if (ended) break;
     if (alike(0, size, BARRIER)) {
-      ++passed;
+      passed_device += barrier_flags & 1;
+      passed += barrier_flags >> 1 & 1;
       for (int k = 0; k < size && !failed; ++k) enter(k);
     } else if (!moved) {
       diverged(size);
@@ -171,7 +174,7 @@ void run_group(int size) {
 // ---- memory --------------------------------------------------------------------------------------------------
 
 bool ordered(uint32_t other, uint32_t when, uint32_t now, bool device) {
-  if (other == MANY) return !device && when < now;
+  if (other == MANY) return when < now && (!device || when >= group_begin);
   const bool together = !device || (other - 1) / (uint32_t)part->group == ids.group;
   return together && when < now;
 }
@@ -188,6 +191,8 @@ void touch(Access& a, uint32_t me, bool write, bool device, uint32_t now, const 
     fail("race: writes byte %ld of %s, which thread %ld read with no barrier between", (long)at, what,
          a.reader == MANY ? -1L : (long)a.reader - 1);
   if (write) a.writer = me, a.wrote = now, a.reader = 0;
+  else if (device && a.reader && a.reader != me && (a.reader == MANY ? a.read < group_begin : (a.reader - 1) / (uint32_t)part->group != ids.group))
+    a.reader = MANY, a.read = 0;  // of several groups, which wait for nobody
   else a.reader = a.reader && a.reader != me && a.read == now ? MANY : me, a.read = now;
 }
 
@@ -302,7 +307,7 @@ void dispatch(const Part& p, void** arguments) {
   for (int64_t g = 0; g < groups && !failed; ++g) {
     ids.group = (uint32_t)g;
     passed = 0;
-    ++passed_device;
+    group_begin = ++passed_device;
     memset(shared_seen, 0, shared_used * sizeof(Access));
     const int64_t left = p.threads - g * p.group;
     run_group((int)(left < p.group ? left : p.group));
@@ -316,10 +321,8 @@ extern "C" {
 // ---- called by kernels ---------------------------------------------------------------------------------------
 
 void flm_barrier(int flags, int line) {
-  const uint32_t before = passed;
+  barrier_flags = flags;
   wait(BARRIER, line);
-  if (passed != before && (flags & 1) && current == 0) ++passed_device;
-  if (!(flags & 2)) fail("a barrier without mem_threadgroup");
 }
 
 const char* flm_simd(const void* mine, uint32_t bytes, int line) {
