@@ -22,7 +22,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 PIP   := $(BIN)/python $(INSTALL) -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside test-metal bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-newest  the tests with the newest torch, in an environment of its own ($(NEWEST))"
 	@echo "make test-torch PYTORCH_TESTS=path   PyTorch's own tests on the device and the backend (hours)"
 	@echo "make test-outside  models of the transformers library train on the device as on the CPU (long)"
+	@echo "make test-metal  the operator database and small models on a Mac's GPU, for results/metal.json"
 	@echo "make fuzz      COUNT=2000 random programs on TARGET=cpu against eager, seeds drawn anew"
 	@echo "make bench     Flambeau beside eager and Inductor"
 	@echo "make docs      rewrite the generated pages under docs/"
@@ -110,6 +111,12 @@ test-outside: setup
 	@echo "==> models of the transformers library on the device"
 	@$(PIP) transformers
 	@$(BIN)/python tests/outside_models.py --jobs $(JOBS) --json results/outside-models.json
+
+# On a Mac, once: what only a Mac can show. The file can be sent back.
+test-metal: setup
+	@echo "==> Metal kernels on this Mac's GPU"
+	@mkdir -p results
+	@PYTHONPATH=tests $(BIN)/python tests/metal_on_a_mac.py --json results/metal.json
 
 fuzz: setup
 	@echo "==> $(COUNT) random programs on $(TARGET)"

@@ -6,14 +6,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from flambeau.bench.models import SUITE, without_dropout
+from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.targets.base import get_target, register_target
 from flambeau.targets.metal import mac
 from flambeau.targets.metal.emulator.shader import compile_shader
 from flambeau.targets.metal.emulator.target import EmulatorError
 from flambeau.targets.metal.target import MetalTarget
+from targets.metal_mutants import PROGRAMS, UNSEEN, caught, harmless, mutants
 
 SUM = """
 [[max_total_threads_per_threadgroup(64)]]
@@ -137,6 +141,85 @@ def test_the_checker_rejects(fault: str) -> None:
     assert old in SUM
     with pytest.raises(AssertionError, match=says):
         assert check(SUM.replace(old, new)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_planted_faults_are_found(program: str) -> None:
+    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
+    for m in mutants(program):
+        excused = any(m.name.startswith(unseen) for unseen in UNSEEN)
+        assert caught(m) or harmless(m) or excused, f"{m.name}: {m.line}"
+
+
+# ---- programs ----------------------------------------------------------------------------------------------
+
+
+def grids(x: torch.Tensor) -> torch.Tensor:
+    grid = torch.stack([x[0, 0], x[0, 1], x[1, 0]], -1)[None].clamp(-1, 1)
+    return F.grid_sample(x, grid.expand(2, *grid.shape[1:]), padding_mode="border", align_corners=False)
+
+
+def bags(mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        table, i, at = x.reshape(-1, 5), torch.tensor([3, 1, 4, 1, 5, 9, 2]), torch.tensor([0, 3, 3])
+        return F.embedding_bag(i, table, at, mode=mode, per_sample_weights=table[:7, 0] if mode == "sum" else None)
+
+    return f
+
+
+GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "grid_sampler_3d": grids, **{f"embedding_bag {mode}": bags(mode) for mode in ("sum", "mean", "max")},
+    "running statistics": lambda x: F.batch_norm(x, torch.zeros(3), torch.ones(3), training=True),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name: str) -> None:
+    x = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    f = GRADIENTS[name]
+    compiled = torch.compile(f, backend="flambeau", options={"target": "metal-emulator"})
+    for a, b in zip(*((y := g(x), *torch.autograd.grad(y.square().sum(), x)) for g in (compiled, f)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_drawn_is_never_zero() -> None:
+    draw = torch.compile(lambda x: torch.empty_like(x).exponential_(), backend="flambeau",
+                         options={"target": "metal-emulator"})
+    x = draw(torch.empty(50000))
+    assert (x > 0).all() and abs(x.mean() - 1) < 0.05
+
+
+def test_numbers_of_the_run_are_read() -> None:
+    f = lambda x, a: x * a + x.var(-1, keepdim=True)  # noqa: E731
+    compiled = torch.compile(f, backend="flambeau", options={"target": "metal-emulator"}, dynamic=True)
+    x = torch.randn(3, 30)
+    for a in (2.5, 1e-40, -3.75, 7e300, 0.1, float("inf"), 1.0000000596046448):
+        torch.testing.assert_close(compiled(x, a), f(x, a), equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUITE)
+def test_models_train_as_in_eager(name: str) -> None:
+    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
+    from targets.metal_texts import texts_checked
+
+    losses = []
+    with texts_checked(), config.override(graph_cache=False):
+        for compiled in (False, True):
+            built = SUITE[name].build("tiny")
+            module = without_dropout(built.module)
+            steps = torch.optim.SGD(module.parameters(), lr=1e-2)
+            ours = torch.compile(module, backend="flambeau", options={"target": "metal-emulator"})
+            run = ours if compiled else module
+            *args, target = built.make_inputs(2)
+            for _ in range(3):
+                steps.zero_grad()
+                loss = built.loss(run(*args), target)
+                loss.backward()
+                steps.step()
+                losses.append(loss.detach())
+    torch.testing.assert_close(losses[3:], losses[:3], rtol=1e-4, atol=1e-6)
 
 
 # ---- the target for Macs, with the emulator in the Mac's place ---------------------------------------------

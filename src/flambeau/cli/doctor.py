@@ -175,6 +175,19 @@ def _device(name: str) -> Finding:
     return Finding(name, f'torch.device("flambeau"), {config.device}: {names}')
 
 
+def _metal(name: str) -> Finding:
+    # It is optional as well.
+    import importlib.util
+
+    import torch
+
+    if torch.backends.mps.is_available():
+        return Finding(name, "this Mac's GPU, through torch.mps")
+    found = importlib.util.find_spec("clang") is not None
+    checks = "libclang looks through texts" if found else "pip install libclang for the checker"
+    return Finding(name, f"no Mac: FLAMBEAU_TARGET=metal-emulator runs its kernels on the CPU; {checks}")
+
+
 def _functions(name: str) -> Finding:
     # Where it is not there, operators that need it are eager's own kernels: nothing is missing.
     from flambeau.targets.cuda.libdevice import inexact, toolkit_library, torch_cuda
@@ -209,8 +222,8 @@ def _settings(name: str) -> Finding:
 
 CHECKS: dict[str, Callable[[str], Finding]] = {
     "Python": _python, "torch": _torch, "torch.compile": _backend, "C++ compiler": _compiler, "test compile": _compile,
-    "OpenMP": _openmp, "vector units": _vector, "device": _device, "libdevice": _functions, "kernel cache": _cache,
-    "settings": _settings}
+    "OpenMP": _openmp, "vector units": _vector, "device": _device, "libdevice": _functions, "Metal": _metal,
+    "kernel cache": _cache, "settings": _settings}
 
 
 def _checks_table(findings: list[Finding]) -> Table:

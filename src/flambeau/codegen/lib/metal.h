@@ -113,7 +113,7 @@ FL_EXCHANGE(ushort, uint) FL_EXCHANGE(char, int) FL_EXCHANGE(uchar, uint) FL_EXC
 
 // 64 bits in two steps: what the low word carries goes to the high one. Nobody reads before the kernel ends.
 FL_INLINE void fl_add_long(device long* element, long value) {
-  device atomic_uint* words = (device atomic_uint*)element;
+  device atomic_uint* words = reinterpret_cast<device atomic_uint*>(element);
   const uint low = (uint)value, before = atomic_fetch_add_explicit(words, low, memory_order_relaxed);
   const uint high = (uint)(value >> 32) + (uint)(before + low < low);
   if (high != 0) atomic_fetch_add_explicit(words + 1, high, memory_order_relaxed);

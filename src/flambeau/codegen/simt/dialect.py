@@ -1,8 +1,8 @@
 """What a C language of GPUs is to the writers of this folder: a table of words and functions, and nothing else.
 
-`opencl.py` is such a table. Writers ask it for every word that languages differ in: where memory lies, who a work-item
-is, how a group waits for its work-items, how several elements are read at once, how an element is replaced atomically,
-and what stands around a kernel. A second language (Metal) is a second table.
+`opencl.py` is such a table, and `metal.py` what differs from it. Writers ask it for every word that languages differ
+in: where memory lies, who a work-item is, how a group waits for its work-items, how several elements are read at once,
+how an element is replaced atomically, and what stands around a kernel.
 """
 
 from __future__ import annotations

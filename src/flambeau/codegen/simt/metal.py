@@ -75,26 +75,27 @@ class Metal(OpenCL):
     def read_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
         whole, line = self.line_of(kind, lanes)
         place = f"{lanes - 1} - j" if backward else "j"
-        return f"{{ {line} line.whole = *(device const {whole}*)({pointer}); " \
+        return f"{{ {line} line.whole = *reinterpret_cast<device const {whole}*>({pointer}); " \
                f"for (int j = 0; j < {lanes}; ++j) ({array})[j] = line.parts[{place}]; }}"
 
     def write_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
         whole, line = self.line_of(kind, lanes)
         place = f"{lanes - 1} - j" if backward else "j"
         return f"{{ {line} for (int j = 0; j < {lanes}; ++j) line.parts[j] = ({array})[{place}]; " \
-               f"*(device {whole}*)({pointer}) = line.whole; }}"
+               f"*reinterpret_cast<device {whole}*>({pointer}) = line.whole; }}"
 
     def at_once(self, mode: str, dtype: DType, element: str, text: str) -> str:
         if (mode, dtype) == ("add", torch.int64):
             return f"fl_add_long(&{element}, {text});"
         if mode == "add" or (mode in ("min", "max") and dtype is torch.int32):
             kind = self.types[dtype]
-            return f"atomic_fetch_{mode}_explicit((device atomic_{kind}*)&{element}, {text}, memory_order_relaxed);"
+            place = f"reinterpret_cast<device atomic_{kind}*>(&{element})"
+            return f"atomic_fetch_{mode}_explicit({place}, {text}, memory_order_relaxed);"
         return ""
 
     def exchange(self, dtype: DType, element: str, place: str, seen: str, old: str) -> Exchange:
         assert dtype.itemsize == 4, f"no atomics on {dtype}"
-        before = (f"device atomic_uint* {place} = (device atomic_uint*)&{element};",
+        before = (f"device atomic_uint* {place} = reinterpret_cast<device atomic_uint*>(&{element});",
                   f"uint {old} = atomic_load_explicit({place}, memory_order_relaxed), {seen};", f"bool {place}_done;")
         attempt = f"{place}_done = atomic_compare_exchange_weak_explicit({place}, &{old}, as_type<uint>({{}}), " \
                   "memory_order_relaxed, memory_order_relaxed);"

@@ -37,6 +37,7 @@ _WORD = re.compile(r"\b(" + "|".join(FORBIDDEN) + r")\b")
 _SHARED = re.compile(r"(^|[;{}])(\s*)threadgroup\b(?=\s+[\w:]+\s+\w+\s*\[)", re.MULTILINE)
 _ARRAY = re.compile(r"\bthreadgroup\s+([\w:]+)\s+((?:\w+\s*\[\s*\d+\s*\]\s*,?\s*)+);")
 _NUMBER = re.compile(r"(?<![\w.])(\d+\.\d*|\.\d+|\d+[eE][-+]?\d+)([eE][-+]?\d+)?(?![\w.])")
+_CAST = re.compile(r"\(\s*(?:const\s+)?(?:device|threadgroup|constant|thread)\b[^()]*\*\s*\)")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _SIZES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "short": 2, "ushort": 2, "half": 2, "char": 1,
           "uchar": 1, "bool": 1, "float4": 16, "uint4": 16, "float2": 8, "uint2": 8, "atomic_int": 4, "atomic_uint": 4}
@@ -52,6 +53,7 @@ def grammar(text: str) -> list[str]:
     """Attributes, limits, and words of C++ that Metal has not."""
     out = [f"{found[0]}: {FORBIDDEN[found[0]]}" for found in _WORD.finditer(text)]
     out += [f"{found[0]}: a number without an f" for found in _NUMBER.finditer(text)]
+    out += [f"{found[0]}: a cast that does not ask what memory it is of" for found in _CAST.finditer(text)]
     try:
         functions = functions_of(text)
     except ValueError as error:

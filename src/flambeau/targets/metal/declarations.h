@@ -61,8 +61,6 @@ ATOMICS(threadgroup)
 
 template <typename T> T simd_shuffle(T, ushort);
 template <typename T> T simd_shuffle_xor(T, ushort);
-template <typename T> T simd_shuffle_up(T, ushort);
-template <typename T> T simd_shuffle_down(T, ushort);
 template <typename T> T simd_broadcast(T, ushort);
 template <typename T> T simd_sum(T);
 

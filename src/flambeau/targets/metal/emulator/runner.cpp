@@ -334,6 +334,8 @@ const char* flm_simd(const void* mine, uint32_t bytes, int line) {
 
 uint32_t flm_lane() { return (uint32_t)current % WIDTH; }
 
+void flm_no_lane(int lane) { fail("asks lane %d of its simdgroup, which has %d", lane, WIDTH); }
+
 void flm_atomic(const void* place, uint32_t bytes) { access(place, bytes, true, true); }
 
 void* flm_shared(int number, uint32_t bytes) {
@@ -374,6 +376,10 @@ const char* flm_message() { return message; }
 
 // ---- g++'s instrumentation -------------------------------------------------------------------------------------
 
+struct Place { const char* file; uint32_t line, column; };
+void __ubsan_handle_out_of_bounds(const Place* place, uint64_t index) {
+  fail("out of bounds: element %ld of an array of a thread (line %u)", (long)index, place->line);
+}
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 INCLUDE = FOLDER / "include"
 # Little is optimised: a kernel runs once or twice. The instrumentation's own library stays out: runner.cpp is instead.
-FLAGS = ("-std=gnu++14", "-O1", "-fPIC", "-shared", "-nostdlib", "-w", "-fsanitize=thread", "-fno-exceptions",
+FLAGS = ("-std=gnu++14", "-O1", "-fPIC", "-shared", "-nostdlib", "-w", "-fsanitize=thread,bounds", "-fno-exceptions",
          "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fsigned-char",
-         "--param=tsan-instrument-func-entry-exit=0", f"-I{INCLUDE}")
+         "-ftrivial-auto-var-init=pattern", "--param=tsan-instrument-func-entry-exit=0", f"-I{INCLUDE}")
 
 
 class EmulatorError(Error):
