@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
+pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,10 +17,12 @@ from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.targets.base import get_target, register_target
 from flambeau.targets.metal import mac
-from flambeau.targets.metal.emulator.shader import compile_shader
+from flambeau.targets.metal.checker import check
 from flambeau.targets.metal.emulator.target import EmulatorError
 from flambeau.targets.metal.target import MetalTarget
 from targets.metal_mutants import PROGRAMS, UNSEEN, caught, harmless, mutants
+from targets.metal_shader import compile_shader
+from targets.metal_texts import texts_checked
 
 SUM = """
 [[max_total_threads_per_threadgroup(64)]]
@@ -126,17 +131,11 @@ WRONG = {
 
 
 def test_the_checker_accepts() -> None:
-    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
-    from flambeau.targets.metal.checker import check
-
     assert check(SUM) == [] and check(SIMD.replace("BEFORE", "")) == []
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_the_checker_rejects(fault: str) -> None:
-    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
-    from flambeau.targets.metal.checker import check
-
     (old, new), says = WRONG[fault]
     assert old in SUM
     with pytest.raises(AssertionError, match=says):
@@ -146,7 +145,6 @@ def test_the_checker_rejects(fault: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_planted_faults_are_found(program: str) -> None:
-    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
     for m in mutants(program):
         excused = any(m.name.startswith(unseen) for unseen in UNSEEN)
         assert caught(m) or harmless(m) or excused, f"{m.name}: {m.line}"
@@ -201,9 +199,6 @@ def test_numbers_of_the_run_are_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUITE)
 def test_models_train_as_in_eager(name: str) -> None:
-    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
-    from targets.metal_texts import texts_checked
-
     losses = []
     with texts_checked(), config.override(graph_cache=False):
         for compiled in (False, True):
@@ -257,6 +252,16 @@ def test_the_launcher_draws_views_and_reports(launched: Callable[..., object]) -
     torch.testing.assert_close(product, x.cumsum(0).t() @ x, rtol=1e-4, atol=1e-4)
     with pytest.raises(IndexError):
         f(x, torch.tensor([0, 35]))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("on", ["metal-emulator", Stand.name])
+def test_more_tensors_than_buffers(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mac, "compiler", lambda: compile_shader)
+    f = lambda *x: sum(a * k for k, a in enumerate(x))  # noqa: E731
+    x = [torch.randn(70) for _ in range(40)]
+    with texts_checked() as texts, config.override(graph_cache=False):
+        torch.testing.assert_close(torch.compile(f, backend="flambeau", options={"target": on})(*x), f(*x))
+    assert any("fl_more" in text for text in texts)
 
 
 def test_without_a_mac() -> None:

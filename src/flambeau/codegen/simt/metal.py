@@ -1,8 +1,8 @@
 """Metal Shading Language: what it says differently from OpenCL C, for the writers of this folder.
 
 C++14 with address spaces, without doubles. Buffers come by number, at most 31 of them: the pointers, then all numbers
-of a launch as one array of words, then the record of faults. A kernel says how many threads a group of it may have,
-because a Mac skips a larger one without a word.
+of a launch as one array of words, then the record of faults; more pointers than that share one buffer. A kernel says how
+many threads a group of it may have, because a Mac skips a larger one without a word.
 """
 
 from __future__ import annotations
@@ -103,16 +103,23 @@ class Metal(OpenCL):
                         f"as_type<{self.types[dtype]}>({seen})")
 
     def head(self, kernel: Kernel, name: str, group: int, extents: Sequence[str]) -> list[str]:
-        arguments = [f"device {'' if p.written else 'const '}{self.stored[p.dtype]}* p{k} [[buffer({k})]]"
-                     for k, p in enumerate(kernel.params)]
+        pointers = [f"device {'' if p.written else 'const '}{self.stored[p.dtype]}* p{k}"
+                    for k, p in enumerate(kernel.params)]
+        few = direct(len(pointers))
+        arguments = [f"{pointer} [[buffer({k})]]" for k, pointer in enumerate(pointers[:few])]
+        more = [f"struct {name}_more {{ {' '.join(f'{pointer};' for pointer in pointers[few:])} }};"] \
+            if pointers[few:] else []
+        arguments += [f"constant {name}_more& fl_more [[buffer({few})]]"] if more else []
         count = len(arguments)
         arguments += [f"constant long* fl_words [[buffer({count})]]",
                       f"device atomic_int* fl_faults [[buffer({count + 1})]]",
                       "uint fl_lane [[thread_position_in_threadgroup]]",
                       "uint fl_group [[threadgroup_position_in_grid]]"]
         words = [*(f"n{k}" for k in range(len(kernel.sizes))), *extents]
-        return [f"[[max_total_threads_per_threadgroup({group})]]", f"kernel void {name}({', '.join(arguments)}) {{",
+        return [*more, f"[[max_total_threads_per_threadgroup({group})]]",
+                f"kernel void {name}({', '.join(arguments)}) {{",
                 f"  const long fl_item = (long)fl_group * {group} + fl_lane;",
+                *(f"  {pointer} = fl_more.p{few + k};" for k, pointer in enumerate(pointers[few:])),
                 *(f"  const long {n} = fl_words[{k}];" for k, n in enumerate(words))]
 
     def report(self, size: str) -> str:
@@ -120,6 +127,12 @@ class Metal(OpenCL):
 
     def headers(self, functions: frozenset[str]) -> tuple[str, ...]:
         return ("metal.h",)
+
+
+def direct(pointers: int) -> int:
+    """How many of a kernel's pointers are buffers of their own. If all, with words and faults, are too many, the last
+    ones are the fields of a structure in a buffer."""
+    return pointers if pointers + 2 <= BUFFERS else BUFFERS - 3
 
 
 def capabilities(name: str) -> Capabilities:
@@ -130,8 +143,6 @@ def capabilities(name: str) -> Capabilities:
 
 def render(kernel: Kernel, name: str, bounded: bool = False) -> RangeSource:
     """The text of one kernel."""
-    if len(kernel.params) + 2 > BUFFERS:
-        raise UnsupportedError(f"a kernel of {len(kernel.params)} tensors has more buffers than Metal's {BUFFERS}")
     doubles = [e.op for e in walk(*kernel.everything()) if e.dtype is torch.float64 and not is_word(e)]
     if doubles or any(p.dtype is torch.float64 for p in kernel.params):
         raise UnsupportedError("Metal has no float64", dtypes=["torch.float64"])

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from flambeau.codegen.simt.metal import direct
 from flambeau.codegen.source import RangeSource, items_function
 from flambeau.errors import CompileError, UnsupportedError
 
@@ -61,12 +62,14 @@ class MacLaunch:
     def run(self, places: Sequence[Place], sizes: Sequence[int]) -> int:
         """Launch it; the fault that it reports, if it looks for any: only then somebody waits."""
         tensors = [moved(*place) for place in places]
+        few = direct(len(tensors))
+        more = [tensors[few:]] if tensors[few:] else []  # a list of tensors is a buffer of their addresses
         device = tensors[0].device if tensors else torch.device("mps")
         record = torch.zeros(RECORD, dtype=torch.int32, device=device)
         for function, part, items in zip(self._functions, self.source.ranges, self._items(1, *sizes), strict=True):
             if items > 0:
                 threads = -(-items // part.group) * part.group  # groups are whole: kernels count on all their threads
-                function(*tensors, [*sizes] or [0], record, threads=[threads], group_size=[part.group])
+                function(*tensors[:few], *more, [*sizes] or [0], record, threads=[threads], group_size=[part.group])
         if not self.source.checks:
             return 0
         found = record.cpu()

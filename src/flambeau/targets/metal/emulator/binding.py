@@ -33,12 +33,17 @@ class Function:
     name: str
     limit: int
     arguments: tuple[tuple[str, str, int], ...]  # type, attribute, number
+    more: int = 0  # pointers that share one buffer, as the fields of a structure
 
     def call(self) -> str:
         """How it is called by a thread: `a` has the buffers, `i` the ids."""
-        given = []
+        given, later = [], 0  # buffers behind the shared one come later: each pointer has its place in `a`
         for kind, what, number in self.arguments:
-            if what != "buffer":
+            number += later if what == "buffer" else 0
+            if kind.endswith("_more&"):
+                given.append(f"*({kind[:-1]}*)(a + {number})")
+                later = self.more - 1
+            elif what != "buffer":
                 given.append(f"({kind})(i->{IDS[what]})")
             elif kind.endswith("&"):
                 given.append(f"*({kind[:-1]}*)a[{number}]")
@@ -58,7 +63,9 @@ def functions_of(text: str) -> list[Function]:
             if parts is None or (parts["what"] != "buffer" and parts["what"] not in IDS):
                 raise ValueError(f"{found[2]}: what is bound to {argument.strip()!r}?")
             arguments.append((parts["type"].strip(), parts["what"], int(parts["number"] or 0)))
-        out.append(Function(found[2], int(limit[1]) if limit else 0, tuple(arguments)))
+        fields = re.search(rf"struct {found[2]}_more \{{(.*?)\}};", text)
+        more = fields[1].count(";") if fields else 0
+        out.append(Function(found[2], int(limit[1]) if limit else 0, tuple(arguments), more))
     return out
 
 

@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int MOST_THREADS = 1024, WIDTH = 32, MOST_BUFFERS = 31, ARRAYS = 64;
+constexpr int MOST_THREADS = 1024, WIDTH = 32, MOST_POINTERS = 1024, ARRAYS = 64;
 constexpr size_t STACK = 256 << 10, SHARED = 32 << 10, GAP = 64, ROOM = 64, WATCHED = 64 << 20;
 
 // ---- what the generated wrapper hands over (binding.py) ----------------------------------------------------
@@ -69,7 +69,7 @@ bool failed, collides;
 char message[1024];
 std::mutex one_launch;
 
-Region regions[MOST_BUFFERS + 2];
+Region regions[MOST_POINTERS];
 int region_count, last_region;
 
 alignas(64) char shared_memory[2 * SHARED + ARRAYS * (GAP + 16)];
@@ -199,6 +199,7 @@ void touch(Access& a, uint32_t me, bool write, bool device, uint32_t now, const 
 void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false) {
   const uintptr_t at = (uintptr_t)pointer;
   if (at - (uintptr_t)stacks < STACK * MOST_THREADS) return;
+  if (at - (uintptr_t)given < MOST_POINTERS * sizeof(void*)) return;  // pointers that share a buffer
   if (at - (uintptr_t)shared_memory < sizeof(shared_memory)) {
     const size_t k = at - (uintptr_t)shared_memory;
     for (size_t j = k; j < k + bytes; ++j) {
@@ -239,7 +240,7 @@ void take(const Buffer* buffers, int count, void** arguments) {
   region_count = last_region = 0;
   size_t watched = 0;
   for (int k = 0; k < count; ++k) watched += (size_t)(buffers[k].end - buffers[k].first);
-  struct Span { char *from, *to; bool written; int32_t size; } spans[MOST_BUFFERS + 2];
+  struct Span { char *from, *to; bool written; int32_t size; } spans[MOST_POINTERS];
   int n = 0;
   for (int k = 0; k < count; ++k) {
     const Buffer& b = buffers[k];
@@ -360,7 +361,7 @@ int64_t flm_launch(const Buffer* buffers, int count, const Part* parts, int part
   if (!stacks) {
     stacks = (char*)mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   }
-  void* arguments[MOST_BUFFERS + 2];
+  void* arguments[MOST_POINTERS];
   failed = false, collides = collisions != 0;
   take(buffers, count, arguments);
   for (int k = 0; k < part_count && !failed; ++k)

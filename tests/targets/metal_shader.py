@@ -18,9 +18,8 @@ from flambeau.config import config
 from flambeau.targets.base import KeyedSource
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.cpu.target import unit_text
-
-from .binding import Function, functions_of, with_shared
-from .target import instrumented, raised
+from flambeau.targets.metal.emulator.binding import Function, functions_of, with_shared
+from flambeau.targets.metal.emulator.target import instrumented, raised
 
 
 class Library:
@@ -59,13 +58,17 @@ class Buffer(ctypes.Structure):
 
 
 def launch(call: Any, function: Function, args: Sequence[Any], threads: int, group: int) -> None:
-    kinds = {number: kind for kind, what, number in function.arguments if what == "buffer"}
-    tensors = [a if isinstance(a, torch.Tensor) else torch.tensor(a) for a in args]
+    kinds = [kind for kind, what, _ in function.arguments if what == "buffer"]
+    tensors, reads = [], []
+    for a, kind in zip(args, kinds, strict=True):
+        many = isinstance(a, list) and isinstance(a[0], torch.Tensor)  # addresses that share a buffer
+        tensors += a if many else [a if isinstance(a, torch.Tensor) else torch.tensor(a)]
+        reads += [not many and kind.startswith(("constant", "device const", "const"))] * (len(a) if many else 1)
     buffers = (Buffer * (len(tensors) + 1))()
     record = torch.zeros(6, dtype=torch.int32)
     for k, t in enumerate((*tensors, record)):
         start, size = t.storage_offset() * t.element_size(), t.untyped_storage().nbytes()
-        written = k == len(tensors) or not kinds[k].startswith(("constant", "device const", "const"))
+        written = k == len(tensors) or not reads[k]
         buffers[k] = Buffer(t.data_ptr(), -start, size - start, t.element_size(), written)
     call.restype = ctypes.c_int64
     raised(call(buffers, len(buffers), ctypes.c_int64(threads), group), function.name)
