@@ -220,6 +220,13 @@ class Index:
             self._bounds = (lo, hi)
         return self._bounds
 
+    def can_leave(self, limit: int) -> bool:
+        """Whether it can lie outside of [-limit, limit), or what it divides or compares on the way can: sums that wrap
+        around come back, quotients do not."""
+        operands = (i for a in self.atoms() if isinstance(a, Op) for i in (a.a, a.b))
+        return any(lo is None or hi is None or lo < -limit or hi >= limit
+                   for lo, hi in (i.bounds() for i in (self, *operands)))
+
     def at_most_one(self) -> bool:
         """Whether a size is known to be 0 or 1: no index along it moves, and its stride is a matter of names."""
         most = self.bounds()[1]
