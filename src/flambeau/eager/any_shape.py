@@ -200,7 +200,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Program:
+class ClassProgram:
     """What serves the calls of a class whose sizes meet its guards."""
 
     run: Run | None
@@ -219,7 +219,7 @@ class Program:
 
 
 @dataclass
-class Class:
+class CallClass:
     """Calls that differ in sizes and numbers alone."""
 
     first: Hashable  # the sizes of the first of them
@@ -227,7 +227,7 @@ class Class:
     changed: int = 0  # at which positions other numbers were seen, as bits
     kinds: set[str] = field(default_factory=set)  # of numbers that have programs of their own
     # By the numbers that are arguments, as bits, and the others: programs, or why one is made for each shape
-    programs: dict[Hashable, list[Program] | str] = field(default_factory=dict)
+    programs: dict[Hashable, list[ClassProgram] | str] = field(default_factory=dict)
     taken: dict[int, tuple[Numbers, ...]] = field(default_factory=dict)  # by the same bits
 
     def __post_init__(self) -> None:
@@ -253,7 +253,7 @@ class Programs:
     """The programs of a door, by classes of calls. Both those for many shapes and those for one."""
 
     def __init__(self) -> None:
-        self._classes: OrderedDict[Hashable, Class] = OrderedDict()
+        self._classes: OrderedDict[Hashable, CallClass] = OrderedDict()
         self._hot: OrderedDict[Hashable, Future[Run | None]] = OrderedDict()
         self._lock = fork_safe(threading.RLock())
 
@@ -282,15 +282,15 @@ class Programs:
             FIXED.setdefault(form.name, why)
         return run, ranges, numbers, lift, False
 
-    def _class(self, key: Hashable, shapes: Shapes) -> Class:
+    def _class(self, key: Hashable, shapes: Shapes) -> CallClass:
         with self._lock:
-            found = self._classes.setdefault(key, Class(shapes.identity, shapes.numbers))
+            found = self._classes.setdefault(key, CallClass(shapes.identity, shapes.numbers))
             self._classes.move_to_end(key)
             if len(self._classes) > MOST_CLASSES:
                 self._classes.popitem(last=False)
             return found
 
-    def _program(self, form: Form, shapes: Shapes, found: Class, lift: int) -> Program | str:
+    def _program(self, form: Form, shapes: Shapes, found: CallClass, lift: int) -> ClassProgram | str:
         key = lift, str([x for k, x in enumerate(shapes.numbers) if not lift >> k & 1])
         with self._lock:
             programs = found.programs.setdefault(key, [])
@@ -300,7 +300,7 @@ class Programs:
                 if known.holds(*shapes.values):
                     return known
         # Without the lock: another thread, in which something is compiled, may come here.
-        program: Program | str
+        program: ClassProgram | str
         try:
             if len(programs) == MOST_PROGRAMS:
                 raise UnsupportedError(f"{MOST_PROGRAMS} programs for many shapes were for few")
@@ -355,7 +355,7 @@ def takes(intervals: Sequence[Numbers], number: int, x: Any) -> bool:
     return any(k == number and least <= x <= most for k, _, least, most in intervals)
 
 
-def made(form: Form, shapes: Shapes, lift: int) -> Program:
+def made(form: Form, shapes: Shapes, lift: int) -> ClassProgram:
     env = ShapeEnv()
     symbols = [env.create_symbol(n, ConstantSource(f"n{k}"), DimDynamic.DYNAMIC) for k, n in enumerate(shapes.values)]
     sizes = [env.create_symintnode(s, hint=n) for s, n in zip(symbols, shapes.values, strict=True)]
@@ -372,7 +372,7 @@ def made(form: Form, shapes: Shapes, lift: int) -> Program:
         guards += [f"{s.name} <= {text(bounds.upper)}"] if bounds.upper.is_Integer else []
     names = ", ".join(s.name for s in symbols)
     rows = "".join(f"({''.join(x + ', ' for x in row)}), " for row in told)
-    return Program(run, function(names, " and ".join(guards) or "True"), function(names, f"({rows})"))
+    return ClassProgram(run, function(names, " and ".join(guards) or "True"), function(names, f"({rows})"))
 
 
 def text(x: Any) -> str:
