@@ -41,7 +41,6 @@ from .one_call import (
     Range,
     TensorLike,
     build,
-    check_shapes,
     is_number,
     plain,
 )
@@ -120,7 +119,7 @@ class Shapes:
         self.numbers: list[Any] = []
         self.empty = False  # a tensor has no elements: there is little to compile, and strides have rules of their own
         self._places: dict[int, tuple[list[int | None], list[int | None], Hashable]] = {}  # of tensors among the values
-        self._last: dict[int, int] = {}  # of dimensions, counted from the last
+        self._last: dict[int, dict[int, int]] = {}  # by dimensions, counted from the last, and sizes
         self.key: Hashable = tuple(self._of(x, str(a.type), is_size(op, a.name))
                                    for a, x in zip(op._schema.arguments, self.args, strict=True))
 
@@ -158,11 +157,14 @@ class Shapes:
         return sizes, strides, (x.dtype, x.device, shape, rules, x.overlaps)
 
     def _size(self, n: int, from_last: int) -> int:
-        """Those that elementwise operators broadcast to one another are one."""
-        if not facts(self.op).elementwise:
+        """Those that elementwise operators broadcast to one another are one; so are those of operators that trust their
+        caller, whose kernels would be asked for strides at sizes that do not fit together."""
+        if not facts(self.op).elementwise and facts(self.op).checks:
             return self._value(n)
-        at = self._last.setdefault(from_last, len(self.values))
-        return at if at < len(self.values) and self.values[at] == n else self._value(n)
+        seen = self._last.setdefault(from_last, {})
+        if n not in seen:
+            seen[n] = self._value(n)
+        return seen[n]
 
     def symbolic(self, symbols: Sequence[Any]) -> Arguments:
         """The call with symbols in the place of its values."""
@@ -265,8 +267,6 @@ class Programs:
         # The first shape of a class may be its only one. By the wish for results that depend on nothing but their
         # arguments, all have programs of one kind.
         if found is not None and (found.first != shapes.identity or torch.are_deterministic_algorithms_enabled()):
-            if not facts(form.op).checks:  # the CPU was not asked, and lowerings do not see that symbols are two sizes
-                check_shapes(form, args, lift, True)
             with self._lock:
                 changing = 0 if lift else found.lifting(shapes.numbers)
             for bits in (changing, lift) if changing else (lift,):
@@ -277,7 +277,7 @@ class Programs:
                         takes(found.taken[bits], k, x) for k, x in enumerate(shapes.numbers) if bits >> k & 1):
                     return *program.served(shapes), found.taken[bits], bits, True
         numbers = taken(form.op, args, lift) if lift else ()
-        run, ranges = build(form, args, lift, into_any=True)
+        run, ranges, _ = build(form, args, lift, into_any=True)
         if why:
             FIXED.setdefault(form.name, why)
         return run, ranges, numbers, lift, False
@@ -305,6 +305,8 @@ class Programs:
             if len(programs) == MOST_PROGRAMS:
                 raise UnsupportedError(f"{MOST_PROGRAMS} programs for many shapes were for few")
             program = made(form, shapes, lift)
+            if not program.holds(*shapes.values):
+                return "its sizes do not fit together"  # one for this shape says what is wrong
             intervals = taken(form.op, shapes.args, lift) if lift else ()
         except Exception as error:  # one for this shape may do, or say what is wrong
             program = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
@@ -361,11 +363,11 @@ def made(form: Form, shapes: Shapes, lift: int) -> ClassProgram:
     sizes = [env.create_symintnode(s, hint=n) for s, n in zip(symbols, shapes.values, strict=True)]
     run: Run | None = None
     try:
-        run, ranges = build(form, shapes.symbolic(sizes), lift, True, env)
+        run, ranges, guards = build(form, shapes.symbolic(sizes), lift, True, env)
         told = [[str(which), host_text(as_index(low)), host_text(as_index(high))] for which, low, high in ranges]
     except OtherShapes as other:
-        told = [[text(n) for n in shape] for shape in other.shapes]
-    guards = [text(guard.expr) for guard in env.guards]
+        told, guards = [[text(n) for n in shape] for shape in other.shapes], []
+    guards += [text(guard.expr) for guard in env.guards]
     for s in symbols:
         bounds = env.var_to_range[s]
         guards += [f"{text(bounds.lower)} <= {s.name}"] if bounds.lower.is_Integer and bounds.lower > 2 else []
