@@ -4,8 +4,9 @@ AOTAutograd wraps a graph for all that a graph may do: change its inputs, return
 states and tensor subclasses to its backward. What most graphs do is read tensors and return new ones. Those get the
 wrappers of this file, which cost a call and its backward a third of the Python (some 150 us where kernels have just
 streamed through the caches). Every other graph, and every unusual call of these (a second derivative, a gradient laid
-out otherwise), goes AOTAutograd's way: ours is a subclass of its autograd function. Dynamo's own part of a call we
-can only shorten by the marks that it sets for profilers.
+out otherwise), goes AOTAutograd's way: ours is a subclass of its autograd function. Dynamo's own part of a call is
+shortened by the marks that it sets for profilers, and by what torch.compile puts around a function
+(`torch_compat/short_calls.py`).
 """
 
 from __future__ import annotations
