@@ -207,6 +207,24 @@ def test_dynamo_marks_other_code_as_before() -> None:
         assert not torch._dynamo.config.record_runtime_overhead
 
 
+def test_graphs_of_any_size_take_it_too(general: list[str]) -> None:
+    """Numbers go from forward to backward, and results carry the mark that their sizes may change."""
+    def f(x: Tensor) -> Tensor:
+        return torch.cat((x, x.sin() * x.shape[0]), 1)
+
+    run = torch.compile(f, backend="flambeau", dynamic=True)
+    for n in (3, 4):
+        x = leaf(n, 5)
+        out, wanted = run(x), f(x)
+        grad = torch.randn_like(out)
+        assert takes_short_way(out) and torch.allclose(out, wanted)
+        assert any("dynamic_indices" in name for name in vars(out))
+        assert torch.allclose(*(torch.autograd.grad(y, x, grad)[0] for y in (out, wanted)))
+        assert not general
+    torch.autograd.grad(run(x), x, grad.t().contiguous().t())  # laid out otherwise
+    assert general == ["backward"]
+
+
 # ---- what torch.compile puts around a function -------------------------------------------------------------
 
 
