@@ -198,13 +198,18 @@ class Index:
                     yield from a.a.atoms()
                     yield from a.b.atoms()
 
-    def divisions(self) -> Iterable[tuple[Sym, int]]:
-        """Variables of known size that it divides, and by what: x of x // k, x % k, and (x + c) // k."""
+    def quotients(self) -> Iterable[tuple[Sym, Index]]:
+        """Variables that it divides, and by what: x of x // k, x % k, and (x + c) // k."""
         for a in self.atoms():
-            if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const:
-                v, k = (a.a - a.a.const).atom(), a.b.const
-                if isinstance(v, Sym) and v.extent is not None and v.extent.is_const and 1 < k < v.extent.const:
-                    yield v, k
+            if isinstance(a, Op) and a.kind in ("div", "mod") and a.b is not ONE:
+                v = (a.a - a.a.const).atom()
+                if isinstance(v, Sym) and v.extent is not None:
+                    yield v, a.b
+
+    def divisions(self) -> Iterable[tuple[Sym, int]]:
+        """Those of known sizes."""
+        return ((v, k.const) for v, k in self.quotients()
+                if k.is_const and v.size.is_const and 1 < k.const < v.size.const)
 
     def bounds(self) -> Bounds:
         """Inclusive numeric range; None where it is unknown."""
