@@ -472,6 +472,13 @@ def _is_plain(e: Index) -> bool:
 # ---- ranges ------------------------------------------------------------------------------------------
 
 
+def about(size: Index, typical: Mapping[Sym, int], unknown: int) -> int:
+    """A size, or what it typically is: for choosing among loops that are right for any."""
+    if not size.is_const and typical:
+        size = size.subs({s: as_index(n) for s, n in typical.items()})
+    return size.const if size.is_const else unknown
+
+
 def upper(e: Index) -> Index:
     """A symbolic upper bound: every loop variable at its last value. Without sizes, the ranges say as much."""
     if all(s.extent is not None and s.extent.is_const for s in e.symbols()):
