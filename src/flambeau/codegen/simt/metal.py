@@ -1,8 +1,8 @@
 """Metal Shading Language: what it says differently from OpenCL C, for the writers of this folder.
 
 C++14 with address spaces, without doubles. Buffers come by number, at most 31 of them: the pointers, then all numbers
-of a launch as one array of words, then the record of faults; more pointers than that share one buffer. A kernel says how
-many threads a group of it may have, because a Mac skips a larger one without a word.
+of a launch as one array of words, then the record of faults; more pointers than that share one buffer. A kernel says
+how many threads a group of it may have, because a Mac skips a larger one without a word.
 """
 
 from __future__ import annotations
