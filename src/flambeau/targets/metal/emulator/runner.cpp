@@ -168,7 +168,7 @@ void run_group(int size) {
     }
   }
   if (failed)
-    for (Fibre& f : fibres) f.started = false;
+    for (Fibre& f : fibres) f.started = false, f.turn = 0;  // where it was left, says nothing of the next launch
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------
