@@ -302,8 +302,7 @@ class Lowering:
             if not isinstance(v, Value) or not isinstance(m, torch.Tensor):
                 continue
             shape = tuple(self.c.symbols.index(s) for s in m.shape)
-            if v.dtype is not m.dtype or len(shape) != len(v.shape) or any(
-                    a is not b and a.is_const and b.is_const for a, b in zip(shape, v.shape, strict=True)):
+            if v.dtype is not m.dtype or len(shape) != len(v.shape) or not self.g.agree(shape, v.shape):
                 raise AssertionError(f"lowering of {n.target} gives {v.dtype}{list(v.shape)}, "
                                      f"torch says {m.dtype}{list(shape)}")
             b = self.g.buffers[v.buffer]

@@ -331,8 +331,7 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
         return to_dtype(best, x.dtype), build.pointwise(best.shape, place, torch.int64)
 
     def backward(grad: Value, x: Value, indices: Value) -> Any:
-        if not (grad.rank == x.rank == indices.rank) or any(
-                a is not b and a.is_const and b.is_const for a, b in zip(grad.shape, indices.shape, strict=True)):
+        if not (grad.rank == x.rank == indices.rank) or not build.graph().agree(grad.shape, indices.shape):
             return NotImplemented  # eager says what is wrong
         n, m = x.shape[-rank:], grad.shape[-rank:]
         return max_gradient(grad, x, indices, rank, lambda here: shares(here, m, n)[0],

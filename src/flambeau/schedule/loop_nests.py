@@ -201,12 +201,12 @@ def bring_forward(d: NestDraft, row_bytes: int | None, caps: Capabilities, dtype
 def split_dims(d: NestDraft, lists: Sequence[list[Sym]]) -> None:
     """x // k and x % k of a variable: two variables instead, where k divides its size."""
     for _ in range(16):
-        found = next(((v, k) for i in d.indices() for v, k in i.divisions()
-                      if any(v in vs for vs in lists) and v.size.const % k == 0), None)
+        found = next(((v, k) for i in d.indices() for v, k in i.quotients() if any(v in vs for vs in lists)
+                      and k is not v.size and (v.size // k) * k is v.size), None)
         if found is None:
             return
         v, k = found
-        big, small = Sym(f"{v.name}o", v.size.const // k), Sym(f"{v.name}i", k)
+        big, small = Sym(f"{v.name}o", v.size // k), Sym(f"{v.name}i", k)
         d.substitute({v: as_index(big) * k + small})
         for vs in lists:
             if v in vs:
