@@ -87,6 +87,18 @@ def test_a_transposition_is_tiled() -> None:
     assert only(lambda x, y: x * y, torch.randn(64, 100), torch.randn(64, 100)).tile is None
 
 
+@pytest.mark.parametrize(("shape", "mixed", "tiled"), [
+    ((2000, 13), False, True),
+    ((2000, 13), True, False),  # another line for every row
+    ((40, 2000, 13), False, True),
+])
+def test_lines_shorter_than_a_vector_are_tiled_where_tiles_are_walked_as_one(
+        shape: tuple[int, ...], mixed: bool, tiled: bool) -> None:
+    y = torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    k = only(lambda x, y, z: (x + z) * y.exp(), torch.randn(shape), y, torch.randn(13) if mixed else torch.randn(1))
+    assert (k.tile is not None) == tiled and k.vector is not None and k.vector.size.const == 13
+
+
 # ---- splitting -----------------------------------------------------------------------------------------
 
 

@@ -299,7 +299,11 @@ def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
 
 def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning) -> Sym | None:
     """A second variable that is contiguous where the vector variable jumps: a transposition."""
-    if vector is None or d.about(vector.size, t.transpose_least) < t.transpose_least:
+    if vector is None:
+        return None
+    # Lines shorter than a vector: a tile is walked as one line, if all that is not transposed allows it.
+    short = d.about(vector.size, t.transpose_least) < t.transpose_least
+    if short and not (t.flat_tiles and vector.size.is_const):
         return None
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
@@ -308,9 +312,16 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
             continue
         for v in vars:
             if v is not vector and address.coefficient(v) is ONE \
-                    and d.about(v.size, t.vector_least) >= t.vector_least:
+                    and d.about(v.size, t.vector_least) >= t.vector_least and not (short and not flat(d, v, vector)):
                 votes[v] = votes.get(v, 0) + 1
     return max(votes, key=lambda v: votes[v]) if votes else None
+
+
+def flat(d: NestDraft, tile: Sym, vector: Sym) -> bool:
+    """Whether all but what a tile transposes walks the two as one."""
+    transposed = {a for e in loads(*d.exprs()) if not e.args and (a := e.attr[1][0]).coefficient(tile) is ONE
+                  and a.coefficient(vector) not in (ONE, ZERO) and not any(isinstance(x, Dyn) for x in a.atoms())}
+    return all(i in transposed or walks_as_one(i, tile, vector) for i in d.indices())
 
 
 def _at_least(v: Sym, n: int) -> bool:
