@@ -324,10 +324,6 @@ def flat(d: NestDraft, tile: Sym, vector: Sym) -> bool:
     return all(i in transposed or walks_as_one(i, tile, vector) for i in d.indices())
 
 
-def _at_least(v: Sym, n: int) -> bool:
-    return not v.size.is_const or v.size.const >= n
-
-
 def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int]
                 ) -> tuple[LoopKernel, set[str]]:
     """The kernel of a group, and the buffers it stores beyond those asked for. `typical`: values of run-time sizes."""
@@ -428,7 +424,8 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
         row = vector is None
     needed = n.combine.needed([e for name, e in zip(n.names, n.finish, strict=True) if name in stored])
     simple, expensive = len(n.combine.chained(needed)) == 1, cost_of(n.combine.result) > caps.tuning.expensive_combine
-    if row and d.outer and _at_least(d.outer[-1], caps.tuning.scan_side_by_side) and (simple or expensive):
+    enough = caps.tuning.scan_side_by_side
+    if row and d.outer and d.about(d.outer[-1].size, enough) >= enough and (simple or expensive):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     ordered = caps.deterministic and any(map(is_float, n.combine.dtypes))
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
