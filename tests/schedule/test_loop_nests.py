@@ -129,6 +129,16 @@ def test_sizes_of_the_run_are_divided_into_equal_parts_too() -> None:
     assert isinstance(k, LoopKernel) and not divisions(k) and len(k.outer) == 3
 
 
+def test_what_each_stage_reads_again_counts_more_than_what_is_written_once() -> None:
+    """A norm over a transposed tensor: its statistics and its map read along the columns that lie side by side."""
+    def norm(x: Tensor) -> Tensor:
+        y = x - x.mean((0, 2), keepdim=True)
+        return (y / y.square().mean((0, 2), keepdim=True).sqrt()).contiguous()
+
+    k = only(norm, torch.randn(3, 202, 224).transpose(1, 2))
+    assert k.vector in k.outer and k.form.name.endswith("columns")
+
+
 # ---- stages --------------------------------------------------------------------------------------------
 
 

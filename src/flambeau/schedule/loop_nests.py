@@ -6,6 +6,7 @@ access walks two of them as one. The variable that is contiguous in most accesse
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -99,6 +100,18 @@ class NestDraft:
         """(buffer, address, is a store) of every memory access."""
         out = [(e.attr[0], e.attr[1][0], False) for e in loads(*self.exprs())]
         return out + [(n, a, True) for n, a in self.stores.items()]
+
+    def stages_that_read(self) -> dict[tuple[str, Index], int]:
+        """In how many stages of a reduction an address is read, if each computes again what it needs of the points."""
+        points: dict[str, set[tuple[str, Index]]] = {}
+        found: set[tuple[tuple[str, Index], int | None]] = set()
+        for i in self.items:
+            reads = {(e.attr[0], e.attr[1][0]) for e in loads(*i.exprs)}
+            reads = reads.union(*(points.get(name, ()) for name in locals_in(i.exprs)))
+            found |= {(read, self.stage_of.get(i.names[0])) for read in reads}
+            if i.combine is None and i.level == "full":
+                points[i.names[0]] = reads
+        return Counter(read for read, _ in found)
 
     def indices(self) -> list[Index]:
         return [i for e in walk(*self.exprs()) for i in e.own_indices()] + list(self.stores.values())
@@ -221,11 +234,12 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
     best: Sym | None = None
     best_score = 0.0
     inner = frozenset(d.inner)
+    again = d.stages_that_read() if t.reads_again else {}
     for k, v in enumerate(candidates):
         score = 0.0
-        for _, address, is_store in d.accesses():
+        for name, address, is_store in d.accesses():
             c = address.coefficient(v)
-            weight = 2.0 if is_store else 1.0
+            weight = 2.0 if is_store else float(again.get((name, address), 1))
             if inner and inner.isdisjoint(address.symbols()):
                 weight *= 0.1
             if c is None:
