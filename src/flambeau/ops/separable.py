@@ -140,6 +140,18 @@ def share_lengths(source: Index, size: Index) -> tuple[int, int]:
     return min(lengths, default=1), max(lengths, default=1)
 
 
+def share_length(source: Index, size: Index, dtype: DType) -> Callable[[Index], Expr]:
+    """How many elements the share of a place has: a table, where that takes divisions."""
+    def length(o: Index) -> Index:
+        start, end = share_of(o, source, size)
+        return end - start
+
+    here, = as_indices(dim_vars((size,)))
+    if length(here).is_const or not (source.is_const and size.is_const):
+        return lambda o: index_value(length(o), dtype)
+    return table(size, lambda o: index_value(length(o), dtype))
+
+
 def are_long(source: Index, size: Index) -> bool:
     """Whether shares are reduced in lanes, and not from their first element to the last."""
     return source.is_const and size.is_const and share_lengths(source, size)[0] > LONG
@@ -164,8 +176,7 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
                                                    lambda j, c: step(c, element(i, j[0]))), dtypes)
     least, most = share_lengths(source, size)
     start = tabled(size, source, lambda o: share_of(o, source, size)[0])
-    length = table(size, lambda o: cast(index_value(share_of(o, source, size)[1] - share_of(o, source, size)[0]),
-                                        torch.int32))
+    length = share_length(source, size, torch.int32)
 
     # All shares have the first `least` elements; what some have beyond is added at the end.
     def rest(i: Place, have: Several) -> Several:
