@@ -15,4 +15,4 @@ class LibraryFreeCpu(CpuTarget):
     name = "cpu-alone"
 
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities(), name=self.name, sorts=True, tables=False)
+        return replace(super().capabilities(), name=self.name, contracts=True, sorts=True, tables=False)
