@@ -40,6 +40,29 @@ class Sampling(nn.Module):
         return F.max_pool2d(F.avg_pool2d(found, 2), 2).cumsum(-1)
 
 
+class Attention(nn.Module):
+    """A layer of a transformer; the length is a size of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 32), nn.RMSNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = F.relu(self.norm(self.conv(image)))
+        return self.head(y.mean((2, 3))).topk(2)
+
+
 def batch(name: str, **more: int) -> dict[int, Dim]:
     return {0: Dim(name, **more)}
 
@@ -49,6 +72,8 @@ MODELS = {
     "bags": (Bags, lambda n: (torch.randint(0, 64, (4 * n,)), torch.arange(0, 4 * n, 4)), None),
     "sampling": (Sampling, lambda n: (torch.randn(n, 3, 16, 16), torch.rand(n, 16, 16, 2) * 2.2 - 1.1),
                  {"image": batch("N"), "grid": batch("N")}),
+    "attention": (Attention, lambda n: (torch.randn(2, n, 32),), {"x": {1: Dim("T", min=2, max=256)}}),
+    "images": (Images, lambda n: (torch.randn(n, 3, 12, 12),), {"image": batch("N")}),
 }
 
 

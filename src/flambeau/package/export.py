@@ -31,10 +31,11 @@ from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_unflatten
 
 from .container import CODE, INDEX, MAJOR, MINOR, PROGRAM, RUNTIME, TEXT, WEIGHTS, Section, packed, text_words, write
 from .machine_code import Kernels, build_runtime, quick_checksum
-from .plan import DTYPES, INPUT, MOST_RANK, STATE, WEIGHT, Plan, Role, fault_texts, missing_operators
+from .plan import DTYPES, INPUT, MOST_RANK, WEIGHT, Plan, Role, fault_texts, missing_operators
 from .weights import Weights
 
 aten = torch.ops.aten
+MOST = 1 << 40  # a size without an upper end
 ALONE = "cpu-alone"  # the target that calls no library
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
@@ -119,8 +120,9 @@ def compiled(graph: fx.GraphModule, options: Options) -> tuple[Program, list[Any
 
 def compile_for(m: Method, target: str, kernels: Kernels, program: Program, texts: list[Any], weights: Weights) -> None:
     entries = [kernels.add(text, len(k.params), len(k.sizes)) for k, text in zip(program.kernels, texts, strict=True)]
-    plan = Plan(program, m.roles, entries, texts, weights.add_constant)
-    by_role = {(r.place, r.which): n for n, r in zip(program.arguments, m.roles, strict=True)}
+    roles = [Role(weights.place(r.which), r.which) if r.place == WEIGHT else r for r in m.roles]
+    plan = Plan(program, roles, entries, weights.add_constant)
+    by_role = {(r.place, r.which): n for n, r in zip(program.arguments, roles, strict=True)}
     inputs: list[BufferPlan] = [program.places[by_role[INPUT, k]] for k in range(len(m.inputs))]
     m.programs[target] = plan.encoded(inputs)
     m.plain[target] = to_plain(program)
@@ -183,7 +185,8 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
     prefix = "owner." if isinstance(module, Wrapped) else ""
     roles: list[Role] = []
     inputs: list[Port] = []
-    names = argument_names(found, args, kwargs or {}, function)
+    shown: dict[str, str] = {}  # what the user calls a symbol of torch's
+    names, dims = argument_names(args, kwargs or {}, function, dynamic_shapes)
     for spec, place in zip(signature.input_specs, [n for n in gm.graph.nodes if n.op == "placeholder"], strict=True):
         val = place.meta.get("val")
         if spec.kind is InputKind.USER_INPUT:
@@ -193,12 +196,11 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
                 roles.append(Role(-1, 0))
                 continue
             roles.append(Role(INPUT, len(inputs)))
-            inputs.append(port(names[len(inputs)], val, found))
+            inputs.append(port(names[len(inputs)], val, dims[len(inputs)], shown))
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             value = found.constants[spec.target] if spec.target in found.constants else found.state_dict[spec.target]
-            mutable = spec.target in written
-            which = weights.add(spec.target.removeprefix(prefix), value.detach(), mutable)
-            roles.append(Role(STATE if mutable else WEIGHT, which))
+            which = weights.add(spec.target.removeprefix(prefix), value.detach(), spec.target in written)
+            roles.append(Role(WEIGHT, which))
         elif spec.kind is InputKind.TOKEN:  # what orders operators that do more than compute
             ops = {str(n.args[1]) for n in nodes.values() if "with_effects" in str(n.target)}
             raise refused({name: sorted(ops)})
@@ -272,24 +274,30 @@ def nested(x: Any) -> Any:
     return {"dict": {k: nested(v) for k, v in fields.items()}} if fields else {"value": None}
 
 
-def argument_names(found: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any) -> list[str]:
-    """Names of the tensors among the arguments, in order: those of the parameters, with the places inside."""
+def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any, dynamic_shapes: Any
+                   ) -> tuple[list[str], list[Any]]:
+    """Names of the tensors among the arguments, in order: those of the parameters, with the places inside; and what
+    `dynamic_shapes` says of each."""
     leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
     call = function.forward if isinstance(function, torch.nn.Module) else function
     parameters = [p.name for p in inspect.signature(call).parameters.values()
                   if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names = []
+    names: list[str] = []
+    dims: list[Any] = []
     path: Any
     for path, leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             continue
         first, second, *rest = path
-        if first.idx == 0:
-            base = parameters[second.idx] if second.idx < len(parameters) else f"argument{second.idx}"
-        else:
-            base = str(second.key)
-        names.append(base + "".join(f".{getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', '')))}" for k in rest))
-    return names
+        at = second.idx if first.idx == 0 else second.key
+        base = at if isinstance(at, str) else parameters[at] if at < len(parameters) else f"argument{at}"
+        keys = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", ""))) for k in rest]
+        names.append(".".join((base, *map(str, keys))))
+        said = dynamic_shapes
+        for key in (base if isinstance(said, Mapping) else at, *keys):
+            said = said.get(key) if isinstance(said, Mapping) else said[key] if said and isinstance(key, int) else None
+        dims.append(said)
+    return names, dims
 
 
 def output(k: int, node: fx.Node) -> Port:
@@ -299,22 +307,23 @@ def output(k: int, node: fx.Node) -> Port:
     return Port(f"output{k}", val.dtype, NAMES[val.dtype], rank=val.dim())
 
 
-def port(name: str, val: torch.Tensor, found: Any) -> Port:
+def port(name: str, val: torch.Tensor, dims: Any, known: dict[str, str]) -> Port:
     if val.dtype not in DTYPES or val.dim() > MOST_RANK:
         raise UnsupportedError(f"input {name!r} is {val.dtype} of {val.dim()} dimensions, which packages do not take")
-    shown, ranges = [], []
-    most = (1 << 62) - 1
-    for size in val.shape:
+    shown: list[str] = []
+    ranges: list[tuple[int, int]] = []
+    for k, size in enumerate(val.shape):
         if isinstance(size, int):
             shown.append(str(size))
             ranges.append((size, size))
             continue
-        expr = size.node.expr
-        env = size.node.shape_env
-        bound = env.bound_sympy(expr)
+        dim = dims.get(k) if isinstance(dims, Mapping) else dims[k] if dims else None
+        expr = str(size.node.expr)
+        known.setdefault(expr, getattr(dim, "__name__", expr))
+        bound = size.node.shape_env.bound_sympy(size.node.expr)
         lo = max(int(bound.lower), 0)
-        hi = int(bound.upper) if bound.upper.is_Integer and int(bound.upper) < most else most
+        hi = int(bound.upper) if bound.upper.is_Integer and int(bound.upper) < MOST else MOST
         ranges.append((lo, hi))
-        shown.append(str(expr) if hi > 1 << 40 else f"{lo}..{hi}")
-    order = "contiguous" if val.is_contiguous() else f"with strides {list(map(str, val.stride()))}".replace("'", "")
+        shown.append(known[expr] if hi == MOST else f"{lo}..{hi}")
+    order = "contiguous" if val.is_contiguous() else f"with strides [{', '.join(map(str, val.stride()))}]"
     return Port(name, val.dtype, f"{NAMES[val.dtype]} [{', '.join(shown)}] {order}", tuple(ranges), val.dim())

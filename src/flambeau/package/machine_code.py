@@ -103,7 +103,8 @@ def runtime_text() -> str:
 def build_runtime(target: str = "cpu", flags: Sequence[str] = ()) -> bytes:
     """The runtime as a shared library, for any CPU of the architecture."""
     toolchain, disk = toolchain_of(target)
-    own = ("-x", "c", "-std=c11", "-Os", "-fPIC", "-shared", "-pthread", *_SMALL, *_LINK, *flags)
+    own = ("-x", "c", "-std=c11", "-Os", "-fPIC", "-shared", "-pthread", "-ftls-model=initial-exec", *_SMALL, *_LINK,
+           *flags)
     return built(runtime_text(), replace(toolchain, flags=own, libraries=()), disk)
 
 

@@ -143,6 +143,8 @@ def fill(t: Tensor, x: Any, name: str) -> Any:
         if not isinstance(x, np.ndarray):
             raise PackageError(f"input {name!r}: expected an array, got {type(x).__name__}")
         dtype, shape = x.dtype.name, x.shape
+        if not x.dtype.isnative:
+            raise PackageError(f"input {name!r}: its bytes are in the order of another machine")
         item = x.itemsize
         if any(s % item for s in x.strides):
             raise PackageError(f"input {name!r}: its elements do not lie at multiples of their size")
@@ -162,8 +164,9 @@ class Call(threading.local):
     def __init__(self, entry: Entry) -> None:
         self.inputs = (Tensor * max(len(entry.inputs), 1))()
         self.outputs = (Tensor * max(len(entry.outputs), 1))()
+        self.given, self.results = list(self.inputs)[: len(entry.inputs)], list(self.outputs)[: len(entry.outputs)]
         self.error = Failure()
-        self.key: Any = None
+        self.key: Any = None  # shapes, strides and dtypes of the arrays of the last call
         self.made: list[Callable[[], Any]] = []
 
 
@@ -178,8 +181,21 @@ class Method:
         self._counts = len(entry.inputs), len(entry.outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and self.is_like_before(args):
+            return nested(self.structure, self.launched())
         flat = flattened(args) if not kwargs and len(args) == len(self.names) else self.ordered(args, kwargs)
         return nested(self.structure, self.run(flat))
+
+    def is_like_before(self, args: Sequence[Any]) -> bool:
+        """Whether all that is new of them are their addresses, which the runtime is told then."""
+        c = self._call
+        if c.key is None or len(args) != len(c.key):
+            return False
+        for x, t, (shape, strides, dtype) in zip(args, c.given, c.key):
+            if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape or x.strides != strides:
+                return False
+            t.data = x.__array_interface__["data"][0]
+        return True
 
     def ordered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         flat = flattened(args)
@@ -199,30 +215,36 @@ class Method:
         c, (inputs, outputs) = self._call, self._counts
         if len(flat) != inputs:
             raise PackageError(f"method {self.entry.name!r} takes {inputs} inputs, got {len(flat)}")
-        kept = [fill(t, x, name) for t, x, name in zip(c.inputs, flat, self.names)]
-        handle = self.module.handle()
-        key = [(x.shape, x.dtype) for x in kept]
-        if key != c.key:
-            c.key = None
-            if self.module.library.flam_shapes(handle, self.number, c.inputs, inputs, c.outputs, outputs, c.error):
-                raise failed(c.error)
-            c.made = [maker(t, port.dtype) for t, port in zip(c.outputs, self.entry.outputs)]
-            c.key = key
+        kept = [fill(t, x, name) for t, x, name in zip(c.given, flat, self.names)]
+        c.key = None
+        if self.module.library.flam_shapes(self.module.handle(), self.number, c.inputs, inputs, c.outputs, outputs,
+                                           c.error):
+            raise failed(c.error)
+        c.made = [maker(t, port.dtype) for t, port in zip(c.results, self.entry.outputs)]
+        arrays = all(type(x) is np.ndarray for x in kept)
+        made = self.launched()
+        if arrays:
+            c.key = [(x.shape, x.strides, x.dtype) for x in kept]
+        return [torch_of(x, p.dtype) for x, p in zip(made, self.entry.outputs)] if any(map(is_torch, flat)) else made
+
+    def launched(self) -> list[Any]:
+        """The results of the inputs that the runtime was told of."""
+        c, (inputs, outputs) = self._call, self._counts
         made = []
-        for t, make in zip(c.outputs, c.made):
+        for t, make in zip(c.results, c.made):
             array = make()
             t.data = array.__array_interface__["data"][0]
             made.append(array)
-        if self._run(handle, self.number, c.inputs, inputs, c.outputs, outputs, c.error):
+        if self._run(self.module.handle(), self.number, c.inputs, inputs, c.outputs, outputs, c.error):
             raise failed(c.error)
-        return [torch_of(x, p.dtype) for x, p in zip(made, self.entry.outputs)] if any(map(is_torch, flat)) else made
+        return made
 
 
 def maker(t: Tensor, name: str) -> Callable[[], Any]:
     """Makes an array for a result."""
     dtype, shape = array_dtype(name), tuple(t.sizes[: t.rank])
     strides = tuple(s * dtype.itemsize for s in t.strides[: t.rank])
-    if all(n > 0 for n in shape) and strides == np.empty((0,)).strides[:0] + contiguous(shape, dtype.itemsize):
+    if strides == contiguous(shape, dtype.itemsize):
         return lambda: np.empty(shape, dtype)
     order = sorted(range(len(shape)), key=lambda d: -strides[d])
     back = [order.index(d) for d in range(len(shape))]
@@ -290,6 +312,9 @@ class Module:
         except (KeyError, ValueError, TypeError, IndexError) as e:
             raise DamagedPackage(f"the package is damaged: it does not say how results are nested ({e})") from e
         self._given = threading.local()
+        for name, method in self._methods.items():
+            if not hasattr(type(self), name):
+                setattr(self, name, method)
 
     def handle(self) -> int:
         if not self._handle:
@@ -297,15 +322,7 @@ class Module:
         return int(self._handle)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Method:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        try:
-            return self.load_method(name)
-        except PackageError as e:
-            raise AttributeError(str(e)) from e
+        return self.load_method("forward")(*args, **kwargs)
 
     def load_method(self, name: str) -> Method:
         """One of `method_names`; all of them are ready from the start."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from flambeau.codegen.source import KernelSource
 from flambeau.errors import UnsupportedError
 from flambeau.ir.faults import MESSAGES, WRAPPED, Fault
 from flambeau.ir.index import Index, Op, Sym, as_index, maximum, minimum
@@ -153,9 +152,9 @@ class Plan:
     """The words of one program. `roles`: of its arguments; `kernels`: of each of its kernels, which entry it is in the
     machine code; `held`: adds a constant of the graph to the weights, and says which it is there."""
 
-    def __init__(self, p: Program, roles: Sequence[Role], kernels: Sequence[int], sources: Sequence[KernelSource],
+    def __init__(self, p: Program, roles: Sequence[Role], kernels: Sequence[int],
                  held: Callable[[torch.Tensor], int]) -> None:
-        self.p, self.kernels, self.sources, self.held = p, kernels, sources, held
+        self.p, self.kernels, self.held = p, kernels, held
         self.roles = dict(zip(p.arguments, roles, strict=True))
         self.numbers = Numbers(p, {n: r.which for n, r in self.roles.items() if r.place == INPUT})
         self.buffers: list[list[int]] = []

@@ -10,7 +10,7 @@ import torch
 from flambeau.errors import UnsupportedError
 
 from .container import ALIGN, text_words
-from .plan import DTYPES, MOST_RANK
+from .plan import DTYPES, MOST_RANK, STATE, WEIGHT
 
 # As safetensors calls them.
 KINDS = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
@@ -27,14 +27,14 @@ class Weights:
         self.known: dict[tuple[object, ...], int] = {}
 
     def add(self, name: str, t: torch.Tensor, mutable: bool) -> int:
-        """Which one it is; a tensor that is there already, by whatever name, is not there twice."""
+        """Which one it is; a tensor that is there already, by whatever name, is not there twice. `mutable`: a method
+        writes to it, and those that read it see that."""
         if t.dtype not in DTYPES or t.dim() > MOST_RANK or t.layout is not torch.strided or t.device.type != "cpu":
             raise UnsupportedError(f"the weight {name} is {t.dtype} {list(t.shape)} on {t.device}: packages hold dense "
                                    "tensors of the CPU")
         key = (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) if t.numel() else (name,)
         if key in self.known:
-            if self.mutable[self.known[key]] != mutable:
-                raise UnsupportedError(f"the buffer {name} is written by one method, and read by another that does not")
+            self.mutable[self.known[key]] |= mutable
             return self.known[key]
         if name in self.names:
             raise UnsupportedError(f"two weights are called {name}")
@@ -43,6 +43,9 @@ class Weights:
         self.tensors.append(t)  # kept alive: its address is a key
         self.mutable.append(mutable)
         return self.known[key]
+
+    def place(self, which: int) -> int:
+        return STATE if self.mutable[which] else WEIGHT
 
     def add_constant(self, t: torch.Tensor) -> int:
         return self.add(f"constant.{len(self.names)}", t, False)

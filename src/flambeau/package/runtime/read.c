@@ -33,6 +33,9 @@ void* fl_aligned(size_t bytes) {
   return posix_memalign(&found, 64, bytes ? bytes : 64) ? NULL : found;
 }
 
+/* One thread at a time loads and unloads code: the C library has a lock of its own, which sanitizers do not see. */
+static pthread_mutex_t loader = PTHREAD_MUTEX_INITIALIZER;
+
 /* ---- memory of a model ---- */
 
 static void* kept(flam_model* m, int64_t count, size_t size) {
@@ -70,8 +73,10 @@ void fl_release(flam_model* m) {
   }
   release_set(m->weights, m->weight_count);
   for (int64_t k = 0; m->states && k < m->weight_count; ++k) free(m->states[k]);
+  pthread_mutex_lock(&loader);
   if (m->library) dlclose(m->library);
   if (m->code_file >= 0) close(m->code_file);
+  pthread_mutex_unlock(&loader);
   if (m->mapped) munmap((void*)m->file, m->size);
   while (m->allocations) {
     void** found = m->allocations;
@@ -360,18 +365,13 @@ static const flam_code* load_code(flam_model* m, const section* s, flam_error* e
   }
   char path[64];
   snprintf(path, sizeof path, "/proc/self/fd/%d", m->code_file);
+  const flam_code* (*bind)(const flam_host*) = NULL;
+  pthread_mutex_lock(&loader);
   m->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!m->library) {
-    fl_fail(error, FLAM_MACHINE, "the machine code of the package does not load here: %s", dlerror());
-    return NULL;
-  }
-  const flam_code* (*bind)(const flam_host*);
-  *(void**)&bind = dlsym(m->library, "flam_bind");
-  if (!bind) {
-    fl_fail(error, FLAM_FILE, "the package is damaged: its machine code has no table");
-    return NULL;
-  }
-  return bind(&host);
+  if (m->library) *(void**)&bind = dlsym(m->library, "flam_bind");
+  if (!bind) fl_fail(error, FLAM_MACHINE, "the machine code of the package does not load here: %s", dlerror());
+  pthread_mutex_unlock(&loader);
+  return bind ? bind(&host) : NULL;
 }
 
 static int read_target(flam_model* m, cursor* c, const char* wanted, flam_error* error) {
