@@ -10,7 +10,7 @@ from flambeau.ir.program import AnyKernel, ContractKernel, LoopKernel, ScanKerne
 
 from ..source import KernelSource, site_table
 from .columns import ColumnWriter, SharedColumnWriter
-from .contraction_blocks import Blocks
+from .contractions.blocks import Blocks
 from .dialect import BOUNDED, CPP
 from .loops import LoopWriter
 from .maps import MapWriter

@@ -15,7 +15,7 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import POINTS
 
-from ..c.contractions import ContractWriter
+from ..c.contractions.writer import ContractWriter
 from ..dialect import UNROLLED
 from .dialect import LaunchDraft, Shape, SimtDialect, SimtWriter
 

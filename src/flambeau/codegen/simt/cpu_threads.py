@@ -14,7 +14,7 @@ from flambeau.ir.index import Sym
 from flambeau.ir.program import Item
 
 from ..c.columns import ColumnWriter
-from ..c.contraction_blocks import Blocks
+from ..c.contractions.blocks import Blocks
 from ..c.maps import MapWriter
 from ..c.nest import NestWriter
 from ..c.rows import RowWriter

@@ -15,9 +15,9 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import CPU
 
-from ..dialect import LANES, TEAM, Dialect
-from .contractions import ContractWriter
+from ...dialect import LANES, TEAM, Dialect
 from .range_guards import guard_of
+from .writer import ContractWriter
 
 
 class Blocks(ContractWriter):

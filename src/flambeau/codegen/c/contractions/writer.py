@@ -13,8 +13,8 @@ from flambeau.ir.index import Sym, as_index, volume
 from flambeau.ir.lines import joined
 from flambeau.ir.program import ContractKernel
 
-from ..dialect import UNSIGNED, Dialect, Steps
-from .nest import NestWriter
+from ...dialect import UNSIGNED, Dialect, Steps
+from ..nest import NestWriter
 
 
 class ContractWriter(NestWriter):
