@@ -166,6 +166,7 @@ class Call(threading.local):
         self.outputs = (Tensor * max(len(entry.outputs), 1))()
         self.given, self.results = list(self.inputs)[: len(entry.inputs)], list(self.outputs)[: len(entry.outputs)]
         self.error = Failure()
+        self.places = ctypes.addressof(self.inputs), ctypes.addressof(self.outputs), ctypes.addressof(self.error)
         self.key: Any = None  # shapes, strides and dtypes of the arrays of the last call
         self.made: list[Callable[[], Any]] = []
 
@@ -235,7 +236,8 @@ class Method:
             array = make()
             t.data = array.__array_interface__["data"][0]
             made.append(array)
-        if self._run(self.module.handle(), self.number, c.inputs, inputs, c.outputs, outputs, c.error):
+        given, taken, error = c.places
+        if self._run(self.module.handle(), self.number, given, inputs, taken, outputs, error):
             raise failed(c.error)
         return made
 
@@ -303,7 +305,7 @@ class Module:
         self.hash = hash_of(self.path)
         self.library = runtime_library(the(sections, RUNTIME, "runtime").data)
         error = Failure()
-        self._handle = self.library.flam_load(self.path.encode(), target.encode() if target else None, error)
+        self._handle: int | None = self.library.flam_load(self.path.encode(), target.encode() if target else None, error)
         if not self._handle:
             raise failed(error)
         try:
@@ -319,7 +321,7 @@ class Module:
     def handle(self) -> int:
         if not self._handle:
             raise PackageError(f"{self.path} was unloaded")
-        return int(self._handle)
+        return self._handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.load_method("forward")(*args, **kwargs)
