@@ -114,10 +114,11 @@ class CpuTuning(Tuning):
     scatter_taps: int = number(64, "elements", "that a point writes, at most, if they are")
     scatter_points: int = number(64, "points", "of such a block, at least")
     scatter_most: int = number(256, "points", "of such a block, at most")
-    # ---- matrix products of OpenCL
+    # ---- matrix products of our own
     vector_bytes: int = number(32, "bytes", "of a vector that every CPU since 2013 has")
     tile_vectors: int = number(2, "vectors", "of a tile: its width")
     block_columns: int = number(256, "columns of float32", "of a block in the second-level cache")
+    block_units: int = number(4, "cores", "that blocks are made for, where kernels go to machines that nobody knows")
     block_depth: int = number(256, "elements", "of the depth of a block")
     block_gap: int = number(64, "bytes", "between rows of an array: a power of two apart they share few cache lines")
     small_product: int = number(1 << 16, "products", "below which there is nothing to divide")

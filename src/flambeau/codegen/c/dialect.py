@@ -35,6 +35,10 @@ class Cpp(CLike):
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
     prefetch = "fl::prefetch<{}>(&{});"
+    thread, threads = "fl::thread()", "fl::threads()"
+    zeros = "{}{{}}"
+    # A function of its own: contraction is allowed for whole functions.
+    inlined = 'static __attribute__((noinline, optimize("fp-contract=fast")))'
     unlikely = "__builtin_expect({}, 0)"
 
     def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
@@ -47,6 +51,9 @@ class Cpp(CLike):
             condition = f" if({how.condition})" if how.condition else ""
             return f"#pragma omp parallel for schedule(static){collapse}{condition}{faults}"
         return f"#pragma omp parallel{faults}" if how is TEAM else ""
+
+    def vector(self, kind: str, lanes: int) -> str:
+        return f"fl::vector<{kind}, {lanes}>::type"
 
     def bitcast(self, text: str, dtype: DType) -> str:
         return f"fl::bitcast<{self.types[dtype]}>({text})"
