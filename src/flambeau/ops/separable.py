@@ -135,9 +135,12 @@ def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
 
 def share_lengths(source: Index, size: Index) -> tuple[int, int]:
     """The least and the most elements that a share has; the sizes are known."""
-    spans = [share_of(as_index(o), source, size) for o in range(int(size))]
-    lengths = [int(end) - int(start) for start, end in spans]
-    return min(lengths, default=1), max(lengths, default=1)
+    n, m = int(source), int(size)
+    if not m:
+        return 1, 1
+    at = torch.arange(m + 1) * n
+    lengths = -(-at[1:] // m) - at[:-1] // m
+    return int(lengths.min()), int(lengths.max())
 
 
 def share_length(source: Index, size: Index, dtype: DType) -> Callable[[Index], Expr]:

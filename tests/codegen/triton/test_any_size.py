@@ -48,7 +48,7 @@ def texts(f: Callable[..., Any], *args: torch.Tensor) -> list[str]:
     with config.override(target="interpreter"), flambeau.debug.collect() as graphs:
         torch._dynamo.reset()
         torch.compile(f, backend="flambeau", dynamic=True)(*args)
-    return [text for graph in graphs for text in graph.texts]
+    return [source.text for graph in graphs for source in graph.texts]
 
 
 def test_few_results_are_reduced_in_pieces() -> None:
