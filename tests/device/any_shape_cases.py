@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from flambeau.device import operators
 from flambeau.device.enable import enable_device
-from flambeau.eager import any_shape
+from flambeau.eager import any_shape, one_call
 from flambeau.targets.opencl.compile import ClCompiler
 
 enable_device()
@@ -323,3 +323,30 @@ def test_numbers_that_change_with_the_shape(kernels: list[str]) -> None:
 def test_the_operators_that_are_made_for_one_shape() -> None:
     """All others that ran here are made for many."""
     assert {*any_shape.FIXED} <= {"aten.addcmul", "aten.lerp.Tensor"}, any_shape.FIXED
+
+
+def test_sizes_that_do_not_fit_together() -> None:
+    """An operator that trusts its caller: torch's rule for its result does not look at all sizes, its kernel does."""
+    def call(indices: tuple[int, ...], device: str) -> torch.Tensor:
+        x, grad = torch.rand(indices[0], 3, 6, 6, device=device), torch.rand(indices[0], 3, 2, 2, device=device)
+        return torch.ops.aten.adaptive_max_pool2d_backward(grad, x, torch.zeros(indices, dtype=torch.int64).to(device))
+
+    for n in range(2, 5):
+        assert call((n, 3, 2, 2), DEV).shape == (n, 3, 6, 6)
+    for wrong in ((4, 3, 2, 3), (6, 4, 2, 2), (7, 3, 2, 3)):
+        with pytest.raises(RuntimeError) as wanted:
+            call(wrong, "cpu")
+        with pytest.raises(RuntimeError) as got:
+            call(wrong, DEV)
+        assert str(got.value) == str(wanted.value)
+
+
+def test_a_new_shape_is_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(n: int) -> torch.Tensor:
+        grad, result = torch.rand(2, n, 7)
+        return torch.ops.aten._softmax_backward_data(grad.to(DEV), result.to(DEV), 1, torch.float32)
+
+    for n in range(5, 8):
+        call(n)
+    monkeypatch.setattr(one_call, "graph_of", None)
+    assert call(9).shape == (9, 7)

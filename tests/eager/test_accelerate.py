@@ -361,13 +361,13 @@ def test_the_faster_one_stays(slow: str, monkeypatch: pytest.MonkeyPatch) -> Non
     real = overrides.build
 
     def build(*args: Any) -> Any:
-        run, ranges = real(*args)
+        run, ranges, equal = real(*args)
 
         def delayed(tensors: list[Any]) -> list[Any]:
             time.sleep(0.05)
             return run(tensors)
 
-        return delayed if slow == "ours" else run, ranges
+        return delayed if slow == "ours" else run, ranges, equal
 
     monkeypatch.setattr(overrides, "build", build)
     # Column scans are many times slower in torch; sizes of their own, since kernels outlive the test.

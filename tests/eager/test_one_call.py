@@ -34,7 +34,7 @@ def form(op: Any) -> Form:
 
 def call(op: Any, *args: Any, same: tuple[int, ...] | None = None, into_any: bool = False) -> list[Any]:
     """The results of a program for such a call, with these tensors."""
-    run, _ = build(form(op), described(args, same), into_any=into_any)
+    run, *_ = build(form(op), described(args, same), into_any=into_any)
     return run([x for x in args if isinstance(x, Tensor)])
 
 
@@ -78,7 +78,7 @@ def test_results_are_eagers() -> None:
 def test_lifted_numbers_follow_the_tensors(value: float) -> None:
     """One program for all values."""
     x = torch.randn(3, 4)
-    run, _ = build(form(aten.add.Tensor), described((x, x, 1.0)), lift=1)
+    run, *_ = build(form(aten.add.Tensor), described((x, x, 1.0)), lift=1)
     assert torch.equal(run([x, x, word(value)])[0], torch.add(x, x, alpha=value))
 
 
@@ -137,7 +137,7 @@ def test_a_range_keeps_the_shape_of_what_it_fills() -> None:
     (aten.relu.default, lambda x, i: (x,), [])])
 def test_what_indices_may_be(op: Any, args: Any, want: list[Any]) -> None:
     x, i = torch.randn(5, 2), torch.zeros(3, 2, dtype=torch.int64)
-    _, ranges = build(form(op), described(args(x, i)))
+    _, ranges, _ = build(form(op), described(args(x, i)))
     assert list(ranges) == want
 
 

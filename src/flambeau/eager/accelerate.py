@@ -232,7 +232,7 @@ class _Job:
         try:
             if gate.built >= MOST_KERNELS:
                 raise UnsupportedError(f"{MOST_KERNELS} kernels were built already")
-            run, _ = self.context.run(build, gate.form, self.args)
+            run = self.context.run(build, gate.form, self.args).run
             gate.built += 1
             gate.native.resolve(gate.number, self.kind, run, self.tune)
         except Closing:

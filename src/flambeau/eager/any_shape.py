@@ -41,7 +41,6 @@ from .one_call import (
     Range,
     TensorLike,
     build,
-    check_shapes,
     is_number,
     plain,
 )
@@ -120,7 +119,7 @@ class Shapes:
         self.numbers: list[Any] = []
         self.empty = False  # a tensor has no elements: there is little to compile, and strides have rules of their own
         self._places: dict[int, tuple[list[int | None], list[int | None], Hashable]] = {}  # of tensors among the values
-        self._last: dict[int, int] = {}  # of dimensions, counted from the last
+        self._last: dict[int, dict[int, int]] = {}  # by dimensions, counted from the last, and sizes
         self.key: Hashable = tuple(self._of(x, str(a.type), is_size(op, a.name))
                                    for a, x in zip(op._schema.arguments, self.args, strict=True))
 
@@ -158,11 +157,14 @@ class Shapes:
         return sizes, strides, (x.dtype, x.device, shape, rules, x.overlaps)
 
     def _size(self, n: int, from_last: int) -> int:
-        """Those that elementwise operators broadcast to one another are one."""
-        if not facts(self.op).elementwise:
+        """Those that elementwise operators broadcast to one another are one; so are those of operators that trust their
+        caller, whose kernels would be asked for strides at sizes that do not fit together."""
+        if not facts(self.op).elementwise and facts(self.op).checks:
             return self._value(n)
-        at = self._last.setdefault(from_last, len(self.values))
-        return at if at < len(self.values) and self.values[at] == n else self._value(n)
+        seen = self._last.setdefault(from_last, {})
+        if n not in seen:
+            seen[n] = self._value(n)
+        return seen[n]
 
     def symbolic(self, symbols: Sequence[Any]) -> Arguments:
         """The call with symbols in the place of its values."""
@@ -200,7 +202,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Program:
+class ClassProgram:
     """What serves the calls of a class whose sizes meet its guards."""
 
     run: Run | None
@@ -219,7 +221,7 @@ class Program:
 
 
 @dataclass
-class Class:
+class CallClass:
     """Calls that differ in sizes and numbers alone."""
 
     first: Hashable  # the sizes of the first of them
@@ -227,7 +229,7 @@ class Class:
     changed: int = 0  # at which positions other numbers were seen, as bits
     kinds: set[str] = field(default_factory=set)  # of numbers that have programs of their own
     # By the numbers that are arguments, as bits, and the others: programs, or why one is made for each shape
-    programs: dict[Hashable, list[Program] | str] = field(default_factory=dict)
+    programs: dict[Hashable, list[ClassProgram] | str] = field(default_factory=dict)
     taken: dict[int, tuple[Numbers, ...]] = field(default_factory=dict)  # by the same bits
 
     def __post_init__(self) -> None:
@@ -253,7 +255,7 @@ class Programs:
     """The programs of a door, by classes of calls. Both those for many shapes and those for one."""
 
     def __init__(self) -> None:
-        self._classes: OrderedDict[Hashable, Class] = OrderedDict()
+        self._classes: OrderedDict[Hashable, CallClass] = OrderedDict()
         self._hot: OrderedDict[Hashable, Future[Run | None]] = OrderedDict()
         self._lock = fork_safe(threading.RLock())
 
@@ -265,8 +267,6 @@ class Programs:
         # The first shape of a class may be its only one. By the wish for results that depend on nothing but their
         # arguments, all have programs of one kind.
         if found is not None and (found.first != shapes.identity or torch.are_deterministic_algorithms_enabled()):
-            if not facts(form.op).checks:  # the CPU was not asked, and lowerings do not see that symbols are two sizes
-                check_shapes(form, args, lift, True)
             with self._lock:
                 changing = 0 if lift else found.lifting(shapes.numbers)
             for bits in (changing, lift) if changing else (lift,):
@@ -277,20 +277,20 @@ class Programs:
                         takes(found.taken[bits], k, x) for k, x in enumerate(shapes.numbers) if bits >> k & 1):
                     return *program.served(shapes), found.taken[bits], bits, True
         numbers = taken(form.op, args, lift) if lift else ()
-        run, ranges = build(form, args, lift, into_any=True)
+        run, ranges, _ = build(form, args, lift, into_any=True)
         if why:
             FIXED.setdefault(form.name, why)
         return run, ranges, numbers, lift, False
 
-    def _class(self, key: Hashable, shapes: Shapes) -> Class:
+    def _class(self, key: Hashable, shapes: Shapes) -> CallClass:
         with self._lock:
-            found = self._classes.setdefault(key, Class(shapes.identity, shapes.numbers))
+            found = self._classes.setdefault(key, CallClass(shapes.identity, shapes.numbers))
             self._classes.move_to_end(key)
             if len(self._classes) > MOST_CLASSES:
                 self._classes.popitem(last=False)
             return found
 
-    def _program(self, form: Form, shapes: Shapes, found: Class, lift: int) -> Program | str:
+    def _program(self, form: Form, shapes: Shapes, found: CallClass, lift: int) -> ClassProgram | str:
         key = lift, str([x for k, x in enumerate(shapes.numbers) if not lift >> k & 1])
         with self._lock:
             programs = found.programs.setdefault(key, [])
@@ -300,11 +300,13 @@ class Programs:
                 if known.holds(*shapes.values):
                     return known
         # Without the lock: another thread, in which something is compiled, may come here.
-        program: Program | str
+        program: ClassProgram | str
         try:
             if len(programs) == MOST_PROGRAMS:
                 raise UnsupportedError(f"{MOST_PROGRAMS} programs for many shapes were for few")
             program = made(form, shapes, lift)
+            if not program.holds(*shapes.values):
+                return "its sizes do not fit together"  # one for this shape says what is wrong
             intervals = taken(form.op, shapes.args, lift) if lift else ()
         except Exception as error:  # one for this shape may do, or say what is wrong
             program = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
@@ -355,24 +357,24 @@ def takes(intervals: Sequence[Numbers], number: int, x: Any) -> bool:
     return any(k == number and least <= x <= most for k, _, least, most in intervals)
 
 
-def made(form: Form, shapes: Shapes, lift: int) -> Program:
+def made(form: Form, shapes: Shapes, lift: int) -> ClassProgram:
     env = ShapeEnv()
     symbols = [env.create_symbol(n, ConstantSource(f"n{k}"), DimDynamic.DYNAMIC) for k, n in enumerate(shapes.values)]
     sizes = [env.create_symintnode(s, hint=n) for s, n in zip(symbols, shapes.values, strict=True)]
     run: Run | None = None
     try:
-        run, ranges = build(form, shapes.symbolic(sizes), lift, True, env)
+        run, ranges, guards = build(form, shapes.symbolic(sizes), lift, True, env)
         told = [[str(which), host_text(as_index(low)), host_text(as_index(high))] for which, low, high in ranges]
     except OtherShapes as other:
-        told = [[text(n) for n in shape] for shape in other.shapes]
-    guards = [text(guard.expr) for guard in env.guards]
+        told, guards = [[text(n) for n in shape] for shape in other.shapes], []
+    guards += [text(guard.expr) for guard in env.guards]
     for s in symbols:
         bounds = env.var_to_range[s]
         guards += [f"{text(bounds.lower)} <= {s.name}"] if bounds.lower.is_Integer and bounds.lower > 2 else []
         guards += [f"{s.name} <= {text(bounds.upper)}"] if bounds.upper.is_Integer else []
     names = ", ".join(s.name for s in symbols)
     rows = "".join(f"({''.join(x + ', ' for x in row)}), " for row in told)
-    return Program(run, function(names, " and ".join(guards) or "True"), function(names, f"({rows})"))
+    return ClassProgram(run, function(names, " and ".join(guards) or "True"), function(names, f"({rows})"))
 
 
 def text(x: Any) -> str:

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flambeau.capture.decompositions import table
 from flambeau.capture.eager_strides import settle_strides
 from flambeau.capture.graph import Captured, RunNumber
+from flambeau.codegen.source import host_text
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.expr import cast, index_value, walk, where
@@ -26,7 +27,7 @@ from flambeau.ir.index import ZERO, Dyn
 from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import facts
-from flambeau.pipeline import Options, compiled, lowered
+from flambeau.pipeline import Options, compiled
 from flambeau.runtime.launch_plan import Run
 from flambeau.runtime.memory_layout import is_dense, overlapping
 from flambeau.runtime.placement import flat
@@ -137,10 +138,14 @@ class OtherShapes(Exception):
 Range = tuple[int, Any, Any]
 
 
-def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None
-          ) -> tuple[Run, tuple[Range, ...]]:
-    """The function that serves such calls: it takes their tensors as a list, in order, and returns the results. With
-    it, what its kernels accept of those tensors that are indices as they are.
+class Built(NamedTuple):
+    run: Run  # takes the tensors of a call as a list, in order, and returns the results
+    ranges: tuple[Range, ...]  # what its kernels accept of those tensors that are indices as they are
+    equal: list[str]  # what its lowerings take for granted of symbols, as Python
+
+
+def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None) -> Built:
+    """What serves such calls.
 
     `into_any`: also where what the call writes to has gaps or another dtype, or has to be resized (OtherShapes).
     The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits; then the arguments that
@@ -155,7 +160,7 @@ def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, en
     for kernel in (made.build.wait() if made.build is not None else {}).values():
         if isinstance(kernel, CompileError):
             raise kernel
-    return made.finish(), accepted(made.captured)
+    return Built(made.finish(), accepted(made.captured), assumed(made.captured))
 
 
 def not_lowered(captured: Captured, target: Target) -> UnsupportedError:
@@ -166,11 +171,11 @@ def not_lowered(captured: Captured, target: Target) -> UnsupportedError:
     return UnsupportedError("this call has no lowering")
 
 
-def check_shapes(form: Form, args: Arguments, lift: int, into_any: bool) -> None:
-    """UnsupportedError if the lowering does not take tensors of these shapes."""
-    _, target, captured = lowered(graph_of(form, args, lift, into_any), Options(config.numerics))
-    if captured.externs:
-        raise not_lowered(captured, target)
+def assumed(captured: Captured) -> list[str]:
+    """Not every operator checks its arguments, nor every rule of torch's for the shape of a result."""
+    names = {s: s.name for s in captured.symbols.known.values()} | {
+        s: host.text for s, host in captured.symbols.hosts.items()}
+    return [f"{host_text(a, names)} == {host_text(b, names)}" for a, b in captured.graph.equal]
 
 
 def accepted(captured: Captured) -> tuple[Range, ...]:
@@ -322,7 +327,7 @@ class _Graph:
             a, k = fx.node.map_arg((args, kwargs), lambda n: there[n])
             return function(*a, **k)
 
-        traced = make_fx(of_tensors, decomposition_table=table(), tracing_mode="real")(
+        traced = make_fx(of_tensors, decomposition_table=table(False), tracing_mode="real")(
             *(n.meta["val"] for n in used))
         env: dict[fx.Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), used, strict=True))
         for node in traced.graph.nodes:

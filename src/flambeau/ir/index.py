@@ -225,6 +225,13 @@ class Index:
             self._bounds = (lo, hi)
         return self._bounds
 
+    def can_leave(self, limit: int) -> bool:
+        """Whether it can lie outside of [-limit, limit), or what it divides or compares on the way can: sums that wrap
+        around come back, quotients do not."""
+        operands = (i for a in self.atoms() if isinstance(a, Op) for i in (a.a, a.b))
+        return any(lo is None or hi is None or lo < -limit or hi >= limit
+                   for lo, hi in (i.bounds() for i in (self, *operands)))
+
     def at_most_one(self) -> bool:
         """Whether a size is known to be 0 or 1: no index along it moves, and its stride is a matter of names."""
         most = self.bounds()[1]
@@ -463,6 +470,13 @@ def _is_plain(e: Index) -> bool:
 
 
 # ---- ranges ------------------------------------------------------------------------------------------
+
+
+def about(size: Index, typical: Mapping[Sym, int], unknown: int) -> int:
+    """A size, or what it typically is: for choosing among loops that are right for any."""
+    if not size.is_const and typical:
+        size = size.subs({s: as_index(n) for s, n in typical.items()})
+    return size.const if size.is_const else unknown
 
 
 def upper(e: Index) -> Index:

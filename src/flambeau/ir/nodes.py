@@ -349,6 +349,7 @@ class Graph:
     mutations: list[tuple[str, Value]] = field(default_factory=list)  # input buffer <- value, at the end
     seeds: list[str] = field(default_factory=list)  # int64 scalars that each run draws anew
     donated: set[str] = field(default_factory=set)  # inputs that nobody but this run needs
+    equal: dict[tuple[Index, Index], None] = field(default_factory=dict)  # sizes at the run, or it is no such call
     origin: str = ""
     device: str = "cpu"  # where its tensors are: ATen's kernels save other things for their gradients there
     capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it
@@ -376,6 +377,12 @@ class Graph:
         buffer = self.add_buffer(sizes, dtype, f"in{len(self.inputs)}", laid)
         self.inputs.append(buffer.name)
         return self.whole(buffer.name)
+
+    def agree(self, a: Sequence[Index], b: Sequence[Index]) -> bool:
+        """Whether two shapes may be one. What is not known before the run is noted: it has to be so then."""
+        pairs = [(m, n) for m, n in zip(a, b, strict=True) if m is not n]
+        self.equal |= dict.fromkeys(pairs)
+        return not any(m.is_const and n.is_const for m, n in pairs)
 
     def add(self, node: Node) -> tuple[Value, ...]:
         self.nodes.append(node)

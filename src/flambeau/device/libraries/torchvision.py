@@ -254,8 +254,7 @@ def fused(op: Any, function: Callable[..., Any], *args: Any) -> Any:
 def program(op: Any, key: Any, args: tuple[Any, ...]) -> Run:
     function = partial(key[0], **dict(key[1])) if isinstance(key, tuple) else key
     with disable_current_modes(), torch.no_grad(), DisableAutocast():
-        run, _ = build(Form(op, function, "", ()), args)
-    return run
+        return build(Form(op, function, "", ()), args).run
 
 
 def only(out: Any) -> Any:
