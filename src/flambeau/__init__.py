@@ -20,8 +20,10 @@ _LAZY = {
     "accelerate": "flambeau.eager.accelerate",
     "accelerated": "flambeau.eager.accelerate",
     "enable_device": "flambeau.device.enable",
+    "export": "flambeau.package.export",
     "fallbacks": "flambeau.device.fallback",
     "flambeau_backend": "flambeau.compile.backend",
+    "load": "flambeau.package.module",  # without torch
     "mark_layers": "flambeau.compile.regions.marked_layers",
 }
 _MODULES = ("debug",)  # that need torch
@@ -36,8 +38,10 @@ __all__ = [
     "accelerate",
     "accelerated",
     "enable_device",
+    "export",
     "fallbacks",
     "flambeau_backend",
+    "load",
     "mark_layers",
 ]
 

@@ -1,4 +1,4 @@
-"""Contractions as kernels of our own, in the shape for CPUs and in that for GPUs."""
+"""Contractions as kernels of our own: in C++, and in OpenCL C in the shape for CPUs and in that for GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flambeau.pipeline import compile_graph
 from opencl_forms import FORMS
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=["cpu-alone", *FORMS])
 def on(request: pytest.FixtureRequest) -> Iterator[str]:
     with config.override(target=request.param):
         yield request.param
@@ -82,6 +82,7 @@ def test_nothing_to_sum_or_to_compute(on: str) -> None:
           random(5, 0), random(0, 7), random(5, 7))
 
 
+@pytest.mark.parametrize("on", FORMS, indirect=True)  # threads of C++ share rows and columns alone
 def test_sums_over_few_results_are_cut_into_pieces(on: str) -> None:
     a, b = random(9, 5003), random(5003, 11)
     agree(lambda a, b: a @ b, a, b)

@@ -113,7 +113,7 @@ def test_what_was_left_does_not_show_in_the_next_launch() -> None:
     x = torch.randn(64)
     sums = x.view(2, 32).sum(1, keepdim=True).expand(2, 32).reshape(64) + (torch.arange(64) ^ 1)
     with pytest.raises(EmulatorError, match="divergent"):
-        compile_shader(SIMD.replace("BEFORE", "if (lane >= 40) return;")).across(x.clone(), threads=[64], group_size=[64])
+        compile_shader(SIMD.replace("BEFORE", "if (lane >= 40) return;")).across(+x, threads=[64], group_size=[64])
     compile_shader(SIMD.replace("BEFORE", "")).across(x, threads=[64], group_size=[64])
     torch.testing.assert_close(x, sums)
 

@@ -20,6 +20,10 @@ COMMANDS = {
     "bench": "Flambeau beside eager and Inductor, in one run",
     "explain": "what was captured, fused and generated, and why",
     "compare": "where a compiled model differs from eager, by how much, and from which operator on",
+    "export": "a model as a package: one file that runs without compiler and torch",
+    "run": "a method of a package on arrays out of files",
+    "inspect": "what is in a package",
+    "size": "the bytes of a package, by what they are for",
     "cache": "show or clear the kernels kept on disk",
 }
 

@@ -44,6 +44,7 @@ class Plain(Enum):
     UNROLLED = auto()
 
 
+UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}  # which wrap around in every language
 Steps = Lanes | Shares | Pipelined | Plain
 LANES = Lanes()
 TEAM, APART, UNROLLED = Plain.TEAM, Plain.APART, Plain.UNROLLED
@@ -71,6 +72,13 @@ class Dialect:
     bounded = False  # every access is checked: `c/nest.py` says against what
     prefetch = ""  # a call that asks for memory ahead of its use, where there is one: how many bytes, from where
     unlikely = "{}"  # a condition that seldom holds
+    # On CPUs, where contractions have vectors: which thread this is, how many there are; the type of several elements,
+    # their zeros, a function of a tile, and a line in it from which on a product and its sum are rounded once.
+    thread = threads = zeros = inlined = contracted = ""
+
+    def vector(self, kind: str, lanes: int) -> str:
+        """The type of several elements side by side."""
+        return f"{kind}{lanes}"
 
     def named(self, op: str, dtype: DType) -> str:
         """The function for an operation on values of this dtype."""

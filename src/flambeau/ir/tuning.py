@@ -31,6 +31,8 @@ class Tuning:
     enough_points: int = number(32, "outer points", "keep all threads busy without dividing a row")
     long_row: int = number(8192, "elements", "a row from which on threads may share it; it has no fast memory then")
     vector_least: int = number(8, "elements", "a variable shorter than this is a poor vector")
+    reads_again: bool = False  # each stage of a reduction reads its rows from memory
+    flat_tiles: bool = False  # short lines are transposed, and walked as one
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
     split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
@@ -54,6 +56,8 @@ class Tuning:
 class CpuTuning(Tuning):
     """C++ and OpenCL on CPUs: threads, vectors and caches."""
 
+    reads_again: bool = True
+    flat_tiles: bool = True
     shares_rows: bool = True  # threads can divide a row among themselves and join what they found
     neighbour_rows: int = number(8, "rows", "those of trilinear resizing, where channels lie side by side")
     # ---- threads
@@ -110,10 +114,11 @@ class CpuTuning(Tuning):
     scatter_taps: int = number(64, "elements", "that a point writes, at most, if they are")
     scatter_points: int = number(64, "points", "of such a block, at least")
     scatter_most: int = number(256, "points", "of such a block, at most")
-    # ---- matrix products of OpenCL
+    # ---- matrix products of our own
     vector_bytes: int = number(32, "bytes", "of a vector that every CPU since 2013 has")
     tile_vectors: int = number(2, "vectors", "of a tile: its width")
     block_columns: int = number(256, "columns of float32", "of a block in the second-level cache")
+    block_units: int = number(4, "cores", "that blocks are made for, where kernels go to machines that nobody knows")
     block_depth: int = number(256, "elements", "of the depth of a block")
     block_gap: int = number(64, "bytes", "between rows of an array: a power of two apart they share few cache lines")
     small_product: int = number(1 << 16, "products", "below which there is nothing to divide")

@@ -245,6 +245,7 @@ class Target(ABC):
 _FACTORIES: dict[str, Callable[[], Target]] = {}
 _BUILT_IN = {
     "cpu": "flambeau.targets.cpu.target:CpuTarget",
+    "cpu-alone": "flambeau.targets.cpu.alone:LibraryFreeCpu",
     "cuda": "flambeau.targets.cuda.target:CudaTarget",
     "interpreter": "flambeau.targets.cuda.interpreter:InterpreterTarget",
     "metal": "flambeau.targets.metal.target:MetalTarget",

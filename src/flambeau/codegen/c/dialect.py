@@ -23,6 +23,7 @@ class Cpp(CLike):
         torch.uint8: "uint8_t", torch.uint16: "uint16_t", torch.uint32: "uint32_t", torch.uint64: "uint64_t",
         torch.bool: "bool",
     }
+    stored = {**types, torch.bool: "uint8_t"}  # in memory: g++ 12 finds no vectors for bools beside wider types
     fused = "fl::madd"
     # By bits: g++ makes branches of such conditions, and a loop with many of them stays scalar.
     choice = "fl::choose({}, {}, {})"
@@ -34,6 +35,10 @@ class Cpp(CLike):
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
     prefetch = "fl::prefetch<{}>(&{});"
+    thread, threads = "fl::thread()", "fl::threads()"
+    zeros = "{}{{}}"
+    # A function of its own: contraction is allowed for whole functions.
+    inlined = 'static __attribute__((noinline, optimize("fp-contract=fast")))'
     unlikely = "__builtin_expect({}, 0)"
 
     def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
@@ -46,6 +51,9 @@ class Cpp(CLike):
             condition = f" if({how.condition})" if how.condition else ""
             return f"#pragma omp parallel for schedule(static){collapse}{condition}{faults}"
         return f"#pragma omp parallel{faults}" if how is TEAM else ""
+
+    def vector(self, kind: str, lanes: int) -> str:
+        return f"fl::vector<{kind}, {lanes}>::type"
 
     def bitcast(self, text: str, dtype: DType) -> str:
         return f"fl::bitcast<{self.types[dtype]}>({text})"

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from flambeau.ir.expr import SPECIAL
-from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
+from flambeau.ir.program import AnyKernel, ContractKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
 
 from ..source import KernelSource, site_table
 from .columns import ColumnWriter, SharedColumnWriter
+from .contractions.blocks import Blocks
 from .dialect import BOUNDED, CPP
 from .loops import LoopWriter
 from .maps import MapWriter
@@ -22,8 +23,8 @@ from .tensor_tables import TableWriter
 LOOPS: dict[str, Callable[..., LoopWriter[Any]]] = {
     **dict.fromkeys(("points", "lines", "chunks", "tiles"), MapWriter), "rows": RowWriter,
     "shared rows": SharedRowWriter, "columns": ColumnWriter, "shared columns": SharedColumnWriter}
-WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter[Any] | ScanWriter | ScatterWriter]] = {
-    ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter}
+WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter[Any] | ScanWriter | ScatterWriter | Blocks]] = {
+    ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter, ContractKernel: Blocks}
 
 
 def render(kernel: AnyKernel, name: str, bounded: bool = False) -> KernelSource:
@@ -32,11 +33,12 @@ def render(kernel: AnyKernel, name: str, bounded: bool = False) -> KernelSource:
     write = LOOPS[kernel.form.name] if isinstance(kernel, LoopKernel) else WRITERS[type(kernel)]
     writer = write(BOUNDED if bounded else CPP, kernel)
     body = writer.render()
-    lines = ['extern "C" int64_t KERNEL_NAME(void** p, const int64_t* n) {', "  int64_t bad = 0;"]
+    before = writer.tile() if isinstance(writer, Blocks) else []
+    lines = [*before, 'extern "C" int64_t KERNEL_NAME(void** p, const int64_t* n) {', "  int64_t bad = 0;"]
     # Names of buffers differ between graphs; equal kernels must have equal text.
     short = {p.name: f"p{k}" for k, p in enumerate(kernel.params)}
     for k, p in enumerate(kernel.params):
-        kind = CPP.types[p.dtype]
+        kind = CPP.stored[p.dtype]
         keyword = "" if p.aliased else " __restrict__"
         lines.append(f"  {'' if p.written else 'const '}{kind}*{keyword} {short[p.name]} = "
                      f"({'' if p.written else 'const '}{kind}*)p[{k}];")

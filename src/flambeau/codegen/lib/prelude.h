@@ -22,6 +22,11 @@ namespace fl {
 
 template <class To, class From> FL_INLINE To bitcast(From x) { return __builtin_bit_cast(To, x); }
 
+// Several numbers side by side, which may lie in an array of one kind.
+template <class T, int lanes> struct vector {
+  typedef T type __attribute__((vector_size(lanes * sizeof(T)), may_alias));
+};
+
 template <class A, class B> struct same { static constexpr bool value = false; };
 template <class A> struct same<A, A> { static constexpr bool value = true; };
 

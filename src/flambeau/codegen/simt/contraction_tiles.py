@@ -15,12 +15,12 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import POINTS
 
+from ..c.contractions.writer import ContractWriter
 from ..dialect import UNROLLED
-from .contractions import ContractWriter
-from .dialect import LaunchDraft, Shape, SimtDialect
+from .dialect import LaunchDraft, Shape, SimtDialect, SimtWriter
 
 
-class Tiles(ContractWriter):
+class Tiles(SimtWriter, ContractWriter):
     sum = "sums[s]"  # of a work-item, by its number
 
     def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:

@@ -14,6 +14,7 @@ from flambeau.ir.index import Sym
 from flambeau.ir.program import Item
 
 from ..c.columns import ColumnWriter
+from ..c.contractions.blocks import Blocks
 from ..c.maps import MapWriter
 from ..c.nest import NestWriter
 from ..c.rows import RowWriter
@@ -104,3 +105,11 @@ class ThreadStart(Threads, ScatterWriter):
 
 LOOPS: dict[str, type[ThreadMap | ThreadRows | ThreadColumns]] = {
     **dict.fromkeys(("points", "lines", "chunks", "tiles"), ThreadMap), "rows": ThreadRows, "columns": ThreadColumns}
+
+
+class ThreadBlocks(SimtWriter, Blocks):
+    """Contractions, of which each work-item takes some blocks."""
+
+    def write(self) -> LaunchDraft:
+        self.blocks()
+        return LaunchDraft(self, "1" if self.small else SHARES, before=tuple(self.tile()))

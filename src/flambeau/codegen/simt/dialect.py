@@ -18,11 +18,10 @@ from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index
 from flambeau.ir.program import Kernel
 
-from ..dialect import CLike
+from ..dialect import UNSIGNED, CLike
 from ..writer import Writer
 
 WRAPPING = ("add", "sub", "mul")
-UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 
 @dataclass(frozen=True)
@@ -72,26 +71,16 @@ class SimtDialect(CLike):
     lane: ClassVar[str]  # which of its group
     group: ClassVar[str]  # which group
     minimum: ClassVar[str]  # of two indices of one type
-    contracted: ClassVar[str]  # a line from which on a product and its sum are rounded once, in one instruction
     # Work-items in step, where a language has them: how many, what another one has whose number differs in these bits,
     # what the first one has.
     step: ClassVar[int] = 0
     across: ClassVar[str] = ""
     first: ClassVar[str] = ""
     matrices: ClassVar[Matrices | None] = None
-    # On CPUs, where a work-item is a thread: which one, how many; vectors; a function that is always inlined.
-    thread: ClassVar[str] = ""
-    threads: ClassVar[str] = ""
-    zeros: ClassVar[str] = ""
-    inlined: ClassVar[str] = ""
 
     def __init__(self, narrow: bool = False, bounded: bool = False) -> None:
         self.long = self.types[torch.int32 if narrow else torch.int64]  # of indices
         self.bounded = bounded
-
-    def vector(self, kind: str, lanes: int) -> str:
-        """The type of several elements side by side."""
-        return f"{kind}{lanes}"
 
     def aligned(self, pointers: Iterable[int], lanes: int) -> str:
         """Whether all of these arguments begin at a multiple of so many elements."""

@@ -20,10 +20,9 @@ from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, 
 from ..c.nest import extent_names
 from ..source import Range, RangeSource, host_text, site_table
 from ..writer import Writer
-from .contraction_blocks import Blocks
 from .contraction_tiles import MatrixTiles, Tiles
 from .cpu_threads import LOOPS as THREAD_LOOPS
-from .cpu_threads import ThreadScan, ThreadScatter, ThreadStart
+from .cpu_threads import ThreadBlocks, ThreadScan, ThreadScatter, ThreadStart
 from .dialect import LaunchDraft, Shape, SimtDialect
 from .points import PointLoops, PointScan, PointScatter, PointStart
 from .rows import RowLoops
@@ -99,7 +98,7 @@ def reaches(k: Kernel) -> Iterator[int]:
 def write_threads(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDraft]:
     """On CPUs."""
     if isinstance(kernel, ContractKernel):
-        return [Blocks(d, kernel, shape).write()]
+        return [ThreadBlocks(d, kernel, shape.units).write()]
     if isinstance(kernel, LoopKernel | ScanKernel):
         one = THREAD_LOOPS[kernel.form.name](d, kernel) if isinstance(kernel, LoopKernel) else ThreadScan(d, kernel)
         one.render()

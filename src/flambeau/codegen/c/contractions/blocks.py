@@ -1,4 +1,4 @@
-"""Contractions on CPUs: a work-item takes blocks of the result, and computes them in tiles that registers hold.
+"""Contractions on CPUs: a thread takes blocks of the result, and computes them in tiles that registers hold.
 
 For each block and each stretch of the depth both factors are brought into small arrays, whatever expressions they are,
 in the order in which tiles read them. A tile is some rows times two vectors: each step of the depth reads two vectors
@@ -15,15 +15,13 @@ from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import CPU
 
-from ..dialect import LANES
-from .contractions import ContractWriter
-from .cpu_threads import SHARES
-from .dialect import LaunchDraft, Shape, SimtDialect
+from ...dialect import LANES, TEAM, Dialect
 from .range_guards import guard_of
+from .writer import ContractWriter
 
 
 class Blocks(ContractWriter):
-    def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
+    def __init__(self, dialect: Dialect, kernel: ContractKernel, units: int = CPU.block_units) -> None:
         super().__init__(dialect, kernel)
         size = self.dtype.itemsize
         self.lanes = CPU.vector_bytes // size
@@ -36,7 +34,7 @@ class Blocks(ContractWriter):
         self.block_columns = fitted(columns.const if columns.is_const else self.most_columns, self.wide,
                                     self.most_columns)
         if rows.is_const and columns.is_const:
-            self.balance(rows.const, columns.const, shape.units)
+            self.balance(rows.const, columns.const, units)
         self.depth = self.stretch(depth)
         self.small = all(n.is_const for n in (rows, columns, depth, volume(kernel.batch))) and \
             (rows * columns * depth * volume(kernel.batch)).const < CPU.small_product
@@ -66,12 +64,18 @@ class Blocks(ContractWriter):
 
     # ---- the whole -------------------------------------------------------------------------------------
 
-    def write(self) -> LaunchDraft:
+    def render(self) -> list[str]:
+        with self.scope("{", how=None if self.small else TEAM):
+            self.blocks()
+        return self.scopes[0].lines
+
+    def blocks(self) -> None:
+        """Those of one thread."""
         k = self.k
         arrays = {"lefts": (self.block_rows if self.deep_left else self.depth) * self.left_row,
                   "rights": self.depth * self.right_row, "sums": self.block_rows * self.block_columns}
         for name, length in arrays.items():
-            self.line(f"{self.kind} {name}[{length}] alignas(64);")
+            self.line(f"alignas(64) {self.kind} {name}[{length}];")
         rows, columns = self.length(k.rows), self.length(k.columns)
         high, wide = (f"(({n} + {b - 1}) / {b})" for n, b in ((rows, self.block_rows), (columns, self.block_columns)))
         self.line(f"const {self.d.long} all = {high} * {wide} * {self.length(k.batch)};")
@@ -87,7 +91,6 @@ class Blocks(ContractWriter):
             self.multiply()
             with self.walk(self.rows, "r0", "r1") as r, self.walk(self.columns, "c0", "c1", LANES) as c:
                 self.finish(f"sums[{r} * {self.block_columns} + {c}]")
-        return LaunchDraft(self, "1" if self.small else SHARES, before=tuple(self.tile()))
 
     def multiply(self) -> None:
         """The sums of a block, stretch by stretch of the depth."""

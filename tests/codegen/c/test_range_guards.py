@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flambeau.codegen.simt.range_guards import guard_of
+from flambeau.codegen.c.contractions.range_guards import guard_of
 from flambeau.ir.expr import Expr, const, index_value, load, where
 from flambeau.ir.index import Index, Sym, as_index
 

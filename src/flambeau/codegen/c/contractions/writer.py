@@ -1,4 +1,4 @@
-"""What contraction kernels of both shapes share: walks through several variables at once, factors, and what follows."""
+"""What contraction kernels of all shapes share: walks through several variables at once, factors, and what follows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from flambeau.ir.index import Sym, as_index, volume
 from flambeau.ir.lines import joined
 from flambeau.ir.program import ContractKernel
 
-from ..c.nest import NestWriter
-from ..dialect import Steps
-from .dialect import UNSIGNED, SimtDialect, SimtWriter
+from ...dialect import UNSIGNED, Dialect, Steps
+from ..nest import NestWriter
 
 
-class ContractWriter(SimtWriter, NestWriter):
-    def __init__(self, dialect: SimtDialect, kernel: ContractKernel) -> None:
+class ContractWriter(NestWriter):
+    def __init__(self, dialect: Dialect, kernel: ContractKernel) -> None:
         super().__init__(dialect, kernel)
         self.k = kernel
         self.dtype: DType = kernel.left.dtype

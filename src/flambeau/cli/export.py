@@ -1,0 +1,28 @@
+"""`flambeau export`: a function or model becomes a package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from flambeau.cli.subject import FILES, file_subject, model_subject
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = FILES
+    parser.add_argument("subject", help="FILE:FUNC, or a model of the bench suite")
+    parser.add_argument("-o", "--output", default="model.flam", help="the package (model.flam)")
+    parser.add_argument("--target", action="append", help='"cpu" (the default), or "cpu:x86-64-v3"; may be repeated')
+    parser.add_argument("--numerics", choices=("fast", "eager"))
+    parser.add_argument("--drop-debug", action="store_true", help="leave programs and texts of kernels out")
+
+
+def run(args: argparse.Namespace) -> int:
+    from flambeau.package.export import export
+
+    function, inputs = file_subject(args.subject) if ":" in args.subject else model_subject(args.subject, "small", True)
+    name = export(function, inputs, args.output, targets=args.target or ["cpu"], numerics=args.numerics,
+                  debug=not args.drop_debug)
+    print(f"{args.output}: {os.path.getsize(args.output):,} bytes, {name}")
+    return 0

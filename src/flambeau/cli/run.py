@@ -1,0 +1,35 @@
+"""`flambeau run`: a method of a package on arrays out of files."""
+
+from __future__ import annotations
+
+import argparse
+
+from flambeau.errors import OptionError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("package")
+    parser.add_argument("--method", default="forward")
+    parser.add_argument("--input", action="append", default=[], metavar="[NAME=]FILE.npy", help="in order, or by name")
+    parser.add_argument("--output", metavar="PREFIX", help="write results to PREFIX0.npy, PREFIX1.npy and so on")
+
+
+def run(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    from flambeau.package.module import load
+
+    method = load(args.package).load_method(args.method)
+    named = dict(x.split("=", 1) for x in args.input if "=" in x)
+    try:
+        given = [np.load(x) for x in args.input if "=" not in x]
+        flat = method.ordered(given, {name: np.load(x) for name, x in named.items()})
+    except (OSError, ValueError) as e:
+        raise OptionError(f"an input cannot be read: {e}") from e
+    for k, (port, found) in enumerate(zip(method.entry.outputs, method.run(flat))):
+        print(f"{port.name}: {port.dtype} {list(found.shape)}")
+        if args.output:
+            np.save(f"{args.output}{k}.npy", found)
+        else:
+            print(found)
+    return 0

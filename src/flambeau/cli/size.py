@@ -1,0 +1,50 @@
+"""`flambeau size`: the bytes of a package, by what they are for."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from html import escape
+
+from flambeau.cli.subject import new_table, page_console
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("package")
+    parser.add_argument("--html", metavar="FILE", help="write a treemap")
+
+
+def run(args: argparse.Namespace) -> int:
+    from flambeau.package.container import CODE, INDEX, KINDS, WEIGHTS, read
+    from flambeau.package.module import read_index, the
+
+    sections = read(args.package)
+    index = read_index(the(sections, INDEX, "index").data)
+    rows: list[tuple[str, str, int]] = []
+    for s in sections:
+        if s.kind == WEIGHTS:
+            by_dtype: Counter[str] = Counter()
+            for w in index.weights:
+                by_dtype[w.dtype] += w.bytes
+            rows += [("weights", dtype, size) for dtype, size in by_dtype.most_common()]
+            rows.append(("weights", "header and padding", len(s.data) - sum(by_dtype.values())))
+        else:
+            rows.append(("code of kernels" if s.kind == CODE else KINDS.get(s.kind, "?"), s.name, len(s.data)))
+    table = new_table("part", "of", "bytes", right=(2,))
+    for part, of, size in rows:
+        table.add_row(part, of, f"{size:,}")
+    table.add_row("all", "", f"{sum(size for *_, size in rows):,}")
+    page_console().print(table)
+    if args.html:
+        with open(args.html, "w") as page:
+            page.write(treemap(rows))
+    return 0
+
+
+def treemap(rows: list[tuple[str, str, int]]) -> str:
+    """A page of boxes, each as large as its part: slices of a row, the row of what is left below the largest."""
+    total = sum(size for *_, size in rows) or 1
+    boxes = "".join(f'<div style="flex:{max(size, total // 200)} 0 0" title="{size:,} bytes"><b>{escape(part)}</b> '
+                    f"{escape(of)}<br>{size:,}</div>" for part, of, size in sorted(rows, key=lambda r: -r[2]) if size)
+    return ("<!doctype html><meta charset=utf-8><style>body{font:13px sans-serif;margin:0;display:flex;height:100vh}"
+            "div{border:1px solid #fff;background:#dde7f3;overflow:hidden;padding:4px}</style>" + boxes)

@@ -1,0 +1,79 @@
+"""The C runtime in Python, by ctypes: the shared library out of a package, and its structures."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+import threading
+from typing import Any
+
+from flambeau.errors import Error
+
+MOST_RANK = 16
+DTYPES = ("", "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
+          "float32", "float64")
+CODES = {name: k for k, name in enumerate(DTYPES) if name}
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int32), ("rank", ctypes.c_int32),
+                ("sizes", ctypes.c_int64 * MOST_RANK), ("strides", ctypes.c_int64 * MOST_RANK)]
+
+
+class Failure(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 1020)]
+
+
+_TENSORS = ctypes.POINTER(Tensor)
+_ERROR = ctypes.POINTER(Failure)
+_P, _I, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "flam_load": (_P, (_S, _S, _ERROR)),
+    "flam_unload": (None, (_P,)),
+    "flam_shapes": (_I, (_P, _I, _TENSORS, _I, _TENSORS, _I, _ERROR)),
+    "flam_run": (_I, (_P, _I, _P, _I, _P, _I, _P)),  # by addresses, which ctypes looks at in half the time
+    "flam_update_weights": (_I, (_P, ctypes.POINTER(_S), _TENSORS, _I, _ERROR)),
+    "flam_set_threads": (None, (_I,)),
+    "flam_threads": (_I, ()),
+    "flam_seed": (None, (_P, ctypes.c_uint64)),
+    "flam_hash": (ctypes.c_uint64, (_P, ctypes.c_size_t)),
+}
+_LIBRARIES: dict[bytes, ctypes.CDLL] = {}
+_LOCK = threading.Lock()
+
+
+def runtime_library(data: bytes | memoryview) -> ctypes.CDLL:
+    """A runtime, loaded once for as long as the process lives."""
+    digest = hashlib.sha256(data).digest()
+    with _LOCK:
+        if digest not in _LIBRARIES:
+            _LIBRARIES[digest] = _loaded(data)
+        return _LIBRARIES[digest]
+
+
+def _loaded(data: bytes | memoryview) -> ctypes.CDLL:
+    if hasattr(os, "memfd_create"):
+        # It stays open: the loader takes two files of one name for the same.
+        file = os.memfd_create("flambeau", os.MFD_CLOEXEC)
+        with os.fdopen(os.dup(file), "wb") as out:
+            out.write(data)
+        library = ctypes.CDLL(f"/proc/self/fd/{file}")
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".so") as out:
+            out.write(data)
+            out.flush()
+            library = ctypes.CDLL(out.name)
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class PackageError(Error):
+    """A package cannot do what it was asked for; the message says what was expected, and what was given."""
+
+
+def failed(error: Failure) -> PackageError:
+    return PackageError(error.message.decode(errors="replace"))

@@ -1,0 +1,124 @@
+"""Machine code of packages: the kernels of a target as one shared object, and the runtime that loads it.
+
+Neither needs OpenMP, libtorch or Python: kernels reach threads through a table that the runtime gives them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flambeau.codegen.source import LIBRARY, KernelSource
+from flambeau.config import config
+from flambeau.errors import CompileError, OptionError
+from flambeau.targets.base import KeyedSource
+from flambeau.targets.cache import DiskCache, shared_cache
+from flambeau.targets.cpu.target import kernel_key, unit_text
+from flambeau.targets.toolchain import Toolchain, find_toolchain, whole_text
+
+RUNTIME = Path(__file__).parent / "runtime"
+FILES = ("checksums.c", "threads.c", "machine.c", "read.c", "run.c")
+# Equal text gives equal bytes, and nothing that the loader does not need.
+_LINK = ("-Wl,--as-needed,--build-id=none,--hash-style=gnu,-O1,--gc-sections,-z,noseparate-code", "-s")
+_SMALL = ("-fvisibility=hidden", "-ffunction-sections", "-fno-asynchronous-unwind-tables")
+# Instructions that a compiler tells of in its macros, and that the runtime knows how to look for (machine.c).
+FEATURES = ("sse3", "ssse3", "sse4_1", "sse4_2", "popcnt", "avx", "avx2", "fma", "bmi", "bmi2", "avx512f", "avx512cd",
+            "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512vnni", "avx512vbmi2", "avx512bitalg",
+            "avx512vpopcntdq", "avx512ifma")
+
+
+def toolchain_of(target: str) -> tuple[Toolchain, DiskCache]:
+    """The compiler with the flags of a target: "cpu", this machine, or "cpu:x86-64-v3", any like that."""
+    kind, _, march = target.partition(":")
+    if kind != "cpu":
+        raise OptionError(f"packages have no target {target!r} yet", hint='there are "cpu" and, say, "cpu:x86-64-v3"')
+    disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+    found = find_toolchain(config.compiler, disk)
+    if march:
+        flags = [f for f in found.flags if not f.startswith("-march=")]
+        found = replace(found, flags=(*flags, f"-march={march}"))
+    return found, disk
+
+
+def features(toolchain: Toolchain) -> str:
+    """What a CPU must have to run what this compiler makes."""
+    march = [f for f in toolchain.flags if f.startswith("-march=")]
+    said = subprocess.run([toolchain.compiler, *march, "-dM", "-E", "-x", "c", "/dev/null"], capture_output=True,
+                          text=True, check=False)
+    if said.returncode:
+        raise CompileError(f"{toolchain.compiler} does not take {' '.join(march)}: {said.stderr.strip()}", target="cpu")
+    there = {name.lower() for name in re.findall(r"#define __(\w+?)__ 1", said.stdout)}
+    return " ".join((platform.machine(), *(f for f in FEATURES if f in there)))
+
+
+def built(text: str, toolchain: Toolchain, disk: DiskCache) -> bytes:
+    """A shared object of a text, from the cache on disk if it is there."""
+    key = hashlib.sha256("\0".join(("package", text, *toolchain.flags, toolchain.identity())).encode()).hexdigest()
+    if (kept := disk.read(key, ".so")) is not None:
+        return kept
+    # The name is that of the content: the compiler puts it into what it makes.
+    _, data = toolchain.compile(text, "package", disk, lambda path: None, LIBRARY)
+    disk.put(key, data, ".so")
+    return data
+
+
+class Kernels:
+    """The kernels of all methods for one target, equal ones once."""
+
+    def __init__(self, target: str) -> None:
+        self.toolchain, self.disk = toolchain_of(target)
+        self.features = features(self.toolchain)
+        self.found: dict[str, tuple[KeyedSource[KernelSource], int, int, int]] = {}
+
+    def add(self, source: KernelSource, pointers: int, sizes: int) -> int:
+        """Which entry it has in the table of the code."""
+        one = KeyedSource(source, kernel_key(source, self.toolchain.identity()))
+        return self.found.setdefault(one.key, (one, pointers, sizes, len(self.found)))[3]
+
+    def code(self) -> bytes:
+        kernels = [one for one, *_ in self.found.values()]
+        rows = ", ".join(f"{{{one.symbol}, {pointers}, {sizes}}}" for one, pointers, sizes, _ in self.found.values())
+        declared = "".join(f"int64_t {one.symbol}(void**, const int64_t*);\n" for one in kernels)
+        shim = whole_text(RUNTIME / "kernels.cpp")
+        text = (f'{unit_text(kernels)}\n{shim}\nextern "C" {{\n{declared}'
+                f"static const flam_kernel rows[] = {{{rows or '{nullptr, 0, 0}'}}};\n"
+                f"const flam_code flam_table = {{{len(kernels)}, rows}};\n}}\n")
+        flags = (*self.toolchain.flags, *_SMALL, "-nostartfiles", *_LINK)
+        libraries = tuple(x for x in self.toolchain.libraries if x.startswith("-l"))
+        return built(text, replace(self.toolchain, flags=flags, libraries=libraries), self.disk)
+
+
+def runtime_text() -> str:
+    return "".join(whole_text(RUNTIME / name) for name in FILES)
+
+
+def build_runtime(target: str = "cpu", flags: Sequence[str] = ()) -> bytes:
+    """The runtime as a shared library, for any CPU of the architecture."""
+    toolchain, disk = toolchain_of(target)
+    own = ("-x", "c", "-std=c11", "-Os", "-fPIC", "-shared", "-pthread", "-ftls-model=initial-exec", *_SMALL, *_LINK,
+           *flags)
+    return built(runtime_text(), replace(toolchain, flags=own, libraries=()), disk)
+
+
+@cache
+def _hasher() -> Any:
+    from .client import runtime_library  # the same one that loads packages
+
+    library = runtime_library(build_runtime())
+    return library.flam_hash
+
+
+def quick_checksum(data: bytes | memoryview) -> int:
+    view = memoryview(data)
+    if not len(view):
+        return int(_hasher()(None, 0))
+    kept = view if not view.readonly else bytearray(view)
+    return int(_hasher()((ctypes.c_char * len(view)).from_buffer(kept), len(view)))

@@ -1,0 +1,335 @@
+"""A Program as the runtime of packages takes it: words for how numbers are found, where buffers lie, what is launched.
+
+Every number of a run (a size, an offset, a scale) is found from those before it by one operation, so that the runtime
+interprets no expressions, and a file cannot hold a cycle of them. Their order is that of
+`program` in runtime/internal.h.
+"""
+
+from __future__ import annotations
+
+import ast
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flambeau.errors import UnsupportedError
+from flambeau.ir.faults import MESSAGES, WRAPPED, Fault
+from flambeau.ir.index import Index, Op, Sym, as_index, maximum, minimum
+from flambeau.ir.nodes import Buffer, Value, contiguous_strides
+from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel, sites_of
+from flambeau.runtime.launch_plan import Held
+from flambeau.schedule.memory import lifetimes
+from flambeau.schedule.plan import strided
+
+from .container import text_words
+
+OPS = {name: k for k, name in enumerate((
+    "const", "size", "stride", "add", "sub", "mul", "div", "mod", "min", "max",
+    "float", "fadd", "fsub", "fmul", "fdiv", "sqrt"))}
+INPUT, WEIGHT, STATE, OUTPUT, TEMPORARY, SEED = range(6)
+LAUNCH, COPY = range(2)
+DTYPES = {dtype: k for k, dtype in enumerate((
+    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
+    torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64), 1)}
+MOST_RANK = 16
+
+FOLDED: dict[type[ast.operator], str] = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "div", ast.Mod: "mod", ast.Div: "fdiv"}
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an argument of a program is: an input of the method, or a weight."""
+
+    place: int
+    which: int
+
+
+def fault_texts() -> list[str]:
+    """By kind; the first character says what is done to the index."""
+    out = [""] * (max(MESSAGES) + 1)
+    for fault, (_, text) in MESSAGES.items():
+        out[fault] = ("-" if fault in WRAPPED else "~" if fault is Fault.VALUES else " ") + text
+    return out
+
+
+class Numbers:
+    """The numbers of a run, each once."""
+
+    def __init__(self, p: Program, positions: dict[str, int]) -> None:
+        self.words: dict[tuple[int, int, int], int] = {}
+        self.hosts = {s.name: h for s, h in p.numbers}
+        self.positions = positions  # of the inputs, by the names of their buffers
+        self.known: dict[str, int] = {}
+
+    def add(self, op: str, a: int = 0, b: int = 0) -> int:
+        return self.words.setdefault((OPS[op], a, b), len(self.words))
+
+    def constant(self, value: int) -> int:
+        return self.add("const", value)
+
+    def index(self, i: Index) -> int:
+        total = self.constant(i.const) if i.const or not i.terms else None
+        for mono, coef in i.terms:
+            product = self.constant(coef) if coef != 1 else None
+            for atom in mono:
+                factor = self.atom(atom)
+                product = factor if product is None else self.add("mul", product, factor)
+            assert product is not None
+            total = product if total is None else self.add("add", total, product)
+        assert total is not None
+        return total
+
+    def atom(self, atom: Any) -> int:
+        if isinstance(atom, Op):
+            return self.add(atom.kind, self.index(atom.a), self.index(atom.b))
+        if isinstance(atom, Sym) and atom.extent is None:
+            return self.named(atom.name)
+        raise UnsupportedError(f"the number {atom} is not known before a launch, and a package needs it")
+
+    def named(self, name: str) -> int:
+        if name not in self.known:
+            if name not in self.hosts:
+                raise UnsupportedError(f"the number {name} does not follow from the sizes of the inputs")
+            self.known[name] = -1
+            found, _ = self.parsed(ast.parse(self.hosts[name].text, mode="eval").body)
+            self.known[name] = found
+        if self.known[name] < 0:
+            raise UnsupportedError(f"the number {name} follows from itself")
+        return self.known[name]
+
+    def parsed(self, e: ast.expr) -> tuple[int, bool]:
+        """A number that Python would find, and whether it is a double."""
+        match e:
+            case ast.Constant(value=int(value)):
+                return self.constant(int(value)), False
+            case ast.Constant(value=float(value)):
+                return self.constant(struct.unpack("<q", struct.pack("<d", value))[0]), True
+            case ast.Name(id=name):
+                return self.named(name), False
+            case ast.UnaryOp(op=ast.USub(), operand=x):
+                return self.binary("sub", (self.constant(0), False), self.parsed(x))
+            case ast.BinOp(left=a, op=op, right=b) if type(op) in FOLDED:
+                return self.binary(FOLDED[type(op)], self.parsed(a), self.parsed(b))
+            case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=ast.Constant(value=k)):
+                return self.add("size", self.position(name), int(k)), False  # type: ignore[arg-type]
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="stride"), args=[ast.Constant(value=k)]):
+                return self.add("stride", self.position(name), int(k)), False  # type: ignore[arg-type]
+            case ast.Call(func=ast.Name(id="min" | "max" as name), args=[first, *others]):
+                found = self.parsed(first)
+                for other in others:
+                    found = self.binary(name, found, self.parsed(other))
+                return found
+            case ast.Call(func=ast.Name(id="word" | "float"), args=[x]):
+                return self.real(self.parsed(x)), True
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr="sqrt"), args=[x]):
+                return self.add("sqrt", self.real(self.parsed(x))), True
+        raise UnsupportedError(f"a package cannot find the number {ast.unparse(e)}")
+
+    def position(self, name: str) -> int:
+        if name not in self.positions:
+            raise UnsupportedError(f"the size of {name}, which is no input, is not known before a call")
+        return self.positions[name]
+
+    def real(self, x: tuple[int, bool]) -> int:
+        return x[0] if x[1] else self.add("float", x[0])
+
+    def binary(self, op: str, a: tuple[int, bool], b: tuple[int, bool]) -> tuple[int, bool]:
+        if op == "fdiv" or (op in ("add", "sub", "mul") and (a[1] or b[1])):
+            return self.add(f"f{op.removeprefix('f')}", self.real(a), self.real(b)), True
+        if a[1] or b[1]:
+            raise UnsupportedError(f"a package cannot find {op} of doubles")
+        return self.add(op, a[0], b[0]), False
+
+    def encoded(self) -> list[int]:
+        return [len(self.words), *(x for entry in self.words for x in entry)]
+
+
+class Plan:
+    """The words of one program. `roles`: of its arguments; `kernels`: of each of its kernels, which entry it is in the
+    machine code; `held`: adds a constant of the graph to the weights, and says which it is there."""
+
+    def __init__(self, p: Program, roles: Sequence[Role], kernels: Sequence[int],
+                 held: Callable[[torch.Tensor], int]) -> None:
+        self.p, self.kernels, self.held = p, kernels, held
+        self.roles = dict(zip(p.arguments, roles, strict=True))
+        self.numbers = Numbers(p, {n: r.which for n, r in self.roles.items() if r.place == INPUT})
+        self.buffers: list[list[int]] = []
+        self.place: dict[str, int] = {}
+        self.lives = lifetimes(p)
+        self.constants: dict[str, int] = {}
+        self.outputs: list[Value] = [self.result(o) for o in p.outputs]
+        self.direct: dict[int, str] = {}  # outputs whose memory is that of a buffer
+        self.steps: list[list[int]] = []
+        self.write()
+
+    @staticmethod
+    def result(o: Any) -> Value:
+        if not isinstance(o, Value):
+            raise UnsupportedError(f"a result of the method is {o!r}, and packages return tensors alone")
+        return o
+
+    # ---- memory ----------------------------------------------------------------------------------------
+
+    def root(self, name: str) -> str:
+        """The buffer whose memory it lies in."""
+        while (b := self.p.places[name]).place == "over":
+            name = b.over
+        return name
+
+    def bytes_of(self, shape: Sequence[Index], strides: Sequence[Index], dtype: torch.dtype) -> int:
+        top = as_index(1)
+        for n, s in zip(shape, strides, strict=True):
+            top = top + (n - 1) * s
+        some = self.numbers.index(top * dtype.itemsize)
+        if all(n.is_const and n.const > 0 for n in shape):
+            return some
+        # Without elements it takes no memory, whatever the others say.
+        count = as_index(1)
+        for n in shape:
+            count = count * n
+        any_ = self.numbers.index(minimum(maximum(count, as_index(0)), as_index(1)))
+        return self.numbers.add("mul", any_, self.numbers.add("max", some, self.numbers.constant(0)))
+
+    def layout(self, v: Value) -> tuple[tuple[Index, ...], Index]:
+        b = self.p.places[v.buffer]
+        found = strided(v, Buffer(b.name, b.shape, b.dtype, b.strides))
+        assert found is not None, f"{v} is not a strided view"
+        return found
+
+    def choose_outputs(self) -> None:
+        """A result that is all of a buffer of its own is written there at once; the others are copied at the end."""
+        taken: set[str] = set()
+        for k, v in enumerate(self.outputs):
+            name = self.root(v.buffer)
+            b = self.p.places[name]
+            strides, offset = self.layout(v)
+            whole = (v.buffer == name or self.p.places[v.buffer].shape == b.shape) and v.shape == b.shape and all(
+                s is t or n.at_most_one() for s, t, n in zip(strides, b.strides, b.shape, strict=True))
+            if b.place in ("output", "arena", "alloc") and name not in taken and whole and offset is as_index(0):
+                taken.add(name)
+                self.direct[k] = name
+
+    def out_strides(self, k: int) -> Sequence[Index]:
+        v = self.outputs[k]
+        if k in self.direct:
+            return self.p.places[self.direct[k]].strides
+        strides = v.strides or self.layout(v)[0]
+        # Dense in the order of the view; what is expanded or has gaps becomes rows.
+        return strides if self.is_dense(v.shape, strides) else contiguous_strides(v.shape)
+
+    @staticmethod
+    def is_dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
+        if not all(x.is_const for x in (*shape, *strides)):
+            return tuple(strides) == tuple(contiguous_strides(shape))
+        step = 1
+        for s, n in sorted((s.const, n.const) for s, n in zip(strides, shape, strict=True) if n.const != 1):
+            if s != step:
+                return False
+            step *= n
+        return True
+
+    def add_buffer(self, place: int, which: int, nbytes: int, life: tuple[int, int] = (0, 0)) -> int:
+        self.buffers.append([place, which, nbytes, *life])
+        return len(self.buffers) - 1
+
+    def buffer(self, name: str) -> int:
+        name = self.root(name)
+        if name not in self.place:
+            self.place[name] = self.placed(self.p.places[name])
+        return self.place[name]
+
+    def placed(self, b: BufferPlan) -> int:
+        nothing = self.numbers.constant(0)
+        for k, name in self.direct.items():
+            if name == b.name:
+                return self.add_buffer(OUTPUT, k, nothing)
+        if b.name in self.roles:
+            role = self.roles[b.name]
+            return self.add_buffer(role.place, role.which, nothing)
+        if b.name in self.constants:
+            return self.add_buffer(WEIGHT, self.constants[b.name], nothing)
+        if b.place == "seed":
+            return self.add_buffer(SEED, [s for s in self.p.seeds if s in self.p.places].index(b.name), nothing)
+        assert b.place in ("arena", "alloc", "output"), f"{b} has no place in a package"
+        names = [x.name for x in self.p.buffers if self.root(x.name) == b.name and x.name in self.lives]
+        first = min((self.lives[n][0] for n in names), default=0)
+        last = max((self.lives[n][1] for n in names), default=len(self.p.steps))
+        return self.add_buffer(TEMPORARY, 0, self.bytes_of(b.shape, b.strides, b.dtype), (first, last))
+
+    # ---- steps -----------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        for step in self.p.steps:
+            if isinstance(step, Call):
+                self.call(step)
+        self.choose_outputs()
+        for step in self.p.steps:
+            if isinstance(step, Launch):
+                self.launch(step)
+            elif isinstance(step, Copy):
+                b = self.p.places[step.dst]
+                self.copy(self.buffer(step.dst), self.numbers.constant(0), b.strides, step.src, "copy_")
+        for k, v in enumerate(self.outputs):
+            if k not in self.direct:
+                to = self.add_buffer(OUTPUT, k, self.numbers.constant(0))
+                self.copy(to, self.numbers.constant(0), self.out_strides(k), v, "result")
+
+    def call(self, c: Call) -> None:
+        if not isinstance(c.target, Held):
+            raise UnsupportedError(f"{operator_of(c)} has no kernel of Flambeau's, and a package has no other")
+        self.constants[c.names[0]] = self.held(c.target.tensor)
+
+    def launch(self, s: Launch) -> None:
+        kernel, numbers = self.p.kernels[s.kernel], self.numbers
+        if isinstance(kernel, TableKernel):
+            raise UnsupportedError("a launch along a table of tensors")
+        pointers = [x for name in s.args for x in (self.buffer(name), numbers.constant(0))]
+        sites = [(code, numbers.index(b.size) if self.is_known(b.size) else -1) for b, code in sites_of(kernel).items()]
+        self.steps.append([LAUNCH, *text_words(", ".join(s.origins)), self.kernels[s.kernel], len(s.args), *pointers,
+                           len(kernel.sizes), *(numbers.named(n.name) for n in kernel.sizes),
+                           len(sites), *(x for site in sites for x in site)])
+
+    def is_known(self, i: Index) -> bool:
+        return all(s.extent is None and s.name in self.numbers.hosts for s in i.symbols()) and all(
+            isinstance(a, Sym | Op) for a in i.atoms())
+
+    def copy(self, to: int, at: int, strides: Sequence[Index], v: Value, origin: str) -> None:
+        numbers = self.numbers
+        from_strides, offset = self.layout(v)
+        if len(v.shape) > MOST_RANK:
+            raise UnsupportedError(f"a tensor of {len(v.shape)} dimensions, and packages have up to {MOST_RANK}")
+        self.steps.append([COPY, *text_words(origin), to, at, self.buffer(v.buffer),
+                           numbers.index(offset * v.dtype.itemsize), v.dtype.itemsize, len(v.shape),
+                           *map(numbers.index, (*v.shape, *strides, *from_strides))])
+
+    # ---- all of it -------------------------------------------------------------------------------------
+
+    def encoded(self, inputs: Sequence[BufferPlan]) -> list[int]:
+        """The words. `inputs`: those of the method, in order."""
+        ports: list[int] = []
+        for b in inputs:
+            which = self.roles[b.name].which
+            for k, n in enumerate(b.shape):
+                found = self.numbers.index(n)
+                # A size that others follow from is what it is.
+                ports.append(-1 if found == self.numbers.add("size", which, k) else found)
+            for k, s in enumerate(b.strides):
+                found = self.numbers.index(s)
+                ports.append(-1 if found == self.numbers.add("stride", which, k) else found)
+        for k, v in enumerate(self.outputs):
+            ports += map(self.numbers.index, (*v.shape, *self.out_strides(k)))
+        return [*self.numbers.encoded(), *ports, len(self.buffers), *(x for b in self.buffers for x in b),
+                len(self.steps), *(x for s in self.steps for x in s)]
+
+
+def operator_of(c: Call) -> str:
+    return str(c.target)
+
+
+def missing_operators(p: Program) -> list[str]:
+    """The operators of a program that have no kernel of ours, each once."""
+    return sorted({operator_of(s) for s in p.steps if isinstance(s, Call) and not isinstance(s.target, Held)})

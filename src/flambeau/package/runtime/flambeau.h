@@ -1,0 +1,91 @@
+/* The runtime of Flambeau's packages: loads a .flam file and runs its methods on the CPU, without Python and torch.
+
+     flam_error error;
+     flam_model* model = flam_load("model.flam", NULL, &error);
+     flam_tensor x = {data, FLAM_FLOAT32, 2, {4, 8}, {8, 1}}, y = {0};
+     if (flam_run(model, 0, &x, 1, &y, 1, &error)) puts(error.message);
+     flam_free(y.data);
+     flam_unload(model);
+
+   A model may be used by any number of threads at once. No function ends the process or throws; one that can fail
+   returns a code and leaves the reason, as a sentence, in `error`. */
+#ifndef FLAMBEAU_H
+#define FLAMBEAU_H
+#include <stddef.h>
+#include <stdint.h>
+
+#define FLAM_MAJOR 1 /* of the format: a file of a newer one is refused */
+#define FLAM_MINOR 0
+#define FLAM_MAX_RANK 16
+#define FLAM_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+  FLAM_OK = 0,
+  FLAM_FILE = 1,     /* the file cannot be read, or is damaged */
+  FLAM_VERSION = 2,  /* its format is newer than this runtime */
+  FLAM_MACHINE = 3,  /* nothing in it runs here */
+  FLAM_ARGUMENT = 4, /* what was given is not what the method takes */
+  FLAM_DATA = 5,     /* a kernel found something wrong with the data, an index out of bounds say */
+  FLAM_MEMORY = 6    /* there is not enough memory */
+};
+
+enum {
+  FLAM_BOOL = 1, FLAM_UINT8, FLAM_INT8, FLAM_UINT16, FLAM_INT16, FLAM_UINT32, FLAM_INT32, FLAM_UINT64, FLAM_INT64,
+  FLAM_FLOAT16, FLAM_BFLOAT16, FLAM_FLOAT32, FLAM_FLOAT64
+};
+
+typedef struct {
+  int32_t code;
+  char message[1020];
+} flam_error;
+
+typedef struct {
+  void* data;
+  int32_t dtype, rank;
+  int64_t sizes[FLAM_MAX_RANK];
+  int64_t strides[FLAM_MAX_RANK]; /* in elements */
+} flam_tensor;
+
+typedef struct flam_model flam_model;
+
+/* `target`: one of those in the file, or NULL for the first that runs here. The file must not change while it is open. */
+FLAM_API flam_model* flam_load(const char* path, const char* target, flam_error* error);
+/* The same of a file in memory, which must stay where it is until flam_unload, and begin at a multiple of 64. */
+FLAM_API flam_model* flam_load_memory(const void* data, size_t size, const char* target, flam_error* error);
+/* Calls that are under way end as they would have; memory is freed after the last of them. */
+FLAM_API void flam_unload(flam_model*);
+
+FLAM_API int flam_method(const flam_model*, const char* name); /* its number, or -1 */
+FLAM_API const char* flam_method_name(const flam_model*, int method); /* NULL: there is none of that number */
+FLAM_API int flam_input_count(const flam_model*, int method);
+FLAM_API int flam_output_count(const flam_model*, int method);
+FLAM_API const char* flam_input_name(const flam_model*, int method, int input);
+FLAM_API const char* flam_input_type(const flam_model*, int method, int input); /* "float32 [N, 3] contiguous" */
+FLAM_API const char* flam_metadata(const flam_model*, const char* key); /* NULL: there is no such key */
+
+/* Dtype, sizes and strides of the results of these inputs, whose data is not looked at. */
+FLAM_API int flam_shapes(flam_model*, int method, const flam_tensor* inputs, int input_count, flam_tensor* outputs,
+                         int output_count, flam_error* error);
+/* An output whose data is NULL is allocated, described and the caller's to flam_free; one with data must be described
+   as flam_shapes does. Nothing is written unless all inputs and outputs are what they should be. */
+FLAM_API int flam_run(flam_model*, int method, const flam_tensor* inputs, int input_count, flam_tensor* outputs,
+                      int output_count, flam_error* error);
+FLAM_API void flam_free(void* data);
+
+/* All of them at once: a call sees all old weights or all new ones. The values are copied. */
+FLAM_API int flam_update_weights(flam_model*, const char* const* names, const flam_tensor* values, int count,
+                                 flam_error* error);
+
+FLAM_API void flam_set_threads(int count); /* of the process; at first OMP_NUM_THREADS, or one for each core */
+FLAM_API int flam_threads(void);
+FLAM_API void flam_seed(flam_model*, uint64_t seed);     /* of the random numbers that methods draw */
+FLAM_API uint64_t flam_hash(const void* data, size_t size); /* the quick checksum of the format */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

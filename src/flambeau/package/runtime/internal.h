@@ -1,0 +1,135 @@
+/* What the files of the runtime know of each other. docs/package-format.md says what is in a file. */
+#ifndef FLAMBEAU_INTERNAL_H
+#define FLAMBEAU_INTERNAL_H
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "flambeau.h"
+#include "kernels.h"
+
+int fl_member(void);
+int fl_members(void);
+void fl_parallel(void (*part)(void*), void* data, unsigned members);
+void fl_sha256(const void* data, size_t size, uint8_t out[32]);
+int fl_fail(flam_error* error, int code, const char* format, ...) __attribute__((format(printf, 3, 4)));
+size_t fl_itemsize(int64_t dtype); /* 0: no dtype */
+const char* fl_dtype(int64_t dtype);
+int fl_supports(const char* features, char* missing, size_t size); /* of this CPU; the first that it lacks */
+
+/* ---- a program, as it stands in the index: everything is a number of the run, found from those before it ---- */
+
+enum {
+  OP_CONST, OP_SIZE, OP_STRIDE, OP_ADD, OP_SUB, OP_MUL, OP_DIV, OP_MOD, OP_MIN, OP_MAX, /* of whole numbers */
+  OP_FLOAT, OP_FADD, OP_FSUB, OP_FMUL, OP_FDIV, OP_SQRT, /* of doubles, as their bits */
+  OP_COUNT
+};
+enum { PLACE_INPUT, PLACE_WEIGHT, PLACE_STATE, PLACE_OUTPUT, PLACE_TEMPORARY, PLACE_SEED, PLACE_COUNT };
+enum { STEP_LAUNCH, STEP_COPY, STEP_COUNT };
+
+typedef struct {
+  int64_t op, a, b;
+} number;
+
+typedef struct {
+  int64_t place, which, bytes; /* bytes: a number of the run */
+  int64_t first, last;         /* steps between which a temporary lives */
+} buffer;
+
+typedef struct {
+  int64_t kind;
+  int64_t kernel, pointer_count, size_count, site_count; /* of a launch */
+  const int64_t *pointers, *sizes, *sites;               /* (buffer, offset) and numbers; (code, number or -1) */
+  int64_t to, to_offset, from, from_offset, itemsize, rank; /* of a copy */
+  const int64_t *dims, *to_strides, *from_strides;
+  const char* origin;
+} step;
+
+typedef struct {
+  int64_t dtype, rank;
+  const char *name, *type;
+  const int64_t* dims; /* (lo, hi) of each */
+} port;
+
+typedef struct {
+  const char* name;
+  int64_t input_count, output_count;
+  port *inputs, *outputs;
+} method;
+
+/* What a call needs for itself; calls take turns with those that are there. */
+typedef struct context {
+  struct context* next;
+  int64_t *numbers, *offsets; /* offsets: of the temporaries */
+  void** pointers;
+  int64_t* shape; /* of the inputs that numbers and offsets are for */
+  void** arguments;
+  int64_t* words;
+  void* arena;
+  size_t arena_bytes, needed;
+  int ready;
+} context;
+
+typedef struct {
+  int64_t number_count, buffer_count, step_count, shape_count, most_pointers, most_sizes, seed_count;
+  const number* numbers;
+  const buffer* buffers;
+  step* steps;
+  const int64_t **input_dims, **input_strides;   /* numbers that sizes and strides must equal, or -1 */
+  const int64_t **output_dims, **output_strides; /* numbers that they are */
+  const flam_kernel* kernels;
+  context* free;
+  int has_state;
+} program;
+
+typedef struct {
+  const char* name;
+  int64_t dtype, mutable_, offset, bytes, rank;
+  const int64_t *sizes, *strides;
+} weight;
+
+typedef struct {
+  _Atomic int64_t uses;
+  void* data;
+  int owned;
+} block;
+
+/* One value for each weight; a call keeps those that it began with. */
+typedef struct {
+  _Atomic int64_t uses;
+  block** blocks;
+} weight_set;
+
+typedef struct {
+  const char *key, *value;
+} pair;
+
+struct flam_model {
+  _Atomic int64_t uses;
+  pthread_mutex_t lock;       /* of `weights`, of contexts, of `seed` */
+  pthread_mutex_t state_lock; /* held while a method runs that reads or writes state */
+  pthread_mutex_t update_lock;
+  const uint8_t* file;
+  size_t size;
+  int mapped, code_file;
+  int64_t* index; /* a copy: words are read, and strings end in zero */
+  int64_t pair_count, weight_count, method_count, fault_count;
+  pair* pairs;
+  weight* weights_known;
+  method* methods;
+  program* programs;    /* one for each method */
+  const char** faults;  /* by kind */
+  weight_set* weights;
+  void** states;
+  void* library;
+  uint64_t seed;
+  void* allocations; /* a list of all of the above */
+};
+
+flam_model* fl_read(const uint8_t* data, size_t size, const char* target, flam_error* error);
+void fl_release(flam_model*);
+void* fl_aligned(size_t bytes);
+#endif

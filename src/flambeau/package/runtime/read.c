@@ -1,0 +1,531 @@
+/* A file becomes a model: every count, offset and number in it is checked before anything is used. */
+#include "internal.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+int fl_fail(flam_error* error, int code, const char* format, ...) {
+  if (error) {
+    va_list list;
+    va_start(list, format);
+    error->code = code;
+    vsnprintf(error->message, sizeof error->message, format, list);
+    va_end(list);
+  }
+  return code;
+}
+
+static const struct {
+  const char* name;
+  size_t size;
+} dtypes[] = {{"", 0}, {"bool", 1}, {"uint8", 1}, {"int8", 1}, {"uint16", 2}, {"int16", 2}, {"uint32", 4}, {"int32", 4},
+              {"uint64", 8}, {"int64", 8}, {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8}};
+
+size_t fl_itemsize(int64_t dtype) { return dtype < 1 || dtype > FLAM_FLOAT64 ? 0 : dtypes[dtype].size; }
+const char* fl_dtype(int64_t dtype) { return fl_itemsize(dtype) ? dtypes[dtype].name : "an unknown dtype"; }
+
+void* fl_aligned(size_t bytes) {
+  void* found;
+  return posix_memalign(&found, 64, bytes ? bytes : 64) ? NULL : found;
+}
+
+/* One thread at a time loads and unloads code: the C library has a lock of its own, which sanitizers do not see. */
+static pthread_mutex_t loader = PTHREAD_MUTEX_INITIALIZER;
+
+/* ---- memory of a model ---- */
+
+static void* kept(flam_model* m, int64_t count, size_t size) {
+  void** found = calloc(1, sizeof(void*) * 2 + (size_t)count * size); /* counts are at most the words of the file */
+  if (!found) return NULL;
+  found[0] = m->allocations;
+  m->allocations = found;
+  return found + 2;
+}
+
+static void release_set(weight_set* s, int64_t count) {
+  if (!s || atomic_fetch_sub(&s->uses, 1) != 1) return;
+  for (int64_t k = 0; s->blocks && k < count; ++k) {
+    block* b = s->blocks[k];
+    if (b && atomic_fetch_sub(&b->uses, 1) == 1) {
+      if (b->owned) free(b->data);
+      free(b);
+    }
+  }
+  free(s->blocks);
+  free(s);
+}
+
+void fl_release_weights(flam_model* m, weight_set* s) { release_set(s, m->weight_count); }
+
+void fl_release(flam_model* m) {
+  if (atomic_fetch_sub(&m->uses, 1) != 1) return;
+  for (int64_t k = 0; m->programs && k < m->method_count; ++k) {
+    while (m->programs[k].free) {
+      context* c = m->programs[k].free;
+      m->programs[k].free = c->next;
+      free(c->arena);
+      free(c);
+    }
+  }
+  release_set(m->weights, m->weight_count);
+  for (int64_t k = 0; m->states && k < m->weight_count; ++k) free(m->states[k]);
+  pthread_mutex_lock(&loader);
+  if (m->library) dlclose(m->library);
+  if (m->code_file >= 0) close(m->code_file);
+  pthread_mutex_unlock(&loader);
+  if (m->mapped) munmap((void*)m->file, m->size);
+  while (m->allocations) {
+    void** found = m->allocations;
+    m->allocations = found[0];
+    free(found);
+  }
+  pthread_mutex_destroy(&m->lock);
+  pthread_mutex_destroy(&m->state_lock);
+  pthread_mutex_destroy(&m->update_lock);
+  free(m);
+}
+
+void flam_unload(flam_model* m) {
+  if (m) fl_release(m);
+}
+
+/* ---- words ---- */
+
+typedef struct {
+  const int64_t *at, *end;
+  const char* wrong; /* what was found wrong first */
+} cursor;
+
+static int64_t wrong(cursor* c, const char* what) {
+  if (!c->wrong) c->wrong = what;
+  c->at = c->end;
+  return 0;
+}
+static int64_t word(cursor* c) { return c->at < c->end ? *c->at++ : wrong(c, "it ends too early"); }
+static const int64_t* words(cursor* c, int64_t count, int64_t each) {
+  if (count < 0 || count > (c->end - c->at) / each) return wrong(c, "a count is larger than the file"), NULL;
+  c->at += count * each;
+  return c->at - count * each;
+}
+static int64_t below(cursor* c, int64_t most) {
+  int64_t found = word(c);
+  return found >= 0 && found < most ? found : wrong(c, "a number is out of its range");
+}
+static int64_t count_of(cursor* c) { return below(c, c->end - c->at + 1); }
+static const char* string(cursor* c) {
+  int64_t length = below(c, 8 * (c->end - c->at) + 1), size = length / 8 + 1;
+  const char* text = (const char*)words(c, size, 1);
+  if (!text) return "";
+  for (int64_t k = 0; k < size * 8; ++k) {
+    if ((text[k] == 0) != (k >= length)) return wrong(c, "a text is damaged"), "";
+  }
+  return text;
+}
+static const int64_t* references(cursor* c, int64_t count, int64_t least, int64_t most) {
+  const int64_t* found = words(c, count, 1);
+  for (int64_t k = 0; found && k < count; ++k) {
+    if (found[k] < least || found[k] >= most) return wrong(c, "a number is out of its range"), NULL;
+  }
+  return found;
+}
+
+/* ---- the index ---- */
+
+static void read_ports(flam_model* m, cursor* c, int64_t* count, port** ports, int ranged) {
+  *count = count_of(c);
+  *ports = kept(m, *count, sizeof(port));
+  if (!*ports) wrong(c, "there is not enough memory");
+  for (int64_t k = 0; !c->wrong && k < *count; ++k) {
+    port* p = *ports + k;
+    p->name = string(c);
+    p->type = string(c);
+    p->dtype = below(c, FLAM_FLOAT64 + 1);
+    p->rank = below(c, FLAM_MAX_RANK + 1);
+    if (!fl_itemsize(p->dtype)) wrong(c, "a dtype is unknown");
+    if (ranged) p->dims = words(c, p->rank, 2);
+  }
+}
+
+static void read_weight(cursor* c, weight* w, int64_t section_bytes) {
+  w->name = string(c);
+  w->dtype = below(c, FLAM_FLOAT64 + 1);
+  w->mutable_ = below(c, 2);
+  w->offset = word(c);
+  w->bytes = word(c);
+  w->rank = below(c, FLAM_MAX_RANK + 1);
+  w->sizes = words(c, w->rank, 1);
+  w->strides = words(c, w->rank, 1);
+  if (c->wrong) return;
+  if (w->offset < 0 || w->bytes < 0 || w->offset % 64 || w->offset > section_bytes
+      || w->bytes > section_bytes - w->offset) {
+    wrong(c, "a weight lies outside of its section");
+    return;
+  }
+  int64_t top = 1;
+  int empty = 0;
+  for (int64_t k = 0; k < w->rank; ++k) {
+    int64_t reach;
+    if (w->sizes[k] < 0 || w->strides[k] < 0) wrong(c, "a weight has a negative size");
+    else if (w->sizes[k] == 0) empty = 1;
+    else if (__builtin_mul_overflow(w->sizes[k] - 1, w->strides[k], &reach) || __builtin_add_overflow(top, reach, &top)) {
+      wrong(c, "a weight is too large");
+    }
+  }
+  if (__builtin_mul_overflow(top, (int64_t)fl_itemsize(w->dtype), &top)) wrong(c, "a weight is too large");
+  if (!c->wrong && (!fl_itemsize(w->dtype) || w->bytes != (empty ? 0 : top))) wrong(c, "a weight has another size");
+}
+
+static void read_numbers(cursor* c, program* p, const method* of) {
+  p->number_count = count_of(c);
+  p->numbers = (const number*)words(c, p->number_count, 3);
+  for (int64_t k = 0; !c->wrong && k < p->number_count; ++k) {
+    const number* n = p->numbers + k;
+    if (n->op < 0 || n->op >= OP_COUNT) wrong(c, "a number is of an unknown kind");
+    else if (n->op == OP_SIZE || n->op == OP_STRIDE) {
+      if (n->a < 0 || n->a >= of->input_count || n->b < 0 || n->b >= of->inputs[n->a].rank) {
+        wrong(c, "a number is the size of no input");
+      }
+    } else if (n->op != OP_CONST) {
+      int one = n->op == OP_FLOAT || n->op == OP_SQRT;
+      if (n->a < 0 || n->a >= k || (!one && (n->b < 0 || n->b >= k))) wrong(c, "a number needs a later one");
+    }
+  }
+}
+
+static void read_step(cursor* c, program* p, step* s) {
+  int64_t numbers = p->number_count, buffers = p->buffer_count;
+  s->kind = below(c, STEP_COUNT);
+  s->origin = string(c);
+  if (s->kind == STEP_COPY) {
+    s->to = below(c, buffers), s->to_offset = below(c, numbers);
+    s->from = below(c, buffers), s->from_offset = below(c, numbers);
+    s->itemsize = below(c, 9);
+    s->rank = below(c, FLAM_MAX_RANK + 1);
+    s->dims = references(c, s->rank, 0, numbers);
+    s->to_strides = references(c, s->rank, 0, numbers);
+    s->from_strides = references(c, s->rank, 0, numbers);
+    return;
+  }
+  s->kernel = word(c);
+  s->pointer_count = count_of(c);
+  s->pointers = words(c, s->pointer_count, 2);
+  for (int64_t k = 0; s->pointers && k < s->pointer_count; ++k) {
+    const int64_t* pointer = s->pointers + 2 * k;
+    if (pointer[0] < 0 || pointer[0] >= buffers || pointer[1] < 0 || pointer[1] >= numbers) {
+      wrong(c, "a kernel is given no buffer");
+    }
+  }
+  s->size_count = count_of(c);
+  s->sizes = references(c, s->size_count, 0, numbers);
+  s->site_count = count_of(c);
+  s->sites = words(c, s->site_count, 2);
+  for (int64_t k = 0; s->sites && k < s->site_count; ++k) {
+    if (s->sites[2 * k + 1] < -1 || s->sites[2 * k + 1] >= numbers) wrong(c, "a number is out of its range");
+  }
+  if (s->pointer_count > p->most_pointers) p->most_pointers = s->pointer_count;
+  if (s->size_count > p->most_sizes) p->most_sizes = s->size_count;
+}
+
+static void read_program(flam_model* m, cursor* c, program* p, const method* of) {
+  read_numbers(c, p, of);
+  p->input_dims = kept(m, of->input_count, 2 * sizeof(void*));
+  p->output_dims = kept(m, of->output_count, 2 * sizeof(void*));
+  if (!p->input_dims || !p->output_dims) wrong(c, "there is not enough memory");
+  if (c->wrong) return;
+  p->input_strides = p->input_dims + of->input_count;
+  p->output_strides = p->output_dims + of->output_count;
+  for (int64_t k = 0; k < of->input_count; ++k) {
+    p->input_dims[k] = references(c, of->inputs[k].rank, -1, p->number_count);
+    p->input_strides[k] = references(c, of->inputs[k].rank, -1, p->number_count);
+    p->shape_count += 2 * of->inputs[k].rank;
+  }
+  for (int64_t k = 0; k < of->output_count; ++k) {
+    p->output_dims[k] = references(c, of->outputs[k].rank, 0, p->number_count);
+    p->output_strides[k] = references(c, of->outputs[k].rank, 0, p->number_count);
+  }
+  p->buffer_count = count_of(c);
+  p->buffers = (const buffer*)words(c, p->buffer_count, 5);
+  int64_t most[PLACE_COUNT] = {of->input_count, m->weight_count, m->weight_count, of->output_count, 1, 1 << 20};
+  for (int64_t k = 0; !c->wrong && k < p->buffer_count; ++k) {
+    const buffer* b = p->buffers + k;
+    if (b->place < 0 || b->place >= PLACE_COUNT || b->which < 0 || b->which >= most[b->place] || b->bytes < 0
+        || b->bytes >= p->number_count || b->first < 0 || b->last < b->first) {
+      wrong(c, "a buffer is nowhere");
+    } else if (b->place == PLACE_WEIGHT || b->place == PLACE_STATE) {
+      if (m->weights_known[b->which].mutable_ != (b->place == PLACE_STATE)) wrong(c, "a weight is not what it was");
+      p->has_state |= b->place == PLACE_STATE;
+    } else if (b->place == PLACE_SEED && b->which >= p->seed_count) {
+      p->seed_count = b->which + 1;
+    }
+  }
+  p->step_count = count_of(c);
+  p->steps = kept(m, p->step_count, sizeof(step));
+  if (!p->steps) wrong(c, "there is not enough memory");
+  for (int64_t k = 0; !c->wrong && k < p->step_count; ++k) read_step(c, p, p->steps + k);
+}
+
+/* ---- sections ---- */
+
+enum { INDEX = 1, WEIGHTS = 2, CODE = 3 };
+
+typedef struct {
+  uint64_t kind, offset, size, hash;
+  uint8_t sha[32];
+  char name[64];
+} section;
+
+typedef struct {
+  char magic[8];
+  uint32_t major, minor;
+  uint64_t size, sections, zeros[4];
+  uint8_t sha[32], more[32];
+} header;
+
+_Static_assert(sizeof(header) == 128 && sizeof(section) == 128, "as the format says");
+
+static int all_zero(const uint8_t* at, size_t size) {
+  for (size_t k = 0; k < size; ++k) {
+    if (at[k]) return 0;
+  }
+  return 1;
+}
+
+static int same_sha(const uint8_t* file, const section* s) {
+  uint8_t sha[32];
+  fl_sha256(file + s->offset, s->size, sha);
+  return memcmp(sha, s->sha, sizeof sha) == 0;
+}
+
+#define DAMAGED(...) fl_fail(error, FLAM_FILE, "the package is damaged: " __VA_ARGS__)
+
+static int check_file(const uint8_t* data, size_t size, flam_error* error) {
+  const header* h = (const header*)data;
+  if (size < 8 || memcmp(data, "FLAMBEAU", 8)) return fl_fail(error, FLAM_FILE, "this is no package of Flambeau's");
+  if (size < sizeof *h) return DAMAGED("it ends too early");
+  if (h->major > FLAM_MAJOR) {
+    return fl_fail(error, FLAM_VERSION, "the package has format %u.%u, and this runtime reads up to %d: it takes a newer "
+                   "flambeau", h->major, h->minor, FLAM_MAJOR);
+  }
+  if (h->major < 1) return DAMAGED("it has no version");
+  if (h->size != size) {
+    return DAMAGED("it has %llu bytes and should have %llu", (unsigned long long)size, (unsigned long long)h->size);
+  }
+  if (h->sections > (size - sizeof *h) / sizeof(section)) return DAMAGED("its table of sections is cut off");
+  const section* sections = (const section*)(data + sizeof *h);
+  size_t end = sizeof *h + h->sections * sizeof(section);
+  uint8_t sha[32], both[64];
+  fl_sha256(data, 64, both);
+  fl_sha256(data + sizeof *h, h->sections * sizeof(section), both + 32);
+  fl_sha256(both, sizeof both, sha);
+  if (memcmp(sha, h->sha, sizeof sha) || !all_zero(h->more, sizeof h->more)) {
+    return DAMAGED("the checksum of its table of sections is wrong");
+  }
+  for (uint64_t k = 0; k < h->sections; ++k) {
+    const section* s = sections + k;
+    size_t begin = (end + 63) / 64 * 64;
+    if (s->offset != begin || begin > size || s->size > size - begin || s->name[63]) {
+      return DAMAGED("section %llu is not where it should be", (unsigned long long)k);
+    }
+    if (!all_zero(data + end, begin - end)) return DAMAGED("there is something between its sections");
+    end = begin + s->size;
+    if (flam_hash(data + begin, s->size) != s->hash) return DAMAGED("the checksum of its section '%s' is wrong", s->name);
+    /* What runs or is followed; what people read has the other one. */
+    if ((s->kind == INDEX || s->kind == CODE) && !same_sha(data, s)) {
+      return DAMAGED("the checksum of its section '%s' is wrong", s->name);
+    }
+  }
+  if (end != size) return DAMAGED("there is something behind its sections");
+  return 0;
+}
+
+static const section* section_of(const uint8_t* file, uint64_t kind) {
+  const header* h = (const header*)file;
+  const section* s = (const section*)(file + sizeof *h);
+  for (uint64_t k = 0; k < h->sections; ++k) {
+    if (s[k].kind == kind) return s + k;
+  }
+  return NULL;
+}
+
+/* ---- machine code ---- */
+
+static const flam_host host = {fl_parallel, fl_member, fl_members, flam_threads};
+
+/* Loaded out of a file that is in memory alone. It stays open: the loader takes two of one name for the same. */
+static const flam_code* load_code(flam_model* m, const section* s, flam_error* error) {
+  m->code_file = memfd_create("flambeau", MFD_CLOEXEC);
+  for (size_t done = 0; m->code_file >= 0 && done < s->size;) {
+    ssize_t count = write(m->code_file, m->file + s->offset + done, s->size - done);
+    if (count <= 0) {
+      fl_fail(error, FLAM_MEMORY, "there is not enough memory for the machine code");
+      return NULL;
+    }
+    done += (size_t)count;
+  }
+  char path[64];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", m->code_file);
+  const flam_code* (*bind)(const flam_host*) = NULL;
+  pthread_mutex_lock(&loader);
+  m->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (m->library) *(void**)&bind = dlsym(m->library, "flam_bind");
+  if (!bind) fl_fail(error, FLAM_MACHINE, "the machine code of the package does not load here: %s", dlerror());
+  pthread_mutex_unlock(&loader);
+  return bind ? bind(&host) : NULL;
+}
+
+static int read_target(flam_model* m, cursor* c, const char* wanted, flam_error* error) {
+  const header* h = (const header*)m->file;
+  const section* sections = (const section*)(m->file + sizeof *h);
+  char reasons[700] = "";
+  int64_t count = count_of(c), found = 0;
+  for (int64_t t = 0; !c->wrong && t < count; ++t) {
+    const char *name = string(c), *features = string(c);
+    int64_t code = below(c, (int64_t)h->sections);
+    char missing[64];
+    size_t used = strlen(reasons);
+    int runs = 0;
+    if (wanted && strcmp(wanted, name)) snprintf(reasons + used, sizeof reasons - used, " %s;", name);
+    else if (sections[code].kind != CODE || !fl_supports(features, missing, sizeof missing)) {
+      snprintf(reasons + used, sizeof reasons - used, " %s needs %s;", name,
+               sections[code].kind == CODE ? missing : "another runtime");
+    } else runs = !found;
+    const flam_code* kernels = NULL;
+    if (runs && !(kernels = load_code(m, sections + code, error))) return error ? error->code : FLAM_FILE;
+    found |= runs;
+    for (int64_t k = 0; !c->wrong && k < m->method_count; ++k) {
+      int64_t length = count_of(c);
+      cursor inside = {c->at, c->at + length, NULL};
+      c->at += length;
+      program* p = m->programs + k;
+      if (!runs || c->wrong) continue;
+      read_program(m, &inside, p, m->methods + k);
+      if (!inside.wrong && inside.at != inside.end) inside.wrong = "a program goes on behind its end";
+      p->kernels = kernels->kernels;
+      for (int64_t i = 0; !inside.wrong && i < p->step_count; ++i) {
+        const step* s = p->steps + i;
+        if (s->kind != STEP_LAUNCH) continue;
+        if (s->kernel < 0 || s->kernel >= kernels->count || kernels->kernels[s->kernel].pointers != s->pointer_count
+            || kernels->kernels[s->kernel].sizes != s->size_count) {
+          inside.wrong = "a kernel is not what it was";
+        }
+      }
+      if (inside.wrong) wrong(c, inside.wrong);
+    }
+  }
+  if (!c->wrong && !found) {
+    return fl_fail(error, FLAM_MACHINE, "nothing in the package runs here (%s): of its targets,%s", wanted ? wanted : "CPU",
+                   reasons);
+  }
+  return 0;
+}
+
+static int read_index(flam_model* m, const char* target, flam_error* error) {
+  const section *index = section_of(m->file, INDEX), *weights = section_of(m->file, WEIGHTS);
+  if (!index || !weights || index->size % 8) return DAMAGED("it has no index");
+  cursor c = {(const int64_t*)(m->file + index->offset), NULL, NULL};
+  c.end = c.at + index->size / 8;
+  m->pair_count = count_of(&c);
+  m->pairs = kept(m, m->pair_count, sizeof(pair));
+  for (int64_t k = 0; m->pairs && !c.wrong && k < m->pair_count; ++k) {
+    m->pairs[k].key = string(&c);
+    m->pairs[k].value = string(&c);
+  }
+  m->weight_count = count_of(&c);
+  m->weights_known = kept(m, m->weight_count, sizeof(weight));
+  for (int64_t k = 0; m->weights_known && !c.wrong && k < m->weight_count; ++k) {
+    read_weight(&c, m->weights_known + k, (int64_t)weights->size);
+  }
+  m->method_count = count_of(&c);
+  m->methods = kept(m, m->method_count, sizeof(method));
+  m->programs = kept(m, m->method_count, sizeof(program));
+  if (!m->pairs || !m->weights_known || !m->methods || !m->programs) {
+    return fl_fail(error, FLAM_MEMORY, "there is not enough memory");
+  }
+  for (int64_t k = 0; !c.wrong && k < m->method_count; ++k) {
+    method* one = m->methods + k;
+    one->name = string(&c);
+    read_ports(m, &c, &one->input_count, &one->inputs, 1);
+    read_ports(m, &c, &one->output_count, &one->outputs, 0);
+  }
+  m->fault_count = count_of(&c);
+  m->faults = kept(m, m->fault_count, sizeof(char*));
+  for (int64_t k = 0; m->faults && !c.wrong && k < m->fault_count; ++k) m->faults[k] = string(&c);
+  int code = c.wrong ? 0 : read_target(m, &c, target, error);
+  if (code) return code;
+  if (!c.wrong && c.at != c.end) wrong(&c, "there is something behind its index");
+  return c.wrong ? DAMAGED("%s", c.wrong) : 0;
+}
+
+static int take_weights(flam_model* m, flam_error* error) {
+  const uint8_t* data = m->file + section_of(m->file, WEIGHTS)->offset;
+  m->states = kept(m, m->weight_count, sizeof(void*));
+  m->weights = calloc(1, sizeof *m->weights);
+  if (m->weights) {
+    m->weights->uses = 1;
+    m->weights->blocks = calloc((size_t)m->weight_count + 1, sizeof(block*));
+  }
+  if (!m->states || !m->weights || !m->weights->blocks) return fl_fail(error, FLAM_MEMORY, "there is not enough memory");
+  for (int64_t k = 0; k < m->weight_count; ++k) {
+    const weight* w = m->weights_known + k;
+    block* b = m->weights->blocks[k] = calloc(1, sizeof *b);
+    if (w->mutable_) m->states[k] = fl_aligned((size_t)w->bytes);
+    if (!b || (w->mutable_ && !m->states[k])) return fl_fail(error, FLAM_MEMORY, "there is not enough memory");
+    b->uses = 1;
+    b->data = (void*)(data + w->offset);
+    if (w->mutable_) memcpy(m->states[k], b->data, (size_t)w->bytes);
+  }
+  return 0;
+}
+
+static flam_model* read_model(const uint8_t* data, size_t size, int mapped, const char* target, flam_error* error) {
+  flam_model* m = calloc(1, sizeof *m);
+  if (!m) {
+    fl_fail(error, FLAM_MEMORY, "there is not enough memory");
+    if (mapped) munmap((void*)data, size);
+    return NULL;
+  }
+  m->uses = 1;
+  m->file = data;
+  m->size = size;
+  m->mapped = mapped;
+  m->code_file = -1;
+  m->seed = UINT64_C(0x9E3779B97F4A7C15);
+  pthread_mutex_init(&m->lock, NULL);
+  pthread_mutex_init(&m->state_lock, NULL);
+  pthread_mutex_init(&m->update_lock, NULL);
+  if (check_file(data, size, error) || read_index(m, target, error) || take_weights(m, error)) {
+    fl_release(m);
+    return NULL;
+  }
+  return m;
+}
+
+flam_model* flam_load_memory(const void* data, size_t size, const char* target, flam_error* error) {
+  if ((uintptr_t)data % 64) {
+    fl_fail(error, FLAM_ARGUMENT, "a package in memory must begin at a multiple of 64");
+    return NULL;
+  }
+  return read_model(data, size, 0, target, error);
+}
+
+flam_model* flam_load(const char* path, const char* target, flam_error* error) {
+  int file = open(path, O_RDONLY | O_CLOEXEC);
+  struct stat status;
+  if (file < 0 || fstat(file, &status)) {
+    fl_fail(error, FLAM_FILE, "%s cannot be opened", path);
+    if (file >= 0) close(file);
+    return NULL;
+  }
+  size_t size = (size_t)status.st_size;
+  void* data = size ? mmap(NULL, size, PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
+  close(file);
+  if (data == MAP_FAILED) {
+    fl_fail(error, FLAM_FILE, size ? "%s cannot be read" : "%s is empty", path);
+    return NULL;
+  }
+  return read_model(data, size, 1, target, error);
+}

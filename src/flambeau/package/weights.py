@@ -1,0 +1,87 @@
+"""The weights of a package: a section that is a safetensors file, each tensor once and at a multiple of 64 bytes."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import torch
+
+from flambeau.errors import UnsupportedError
+
+from .container import ALIGN, text_words
+from .plan import DTYPES, MOST_RANK, STATE, WEIGHT
+
+# As safetensors calls them.
+KINDS = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
+         torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64", torch.float16: "F16",
+         torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+PAD = "__pad__."  # tensors without meaning: the layout has no gaps, and the next one is aligned
+
+
+class Weights:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self.mutable: list[bool] = []
+        self.known: dict[tuple[object, ...], int] = {}
+
+    def add(self, name: str, t: torch.Tensor, mutable: bool) -> int:
+        """Which one it is; a tensor that is there already, by whatever name, is not there twice. `mutable`: a method
+        writes to it, and those that read it see that."""
+        if t.dtype not in DTYPES or t.dim() > MOST_RANK or t.layout is not torch.strided or t.device.type != "cpu":
+            raise UnsupportedError(f"the weight {name} is {t.dtype} {list(t.shape)} on {t.device}: packages hold dense "
+                                   "tensors of the CPU")
+        key = (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) if t.numel() else (name,)
+        if key in self.known:
+            self.mutable[self.known[key]] |= mutable
+            return self.known[key]
+        if name in self.names:
+            raise UnsupportedError(f"two weights are called {name}")
+        self.known[key] = len(self.names)
+        self.names.append(name)
+        self.tensors.append(t)  # kept alive: its address is a key
+        self.mutable.append(mutable)
+        return self.known[key]
+
+    def place(self, which: int) -> int:
+        return STATE if self.mutable[which] else WEIGHT
+
+    def add_constant(self, t: torch.Tensor) -> int:
+        return self.add(f"constant.{len(self.names)}", t, False)
+
+    def encoded(self) -> tuple[bytes, list[list[int]]]:
+        """The section, and a row of the index for each."""
+        parts: list[bytes] = []
+        header: dict[str, object] = {"__metadata__": {"format": "flambeau"}}
+        places, at = [], 0
+        for name, t in zip(self.names, self.tensors):
+            shape, data = in_memory_order(t)
+            header[name] = {"dtype": KINDS[t.dtype], "shape": shape, "data_offsets": [at, at + len(data)]}
+            places.append((at, len(data)))
+            parts.append(data)
+            at += len(data)
+            if pad := -at % ALIGN:
+                header[f"{PAD}{len(places)}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [at, at + pad]}
+                parts.append(bytes(pad))
+                at += pad
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGN)
+        first = 8 + len(text)
+        rows = [[*text_words(name), DTYPES[t.dtype], int(mutable), first + begin, size, t.dim(), *t.shape, *t.stride()]
+                for name, t, mutable, (begin, size) in zip(self.names, self.tensors, self.mutable, places)]
+        return b"".join((struct.pack("<Q", len(text)), text, *parts)), rows
+
+
+def in_memory_order(t: torch.Tensor) -> tuple[list[int], bytes]:
+    """Sizes from the outermost dimension in memory to the innermost, and the bytes in that order. What is expanded or
+    has gaps is stored with all that lies between its first and last element."""
+    if t.numel() == 0:
+        return list(t.shape), b""
+    reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+    flat = t.as_strided((reach,), (1,)).contiguous()
+    data = flat.view(torch.uint8).numpy().tobytes() if t.dtype is not torch.bool else flat.numpy().tobytes()
+    if reach != t.numel():
+        return [reach], data
+    order = sorted(range(t.dim()), key=t.stride, reverse=True)
+    return [t.shape[d] for d in order] if not t.is_contiguous() else list(t.shape), data

@@ -1,0 +1,18 @@
+"""The CPU without libraries: what packages are compiled for, which run where there is no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .target import CpuTarget
+
+if TYPE_CHECKING:
+    from flambeau.ir.capabilities import Capabilities
+
+
+class LibraryFreeCpu(CpuTarget):
+    name = "cpu-alone"
+
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities(), name=self.name, contracts=True, sorts=True, tables=False)

@@ -1,0 +1,29 @@
+"""`flambeau export`, `run`, `inspect` and `size`: a function on its way through a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flambeau.cli import main
+
+
+def test_from_a_function_to_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, package = tmp_path / "example.py", str(tmp_path / "norm.flam")
+    file.write_text("import torch\ndef norm(x): return torch.relu(x - x.mean(-1, keepdim=True))\n"
+                    "def norm_inputs(): return (torch.randn(4, 16),)\n")
+    assert main(["export", f"{file}:norm", "-o", package]) == 0
+    assert package in capsys.readouterr().out
+    np.save(tmp_path / "x.npy", np.arange(64, dtype=np.float32).reshape(4, 16))
+    assert main(["run", package, "--input", f"x={tmp_path}/x.npy", "--output", f"{tmp_path}/y"]) == 0
+    assert np.array_equal(np.load(tmp_path / "y0.npy")[0], np.maximum(np.arange(16) - 7.5, 0).astype(np.float32))
+    assert main(["inspect", package, "--texts"]) == 0
+    shown = capsys.readouterr().out
+    assert "forward(x: float32 [4, 16] contiguous) -> float32" in shown and "KERNEL_NAME" in shown
+    assert main(["size", package, "--html", f"{tmp_path}/size.html"]) == 0
+    assert "code of kernels" in capsys.readouterr().out and "code of kernels" in (tmp_path / "size.html").read_text()
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    assert main(["run", package, "--input", f"{tmp_path}/x.npy"]) == 1
+    assert "input 'x': expected float32 [4, 16] contiguous, got float64 [3]" in capsys.readouterr().err

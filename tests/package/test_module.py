@@ -1,0 +1,278 @@
+"""A loaded package: its methods, what it refuses and how, threads, weights, and damaged files; in Python and in C."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import flambeau
+from flambeau.package import container
+from flambeau.package.client import PackageError
+from flambeau.package.container import DamagedPackage, NewerPackage
+from flambeau.package.machine_code import FILES, RUNTIME
+
+HERE = Path(__file__).parent
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.hardswish(x) * self.weight
+
+
+class Small(nn.Module):
+    """Two methods, a state, an index to check, and a matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.table = nn.Embedding(10, 8)
+        self.register_buffer("cache", torch.zeros(3, 8))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.linear(image).relu()
+
+    def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.table(ids)
+        self.cache.add_(found)
+        return found, self.cache.sum()
+
+
+@pytest.fixture(scope="module")
+def model() -> Small:
+    torch.manual_seed(1)
+    return Small().eval()
+
+
+@pytest.fixture(scope="module")
+def path(model: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("package") / "small.flam"
+    flambeau.export(model, (torch.randn(4, 8),), found, dynamic_shapes={"image": {0: Dim("N", min=2, max=64)}},
+                    methods={"look_up": (model.look_up, (torch.arange(3),))}, metadata={"author": "us"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("package") / "scaled.flam"
+    flambeau.export(Scaled(), (torch.randn(64),), found, debug=False)
+    return found
+
+
+def test_methods_states_and_metadata(path: Path, model: Small) -> None:
+    module = flambeau.load(path)
+    assert module.method_names == ["forward", "look_up"] and module.metadata["author"] == "us"
+    assert {"linear.weight", "linear.bias", "table.weight", "cache"} <= set(module.weights)
+    x = np.random.default_rng(0).standard_normal((5, 8), dtype=np.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(module(x), model(torch.from_numpy(x)).numpy(), rtol=1e-5, atol=1e-6)
+    module.set_input(x, "image")
+    first, = module.execute()
+    assert np.array_equal(first, module.get_output(0)) and np.array_equal(first, module.forward(image=x))
+    ids = np.array([1, 2, 1])
+    for times in (1, 2):
+        rows, total = module.load_method("look_up")(ids)
+        assert np.array_equal(rows, model.table.weight.detach().numpy()[ids])
+        np.testing.assert_allclose(total, times * rows.sum(), rtol=1e-4)
+    with pytest.raises(PackageError, match="has no method 'backward': it has forward, look_up"):
+        module.load_method("backward")
+    with pytest.raises(PackageError, match=r"index 10 is out of bounds for dimension 0 with size 10 \(in .*embedding"):
+        module.look_up(np.array([1, 10, 2]))
+    module.unload()
+    with pytest.raises(PackageError, match="was unloaded"):
+        module(x)
+
+
+ONES = np.ones((4, 8), np.float32)
+EXPECTED = r"input 'image': expected float32 \[2..64, 8\] contiguous, got "
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ((ONES.astype(np.float16),), EXPECTED + r"float16 \[4, 8\]"),
+    ((ONES[None],), EXPECTED + r"float32 \[1, 4, 8\]"),
+    ((ONES[:, :7].copy(),), EXPECTED + r"float32 \[4, 7\]"),
+    ((ONES[:1],), EXPECTED + r"float32 \[1, 8\]"),
+    ((np.ones((65, 8), np.float32),), EXPECTED + r"float32 \[65, 8\]"),
+    ((np.ones((8, 4), np.float32).T,), EXPECTED + r"float32 \[4, 8\] with strides \[1, 4\]"),
+    ((np.ones((4, 16), np.float32)[:, ::2],), EXPECTED + r"float32 \[4, 8\] with strides \[16, 2\]"),
+    ((ONES.astype(">f4"),), "input 'image': its bytes are in the order of another machine"),
+    (("text",), "method 'forward' takes 1 inputs, got 0"),
+    ((ONES, ONES), "method 'forward' takes 1 inputs, got 2"),
+    ((), "method 'forward': input 'image' is missing"),
+])
+def test_wrong_inputs_are_refused_by_name(path: Path, given: tuple, message: str) -> None:
+    with flambeau.load(path) as module, pytest.raises(PackageError, match=message):
+        module.forward(*given)
+
+
+def test_weights_change_at_once(scaled: Path, tmp_path: Path) -> None:
+    module = flambeau.load(scaled)
+    x = np.full(64, 4, np.float32)
+    wrong: list[np.ndarray] = []
+    done = threading.Event()
+
+    def call() -> None:
+        while not done.is_set():
+            y = module(x)
+            if len(set(y.tolist())) != 1:
+                wrong.append(y)
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for k in (2, 3) * 50:
+        module.update_weights({"weight": np.full(64, k, np.float32)})
+    done.set()
+    for t in threads:
+        t.join()
+    assert not wrong and module(x)[0] == 12
+    with pytest.raises(PackageError, match="has no weight 'wieght'"):
+        module.update_weights({"wieght": x})
+    with pytest.raises(PackageError, match=r"weight 'weight': expected float32 \[64\].*, got float32 \[63\]"):
+        module.update_weights({"weight": x[:63]})
+    section = next(s for s in container.read(scaled) if s.kind == container.WEIGHTS)
+    (tmp_path / "w.safetensors").write_bytes(section.data)  # the section is a file of that format
+    module.update_weights(tmp_path / "w.safetensors")
+    assert module(x)[0] == 4
+
+
+def test_a_process_without_torch_and_compiler_loads_it(scaled: Path) -> None:
+    text = ("import sys, numpy; sys.modules['torch'] = None; import flambeau;"
+            f"print(flambeau.load({str(scaled)!r}).forward(numpy.full(64, 4, 'float32'))[0])")
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True,
+                          env={"PATH": "", "PYTHONPATH": str(Path(flambeau.__file__).parents[1]), "HOME": "/nowhere"})
+    assert done.stdout == "4.0\n", done.stderr
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def test_a_newer_format_is_refused_by_name(scaled: Path, tmp_path: Path) -> None:
+    data = bytearray(scaled.read_bytes())
+    data[8] = 2
+    (tmp_path / "new.flam").write_bytes(data)
+    with pytest.raises(NewerPackage, match="has format 2.0, and this version reads up to 1"):
+        flambeau.load(tmp_path / "new.flam")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the files were made on x86-64")
+def test_files_of_every_version_are_read() -> None:
+    files = sorted((HERE / "fixtures").glob("format-*.flam"))
+    assert files
+    for file in files:
+        with flambeau.load(file) as module:
+            for times in (1, 2):
+                y, count = module(np.full((2, 4), 4, np.float32))
+                assert y.tolist() == [[0, 4, 8, 12]] * 2 and count == times
+
+
+def test_server_with_batches_and_new_weights(path: Path, model: Small, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("serve", HERE.parents[1] / "examples" / "package" / "serve.py")
+    assert spec is not None and spec.loader is not None
+    serve = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(serve)
+    server = serve.server(str(path), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def post(where: str, body: bytes) -> bytes:
+        return urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{where}", body).read()
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        body = io.BytesIO()
+        np.save(body, x)
+        return np.load(io.BytesIO(post("forward", body.getvalue())))
+
+    with ThreadPoolExecutor(8) as pool:
+        given = [np.full((2, 8), k, np.float32) for k in range(16)]
+        found = list(pool.map(forward, given))
+    for x, y in zip(given, found):
+        np.testing.assert_allclose(y, model(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        forward(np.zeros((2, 9), np.float32))
+    weights = next(bytes(s.data) for s in container.read(path) if s.kind == container.WEIGHTS)
+    post("weights", weights)
+    server.shutdown()
+
+
+def test_damaged_files_are_refused(scaled: Path, tmp_path: Path) -> None:
+    whole, draw = scaled.read_bytes(), np.random.default_rng()
+    seed = draw.integers(1 << 30)
+    draw = np.random.default_rng(seed)
+    for k in range(200):
+        data = bytearray(whole)
+        if k % 2:
+            del data[draw.integers(len(data)):]
+        else:
+            data[draw.integers(len(data))] ^= 1 << int(draw.integers(8))
+        path = tmp_path / "damaged.flam"
+        path.write_bytes(data)
+        with pytest.raises((DamagedPackage, NewerPackage)):
+            print(f"seed {seed}, file {k}: {container.read(path)}")
+
+
+def compiled(tmp_path: Path, *flags: str) -> Path:
+    """The stress test with the runtime's own files."""
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc")
+    out = tmp_path / "stress"
+    made = subprocess.run(["gcc", "-std=gnu11", "-g", "-O1", *flags, f"-I{RUNTIME}", str(HERE / "stress.c"),
+                           *(str(RUNTIME / name) for name in FILES), "-pthread", "-ldl", "-lm", "-o", str(out)],
+                          capture_output=True, text=True)
+    if "cannot find" in made.stderr:
+        pytest.skip("gcc has no sanitizers here")
+    assert made.returncode == 0, made.stderr
+    return out
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_threads_that_load_run_and_swap_weights(scaled: Path, tmp_path: Path, sanitizer: str) -> None:
+    out = compiled(tmp_path, f"-fsanitize={sanitizer}")
+    done = subprocess.run([str(out), "threads", str(scaled), "16", "800"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "800 calls, 0 wrong\n", done.stdout + done.stderr[-3000:]
+    if sanitizer != "thread":
+        done = subprocess.run([str(out), "damage", str(scaled), "120", "5"], capture_output=True, text=True)
+        assert done.returncode == 0 and "0 accepted" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+def test_sizes(scaled: Path, tmp_path: Path) -> None:
+    """A package of one operator with its runtime, and what the runtime needs of a system."""
+    sections = {s.kind: s for s in container.read(scaled)}
+    assert scaled.stat().st_size <= 80_000
+    library = tmp_path / "runtime.so"
+    library.write_bytes(sections[container.RUNTIME].data)
+    text = int(subprocess.run(["size", str(library)], capture_output=True, text=True).stdout.splitlines()[1].split()[0])
+    assert text <= 50_000
+    needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True).stdout
+    names = {x.split("[")[1].split(".")[0] for x in needed.splitlines() if "NEEDED" in x}
+    assert names <= {"libc", "libm", "libpthread"}
+
+
+def test_c_and_cpp_clients(scaled: Path, tmp_path: Path) -> None:
+    example = HERE.parents[1] / "examples" / "package" / "run.c"
+    out = tmp_path / "run"
+    subprocess.run(["gcc", f"-I{RUNTIME}", str(example), *(str(RUNTIME / name) for name in FILES), "-pthread", "-ldl",
+                    "-lm", "-o", str(out)], check=True)
+    assert subprocess.run([str(out), str(scaled), "64"], capture_output=True, text=True).stdout == "0.666667\n"
+    refused = subprocess.run([str(out), str(scaled), "8", "8"], capture_output=True, text=True)
+    assert refused.stderr == "input 'x': expected float32 [64] contiguous, got float32 [8, 8]\n"
+    wrapper = tmp_path / "wrapper.cpp"
+    wrapper.write_text('#include "flambeau.hpp"\nint main() { return sizeof(flambeau::Module) == 0; }\n')
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", f"-I{RUNTIME}", str(wrapper)], check=True)
