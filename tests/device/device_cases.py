@@ -328,6 +328,18 @@ def test_ranges_keep_the_shape_of_what_they_fill(fill: Any) -> None:
     assert torch.randperm(6, out=out, device=DEV).sort()[0].tolist() == [*range(6)]
 
 
+def test_bounds_that_a_dtype_does_not_have() -> None:
+    """Eager warns of them."""
+    for bounds in ((0, 2**24 + 1), (0, 2**24 + 2), (-2**24 - 1, 0)):
+        said = []
+        for device in ("cpu", DEV):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                torch.zeros(3, device=device).random_(*bounds)
+            said.append([str(w.message).partition(" (Triggered")[0] for w in told])
+        assert said[0] == said[1]
+
+
 def test_copies_of_numbers() -> None:
     x = torch.zeros(3, 4, device=DEV)
     x.copy_(2.5)

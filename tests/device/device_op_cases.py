@@ -425,6 +425,14 @@ def test_unique() -> None:
         every_result(fn(x.to(DEV), y.to(DEV)), fn(x, y))
 
 
+@pytest.mark.usefixtures("falls_back")
+def test_unique_rows_with_nan() -> None:
+    """They have no order: eager's is that of the CPU's sort."""
+    x = torch.tensor([[1.0, torch.nan], [1.0, torch.nan], [2.0, 0.0], [2.0, 0.0]])
+    for k in (0, 1):
+        every_result(x.to(DEV).unique(dim=k, return_inverse=True), x.unique(dim=k, return_inverse=True))
+
+
 def test_draws_that_sort() -> None:
     n, p = 20_000, torch.tensor([0.0, 1, 2, 3, 0], device=DEV)
     torch.manual_seed(3)

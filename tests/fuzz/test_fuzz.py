@@ -16,7 +16,7 @@ from .found import FOUND
 from .program import written
 from .run import LENGTH, TARGETS, environment
 from .shrink import shrink, signature
-from .workers import Worker
+from .workers import Traced, Worker
 
 NEEDS = {"opencl": "pyopencl", "device": "pyopencl", "interpreter": "triton"}
 CHUNKS, PROGRAMS = 12, 25  # 300 programs a target
@@ -64,10 +64,46 @@ def test_what_was_found(target: str, name: str, tmp_path_factory: pytest.TempPat
     assert not outcome.ours, f"{outcome.ours}\n\n{FOUND[name].text(target)}"
 
 
-def test_a_crash_of_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """AOTAutograd replays views of an input upon another one: it reads beyond a list of parts."""
+def test_views_of_inputs_that_share_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """AOTAutograd would replay those of one upon the other, and read beyond a list of parts."""
     program = written([("torch.ones(2, 14)", "[:, ::2]")], "v0 = a1.split(3, 0)[-1]", "v1 = a0.split(1, 0)[-1] + 1",
                       "v2 = a1.mul_(3)", results="v2, v2, v0, v1")
     both = program.inputs[0], replace(program.inputs[0], name="a1", layout="[:, ::2].select(0, 0)", of="a0")
     outcome = worker_of("cpu", tmp_path_factory.getbasetemp()).run(replace(program, inputs=both))
-    assert not outcome.ours
+    assert not {"crash", "raises", "value"} & {kind for kind, _ in outcome.ours + outcome.torchs}
+
+
+class Crashing(Worker):
+    """Its process ends with each program; `alone`: findings of torch's own tracing, None where that ends as well."""
+
+    exitcode = -11
+
+    def __init__(self, alone: list[tuple[str, str]] | None) -> None:
+        super().__init__("cpu", {}, limit=1.0)
+        self.alone = alone
+
+    def start(self) -> None:
+        self.pipe = self.process = self
+        self.ran = 0
+
+    def send(self, task: object) -> None:
+        self.task = task
+
+    def poll(self, seconds: float) -> bool:
+        return True
+
+    def recv(self) -> object:
+        if isinstance(self.task, Traced) and self.alone is not None:
+            return [], self.alone, (0.0, 0.0)
+        raise EOFError
+
+    def kill(self) -> None: ...
+
+    join = close = kill
+
+
+@pytest.mark.parametrize(("alone", "excused"), [(None, True), ([("raises", "")], True), ([("strides", "")], False)])
+def test_a_crash_of_torch(alone: list[tuple[str, str]] | None, excused: bool) -> None:
+    outcome = Crashing(alone).run(written(["torch.ones(3)"], results="a0"))
+    assert dict(outcome.torchs if excused else outcome.ours) == {"crash": "exit status -11"}
+    assert not (outcome.ours if excused else outcome.torchs)

@@ -65,6 +65,10 @@ def serve(pipe: Connection, target: str, options: dict[str, Any]) -> None:
 
     if target == "device":
         flambeau.enable_device()
+    if target == "opencl":  # binaries for other processes, of programs that none will run, are a third of the time
+        from flambeau.targets.opencl.target import OpenClTarget
+
+        OpenClTarget.keeps_binaries = lambda self, device: False
     while True:
         task = pipe.recv()
         if task is None:

@@ -21,12 +21,13 @@ from flambeau.schedule.plan import schedule
 CPU = Capabilities("cpu")
 
 
-def programs(fn: Callable[..., Any], *args: Any, numerics: str = "fast", dynamic: bool = False) -> list[Program]:
+def programs(fn: Callable[..., Any], *args: Any, numerics: str = "fast", dynamic: bool = False,
+             caps: Capabilities = CPU) -> list[Program]:
     """The program of fn and, where an argument asks for a gradient, that of its backward."""
     made: list[Program] = []
 
     def compiler(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        made.append(schedule(capture(gm, CPU, policy=policy_of(numerics, "any")).graph, CPU, True))
+        made.append(schedule(capture(gm, caps, policy=policy_of(numerics, "any")).graph, caps, True))
         return interpret(gm)
 
     out = aot_function(fn, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,

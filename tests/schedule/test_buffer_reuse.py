@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from flambeau.codegen.triton.dialect import CAPABILITIES
+from schedule.programs import programs
 
 TARGETS = ["cpu", pytest.param("interpreter", marks=pytest.mark.skipif(find_spec("triton") is None,
                                                                        reason="Triton is not installed"))]
@@ -41,3 +46,11 @@ def test_what_is_written_was_read_before(f: Callable[..., None], target: str) ->
     f(*eager)
     for a, b in zip(ours, eager, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_no_memory_is_its_own_predecessor() -> None:
+    """A row that is too long to be kept is stored and read again by one kernel, and by nobody else."""
+    caps = replace(CAPABILITIES, arena_most=1 << 20)
+    x, y = (torch.randn(215, 7320, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    made = programs(lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"), x, y, caps=caps)
+    assert made and not [b for p in made for b in p.buffers if b.over == b.name]

@@ -87,6 +87,18 @@ def test_a_transposition_is_tiled() -> None:
     assert only(lambda x, y: x * y, torch.randn(64, 100), torch.randn(64, 100)).tile is None
 
 
+@pytest.mark.parametrize(("shape", "mixed", "tiled"), [
+    ((2000, 13), False, True),
+    ((2000, 13), True, False),  # another line for every row
+    ((40, 2000, 13), False, True),
+])
+def test_lines_shorter_than_a_vector_are_tiled_where_tiles_are_walked_as_one(
+        shape: tuple[int, ...], mixed: bool, tiled: bool) -> None:
+    y = torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    k = only(lambda x, y, z: (x + z) * y.exp(), torch.randn(shape), y, torch.randn(13) if mixed else torch.randn(1))
+    assert (k.tile is not None) == tiled and k.vector is not None and k.vector.size.const == 13
+
+
 # ---- splitting -----------------------------------------------------------------------------------------
 
 
@@ -115,6 +127,16 @@ def test_sizes_of_the_run_are_divided_into_equal_parts_too() -> None:
     """A row three times over is three loops along it, whatever its length."""
     k, = launches(program(lambda x: x.repeat(1, 3) + 1, torch.randn(6, 10), dynamic=True))
     assert isinstance(k, LoopKernel) and not divisions(k) and len(k.outer) == 3
+
+
+def test_what_each_stage_reads_again_counts_more_than_what_is_written_once() -> None:
+    """A norm over a transposed tensor: its statistics and its map read along the columns that lie side by side."""
+    def norm(x: Tensor) -> Tensor:
+        y = x - x.mean((0, 2), keepdim=True)
+        return (y / y.square().mean((0, 2), keepdim=True).sqrt()).contiguous()
+
+    k = only(norm, torch.randn(3, 202, 224).transpose(1, 2))
+    assert k.vector in k.outer and k.form.name.endswith("columns")
 
 
 # ---- stages --------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Draw:
         n = max(1, round(self.elements / c / math.prod(around)))
         return (n, c, *around)
 
-    def laid(self, shape: Shape, dtype: torch.dtype | None = None) -> Input:
+    def laid(self, shape: Shape) -> Input:
         """In one half of the cases in the order of its dimensions, without gaps."""
         rank, order, gap = len(shape), tuple(range(len(shape))), 0
         kind = self.r.random()
@@ -122,10 +122,10 @@ class Draw:
             order = tuple(self.r.sample(order, rank))
         elif rank > 1 and kind > 0.5:
             gap = self.side(64)
-        return Input(shape, dtype or self.dtype, order, gap)
+        return Input(shape, self.dtype, order, gap)
 
-    def plain(self, *shape: int, dtype: torch.dtype | None = None) -> Input:
-        return Input(shape, dtype or self.dtype, tuple(range(len(shape))))
+    def plain(self, *shape: int) -> Input:
+        return Input(shape, self.dtype, tuple(range(len(shape))))
 
     def index(self, below: int, *shape: int) -> Input:
         return Input(shape, torch.int64, tuple(range(len(shape))), below=below)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flambeau.bench.cliff_cases import Case, draw
 from flambeau.bench.floors import TIMES, copy_bandwidth
-from flambeau.bench.harness import alternate, geometric_mean, message, wanted
+from flambeau.bench.harness import alternate, geometric_mean, message, own_code, wanted
 from flambeau.bench.parts import Talk, absorb, run, threads
 
 BACKENDS = ("eager", "inductor", "flambeau")
@@ -70,8 +70,7 @@ def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
     def call(*inputs: Tensor) -> Any:
         return function(*inputs)
 
-    # Code of its own: else one case would be a recompilation of another, and look through its guards.
-    call.__code__ = call.__code__.replace(co_name=f"case_{case.seed}_{backend}")
+    own_code(call, f"case_{case.seed}_{backend}")
     compiled = call if backend == "eager" else torch.compile(call, backend=backend, dynamic=case.dynamic or None)
 
     def forward(*inputs: Tensor) -> list[Tensor]:

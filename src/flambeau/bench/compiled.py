@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flambeau.bench.harness import alternate, clock_of, spread, wanted
+from flambeau.bench.harness import alternate, clock_of, own_code, spread, wanted
 from flambeau.bench.networks import DTYPES, NETWORKS
 from flambeau.bench.parts import Talk, absorb, run, threads
 from flambeau.testing.one_order import in_one_order
@@ -75,8 +75,7 @@ class Case:
             out = module(*inputs[:-1])
             return loss(out, inputs[-1]) if train else out
 
-        # A code object per kind: otherwise Dynamo takes each for a recompilation of the others and checks their guards.
-        call.__code__ = call.__code__.replace(co_name=f"step_{kind}")
+        own_code(call, f"step_{kind}")
         options = KINDS[kind]
         compiled = call if options is None else torch.compile(call, **options)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from flambeau.bench.models import SUITE, Built, without_dropout
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Results = dict[str, Tensor]
 DRAWS = (1, 2, 3)  # seeds of the inputs on which results are compared
 NOISY = 0.25  # a spread from which on a time is marked
@@ -298,6 +299,13 @@ def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float,
         row.seconds[backend], row.best[backend] = statistics.median(times), min(times)
         row.spread[backend] = spread(times)
     return row
+
+
+def own_code(function: F, name: str) -> F:
+    """With a code object of its own: otherwise Dynamo takes each case for a recompilation of the ones before, and looks
+    through their guards."""
+    function.__code__ = function.__code__.replace(co_name=name)
+    return function
 
 
 # ---- reports ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 PyTorch's rules for shapes and dtypes let calls through that its kernels refuse, such as a softmax of integers. Eager
 itself is asked, once for each combination of dtypes, with tensors of two elements along each axis: eager warns of a
-deviation of one.
+deviation of one. Where those do not fit together (a cross product wants three), with tensors of the call's own sizes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flambeau.torch_compat.ops import OpOverload
 # What eager says about dtypes. Such tensors may not fit together in other ways, which says nothing.
 _ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast")
 
+MOST = 1 << 14  # elements of a tensor that eager is asked with
 SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the CPU lacks, and so has our device
 
 
@@ -42,18 +43,24 @@ def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[
 
 def eager_has_kernel(op: OpOverload, args: Any, kwargs: Any, device: torch.device) -> bool:
     known = facts(op)
-    if known.view or known.random or not known.checks:
+    if known.view or not known.checks:
         return True
+    call = args, tuple(sorted(kwargs.items()))
     try:
-        key = _described((args, tuple(sorted(kwargs.items()))))
+        keys = [_described(call, sizes) for sizes in (_two, _own)]
     except TypeError:  # an argument that is not hashable
         return True
+
+    def takes(device: torch.device, given: Callable[[Any], Any] = lambda key: key) -> bool:
+        answers = (_has_kernel(op, given(key), device) for key in keys)
+        return next((answer for answer in answers if answer is not None), True)
+
     # GPUs have kernels for more dtypes than CPUs: where those do, there is no need to ask them.
-    if _has_kernel(op, key, CPU):
+    if takes(CPU):
         return True
     if device.type == "cuda":
-        return _has_kernel(op, key, device)
-    return device.type != "cpu" and (wide := _wide(key)) != key and _has_kernel(op, wide, CPU)
+        return known.random or takes(device)  # whose random state is not to be touched
+    return device.type != "cpu" and _wide(keys[0]) != keys[0] and takes(CPU, _wide)
 
 
 def taken_apart(op: OpOverload, formula: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,23 +75,34 @@ def taken_apart(op: OpOverload, formula: Callable[..., Any], whole: Callable[...
 
 def _wide(x: Any) -> Any:
     """The same call in single precision: what that lacks, such as bits of floats, small floats lack everywhere."""
-    if isinstance(x, _Few):
-        return _Few(torch.float32, x[1]) if x[0] in SMALL else x
+    if isinstance(x, _Zeros):
+        return _Zeros(torch.float32, x[1]) if x[0] in SMALL else x
     return tuple(map(_wide, x)) if type(x) is tuple else x
 
 
-def _described(x: Any) -> Any:
-    """Arguments as something hashable: dtype and rank of tensors, numbers as they are, sizes as ones."""
+def _two(x: torch.Tensor) -> tuple[int, ...]:
+    return (2,) * x.dim()
+
+
+def _own(x: torch.Tensor) -> tuple[int, ...]:
+    known = all(isinstance(n, int) for n in x.shape) and x.numel() <= MOST
+    return tuple(x.shape) if known else _two(x)
+
+
+def _described(x: Any, sizes: Callable[[torch.Tensor], tuple[int, ...]]) -> Any:
+    """Arguments as something hashable: dtype and sizes of tensors, numbers as they are, symbols as ones."""
     if isinstance(x, fx.Node):
         x = x.meta.get("example", x.meta.get("val"))  # of a number that only the run has: one of those that it may be
     if isinstance(x, (list, tuple)):
-        return tuple(_described(y) for y in x)
+        return tuple(_described(y, sizes) for y in x)
     if isinstance(x, torch.Tensor):
-        return _Few(x.dtype, x.dim())
+        return _Zeros(x.dtype, sizes(x))
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
         return _Number((int if isinstance(x, torch.SymInt) else float, 1))
     if isinstance(x, (bool, int, float)):
         return _Number((type(x), x))
+    if isinstance(x, torch.Generator):
+        return None  # whose state stays as it is
     hash(x)
     return x
 
@@ -93,18 +111,19 @@ class _Number(tuple[type, Any]):
     """1, 1.0 and True are equal, and of different dtypes."""
 
 
-class _Few(tuple[torch.dtype, int]):
-    def __new__(cls, dtype: torch.dtype, rank: int) -> _Few:
-        return super().__new__(cls, (dtype, rank))
+class _Zeros(tuple[torch.dtype, tuple[int, ...]]):
+    def __new__(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> _Zeros:
+        return super().__new__(cls, (dtype, shape))
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros((2,) * self[1], dtype=self[0], device=device)
+        return torch.zeros(self[1], dtype=self[0], device=device)
 
 
 @cache
-def _has_kernel(op: Any, key: tuple[Any, ...], device: torch.device) -> bool:
+def _has_kernel(op: Any, key: tuple[Any, ...], device: torch.device) -> bool | None:
+    """None where eager refuses these tensors for another reason."""
     def given(x: Any) -> Any:
-        if isinstance(x, _Few):
+        if isinstance(x, _Zeros):
             return x.tensor(device)
         if isinstance(x, _Number):
             return x[0](x[1])
@@ -116,5 +135,5 @@ def _has_kernel(op: Any, key: tuple[Any, ...], device: torch.device) -> bool:
     try:
         attempt(op, args, dict(kwargs), given)
     except Exception as error:
-        return not _ABOUT_DTYPES.search(str(error))
+        return False if _ABOUT_DTYPES.search(str(error)) else None
     return True

@@ -15,9 +15,9 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flambeau.capture.eager_strides import settle_strides, share_memory
-from flambeau.ops.facts import facts
+from flambeau.ops.facts import LOWERINGS, facts
 from flambeau.runtime.launch_plan import DONATED
-from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
+from flambeau.torch_compat.aot import config, fused_with, min_cut_rematerialization_partition, must_recompute
 from flambeau.torch_compat.ops import OpOverload
 
 
@@ -29,10 +29,15 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs:
     keep_compared(joint.graph)
     copy_again(joint.graph)
     settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
-    with config.patch(cse=False):
+    with config.patch(cse=False), fused_with(*fused()):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)
     return forward, backward
+
+
+def fused() -> tuple[list[OpOverload], list[OpOverload]]:
+    """Operators whose kernels take in the maps before them, and those that are maps."""
+    return [op for op in LOWERINGS if facts(op).fuses], [op for op in LOWERINGS if facts(op).is_map]
 
 
 def keep_less(graph: fx.Graph) -> None:

@@ -128,7 +128,7 @@ def numbers_of(op: OpOverload, args: Arguments) -> list[Any]:
 
 
 class OtherShapes(Exception):
-    """What a call writes to must have these shapes first."""
+    """What a call writes to must have these sizes first, and, if it had others, the strides behind them."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.shapes = shapes
@@ -349,7 +349,7 @@ class _Graph:
             if facts(self.form.op).keeps_shape and any(0 not in x.shape for x in given):
                 raise UnsupportedError("eager resizes it with words of its own")
             if self.into_any and all(self.form.op._schema.arguments[k].is_out for k in self.form.written):
-                raise OtherShapes([tuple(t.shape) for t in made])
+                raise OtherShapes([(*t.shape, *t.stride()) for t in made])
             raise UnsupportedError("what it writes to has another shape")
         if not all(x.dtype is t.dtype or self.into_any and torch.can_cast(t.dtype, x.dtype)
                    for x, t in zip(given, made, strict=True)):

@@ -31,6 +31,8 @@ class Tuning:
     enough_points: int = number(32, "outer points", "keep all threads busy without dividing a row")
     long_row: int = number(8192, "elements", "a row from which on threads may share it; it has no fast memory then")
     vector_least: int = number(8, "elements", "a variable shorter than this is a poor vector")
+    reads_again: bool = False  # each stage of a reduction reads its rows from memory
+    flat_tiles: bool = False  # short lines are transposed, and walked as one
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
     split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
@@ -54,6 +56,8 @@ class Tuning:
 class CpuTuning(Tuning):
     """C++ and OpenCL on CPUs: threads, vectors and caches."""
 
+    reads_again: bool = True
+    flat_tiles: bool = True
     shares_rows: bool = True  # threads can divide a row among themselves and join what they found
     neighbour_rows: int = number(8, "rows", "those of trilinear resizing, where channels lie side by side")
     # ---- threads

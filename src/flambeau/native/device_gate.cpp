@@ -64,7 +64,7 @@ struct Entry : Kind {
   uint64_t lifted = 0;                       // the numbers that are arguments of the program, as bits
   bool many = false;                         // the program serves many shapes
   std::atomic<uint32_t> calls{};             // while it does
-  std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
+  std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have: sizes, then strides
   // Of calls that are alike but for their numbers, which the key is without:
   Words first;
   uint64_t changed = 0;  // positions at which other numbers were seen, as bits
@@ -286,8 +286,11 @@ struct Gate final : c10::OperatorKernel {
 
   static void resize(const Entry& e, const DeviceCall& call) {
     size_t next = 0;
-    for (size_t i = 0; i < call.tensors.size() && next < e.shapes.size(); ++i)
-      if (call.written[i]) at::native::resize_output(call.tensors[i], e.shapes[next++]);
+    for (size_t i = 0; i < call.tensors.size() && next < e.shapes.size(); ++i) {
+      if (!call.written[i]) continue;
+      at::IntArrayRef row = e.shapes[next++], sizes = row.slice(0, row.size() / 2);
+      if (at::native::resize_output(call.tensors[i], sizes)) call.tensors[i].as_strided_(sizes, row.slice(sizes.size()));
+    }
   }
 
   State& s;

@@ -14,11 +14,12 @@ from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import abs_, clamp, erf, exp, expm1, isnan, log, log1p, maximum, minimum, sigmoid, tanh
-from flambeau.ops.facts import EVERYWHERE, ON_CUDA, WIDE, describe
+from flambeau.ops.facts import EVERYWHERE, ON_CUDA, WIDE, describe, of_family
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, wrap_dim
 from flambeau.ops.rounding import by_kernels, is_exact, mad, mad_by_steps, step, stored, stored_anywhere
 
 aten = torch.ops.aten
+of_family(fuses=True, is_map=True)
 
 
 # ---- piecewise linear ----------------------------------------------------------------------------------

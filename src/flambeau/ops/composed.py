@@ -173,8 +173,8 @@ _COLUMNS = 64
 @composed(aten.unique_dim.default)
 def unique_dim(x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
                ) -> Any:
-    if not x.numel() or x.numel() > _COLUMNS * x.shape[dim]:
-        return NotImplemented
+    if not x.numel() or x.numel() > _COLUMNS * x.shape[dim] or x.is_floating_point() and bool(x.isnan().any()):
+        return NotImplemented  # for eager NaN is neither less nor more than anything: rows with one have no order
     rows = x.movedim(dim, 0).reshape(x.shape[dim], -1)
     order = torch.arange(rows.shape[0], device=x.device)
     for column in reversed(rows.unbind(1)):

@@ -87,6 +87,8 @@ class Facts:
     in_place: tuple[str, ...] = ()  # names of operators that write its results into arguments
 
     # ---- in a joint graph of forward and backward
+    fuses: bool = False  # its kernel takes in the maps before it, which need not be kept for it
+    is_map: bool = False  # nor need its own result be kept: it is a map itself, though torch's tags do not say so
     asks_equality: bool = False  # of two values, which must be computed once: again, they might differ
     # (find, *arguments) -> arguments of which less is kept for the backward; find(op, *args): another call of the graph
     keeps_less: Callable[..., tuple[Any, ...]] | None = None

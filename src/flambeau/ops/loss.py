@@ -11,10 +11,12 @@ from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, ne
+from flambeau.ops.facts import of_family
 from flambeau.ops.reduction import accumulate, finish
 from flambeau.ops.registry import load_at, lower, to_dtype
 
 aten = torch.ops.aten
+of_family(fuses=True)
 
 NONE, MEAN = 0, 1  # at::Reduction
 

@@ -19,11 +19,12 @@ from flambeau.ir.expr import Expr, cast, const
 from flambeau.ir.index import Index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import rsqrt, sqrt, square
-from flambeau.ops.facts import describe
+from flambeau.ops.facts import describe, of_family
 from flambeau.ops.reduction import accumulate, count, moments, moments_at_once, outside, sums
 from flambeau.ops.registry import load_at, lower, to_dtype
 
 aten = torch.ops.aten
+of_family(fuses=True)
 
 Gradients = tuple[Value | None, Value | None, Value | None]
 

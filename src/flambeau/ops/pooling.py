@@ -19,7 +19,7 @@ from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
 from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import along_shares, are_long, share_lengths, share_of, tabled
+from flambeau.ops.separable import along_shares, are_long, share_length, share_lengths, share_of, tabled
 
 aten = torch.ops.aten
 
@@ -287,22 +287,24 @@ def sum_at_once(x: Value, sizes: Sequence[Index], most: Sequence[int]) -> Value:
 def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Sums along one dimension after the other; the divisions, for each output, one after the other as in ATen."""
 
-    def divided(x: Value, i: Place, n: Sequence[Index], m: Sequence[Index]) -> Expr:
-        out = cast(x.load(i), opmath(x.dtype))
-        for o, size, parts in zip(i[-rank:], n, m, strict=True):
-            start, end = share_of(o, size, parts)
-            out = out / index_value(end - start, out.dtype)
-        return out
+    def divided(x: Value, n: Sequence[Index], m: Sequence[Index], dtype: DType) -> Value:
+        lengths = [share_length(size, parts, opmath(dtype)) for size, parts in zip(n, m, strict=True)]
+
+        def body(i: Place) -> Expr:
+            out = cast(x.load(i), opmath(dtype))
+            for o, length in zip(i[-rank:], lengths, strict=True):
+                out = out / length(o)
+            return out
+
+        return build.pointwise(x.shape, body)
 
     def forward(x: Value, output_size: Sequence[IndexLike]) -> Value:
-        n, m = x.shape[-rank:], [as_index(s) for s in output_size]
-        total = sum_all(x, m)
-        return build.pointwise(total.shape, lambda i: divided(total, i, n, m), x.dtype)
+        m = [as_index(s) for s in output_size]
+        return to_dtype(divided(sum_all(x, m), x.shape[-rank:], m, x.dtype), x.dtype)
 
     def backward(grad: Value, x: Value) -> Value:
         n, m = x.shape[-rank:], grad.shape[-rank:]
-        g = build.pointwise(grad.shape, lambda i: divided(grad, i, n, m), opmath(grad.dtype))
-        return to_dtype(sum_all(g, n), x.dtype)
+        return to_dtype(sum_all(divided(grad, n, m, grad.dtype), n), x.dtype)
 
     return forward, backward
 

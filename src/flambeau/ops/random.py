@@ -260,12 +260,13 @@ without_generator(aten.randint_like.default, aten.randint_like.generator)(
 
 
 @without_generator(aten.random)
-def random(x: Value, *bounds: Any) -> Value:
+def random(x: Value, *bounds: Any) -> Any:
     """With no upper bound, to the last integer up to which the dtype has them all."""
     low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, None)
-    if high is None:
-        high = 1 + (2 ** _MANTISSA[x.dtype] if is_float(x.dtype) else int(highest(x.dtype)))
-    return randint(low, high, x.shape, dtype=x.dtype)
+    last = 2 ** _MANTISSA[x.dtype] if is_float(x.dtype) else int(highest(x.dtype))
+    if is_float(x.dtype) and any(isinstance(n, int) and not -last <= n <= last + 1 for n in (low, high)):
+        return NotImplemented  # eager warns, in words of its own
+    return randint(low, 1 + last if high is None else high, x.shape, dtype=x.dtype)
 
 
 @without_generator(aten.geometric)

@@ -17,7 +17,7 @@ from flambeau.ir.expr import Expr, cast, index_value, masked, where
 from flambeau.ir.index import ZERO, Index, is_positive, product
 from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
 from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
-from flambeau.ops.facts import EVERYWHERE, describe
+from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import lower, wrap_dims
 from flambeau.torch_compat.dispatch import (
     AutoDispatchBelowAutograd,
@@ -27,6 +27,7 @@ from flambeau.torch_compat.dispatch import (
 )
 
 aten = torch.ops.aten
+of_family(fuses=True)
 
 Body = Callable[[tuple[Index, ...]], Expr]
 

@@ -135,9 +135,24 @@ def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
 
 def share_lengths(source: Index, size: Index) -> tuple[int, int]:
     """The least and the most elements that a share has; the sizes are known."""
-    spans = [share_of(as_index(o), source, size) for o in range(int(size))]
-    lengths = [int(end) - int(start) for start, end in spans]
-    return min(lengths, default=1), max(lengths, default=1)
+    n, m = int(source), int(size)
+    if not m:
+        return 1, 1
+    at = torch.arange(m + 1) * n
+    lengths = -(-at[1:] // m) - at[:-1] // m
+    return int(lengths.min()), int(lengths.max())
+
+
+def share_length(source: Index, size: Index, dtype: DType) -> Callable[[Index], Expr]:
+    """How many elements the share of a place has: a table, where that takes divisions."""
+    def length(o: Index) -> Index:
+        start, end = share_of(o, source, size)
+        return end - start
+
+    here, = as_indices(dim_vars((size,)))
+    if length(here).is_const or not (source.is_const and size.is_const):
+        return lambda o: index_value(length(o), dtype)
+    return table(size, lambda o: index_value(length(o), dtype))
 
 
 def are_long(source: Index, size: Index) -> bool:
@@ -164,8 +179,7 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
                                                    lambda j, c: step(c, element(i, j[0]))), dtypes)
     least, most = share_lengths(source, size)
     start = tabled(size, source, lambda o: share_of(o, source, size)[0])
-    length = table(size, lambda o: cast(index_value(share_of(o, source, size)[1] - share_of(o, source, size)[0]),
-                                        torch.int32))
+    length = share_length(source, size, torch.int32)
 
     # All shares have the first `least` elements; what some have beyond is added at the end.
     def rest(i: Place, have: Several) -> Several:

@@ -12,10 +12,12 @@ from flambeau.ir.expr import Expr, cast, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq, exp, log
+from flambeau.ops.facts import of_family
 from flambeau.ops.reduction import accumulate, outside
 from flambeau.ops.registry import lower, wrap_dim, wrap_dims
 
 aten = torch.ops.aten
+of_family(fuses=True)
 
 
 def _exponentials(x: Value, dim: int) -> tuple[Value, Value, Value]:

@@ -8,7 +8,6 @@ matrix: each input position gathers from the outputs that touch it, so that noth
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -149,23 +148,25 @@ class Axis:
         """The most outputs that may touch one input, where the sizes are known."""
         if not (self.n.is_const and self.m.is_const):
             return None
-        return max((high - low for low, high in self.spans(self.slack)), default=0)
+        low, high = self.spans(self.slack)
+        return int((high - low).max()) if low.numel() else 0
 
-    def spans(self, slack: int) -> list[tuple[int, int]]:
+    def spans(self, slack: int) -> tuple[Tensor, Tensor]:
         """The outputs [low, high) for each input, by the arithmetic of `reach`."""
         n, m, ratio = int(self.n), int(self.m), self.ratio
 
-        def first(past: int, y: int) -> int:
-            at = y * 2 + past + self.back
+        def first(past: int) -> Tensor:
+            at = torch.arange(n) * 2 + past + self.back
             if ratio is None:
                 assert self.factor is not None
-                return math.ceil(at * (self.factor / 2) - self.shift / 2)
+                return (at.double() * (self.factor / 2) - self.shift / 2).ceil().long()
             num, den = map(int, ratio)
             return -((num * self.shift - at * den) // (num * 2))
 
-        lows = [min(max(first(-self.before, y) - slack, 0), m) for y in range(n)]
-        highs = [min(max(first(self.after, y) + slack, 0), m) for y in range(n)]
-        return list(zip(lows, highs if ratio is not None else (*highs[:-1], m), strict=True))
+        low, high = (first(-self.before) - slack).clamp(0, m), (first(self.after) + slack).clamp(0, m)
+        if ratio is None:
+            high[-1:] = m
+        return low, high
 
     def _reach_by_float(self, y: Index) -> tuple[Index, Index, int | None]:
         assert self.factor is not None
@@ -247,9 +248,10 @@ def rounds_well(axis: Nearest) -> bool:
     if scale.op != "const" or not (axis.n.is_const and axis.m.is_const):
         return False
     at = axis.positions(torch.arange(int(axis.m), dtype=axis.dtype), scale.attr)
-    sources = at.float().floor().clamp(max=int(axis.n) - 1).long().tolist()
-    spans = axis.spans(0)
-    return all(spans[y][0] <= o < spans[y][1] for o, y in enumerate(sources))
+    sources = at.float().floor().clamp(max=int(axis.n) - 1).long()
+    low, high = (end[sources] for end in axis.spans(0))
+    o = torch.arange(int(axis.m))
+    return bool(((low <= o) & (o < high)).all())
 
 
 class Linear(Axis):

@@ -315,9 +315,9 @@ class Module:
         except (KeyError, ValueError, TypeError, IndexError) as e:
             raise DamagedPackage(f"the package is damaged: it does not say how results are nested ({e})") from e
         self._given = threading.local()
-        for name, method in self._methods.items():
-            if not hasattr(type(self), name):
-                setattr(self, name, method)
+        for own, method in self._methods.items():
+            if not hasattr(type(self), own):
+                setattr(self, own, method)
 
     def handle(self) -> int:
         if not self._handle:

@@ -172,8 +172,10 @@ def write_over(p: ProgramDraft, donated: Collection[str], most: int | None) -> N
         names = dict(zip(step.args, (x.name for x in made.params), strict=True))
         new = [a for a, x in zip(step.args, made.params, strict=True) if x.written and lives[a][0] == k
                and p.buffers[a].place in ("arena", "alloc", "output") and (nbytes(p.buffers[a]) or 0) >= HEAVY]
+        # What the kernel itself writes and reads again, as a row that is too long to be kept, is nobody's old memory.
+        read = [a for a, x in zip(step.args, made.params, strict=True) if not x.written]
         for a in new:
-            for old in step.args:
+            for old in read:
                 if is_free(old, k) and fills(p.buffers[a], p.buffers[old]) and (
                         found := in_place(kernel, names[old], names[a])) is not None:
                     kernel = sharing(found, names[old], names[a])

@@ -6,6 +6,7 @@ access walks two of them as one. The variable that is contiguous in most accesse
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -109,6 +110,18 @@ class NestDraft:
         """(buffer, address, is a store) of every memory access."""
         out = [(e.attr[0], e.attr[1][0], False) for e in loads(*self.exprs())]
         return out + [(n, a, True) for n, a in self.stores.items()]
+
+    def stages_that_read(self) -> dict[tuple[str, Index], int]:
+        """In how many stages of a reduction an address is read, if each computes again what it needs of the points."""
+        points: dict[str, set[tuple[str, Index]]] = {}
+        found: set[tuple[tuple[str, Index], int | None]] = set()
+        for i in self.items:
+            reads = {(e.attr[0], e.attr[1][0]) for e in loads(*i.exprs)}
+            reads = reads.union(*(points.get(name, ()) for name in locals_in(i.exprs)))
+            found |= {(read, self.stage_of.get(i.names[0])) for read in reads}
+            if i.combine is None and i.level == "full":
+                points[i.names[0]] = reads
+        return Counter(read for read, _ in found)
 
     def indices(self) -> list[Index]:
         return [i for e in walk(*self.exprs()) for i in e.own_indices()] + list(self.stores.values())
@@ -231,11 +244,12 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
     best: Sym | None = None
     best_score = 0.0
     inner = frozenset(d.inner)
+    again = d.stages_that_read() if t.reads_again else {}
     for k, v in enumerate(candidates):
         score = 0.0
-        for _, address, is_store in d.accesses():
+        for name, address, is_store in d.accesses():
             c = address.coefficient(v)
-            weight = 2.0 if is_store else 1.0
+            weight = 2.0 if is_store else float(again.get((name, address), 1))
             if inner and inner.isdisjoint(address.symbols()):
                 weight *= 0.1
             if c is None:
@@ -306,7 +320,11 @@ def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
 
 def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning) -> Sym | None:
     """A second variable that is contiguous where the vector variable jumps: a transposition."""
-    if vector is None or d.about(vector.size, t.transpose_least) < t.transpose_least:
+    if vector is None:
+        return None
+    # Lines shorter than a vector: a tile is walked as one line, if all that is not transposed allows it.
+    short = d.about(vector.size, t.transpose_least) < t.transpose_least
+    if short and not (t.flat_tiles and vector.size.is_const):
         return None
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
@@ -315,9 +333,16 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
             continue
         for v in vars:
             if v is not vector and address.coefficient(v) is ONE \
-                    and d.about(v.size, t.vector_least) >= t.vector_least:
+                    and d.about(v.size, t.vector_least) >= t.vector_least and not (short and not flat(d, v, vector)):
                 votes[v] = votes.get(v, 0) + 1
     return max(votes, key=lambda v: votes[v]) if votes else None
+
+
+def flat(d: NestDraft, tile: Sym, vector: Sym) -> bool:
+    """Whether all but what a tile transposes walks the two as one."""
+    transposed = {a for e in loads(*d.exprs()) if not e.args and (a := e.attr[1][0]).coefficient(tile) is ONE
+                  and a.coefficient(vector) not in (ONE, ZERO) and not any(isinstance(x, Dyn) for x in a.atoms())}
+    return all(i in transposed or walks_as_one(i, tile, vector) for i in d.indices())
 
 
 def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import flambeau.debug
+from codegen.native import FLAGS
 from codegen.programs import Built, built, run
+from flambeau.codegen.source import LIBRARY
 from flambeau.ir import build
 from flambeau.ir.build import arg_combine, make_combine, simple_combine
 from flambeau.ir.expr import Expr, cast, check, const, index_value, where
@@ -537,3 +542,25 @@ def test_a_scatter_fills_memory_in_order_also_where_steps_are_symbols() -> None:
 def test_scans_of_few_columns(columns: int) -> None:
     text_of(lambda x: x.cumsum(0), torch.randn(1000, columns))
     text_of(lambda x: x.cummax(0), torch.randn(1000, columns))
+
+
+def test_flags_beside_narrow_floats_are_vectors(tmp_path: Path) -> None:
+    """In memory they are bytes: where a loop stores bools between selects of bfloat16, g++ keeps it scalar."""
+    def masks(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z = torch.maximum(x, y)
+        low = F.hardswish(z).clamp(max=0.8)
+        return z, low, low <= 0.7
+
+    x = torch.randn(37, 992).bfloat16()
+    source = tmp_path / "kernel.cpp"
+    source.write_text('#include "prelude.h"\n' + text_of(masks, x, x.flip(0)).replace("KERNEL_NAME", "kernel"))
+    done = subprocess.run(["g++", *FLAGS, "-fno-thread-jumps", "-march=native", f"-I{LIBRARY}", "-c", str(source), "-o",
+                           str(tmp_path / "kernel.o"), "-fopt-info-vec-optimized"], capture_output=True, text=True)
+    assert done.returncode == 0 and "loop vectorized" in done.stderr, done.stderr
+
+
+def test_short_lines_of_a_transposed_operand_are_walked_as_one() -> None:
+    x, y = torch.randn(2000, 13), torch.randn(13, 2000)
+    text = text_of(lambda x, y: (x + 1) * y.t().exp(), x, y)
+    vector = text[text.index("#pragma omp simd"):]
+    assert "transposed" in text and vector.count("for (") == 1 and "%" not in vector and "/" not in vector

@@ -22,10 +22,10 @@ pytestmark = [
 
 Shapes = tuple[tuple[int, ...], ...]
 CASES: dict[str, tuple[Callable[[Any], Any], Shapes]] = {  # the first shape is that of the capture
-    "sum": (lambda x: x.sum(), ((3, 40_000), (3, 7), (4, 2))),
-    "rows": (lambda x: x.max(1), ((3, 40_000), (5, 3), (2, 123_457))),
+    "sum": (lambda x: x.sum(), ((3, 20_000), (3, 7), (4, 2))),
+    "rows": (lambda x: x.max(1), ((3, 20_000), (5, 3), (2, 23_457))),
     "short rows": (lambda x: F.rms_norm(x, (x.shape[1],)), ((100, 57), (3, 2000), (700, 5))),
-    "columns": (lambda x: x.var(0), ((3000, 5), (5, 3000), (40, 40))),
+    "columns": (lambda x: x.var(0), ((300, 5), (5, 300), (40, 40))),
     "groups": (lambda x: F.group_norm(x, 2), ((2, 4, 89, 53), (3, 8, 5, 5))),
     "scan of rows": (lambda x: x.cumsum(1), ((4, 300), (2, 40_000), (3, 5))),
     "scan of columns": (lambda x: (x * 0.1 + 1).cumprod(0), ((30, 33), (200, 5), (3, 900))),
@@ -48,7 +48,7 @@ def texts(f: Callable[..., Any], *args: torch.Tensor) -> list[str]:
     with config.override(target="interpreter"), flambeau.debug.collect() as graphs:
         torch._dynamo.reset()
         torch.compile(f, backend="flambeau", dynamic=True)(*args)
-    return [text for graph in graphs for text in graph.texts.values()]
+    return [source.text for graph in graphs for source in graph.texts]
 
 
 def test_few_results_are_reduced_in_pieces() -> None:

@@ -23,6 +23,7 @@ class Cpp(CLike):
         torch.uint8: "uint8_t", torch.uint16: "uint16_t", torch.uint32: "uint32_t", torch.uint64: "uint64_t",
         torch.bool: "bool",
     }
+    stored = {**types, torch.bool: "uint8_t"}  # in memory: g++ 12 finds no vectors for bools beside wider types
     fused = "fl::madd"
     # By bits: g++ makes branches of such conditions, and a loop with many of them stays scalar.
     choice = "fl::choose({}, {}, {})"

@@ -38,7 +38,7 @@ def render(kernel: AnyKernel, name: str, bounded: bool = False) -> KernelSource:
     # Names of buffers differ between graphs; equal kernels must have equal text.
     short = {p.name: f"p{k}" for k, p in enumerate(kernel.params)}
     for k, p in enumerate(kernel.params):
-        kind = CPP.types[p.dtype]
+        kind = CPP.stored[p.dtype]
         keyword = "" if p.aliased else " __restrict__"
         lines.append(f"  {'' if p.written else 'const '}{kind}*{keyword} {short[p.name]} = "
                      f"({'' if p.written else 'const '}{kind}*)p[{k}];")

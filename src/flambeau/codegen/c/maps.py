@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flambeau.ir.expr import Expr, rewrite, walk
-from flambeau.ir.index import Sym, is_positive, volume
+from flambeau.ir.index import Sym, as_index, is_positive, volume
 from flambeau.ir.program import Item, exprs_of
 from flambeau.ir.tuning import CPU
 
@@ -122,17 +122,29 @@ class MapWriter(LoopWriter[None]):
         tb, vb = Sym(f"{t.name}b", t.size), Sym(f"{v.name}b", v.size)
         how = self.parallel(self.k.outer, self.cost, len(others) + 2)
         transposed = {e: self.fresh("transposed") for e in self.k.transposed_reads()}
-        side = CPU.transpose_side if transposed else CPU.transpose_side // 2
+        short = v.size.const if v.size.is_const and v.size.const < CPU.transpose_least else 0
+        side = short or (CPU.transpose_side if transposed else CPU.transpose_side // 2)
         high = max(CPU.transpose_bytes // sum(e.dtype.itemsize for e in transposed), 1) if transposed else side
+        line = short or side + CPU.transpose_gap
         with self.nest(others, how, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
             ends = {}
             for b, x, n in ((tb, t, high), (vb, v, side)):
                 ends[x] = self.end_of(self.sym(b), n, x.size)
-            place = f"[({self.sym(t)} - {self.sym(tb)}) * {side + CPU.transpose_gap} + {self.sym(v)} - {self.sym(vb)}]"
+            place = f"[({self.sym(t)} - {self.sym(tb)}) * {line} + {self.sym(v)} - {self.sym(vb)}]"
             for e, array in transposed.items():
-                self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * (side + CPU.transpose_gap)}];")
+                self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * line}];")
                 with self.loop(v, self.sym(vb), ends[v]), self.loop(t, self.sym(tb), ends[t], how=APART):
                     self.line(f"{array}{place} = {self.value(e)};")
+            if short:  # all that is not transposed walks the two as one, and so does the array
+                both = Sym(f"{t.name}{v.name}", high * short)
+                self.narrowed = {t: as_index(tb) + as_index(both) // short, v: as_index(both) % short}
+                with self.loop(both, "0", f"({ends[t]} - {self.sym(tb)}) * {short}", how=LANES) as scope:
+                    scope.known.update({e.subs(self.narrowed): f"{array}[{self.sym(both)}]"
+                                        for e, array in transposed.items()})
+                    for i in self.k.items:
+                        self.map_item(i)
+                self.narrowed = {}
+                return
             with self.loop(t, self.sym(tb), ends[t]), \
                     self.loop(v, self.sym(vb), ends[v], how=LANES) as scope:
                 scope.known.update({e: array + place for e, array in transposed.items()})

@@ -6,6 +6,7 @@ from flambeau.ir.program import CHUNK, TableKernel
 from flambeau.ir.tuning import CPU
 
 from ..dialect import Dialect, Shares
+from .dialect import CPP
 from .rows import RowWriter
 
 
@@ -33,7 +34,7 @@ class TableWriter(RowWriter):
                f"const int64_t length = {self.fl}imin(p0[{len(columns)}*rows + row] - first, {CHUNK});"]
         steps = self.kernel.steps()
         for at, p in enumerate(columns):
-            kind = f"{'' if p.written else 'const '}{self.d.types[p.dtype]}*"
+            kind = f"{'' if p.written else 'const '}{CPP.stored[p.dtype]}*"
             apart = "" if p.aliased else " __restrict__"
             column = f"p0[{at}*rows + row]" if at else "p0[row]"
             step = {None: "", 1: " + first"}.get(steps.get(p.name), f" + first / {CHUNK}")
