@@ -175,10 +175,20 @@ class Wrapped(torch.nn.Module):
 def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[Any, ...], dynamic_shapes: Any = None,
            kwargs: Mapping[str, Any] | None = None) -> Method:
     module = function if isinstance(function, torch.nn.Module) else Wrapped(function)
+    shapes = dynamic_shapes
+    if isinstance(module, Wrapped) and shapes is not None:
+        by_name = shapes if isinstance(shapes, Mapping) else dict(zip(parameters(function), shapes))
+        positional = parameters(function)[: len(args)]
+        shapes = {"args": tuple(by_name.get(p) for p in positional)}
+        shapes |= {"kwargs": {k: by_name.get(k) for k in kwargs}} if kwargs else {}
     with torch.no_grad(), whole_operators(exact):
-        found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes,
+        found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes,
                                     strict=False).run_decompositions(table(exact))
     gm = found.graph_module
+    for n in reversed(gm.graph.nodes):  # what torch assumed of inputs, the runtime checks
+        if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
+            gm.graph.erase_node(n)
+    serve_all_sizes(gm, found.range_constraints)
     signature = found.graph_signature
     nodes = {n.name: n for n in gm.graph.nodes}
     written = {t for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION for t in (s.target,)}
@@ -214,6 +224,16 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
     outputs = [output(k, r) for k, r in enumerate(results) if isinstance(r, fx.Node)]
     structure = {"in": names, "out": structure_of(found, results)}
     return Method(name, gm, inputs, outputs, [r for r in roles if r.place >= 0], structure)
+
+
+def serve_all_sizes(gm: fx.GraphModule, ranges: Mapping[Any, Any]) -> None:
+    """torch traces as if sizes were at least two, and promises the graph for all of the range that was asked for: no
+    kernel may count on the two."""
+    vals = (n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder")
+    sizes: list[Any] = [s for v in vals if isinstance(v, torch.Tensor) for s in v.shape]
+    for size in (s for s in sizes if isinstance(s, torch.SymInt)):
+        known = size.node.shape_env.var_to_range
+        known.update({s: ranges[s] for s in size.node.expr.free_symbols if s in ranges and s in known})
 
 
 def drop_numbers(gm: fx.GraphModule, roles: list[Role]) -> None:
@@ -274,14 +294,19 @@ def nested(x: Any) -> Any:
     return {"dict": {k: nested(v) for k, v in fields.items()}} if fields else {"value": None}
 
 
+def parameters(function: Any) -> list[str]:
+    """Names of those that are given by position."""
+    call = function.forward if isinstance(function, torch.nn.Module) else function
+    return [p.name for p in inspect.signature(call).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
 def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any, dynamic_shapes: Any
                    ) -> tuple[list[str], list[Any]]:
     """Names of the tensors among the arguments, in order: those of the parameters, with the places inside; and what
     `dynamic_shapes` says of each."""
     leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
-    call = function.forward if isinstance(function, torch.nn.Module) else function
-    parameters = [p.name for p in inspect.signature(call).parameters.values()
-                  if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    known = parameters(function)
     names: list[str] = []
     dims: list[Any] = []
     path: Any
@@ -290,7 +315,7 @@ def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], function: A
             continue
         first, second, *rest = path
         at = second.idx if first.idx == 0 else second.key
-        base = at if isinstance(at, str) else parameters[at] if at < len(parameters) else f"argument{at}"
+        base = at if isinstance(at, str) else known[at] if at < len(known) else f"argument{at}"
         keys = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", ""))) for k in rest]
         names.append(".".join((base, *map(str, keys))))
         said = dynamic_shapes

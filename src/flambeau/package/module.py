@@ -305,8 +305,8 @@ class Module:
         self.hash = hash_of(self.path)
         self.library = runtime_library(the(sections, RUNTIME, "runtime").data)
         error = Failure()
-        name = target.encode() if target else None
-        self._handle: int | None = self.library.flam_load(self.path.encode(), name, error)
+        wanted = target.encode() if target else None
+        self._handle: int | None = self.library.flam_load(self.path.encode(), wanted, error)
         if not self._handle:
             raise failed(error)
         try:
