@@ -139,6 +139,11 @@ def test_what_each_stage_reads_again_counts_more_than_what_is_written_once() -> 
     assert k.vector in k.outer and k.form.name.endswith("columns")
 
 
+def test_a_short_line_that_is_read_by_two_stages_is_still_a_poor_vector() -> None:
+    k = only(lambda x: x.std(), torch.randn(8, 63, 43, 3).permute(1, 2, 0, 3))
+    assert k.vector is not None and k.vector.size.const >= 8
+
+
 # ---- stages --------------------------------------------------------------------------------------------
 
 

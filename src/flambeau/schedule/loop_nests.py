@@ -262,7 +262,7 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
                 score -= weight
         length = span(v, d)
         if d.about(length, t.vector_least) < t.vector_least:
-            score -= 6
+            score -= 6 * max(again.values(), default=1)
         score += 0.01 * k
         if best is None or score > best_score:
             best, best_score = v, score

@@ -29,8 +29,10 @@ __all__ = ["short_call"]
 def short_call(context: Any, full: Callable[..., Any]) -> Callable[..., Any]:
     """Takes the place of `full`, the function that torch.compile returns; that itself, where more was asked for."""
     stance, callback, function = eval_frame._stance, context.callback, getattr(full, "_torchdynamo_orig_callable", None)
-    more = (context.fullgraph, context.export, config.compiled_autograd, context.error_on_graph_break is not None,
+    more = (getattr(context, "fullgraph", True), context.export, config.compiled_autograd,
+            getattr(context, "error_on_graph_break", None) is not None,
             getattr(context, "_isolate_recompiles_id", -1) != -1, stance != eval_frame.DynamoStance(),
+            not hasattr(torch.compiler, "_is_exporting_flag"), not hasattr(_symbolic_trace, "_is_fx_tracing_flag"),
             context._backend_ctx_ctor is not eval_frame.null_context, function is None,
             isinstance(full, torch.nn.Module))  # its method `forward` is made by a call of its own
     if any(more):
