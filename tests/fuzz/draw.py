@@ -257,7 +257,10 @@ class Draw:
         # Rather what is new: programs grow deep, not wide.
         x = self.r.choices(names, [1 + 2 * k for k in range(len(names))])[0]
         self._new_inputs: list[Input] = []
-        text = chosen.make(self, x, self.values[x])
+        try:
+            text = chosen.make(self, x, self.values[x])
+        except IndexError:  # at other sizes the value has another rank
+            return False
         if text is None:
             return False
         target, makes = x if chosen.writes else None, ()

@@ -42,6 +42,9 @@ FOUND: dict[str, Program] = {
         ["torch.ones(2, 1, 0)"], "v0 = a0.tensor_split(3, 0)[-1]", "v1 = v0.msort()", results="v1", exact=True),
     "an index into one element is checked": written(
         ["torch.ones(1, 3)", "torch.tensor([0, 34])"], "v0 = a0[a1]", results="v0", exact=True),
+    "flags are joined": written(
+        ["torch.tensor([True, False])", "torch.tensor([1, 1])"], "v0 = a0.scatter_add(0, a1, a0)", results="v0",
+        exact=True),
     "lanes that are no axis of the tile": written(
         ["torch.randn(3, 17, 17)"], "a0[None, ::2, 10, ..., :].neg_()", results="a0", exact=True),
 }

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import torch
+
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, index_value, loads, where
@@ -229,7 +231,8 @@ class ScatterWriter(NestWriter):
         if k.mode != "set":
             dtype = k.value.dtype
             wide = opmath(dtype)  # small floats join in float32 and round at each write, as ATen's do
-            old, new = (cast(self.raw(t, dtype), wide) for t in (place, text))
+            held = f"((bool){place})" if dtype is torch.bool else place  # they lie in memory as bytes
+            old, new = (cast(self.raw(t, dtype), wide) for t in (held, text))
             with self.accessed(k.name, address):
                 self.line(f"{place} = {self.value(cast(Expr(JOIN[k.mode], wide, (old, new)), dtype))};")
             return
