@@ -11,6 +11,7 @@ without arguments, or by calling `register_target`.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -173,6 +174,16 @@ class Target(ABC):
     def machine(self) -> str:
         """The same for people."""
         return self.name
+
+    def chip(self) -> str:
+        """Which one it is, as far as times on it differ."""
+        return self.identity()
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """How long takes what is launched inside."""
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
 
     @abstractmethod
     def render(self, kernel: AnyKernel, name: str) -> Source:
