@@ -261,6 +261,7 @@ class Programs:
         self.most_fixed = most_fixed  # programs for one shape of a form
         self.apart = apart  # within which others than the callers' threads compile
         self._fixed: Counter[Form] = Counter()
+        self._many: set[Form] = set()  # that have programs for many shapes
         self._classes: OrderedDict[Hashable, CallClass] = OrderedDict()
         self._hot: OrderedDict[Hashable, Future[Run | None]] = OrderedDict()
         self._lock = fork_safe(threading.RLock())
@@ -279,9 +280,10 @@ class Programs:
         shapes = Shapes(form.op, args)
         found = None if shapes.empty or not shapes.values else self._class(class_key(form, shapes), shapes)
         why = ""
-        # The first shape of a class may be its only one. By the wish for results that depend on nothing but their
-        # arguments, all have programs of one kind.
-        if found is not None and (found.first != shapes.identity or torch.are_deterministic_algorithms_enabled()):
+        # The first shape of a class may be its only one, unless the operator had many in other classes. By the wish for
+        # results that depend on nothing but their arguments, all have programs of one kind.
+        if found is not None and (found.first != shapes.identity or form in self._many
+                                  or torch.are_deterministic_algorithms_enabled()):
             with self._lock:
                 changing = 0 if lift else found.lifting(shapes.numbers)
             for bits in (changing, lift) if changing else (lift,):
@@ -334,6 +336,7 @@ class Programs:
             else:
                 found.taken.setdefault(lift, intervals)
                 programs.append(program)
+                self._many.add(form)
         return program
 
     def hot(self, form: Form, args: Arguments, lift: int, wait: bool) -> Run | None:

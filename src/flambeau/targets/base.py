@@ -102,14 +102,19 @@ S = TypeVar("S", KernelSource, RangeSource)
 
 @dataclass(frozen=True)
 class KeyedSource(Generic[S]):
-    """A source, and the hash of all that its machine code depends on, after which its function is called."""
+    """A source, and the hash of all that its machine code depends on, after which a function without a name is
+    called."""
 
     source: S
     key: str
 
     @property
     def symbol(self) -> str:
-        return f"k_{self.key[:16]}"
+        return self.source.title or f"k_{self.key[:16]}"
+
+    @property
+    def shown(self) -> str:
+        return self.source.title or self.source.name
 
     @property
     def text(self) -> str:

@@ -232,7 +232,7 @@ class CpuTarget(Target):
         for kernel in unit:
             path = disk.put(kernel.key, unit_text([kernel]).encode(), ".cpp")
             self._kernels[kernel.key].set_result(
-                not_compiled(f"the kernel {kernel.source.name}", reason, self.name, path))
+                not_compiled(f"the kernel {kernel.shown}", reason, self.name, path))
 
 
 def kernel_key(source: KernelSource, identity: str) -> str:
