@@ -20,7 +20,7 @@ COMMANDS = {
     "bench": "Flambeau beside eager and Inductor, in one run",
     "explain": "what was captured, fused and generated, and why",
     "compare": "where a compiled model differs from eager, by how much, and from which operator on",
-    "cache": "show or clear the kernels kept on disk",
+    "cache": "show or clear the kernels kept on disk, or carry them to another machine",
 }
 
 
