@@ -24,7 +24,7 @@ def through(fn: Callable[..., Any], externs: tuple[str, ...] = (), dynamic: bool
         return run
 
     return aot_function(fn, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
-                        decompositions=table(), dynamic=dynamic)
+                        decompositions=table(False), dynamic=dynamic)
 
 
 def agree(fn: Callable[..., Any], *args: torch.Tensor, externs: tuple[str, ...] = (), dynamic: bool = False

@@ -188,7 +188,8 @@ def given(patch: Patch) -> tuple[Any, ...]:
     routes = steps.Routes(lambda callback: None)
     some = torch.ops.aten.upsample_nearest2d.vec
     every: dict[str, tuple[Any, ...]] = {
-        "frames": (lambda convert: len,), "optimizers": (routes.routed, routes.remembering),
+        "frames": (lambda convert: len,), "calls": (lambda callback: None,),
+        "optimizers": (routes.routed, routes.remembering),
         "before_start": (len, len, len), "dlpack": (lambda own: len,), "sharing": (lambda own: len,),
         "wrappers": (len,), "cache": (len, len),
         "handlers": (*intact.handled(), lambda handler, number: len),

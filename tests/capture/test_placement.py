@@ -34,7 +34,7 @@ def captured(f: Callable[..., Any], args: Tensors, there: set[int]) -> tuple[Cap
     with FakeTensorMode():
         fake = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=GPU if k in there else CPU)
                 for k, x in enumerate(args)]
-        gm = make_fx(functionalize(f), decomposition_table=table())(*fake)
+        gm = make_fx(functionalize(f), decomposition_table=table(False))(*fake)
     assert graph_device(gm) == GPU
     target = get_target("cpu")
     with unset_fake_temporarily():

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from compile.beside_eager import compiled, same
 from flambeau.compile import fast_call as lean
+from flambeau.torch_compat.autograd import current_transform
+from flambeau.torch_compat.dynamo import config as dynamo_config
+from flambeau.torch_compat.dynamo import get_eval_frame_callback
 
 pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
 
@@ -202,3 +205,52 @@ def test_dynamo_marks_other_code_as_before() -> None:
     with torch._dynamo.config.patch(record_runtime_overhead=False):
         compiled(F.gelu)(torch.randn(6, 8))
         assert not torch._dynamo.config.record_runtime_overhead
+
+
+def test_graphs_of_any_size_take_it_too(general: list[str]) -> None:
+    """Numbers go from forward to backward, and results carry the mark that their sizes may change."""
+    def f(x: Tensor) -> Tensor:
+        return torch.cat((x, x.sin() * x.shape[0]), 1)
+
+    run = torch.compile(f, backend="flambeau", dynamic=True)
+    for n in (3, 4):
+        x = leaf(n, 5)
+        out, wanted = run(x), f(x)
+        grad = torch.randn_like(out)
+        assert takes_short_way(out) and torch.allclose(out, wanted)
+        assert any("dynamic_indices" in name for name in vars(out))
+        assert torch.allclose(*(torch.autograd.grad(y, x, grad)[0] for y in (out, wanted)))
+        assert not general
+    torch.autograd.grad(run(x), x, grad.t().contiguous().t())  # laid out otherwise
+    assert general == ["backward"]
+
+
+# ---- what torch.compile puts around a function -------------------------------------------------------------
+
+
+def test_usual_calls_do_not_pass_torchs_own_function() -> None:
+    """And all that it does for unusual ones is still done."""
+    run = torch.compile(lambda x: x.sin() + x.shape[0], backend="flambeau", dynamic=True)
+    full, called = run.__wrapped__, []
+    cell = next(c for c in run.__closure__ or () if c.cell_contents is full)
+    cell.cell_contents = lambda *args: called.append(1) or full(*args)
+    for n in (3, 4, 5):
+        x = torch.randn(n, 4)
+        assert torch.allclose(run(x), x.sin() + n)
+    with torch.compiler.set_stance("force_eager"):
+        assert not called and torch.equal(run(x), x.sin() + 5)
+    assert torch.equal(torch.func.vmap(run)(x), torch.func.vmap(lambda r: r.sin() + 4)(x)) and len(called) == 2
+    assert torch.compiler.disable(run)(x).equal(x.sin() + 5)  # which looks for the function inside
+    assert dynamo_config.assume_static_by_default and get_eval_frame_callback() is None
+
+
+def test_after_an_error_nothing_is_left_behind() -> None:
+    def f(x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: row @ row)(x) @ torch.ones(3)
+
+    run = torch.compile(f, backend="flambeau")
+    for _ in range(2):
+        with pytest.raises(Exception, match="size mismatch|inconsistent tensor size|shape"):
+            run(torch.randn(4, 4))
+        assert get_eval_frame_callback() is None and current_transform() is None
+    assert run(torch.ones(3, 2)).item() == 6

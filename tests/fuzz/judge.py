@@ -208,10 +208,19 @@ def same_way(f: Finding) -> tuple[str, str]:
     return f.kind, f.detail if whole else f.detail.split(" ")[0].rstrip(":")
 
 
+def backend_of(program: Program, target: str) -> str:
+    """Of three programs on the device, one is compiled; a program written by hand has no seed, and is, too."""
+    return "eager" if target == "device" and program.seed % 3 and program.seed >= 0 else "flambeau"
+
+
+def traced(program: Program, target: str) -> list[Finding]:
+    """What torch's own tracing shows, where the program is traced at all."""
+    return judge(program, "cpu", "aot_eager") if backend_of(program, target) == "flambeau" else []
+
+
 def findings(program: Program, target: str) -> tuple[list[Finding], list[Finding]]:
     """(those of this project, those that torch's own tracing has too)."""
-    # Of three programs on the device, one is compiled; a program written by hand has no seed, and is, too.
-    backend = "eager" if target == "device" and program.seed % 3 and program.seed >= 0 else "flambeau"
+    backend = backend_of(program, target)
     ours = judge(program, target, backend)
     theirs: list[Finding] = []
     for other in TORCH.get(target, AOT) if backend == "flambeau" else (by_metadata,):

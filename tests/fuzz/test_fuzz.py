@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from drawn import first_seed
 
 from .found import FOUND
+from .program import written
 from .run import LENGTH, TARGETS, environment
 from .shrink import shrink, signature
 from .workers import Worker
@@ -60,3 +62,12 @@ def test_random_programs(target: str, chunk: int, tmp_path_factory: pytest.TempP
 def test_what_was_found(target: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     outcome = worker_of(target, tmp_path_factory.getbasetemp()).run(FOUND[name])
     assert not outcome.ours, f"{outcome.ours}\n\n{FOUND[name].text(target)}"
+
+
+def test_a_crash_of_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """AOTAutograd replays views of an input upon another one: it reads beyond a list of parts."""
+    program = written([("torch.ones(2, 14)", "[:, ::2]")], "v0 = a1.split(3, 0)[-1]", "v1 = a0.split(1, 0)[-1] + 1",
+                      "v2 = a1.mul_(3)", results="v2, v2, v0, v1")
+    both = program.inputs[0], replace(program.inputs[0], name="a1", layout="[:, ::2].select(0, 0)", of="a0")
+    outcome = worker_of("cpu", tmp_path_factory.getbasetemp()).run(replace(program, inputs=both))
+    assert not outcome.ours

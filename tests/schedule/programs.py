@@ -30,7 +30,8 @@ def programs(fn: Callable[..., Any], *args: Any, numerics: str = "fast", dynamic
         return interpret(gm)
 
     out = aot_function(fn, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
-                       partition_fn=min_cut_rematerialization_partition, decompositions=table(), dynamic=dynamic)(*args)
+                       partition_fn=min_cut_rematerialization_partition, decompositions=table(False),
+                       dynamic=dynamic)(*args)
     for t in pytree.tree_leaves(out):
         if isinstance(t, torch.Tensor) and t.requires_grad:
             t.sum().backward(retain_graph=True)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flambeau.capture.kept_whole import whole_operators
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import const, index_value, walk
@@ -203,3 +204,25 @@ def test_a_table_with_divisions_is_kept_where_it_is_read_again_and_again() -> No
 
     g, notes = graph(make)
     assert len(g.nodes) == 2 and any("table" in n for n in notes)
+
+
+@pytest.mark.parametrize(("mode", "size", "to", "passes"), [
+    ("bilinear", (2, 32, 8, 9), (12, 13), 1),
+    ("trilinear", (2, 32, 6, 5, 4), (5, 4, 3), 1),
+    ("trilinear", (2, 32, 6, 5, 4), (12, 11, 10), 2),  # twice as large: less is read if the first two are kept
+])
+def test_rows_are_weighed_in_one_pass_where_that_reads_less(
+        mode: str, size: tuple[int, ...], to: tuple[int, ...], passes: int) -> None:
+    """Where channels lie side by side, taps are the same for all of a row."""
+    def resized(x: Tensor) -> Tensor:
+        return F.interpolate(x, to, mode=mode)
+
+    flat = torch.randn(size)
+    last = flat.to(memory_format=torch.channels_last if flat.dim() == 4 else torch.channels_last_3d)
+    assert passes_of(resized, last) == passes and passes_of(resized, flat) > 1
+
+
+def passes_of(f: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Kernels over the image, without those of tables."""
+    with whole_operators(False):
+        return sum(len(k.params) > 1 for k in launches(program(f, x)))

@@ -111,6 +111,12 @@ def test_no_division_inside_the_loops(name: str, fn: Callable[..., Any], shape: 
     assert not divisions(only(fn, torch.randn(shape)))
 
 
+def test_sizes_of_the_run_are_divided_into_equal_parts_too() -> None:
+    """A row three times over is three loops along it, whatever its length."""
+    k, = launches(program(lambda x: x.repeat(1, 3) + 1, torch.randn(6, 10), dynamic=True))
+    assert isinstance(k, LoopKernel) and not divisions(k) and len(k.outer) == 3
+
+
 # ---- stages --------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ def images(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def for_blocks(f: Any, *inputs: Tensor) -> Program:
     """The program of f for a machine of many small programs, from tensors that are not there."""
-    graph = make_fx(lambda *x: [*f(*x)], decomposition_table=table())(*inputs)
+    graph = make_fx(lambda *x: [*f(*x)], decomposition_table=table(False))(*inputs)
     return schedule(capture(graph, CAPABILITIES, device=torch.device("meta")).graph, CAPABILITIES, True)
 
 

@@ -161,7 +161,7 @@ def kernels(f: Any, *shapes: tuple[int, ...], deterministic: bool = False) -> li
     caps = replace(target.capabilities(), deterministic=deterministic)
     with FakeTensorMode():
         inputs = [torch.empty(s, device="cuda") for s in shapes]
-        gm = make_fx(lambda *args: [f(*args)], decomposition_table=table())(*inputs)
+        gm = make_fx(lambda *args: [f(*args)], decomposition_table=table(False))(*inputs)
     device = graph_device(gm)
     assert device == torch.device("cuda", 0)
     with unset_fake_temporarily():

@@ -13,6 +13,7 @@ import gc
 import importlib
 import importlib.util
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 # Written before each call: several times the second-level cache, and long enough for the host to run ahead, so that
 # the events are around the kernels and not around the host's work.
 FLUSH_BYTES = 1 << 29
+MEMORY_SPEED = 5e12  # bytes per second, about that of the fastest GPUs
+MOST_FLUSHES = 20
 WARMUP, ROUNDS, SECONDS = 3, (5, 100), 0.3
 IN_A_ROW = 100
 # Against float64, relative to the largest value. Where eager itself is further off, four times its error is allowed.
@@ -67,11 +70,14 @@ class FloorRow:
 
 
 def cuda_times(call: Callable[[], Any]) -> list[float]:
+    """Of the device alone: it is kept busy before each call for as long as the host takes to launch it."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    flushes = 1
 
     def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
+        for _ in range(flushes):
+            flush.zero_()
         start.record()
         call()
         end.record()
@@ -82,6 +88,11 @@ def cuda_times(call: Callable[[], Any]) -> list[float]:
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
     first = min(seconds([once() for _ in range(WARMUP)]))
+    begin = time.perf_counter()
+    call()
+    host = time.perf_counter() - begin  # at most: a full queue makes the host wait
+    torch.cuda.synchronize()
+    flushes += min(MOST_FLUSHES, int(2 * host / (FLUSH_BYTES / MEMORY_SPEED)))
     return seconds([once() for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / max(first, 1e-9)))))])
 
 

@@ -8,7 +8,7 @@ own places.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from flambeau.ops import LOWERINGS
@@ -19,8 +19,8 @@ from flambeau.torch_compat.ops import OpOverload
 from .eager_dtypes import taken_apart
 
 
-@lru_cache(maxsize=2)
-def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
+@cache
+def table(exact: bool, /) -> dict[Any, Callable[..., Any]]:
     own = {op: how for op, how in overloads_with("decomposed").items() if callable(how)}
     named = {name for name, _ in described("decomposed") if isinstance(name, str)}
     more = {op: how for op, how in decomposition_table.items() if isinstance(op, OpOverload)

@@ -227,7 +227,19 @@ class Lowering:
         # Products in fast numerics take what there is.
         if self.g.policy.exact or not facts(target).library:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
+        if (apart := self.without_last_step(n, args)) is not None:
+            args, step = apart
+            return self.settle(n, step(self.extern(n, args, kwargs, counted=not nothing)))
         return self.extern(n, args, kwargs, counted=not nothing)
+
+    def without_last_step(self, n: fx.Node, args: Sequence[Any]) -> Any:
+        """The arguments of a library's call without its last step, and that step, where it becomes a part of what
+        follows instead of a kernel by itself."""
+        last = facts(n.target).last_step
+        if last is None or self.g.policy.exact or not self.g.capabilities.waits_for_memory:
+            return None
+        taken_in = any(u.target in LOWERINGS and not facts(u.target).library for u in n.users)
+        return last(*args) if taken_in else None
 
     def arguments(self, n: fx.Node) -> tuple[Any, Any]:
         return fx.node.map_aggregate(n.args, self.lookup), fx.node.map_aggregate(n.kwargs, self.lookup)

@@ -278,7 +278,7 @@ class Decomposed(TorchDispatchMode):
 
     def __init__(self, whole: set[Any]) -> None:
         super().__init__()
-        overloads = (op for op in table() if isinstance(op, OpOverload) and op not in whole)
+        overloads = (op for op in table(False) if isinstance(op, OpOverload) and op not in whole)
         self.apart = {op for op in overloads if not facts(op).random and not op._schema.is_mutable}
         self.direction = "forward"
         self.first: First | None = None
@@ -288,7 +288,7 @@ class Decomposed(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.first is None and func in self.apart:
             with Apart():
-                parts = table()[func](*args, **kwargs)
+                parts = table(False)[func](*args, **kwargs)
             if parts is not NotImplemented:
                 self.look(func, out, parts)
         return out
@@ -306,9 +306,9 @@ class Apart(TorchDispatchMode):
     """Operators are taken apart, and their parts as well."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in table():
+        if func in table(False):
             with self:
-                out = table()[func](*args, **(kwargs or {}))
+                out = table(False)[func](*args, **(kwargs or {}))
             if out is not NotImplemented:
                 return out
         return func(*args, **(kwargs or {}))

@@ -4,8 +4,9 @@ AOTAutograd wraps a graph for all that a graph may do: change its inputs, return
 states and tensor subclasses to its backward. What most graphs do is read tensors and return new ones. Those get the
 wrappers of this file, which cost a call and its backward a third of the Python (some 150 us where kernels have just
 streamed through the caches). Every other graph, and every unusual call of these (a second derivative, a gradient laid
-out otherwise), goes AOTAutograd's way: ours is a subclass of its autograd function. Dynamo's own part of a call we
-can only shorten by the marks that it sets for profilers.
+out otherwise), goes AOTAutograd's way: ours is a subclass of its autograd function. Dynamo's own part of a call is
+shortened by the marks that it sets for profilers, and by what torch.compile puts around a function
+(`torch_compat/short_calls.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from flambeau.torch_compat import patches
-from flambeau.torch_compat.aot import BackwardState, OutputType, RuntimeWrapper, ViewAndMutationMeta
+from flambeau.torch_compat.aot import BackwardState, OutputType, RuntimeWrapper, ViewAndMutationMeta, mark_dynamic
 from flambeau.torch_compat.autograd import (
     current_transform,
     deterministic_algorithms,
@@ -45,7 +46,7 @@ def lean_wrappers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
         if self.disable_amp or not returns_new_tensors(meta):
             return full(self, compiled, aot_config, runtime_metadata=meta)
         if not self.trace_joint:
-            return inference(compiled)
+            return inference(compiled, meta)
         function = getattr(compiled, "__self__", None)  # `compiled` is CompiledFunction.apply
         if self.indices_of_inps_to_detach or not isinstance(function, type) or not carries_tensors(function, meta):
             return full(self, compiled, aot_config, runtime_metadata=meta)
@@ -67,34 +68,45 @@ def ordinary(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def returns_new_tensors(m: ViewAndMutationMeta) -> bool:
-    """And leaves its inputs, the grad mode and the marks on symbolic sizes alone."""
+    """And leaves its inputs and the grad mode alone."""
     changed = m.num_mutated_inp_runtime_indices or m.mutated_graph_handled_indices_seen_by_autograd
-    return not (changed or m.num_intermediate_bases or m.dynamic_outputs or m.grad_enabled_mutation is not None
-                or m.is_rng_op_functionalized) and all(
+    return not (changed or m.num_intermediate_bases or m.grad_enabled_mutation is not None
+                or m.is_rng_op_functionalized or (m.dynamic_outputs and mark_dynamic is None)) and all(
         o.output_type is OutputType.non_alias and issubclass(o.raw_type, torch.Tensor) for o in m.output_info)
 
 
 def carries_tensors(function: Any, m: ViewAndMutationMeta) -> bool:
-    """Nothing but tensors of known strides goes from forward to backward."""
-    other = (function.maybe_subclass_metadata, m.num_symints_saved_for_bw, m.num_opaque_objects_saved_for_bw,
-             m.dynamic_saved_tensors_idxs, m.tokens, m.num_backward_tokens, m.num_graphsafe_rng_states,
-             m.indices_of_inputs_that_requires_grad_with_mutations_in_bw)
-    layouts = [getattr(t, "memory_format", None) for t in m.subclass_tangent_meta]
-    return not any(other) and all(t is not None and t.stride is not None for t in layouts)
+    """Nothing but numbers, and tensors of known layouts, goes from forward to backward."""
+    other = (function.maybe_subclass_metadata, m.num_opaque_objects_saved_for_bw, m.tokens, m.num_backward_tokens,
+             m.num_graphsafe_rng_states, m.indices_of_inputs_that_requires_grad_with_mutations_in_bw)
+    return not any(other) and all(getattr(t, "memory_format", None) is not None for t in m.subclass_tangent_meta)
 
 
 # ---- the wrappers ----------------------------------------------------------------------------------------
 
 
-def inference(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+def marking(m: ViewAndMutationMeta) -> Callable[[Sequence[Any]], Any]:
+    """What marks the sizes of results that may change."""
+    dims = [(k, o.dynamic_dims) for k, o in enumerate(m.output_info) if o.dynamic_dims]
+
+    def mark(outs: Sequence[Any]) -> Sequence[Any]:
+        for k, which in dims:
+            mark_dynamic(outs[k], which)  # type: ignore[misc]
+        return outs
+
+    return mark
+
+
+def inference(compiled: Callable[..., Any], m: ViewAndMutationMeta) -> Callable[[list[Any]], Any]:
+    mark = marking(m)
 
     def run(args: list[Any]) -> Any:
         if not torch.is_grad_enabled():
-            return compiled(args)
+            return mark(compiled(args))
         # Operators that are called as they are would record, if an input asks for gradients.
         set_grad_enabled(False)
         try:
-            return compiled(args)
+            return mark(compiled(args))
         finally:
             set_grad_enabled(True)
 
@@ -103,13 +115,13 @@ def inference(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
 
 
 def training(function: Any, m: ViewAndMutationMeta) -> Callable[[list[Any]], Any]:
-    apply = autograd_function(function, m).apply
+    apply, mark = autograd_function(function, m).apply, marking(m)
 
     def run(args: list[Any]) -> Any:
         if torch.is_grad_enabled():
-            return apply(*args)
+            return mark(apply(*args))
         with torch.enable_grad():  # what the graph was traced for: it turned gradients on itself
-            return apply(*args)
+            return mark(apply(*args))
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -122,8 +134,9 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
     unchecked = m.tensors_saved_for_backwards_no_vc_check_slice
     constant = [k for k, o in enumerate(m.output_info) if not o.requires_grad]
     tangents = [k for k, o in enumerate(m.output_info) if getattr(o, "requires_grad_for_backward", o.requires_grad)]
-    strides = [t.memory_format.stride for t in m.subclass_tangent_meta]  # type: ignore[union-attr]
-    expected = list(zip(tangents, strides, strict=True))
+    layouts = [t.memory_format for t in m.subclass_tangent_meta]  # with strides, or with an order where sizes change
+    expected = [(k, t.stride, t.memory_format) for k, t in zip(tangents, layouts, strict=True)]  # type: ignore[union-attr]
+    symints = m.symints_saved_for_backwards_slice
     boxed = getattr(full, "boxed_grads_call", False)  # gradients come as one list
 
     class CompiledFunction(full):
@@ -132,7 +145,7 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
             outs = full.compiled_fw(list(args))
             ctx.save_for_backward(*[x.detach() if x._is_view() else x for x in outs[checked]])
             ctx._tensors_no_vc_check = [x.detach() if x._is_view() else x for x in outs[unchecked]]
-            ctx.symints = ctx.opaque_objects = ()
+            ctx.symints, ctx.opaque_objects = outs[symints], ()
             if constant:
                 ctx.mark_non_differentiable(*[outs[k] for k in constant])
             ctx._materialize_non_diff_grads = False
@@ -145,11 +158,13 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
             if (compiled is None or torch.is_grad_enabled() or current_transform() is not None
                     or (m.deterministic is False and deterministic_algorithms()) or m.bw_donated_idxs):
                 return full.backward(ctx, *given)
-            args = [*ctx.saved_tensors, *ctx._tensors_no_vc_check]
-            for k, stride in expected:
-                if type(grads[k]) is not torch.Tensor or grads[k].stride() != stride:
+            args = [*ctx.symints, *ctx.saved_tensors, *ctx._tensors_no_vc_check]
+            for k, stride, order in expected:
+                g = grads[k]
+                if type(g) is not torch.Tensor or not (
+                        g.stride() == stride if order is None else g.is_contiguous(memory_format=order)):
                     return full.backward(ctx, *given)
-                args.append(grads[k])
+                args.append(g)
             if boxed:
                 grads.clear()
             ctx.maybe_clear_saved_tensors()

@@ -116,7 +116,7 @@ def hot(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int, wait
 def device_forms() -> list[Form]:
     """Every operator that has a backend's kernels and of which we know what it computes."""
     ops_loaded()
-    functional = {op for op in (*LOWERINGS, *overloads_with("library"), *table())
+    functional = {op for op in (*LOWERINGS, *overloads_with("library"), *table(False))
                   if not op._schema.is_mutable and (op.namespace == "aten" or op.namespace not in SPACES)}
     names = sorted(map(name_of, functional))
     found = {form.op: form for name in names for form in forms(name, functional)}

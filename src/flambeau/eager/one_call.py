@@ -327,7 +327,7 @@ class _Graph:
             a, k = fx.node.map_arg((args, kwargs), lambda n: there[n])
             return function(*a, **k)
 
-        traced = make_fx(of_tensors, decomposition_table=table(), tracing_mode="real")(
+        traced = make_fx(of_tensors, decomposition_table=table(False), tracing_mode="real")(
             *(n.meta["val"] for n in used))
         env: dict[fx.Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), used, strict=True))
         for node in traced.graph.nodes:

@@ -198,13 +198,18 @@ class Index:
                     yield from a.a.atoms()
                     yield from a.b.atoms()
 
-    def divisions(self) -> Iterable[tuple[Sym, int]]:
-        """Variables of known size that it divides, and by what: x of x // k, x % k, and (x + c) // k."""
+    def quotients(self) -> Iterable[tuple[Sym, Index]]:
+        """Variables that it divides, and by what: x of x // k, x % k, and (x + c) // k."""
         for a in self.atoms():
-            if isinstance(a, Op) and a.kind in ("div", "mod") and a.b.is_const:
-                v, k = (a.a - a.a.const).atom(), a.b.const
-                if isinstance(v, Sym) and v.extent is not None and v.extent.is_const and 1 < k < v.extent.const:
-                    yield v, k
+            if isinstance(a, Op) and a.kind in ("div", "mod") and a.b is not ONE:
+                v = (a.a - a.a.const).atom()
+                if isinstance(v, Sym) and v.extent is not None:
+                    yield v, a.b
+
+    def divisions(self) -> Iterable[tuple[Sym, int]]:
+        """Those of known sizes."""
+        return ((v, k.const) for v, k in self.quotients()
+                if k.is_const and v.size.is_const and 1 < k.const < v.size.const)
 
     def bounds(self) -> Bounds:
         """Inclusive numeric range; None where it is unknown."""
@@ -219,6 +224,13 @@ class Index:
                 hi = None if hi is None or b is None else hi + coef * b
             self._bounds = (lo, hi)
         return self._bounds
+
+    def can_leave(self, limit: int) -> bool:
+        """Whether it can lie outside of [-limit, limit), or what it divides or compares on the way can: sums that wrap
+        around come back, quotients do not."""
+        operands = (i for a in self.atoms() if isinstance(a, Op) for i in (a.a, a.b))
+        return any(lo is None or hi is None or lo < -limit or hi >= limit
+                   for lo, hi in (i.bounds() for i in (self, *operands)))
 
     def at_most_one(self) -> bool:
         """Whether a size is known to be 0 or 1: no index along it moves, and its stride is a matter of names."""
@@ -458,6 +470,13 @@ def _is_plain(e: Index) -> bool:
 
 
 # ---- ranges ------------------------------------------------------------------------------------------
+
+
+def about(size: Index, typical: Mapping[Sym, int], unknown: int) -> int:
+    """A size, or what it typically is: for choosing among loops that are right for any."""
+    if not size.is_const and typical:
+        size = size.subs({s: as_index(n) for s, n in typical.items()})
+    return size.const if size.is_const else unknown
 
 
 def upper(e: Index) -> Index:

@@ -18,7 +18,7 @@ import torch
 from .dtypes import DType
 from .expr import Expr, loads, rewrite, walk
 from .faults import Bound, heads
-from .index import ONE, ZERO, Dyn, Index, Sym, flat
+from .index import ONE, ZERO, Dyn, Index, Sym, about, flat
 from .nodes import Combine, Host, Value
 
 
@@ -78,8 +78,17 @@ class Form:
     width: int = 0
 
 
+class AnySize:
+    """A kernel that may be for any size."""
+
+    typical: tuple[tuple[Sym, int], ...]  # what sizes of the run were when the graph was captured
+
+    def about(self, size: Index, unknown: int) -> int:
+        return about(size, dict(self.typical), unknown)
+
+
 @dataclass(frozen=True)
-class LoopKernel:
+class LoopKernel(AnySize):
     outer: tuple[Sym, ...]
     inner: tuple[Sym, ...]
     vector: Sym | None  # the variable that vectorises; in outer or in inner
@@ -92,6 +101,7 @@ class LoopKernel:
     tile: Sym | None = None  # a second contiguous variable: the two are walked in square tiles
     origins: tuple[str, ...] = ()
     form: Form = Form()
+    typical: tuple[tuple[Sym, int], ...] = ()
 
     @property
     def items(self) -> list[Item]:
@@ -131,7 +141,7 @@ class LoopKernel:
 
 
 @dataclass(frozen=True)
-class ScanKernel:
+class ScanKernel(AnySize):
     outer: tuple[Sym, ...]
     axis: Sym
     vector: Sym | None  # an outer variable to vectorise over, or None when the axis is contiguous
@@ -146,6 +156,7 @@ class ScanKernel:
     origins: tuple[str, ...] = ()
     ordered: bool = False  # parts are joined in one order, whichever is ready first
     form: Form = Form()
+    typical: tuple[tuple[Sym, int], ...] = ()
 
     def contiguous(self) -> Sym | None:
         """An outer variable along which all results are contiguous."""
@@ -156,7 +167,7 @@ class ScanKernel:
 
 
 @dataclass(frozen=True)
-class ScatterKernel:
+class ScatterKernel(AnySize):
     out_vars: tuple[Sym, ...]
     init: Expr | None  # None: the target already holds its start
     init_address: Index
@@ -173,6 +184,7 @@ class ScatterKernel:
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
     unique: bool = False  # no two points write the same element
+    typical: tuple[tuple[Sym, int], ...] = ()
 
     @property
     def stores(self) -> tuple[tuple[str, Index], ...]:

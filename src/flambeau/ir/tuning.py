@@ -26,6 +26,7 @@ class Tuning:
 
     cheap: int = number(4, "operations", "worth computing twice")
     cheap_beside_memory: int = number(0, "operations", "the same where memory alone counts; 0 where it does not")
+    neighbour_rows: int = number(0, "rows", "read for one row of results, rather than kept sums of some of them")
     recompute: int = number(6, "operations", "cheaper again in a later stage than a row of fast memory")
     enough_points: int = number(32, "outer points", "keep all threads busy without dividing a row")
     long_row: int = number(8192, "elements", "a row from which on threads may share it; it has no fast memory then")
@@ -54,6 +55,7 @@ class CpuTuning(Tuning):
     """C++ and OpenCL on CPUs: threads, vectors and caches."""
 
     shares_rows: bool = True  # threads can divide a row among themselves and join what they found
+    neighbour_rows: int = number(8, "rows", "those of trilinear resizing, where channels lie side by side")
     # ---- threads
     serial: int = number(24576, "element operations", "below it to wake threads takes longer than the work")
     serial_shared: int = number(65536, "element operations", "the same for a row that threads share: they join, too")

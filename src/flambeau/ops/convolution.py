@@ -12,7 +12,7 @@ A transposed convolution goes from y to x. Channels are in groups, which have no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from flambeau.ir import build
-from flambeau.ir.dtypes import accumulator, is_bool
+from flambeau.ir.dtypes import accumulator, is_bool, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
-from flambeau.ir.index import Index
+from flambeau.ir.index import ONE, Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.scalar import eq
 from flambeau.ops.facts import describe
@@ -180,7 +180,20 @@ def out_sizes(x: Value, w: Value, g: Geometry, transposed: bool, extra: Sequence
     return tuple(out)
 
 
-describe(aten.convolution.default, library=True, strides="convolved")
+def bias_apart(x: Value, w: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
+               output_padding: Any, groups: Any) -> tuple[tuple[Any, ...], Callable[[Value], Value]] | None:
+    """Kernels for one channel at a time add it themselves."""
+    if bias is None or (groups != 1 and w.shape[1] is ONE):
+        return None
+    wide = opmath(x.dtype)
+
+    def add(y: Value) -> Value:
+        return build.pointwise(y.shape, lambda i: cast(y.load(i), wide) + cast(bias.load((i[1],)), wide), y.dtype)
+
+    return (x, w, None, stride, padding, dilation, transposed, output_padding, groups), add
+
+
+describe(aten.convolution.default, library=True, strides="convolved", last_step=bias_apart)
 
 
 @lower(aten.convolution.default, aten.convolution_overrideable.default)

@@ -7,11 +7,12 @@ matrix: each input position gathers from the outputs that touch it, so that noth
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 import torch
@@ -239,7 +240,7 @@ class NearestExact(Nearest):
         return (scale * (o + 0.5) - 0.5).clamp(min=0) + 0.5
 
 
-@cache
+@functools.cache
 def rounds_well(axis: Nearest) -> bool:
     """Whether each output's source, as it is rounded, is the input that is said to reach it."""
     scale = axis.scale
@@ -322,6 +323,8 @@ def at_nearest(x: Value, axes: Sequence[Nearest]) -> Value:
 
 def blend(x: Value, axes: Sequence[Axis]) -> Value:
     """The last dimension first, as ATen adds up."""
+    if build.graph().capabilities.waits_for_memory:  # what lies between two dimensions would go through it
+        return blend_at_once(x, axes)
     out = x
     known: dict[Axis, tuple[Value, Value]] = {}
     for dim, axis in reversed(list(enumerate(axes, x.rank - len(axes)))):
@@ -330,6 +333,25 @@ def blend(x: Value, axes: Sequence[Axis]) -> Value:
                 known[axis] = tap_tables(axis)
             out = blend_along(out, dim, axis, *known[axis])
     return build.pointwise(out.shape, lambda i: out.load(i), x.dtype)
+
+
+def blend_at_once(x: Value, axes: Sequence[Axis]) -> Value:
+    first = x.rank - len(axes)
+
+    def along(i: Place, dim: int, at: Place) -> Expr:
+        """The sum over the taps of this dimension and those behind it."""
+        if dim == x.rank:
+            return cast(x.load(at), axes[0].dtype)
+        axis = axes[dim - first]
+        if axis.copies:
+            return along(i, dim + 1, (*at, i[dim]))
+        top = axis.n.bounds()[1]
+        parts = [along(i, dim + 1, (*at, computed(cast(place, torch.int64), 0, None if top is None else top - 1)))
+                 * weight for place, weight in axis.taps(i[dim])]
+        return functools.reduce(operator.add, parts)
+
+    shape = (*x.shape[:first], *(a.m for a in axes))
+    return build.pointwise(shape, lambda i: along(i, first, tuple(i[:first])), x.dtype)
 
 
 def tap_tables(axis: Axis) -> tuple[Value, Value]:

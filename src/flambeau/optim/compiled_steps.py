@@ -37,7 +37,7 @@ from flambeau.torch_compat.dynamo import (
     skip_code,
 )
 from flambeau.torch_compat.optim import READS, base_file, files
-from flambeau.torch_compat.patches import FRAMES, OPTIMIZERS
+from flambeau.torch_compat.patches import CALLS, FRAMES, OPTIMIZERS
 
 from . import parameter_groups
 
@@ -46,7 +46,10 @@ EAGER: Counter[str] = Counter()  # types of devices, and how many wish that unco
 
 @cache
 def install(backend: Callable[..., Any]) -> Routes | None:
-    """Once for a process: from now on, steps that `backend` compiles are ours. None: FLAMBEAU_PATCHES=0."""
+    """Once for a process: from now on, steps that `backend` compiles are ours, and calls of what it compiled are short.
+
+    None: FLAMBEAU_PATCHES=0.
+    """
     if not config.patches:
         return None
     ours = functools.partial(options_of, backend)
@@ -57,6 +60,7 @@ def install(backend: Callable[..., Any]) -> Routes | None:
     for inside in (options_of, options_for, is_accelerated, backend_of):
         skip_code(inside.__code__)
     FRAMES.apply(functools.partial(passing, always, always | files((READS,)), ours, routes))
+    CALLS.apply(ours)
     return routes
 
 

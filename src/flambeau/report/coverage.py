@@ -159,7 +159,7 @@ def unlowered(known: dict[str, Dtypes]) -> list[OpOverload]:
     Of PyTorch's thousands of internal ones, those of its core set and those that OpInfo tests on the CPU.
     """
     # torch 2.11 takes the forms with named dimensions apart, into the others.
-    taken_apart = (o for o in decompositions()
+    taken_apart = (o for o in decompositions(False)
                    if isinstance(o, OpOverload) and "dimname" not in o._overloadname)
     handled = {name_of(o) for o in (*LOWERINGS, *overloads_with("library"), *taken_apart)}
     out = []

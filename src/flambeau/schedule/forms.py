@@ -88,11 +88,11 @@ def cpu_scans(k: ScanKernel, t: CpuTuning) -> Form:
 
 
 def point_loops(k: LoopKernel, t: PointTuning) -> Form:
-    length, points, exprs = volume(k.inner), volume(k.outer), k.everything()
-    if k.vector in k.inner and k.bounds is None and not (length.is_const and length.const <= t.short_row):
+    exprs, short = k.everything(), k.about(volume(k.inner), t.short_row + 1) <= t.short_row
+    if k.vector in k.inner and k.bounds is None and not short:
         return Form("rows")  # what is contiguous is reduced, and long enough for a group
     windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
-    many = not k.inner and not (points.is_const and points.const < t.streamed_points) and not windows
+    many = not k.inner and k.about(volume(k.outer), t.streamed_points) >= t.streamed_points and not windows
     if many and k.transposed_reads():
         return Form("transpose")
     memory = cost_of(exprs) <= t.streamed_work and 0 < len(loads(*exprs)) * t.access_bytes // 4 <= t.registers
@@ -100,13 +100,12 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
 
 
 def point_scans(k: ScanKernel, t: PointTuning) -> Form:
-    rows, column = volume(k.outer), k.contiguous()
-    few = rows.is_const and rows.const < t.few_rows
-    if k.axis.size.is_const and k.axis.size.const <= t.short_row:
+    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.contiguous()
+    if k.about(k.axis.size, t.short_row + 1) <= t.short_row:
         return Form("points")
     if any(a.coefficient(k.axis) is ONE for _, a in k.stores):
         return Form("rows")
-    if column is not None and not (column.size.is_const and column.size.const < t.scan_few_columns):
+    if column is not None and k.about(column.size, t.scan_few_columns) >= t.scan_few_columns:
         return Form("columns", t.scan_few_columns if few else t.scan_columns)
     return Form("rows" if few else "points")
 
@@ -117,8 +116,8 @@ def point_scans(k: ScanKernel, t: PointTuning) -> Form:
 def block_loops(k: LoopKernel, t: BlockTuning) -> Form:
     if not k.inner:
         return Form("map")
-    total, length = volume(k.outer), volume(k.inner)
-    few = total.is_const and total.const <= t.few_programs * t.columns
+    length, many = volume(k.inner), t.few_programs * t.columns
+    few = k.about(volume(k.outer), many + 1) <= many
     width = 1 if k.vector in k.inner else t.few_columns if few else t.columns
     if k.bounds is not None:
         return Form("segments", width)

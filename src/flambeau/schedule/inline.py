@@ -8,6 +8,7 @@ leaves a note.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import OPS, Expr, held, index_children, masked, rewrite, walk
-from flambeau.ir.index import ONE, Index, Op, Sym, as_index
+from flambeau.ir.index import ONE, Index, Op, Sym, as_index, volume
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
 
@@ -111,7 +112,7 @@ def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
     nodes: list[Node] = []
     for n in graph.nodes:
         if not isinstance(n, Extern):
-            n = picked(_inline_into(n, caps, bodies, uses, hard, why),
+            n = picked(_inline_into(n, graph, caps, bodies, uses, hard, why),
                        lambda name: bodies[name].node if name in bodies else None)
         if isinstance(n, Pointwise):
             everything = list(walk(n.body))
@@ -126,8 +127,8 @@ def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
             notes.append(f"{name} is kept: {'; '.join(sorted(reasons))}")
 
 
-def _inline_into(n: Node, caps: Capabilities, bodies: dict[str, Body], uses: Counter[str], hard: dict[str, str],
-                 why: dict[str, set[str]]) -> Node:
+def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Body], uses: Counter[str],
+                 hard: dict[str, str], why: dict[str, set[str]]) -> Node:
     seen: dict[str, set[tuple[Index, ...]]] = defaultdict(set)
     inner_only: dict[str, bool] = {}
     domains = domains_of(n)
@@ -144,7 +145,8 @@ def _inline_into(n: Node, caps: Capabilities, bodies: dict[str, Body], uses: Cou
     reads = sum(1 for e in everything if e.op == "load")
     for name, places in seen.items():
         b = bodies[name]
-        verdict = _decide(b, n, uses[name], hard.get(name), inner_only[name], len(places), caps.tuning)
+        rows = neighbour_rows(b.node, graph)
+        verdict = _decide(b, n, uses[name], hard.get(name), inner_only[name], len(places), rows, caps.tuning)
         if verdict is None and (budget + b.size * len(places) > LARGEST or reads + b.reads > MOST_READS) and b.cost > 1:
             verdict = "the fused body would be too large"
         if verdict is None and depth + b.depth > DEEPEST:
@@ -185,7 +187,23 @@ def divisions_in(everything: list[Expr]) -> int:
                for a in i.atoms())
 
 
-def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, places: int, t: Tuning) -> str | None:
+def neighbour_rows(n: Pointwise, graph: Graph) -> float:
+    """How many rows are read for one row of the result; no number, if its variable decides where something is read."""
+    b = graph.buffers[n.names[0]]
+    row = next((v for v, step in zip(n.vars, b.strides or (), strict=False) if step is ONE and v.size is not ONE), None)
+    if row is None:
+        return math.inf
+    rows = 0
+    for e in walk(n.body):
+        if e.op == "load" and any(row in i.symbols() for i in e.attr[1]):
+            if not all(i.atom() is row or row not in i.symbols() for i in e.attr[1]):
+                return math.inf
+            rows += 1
+    return rows
+
+
+def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, places: int, rows: float,
+            t: Tuning) -> str | None:
     """None to inline it into n, else the reason to keep the value."""
     if b.reads == 0 and b.divisions and repeated:
         return "a table, with divisions"
@@ -199,6 +217,13 @@ def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, place
     written = places == 1 and isinstance(n, Pointwise)  # every time it is computed, something is written
     if b.reads <= 1 and (b.cost <= t.cheap or (beside and written)):
         return None
+    if uses == 1 and isinstance(n, Pointwise) and places * rows <= t.neighbour_rows and b.cost <= 3 * rows:
+        # A weighted sum of rows: they lie near, and its tables are read once for a row. In rows of n: read again, or
+        # read once, written, which counts twice, and read at these places.
+        made, kept = volume(n.vars), volume(b.node.vars)
+        share = kept.const / max(made.const, 1) if made.is_const and kept.is_const else 1
+        if places * rows <= (rows + 2) * share + places:
+            return None
     if repeated or places > 1:
         return "read more than once by one consumer"
     # Either every consumer reads what it reads; or that is read once, and what comes of it written, and read by each.

@@ -6,8 +6,8 @@ access walks two of them as one. The variable that is contiguous in most accesse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -16,7 +16,19 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_float
 from flambeau.ir.expr import Expr, const, held, index_value, loads, rewrite, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, is_positive, offset_of, volume, walks_as_one
+from flambeau.ir.index import (
+    ONE,
+    ZERO,
+    Dyn,
+    Index,
+    Sym,
+    about,
+    as_index,
+    is_positive,
+    offset_of,
+    volume,
+    walks_as_one,
+)
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
 from flambeau.ir.tuning import Tuning
@@ -73,12 +85,10 @@ class NestDraft:
     stores: dict[str, Index]
     stage_of: dict[str, int] = field(default_factory=dict)
     bounds: tuple[Expr, Expr] | None = None
-    typical: dict[Sym, Index] = field(default_factory=dict)  # of sizes that are known only at the run
+    typical: dict[Sym, int] = field(default_factory=dict)  # of sizes that are known only at the run
 
     def about(self, size: Index, unknown: int) -> int:
-        """A size, or what it typically is; loops are chosen by it, and right for any."""
-        size = size.subs(self.typical)
-        return size.const if size.is_const else unknown
+        return about(size, self.typical, unknown)
 
     def exprs(self) -> list[Expr]:
         out = exprs_of(self.items)
@@ -201,12 +211,12 @@ def bring_forward(d: NestDraft, row_bytes: int | None, caps: Capabilities, dtype
 def split_dims(d: NestDraft, lists: Sequence[list[Sym]]) -> None:
     """x // k and x % k of a variable: two variables instead, where k divides its size."""
     for _ in range(16):
-        found = next(((v, k) for i in d.indices() for v, k in i.divisions()
-                      if any(v in vs for vs in lists) and v.size.const % k == 0), None)
+        found = next(((v, k) for i in d.indices() for v, k in i.quotients() if any(v in vs for vs in lists)
+                      and k is not v.size and (v.size // k) * k is v.size), None)
         if found is None:
             return
         v, k = found
-        big, small = Sym(f"{v.name}o", v.size.const // k), Sym(f"{v.name}i", k)
+        big, small = Sym(f"{v.name}o", v.size // k), Sym(f"{v.name}i", k)
         d.substitute({v: as_index(big) * k + small})
         for vs in lists:
             if v in vs:
@@ -274,12 +284,9 @@ def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
     return placed
 
 
-def distance(step: Index | None, typical: dict[Sym, Index] | None = None) -> int:
+def distance(step: Index | None, typical: Mapping[Sym, int] | None = None) -> int:
     """In elements, for comparing; of a step that is known only at the run, as if all sizes in it were large."""
-    if step is None:
-        return 0
-    step = step.subs(typical) if typical else step
-    return abs((step if step.is_const else step.subs(dict.fromkeys(step.symbols(), as_index(_LARGE)))).const)
+    return 0 if step is None else abs(about(step, {**dict.fromkeys(step.symbols(), _LARGE), **(typical or {})}, 0))
 
 
 def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
@@ -313,17 +320,13 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
     return max(votes, key=lambda v: votes[v]) if votes else None
 
 
-def _at_least(v: Sym, n: int) -> bool:
-    return not v.size.is_const or v.size.const >= n
-
-
 def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int]
                 ) -> tuple[LoopKernel, set[str]]:
     """The kernel of a group, and the buffers it stores beyond those asked for. `typical`: values of run-time sizes."""
     d = draft_group(g, buffers, stored)
     has_axes = g.axes is not None
-    if not has_axes:  # a reduction's rounding would depend on the sizes that came first
-        d.typical = {s: as_index(n) for s, n in typical.items()}
+    if not has_axes or caps.programs > 1:  # else a reduction's rounding would depend on the sizes that came first
+        d.typical = typical
     stage(d, has_axes)
     lists = [d.outer, d.inner]
     split_dims(d, lists)
@@ -370,7 +373,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(d.stores.items()),
                         frozenset(scratch), params_of(d.accesses(), buffers), sizes_of(d), d.bounds, tile,
                         tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
-    return kernel, extra
+    return replace(kernel, typical=typical_sizes(kernel.sizes, d.typical)), extra
 
 
 def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Buffer]) -> tuple[Param, ...]:
@@ -395,10 +398,15 @@ def sizes_of(d: NestDraft) -> tuple[Sym, ...]:
     return tuple(sorted((s for s in free if s not in loop), key=lambda s: s.name))
 
 
+def typical_sizes(sizes: Sequence[Sym], typical: Mapping[Sym, int]) -> tuple[tuple[Sym, int], ...]:
+    return tuple((s, typical[s]) for s in sizes if s in typical)
+
+
 # ---- scans and scatters ------------------------------------------------------------------------------------
 
 
-def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities) -> ScanKernel:
+def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int]
+               ) -> ScanKernel:
     ones = {v: ZERO for v in n.vars if v.size is ONE and v is not n.vars[n.axis]}
     axis = n.vars[n.axis]
     exprs = tuple(linear(e.subs(ones), buffers, lambda _: False) for e in n.inputs)
@@ -406,6 +414,8 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
     outer = [v for v in n.vars if v is not axis and v.size is not ONE]
     d = NestDraft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
+    if caps.programs > 1:
+        d.typical = typical
     split_dims(d, [d.outer])
     vector = choose_vector(d, [*d.outer, axis], caps.tuning)
     row = vector is axis or vector is None
@@ -417,15 +427,17 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
         row = vector is None
     needed = n.combine.needed([e for name, e in zip(n.names, n.finish, strict=True) if name in stored])
     simple, expensive = len(n.combine.chained(needed)) == 1, cost_of(n.combine.result) > caps.tuning.expensive_combine
-    if row and d.outer and _at_least(d.outer[-1], caps.tuning.scan_side_by_side) and (simple or expensive):
+    side = caps.tuning.scan_side_by_side
+    if row and d.outer and d.about(d.outer[-1].size, side) >= side and (simple or expensive):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     ordered = caps.deterministic and any(map(is_float, n.combine.dtypes))
+    sizes = sizes_of(d)
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
-                      tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes_of(d),
-                      n.origins, ordered)
+                      tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes,
+                      n.origins, ordered, typical=typical_sizes(sizes, d.typical))
 
 
-def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
+def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int]) -> ScatterKernel:
     out = n.names[0]
     ones = {v: ZERO for v in (*n.vars, *n.out_vars) if v.size is ONE}
 
@@ -481,6 +493,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer]) -> ScatterKernel:
     mask = None if mask is None else rest[0]
     address, init_address, *owned = d.stores.values()
     params = params_of([a for a in d.accesses() if a[0] in buffers], buffers)
+    sizes = sizes_of(d)
     return ScatterKernel(tuple(d.inner), None if n.covers else init, init_address, tuple(d.outer),
                          frozenset(free & set(d.outer)), address, owned[0] if owned else None, owners, value, mode,
-                         mask, out, params, sizes_of(d), n.origins, n.unique)
+                         mask, out, params, sizes, n.origins, n.unique, typical_sizes(sizes, typical))

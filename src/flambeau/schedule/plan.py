@@ -115,10 +115,10 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
                                   may_alias(n)))
                 continue
             if isinstance(n, Scan):
-                kernel = shape_scan(n, graph.buffers, stored, caps)
+                kernel = shape_scan(n, graph.buffers, stored, caps, graph.typical)
             else:
                 assert isinstance(n, Scatter)
-                kernel = shape_scatter(n, graph.buffers)
+                kernel = shape_scatter(n, graph.buffers, graph.typical)
         if all(is_empty(graph.buffers[p.name]) for p in kernel.params if p.written) and not checks(g):
             continue
         kernel = formed(kernel, caps.tuning)

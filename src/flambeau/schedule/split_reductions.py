@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 
-import torch
-
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.expr import const, index_value, loads, masked, walk, where
-from flambeau.ir.index import ONE, Index, Sym, as_index, flat, offset_of, unflat, volume
+from flambeau.ir.expr import index_value, loads, masked, walk, where
+from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, flat, offset_of, unflat, volume
 from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import CHUNK
 
@@ -58,45 +56,49 @@ def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
     mapping: dict[Sym, Index] = dict(zip(n.kept, as_indices(vars), strict=False))
     mapping.update(zip(n.reduced, unflat(as_index(vars[-1]), [v.size for v in n.reduced]), strict=True))
     row = replace(n, vars=vars, axes=frozenset((len(n.kept),)), inputs=tuple(e.subs(mapping) for e in n.inputs))
-    return cut(graph, row, {vars[-1]: CHUNK}, rows=True)
+    return cut(graph, row, {vars[-1]: (-(-points // CHUNK), as_index(CHUNK))}, rows=True)
 
 
 def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
-    if not all(v.size.is_const for v in n.vars):
+    """Sizes of a run count as those of the capture: they decide how many pieces there are, of any length."""
+    if graph.policy.exact and not all(v.size.is_const for v in n.vars):
         return [n]
-    points = int(volume(n.reduced))
-    results = int(volume(n.kept))
+    points, results = (about(volume(vars), graph.typical, 0) for vars in (n.reduced, n.kept))
     rows = reduces_contiguous(graph, n)
     t = caps.tuning
     programs = results if rows else -(-results // t.split_columns)
     least = t.split_piece if rows else t.split_piece // t.split_columns
-    if programs * 2 > caps.programs or points < 4 * least:
+    if not 0 < programs * 2 <= caps.programs or points < 4 * least:
         return [n]
     wanted = min(caps.programs // programs, points // least)
-    lengths: dict[Sym, int] = {}
+    cuts: dict[Sym, Cut] = {}
     for v in n.reduced:
-        pieces = min(wanted, v.size.const)
-        if pieces >= (t.split_more if lengths else 2):
-            length = -(-v.size.const // pieces)
-            lengths[v] = length + (-length % t.split_even if length > t.split_even else 0)
+        pieces = min(wanted, about(v.size, graph.typical, 0))
+        if pieces >= (t.split_more if cuts else 2):
+            length = ceildiv(v.size, pieces)
+            if about(length, graph.typical, 0) > t.split_even:
+                length = ceildiv(length, t.split_even) * t.split_even
+            cuts[v] = (-(-v.size.const // length.const) if v.size.is_const else pieces, length)
             wanted //= pieces
-    return cut(graph, n, lengths, rows) if lengths else [n]
+    return cut(graph, n, cuts, rows) if cuts else [n]
 
 
-def cut(graph: Graph, n: Reduce, lengths: dict[Sym, int], rows: bool) -> list[Node]:
-    """Reduce pieces of variables' points, of these lengths, and then what they come to. The order of points stays, so
-    that maps of the same may join; results next to each other in memory are those of one piece, unless by `rows`."""
-    counts = {v: as_index(-(-v.size.const // length)) for v, length in lengths.items()}
+Cut = tuple[int, Index]  # how many pieces, and how long each of them is
+
+
+def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]:
+    """Reduce pieces of variables' points, and then what they come to. The order of points stays, so that maps of the
+    same may join; results next to each other in memory are those of one piece, unless by `rows`."""
     # Variables, and whether their pieces are counted.
-    order = [(v, piece) for v in n.vars for piece in ((True, False) if v in counts else (False,))]
-    vars = dim_vars([counts[v] if piece else as_index(lengths.get(v, v.size)) for v, piece in order])
+    order = [(v, piece) for v in n.vars for piece in ((True, False) if v in cuts else (False,))]
+    vars = dim_vars([as_index(cuts[v][0]) if piece else cuts[v][1] if v in cuts else v.size for v, piece in order])
     at = dict(zip(order, as_indices(vars), strict=True))
     mapping = {v: at[v, False] for v in n.vars}
     inside = []
-    for v, length in lengths.items():
+    for v, (count, length) in cuts.items():
         mapping[v] = at[v, True] * length + at[v, False]
-        if counts[v].const * length != v.size.const:
-            inside.append(index_value(mapping[v]) < const(v.size.const, torch.int64))
+        if length * count is not v.size:
+            inside.append(index_value(mapping[v]) < index_value(v.size))
     inputs = tuple(e.subs(mapping) for e in n.inputs)
     if inside:
         there = functools.reduce(operator.and_, inside)

@@ -81,3 +81,17 @@ def test_zero_division() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         torch.compile(lambda a, b: a // b, backend="flambeau", options={"target": "interpreter"})(
             torch.arange(4), torch.tensor([1, 0, 2, 3]))
+
+
+@pytest.mark.parametrize("target", ["interpreter", "opencl"])
+def test_quotients_of_products_beyond_32_bits(target: str) -> None:
+    """Which outputs an input reaches is found by dividing y * 50000 * 2; the quotient is small, the product is not."""
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x, 50_000, mode="linear")
+
+    grads = []
+    for run in (f, torch.compile(f, backend="flambeau", options={"target": target})):
+        x = torch.linspace(-1, 1, 60_000).reshape(1, 1, -1).requires_grad_()
+        run(x).square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0], atol=1e-2, rtol=1e-2)

@@ -381,8 +381,7 @@ def power(n: int) -> int:
 def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sym]) -> bool:
     """Whether some index can leave 32 bits."""
     inside = [i for e in walk(*exprs) for i in e.own_indices()]
-    points = volume(vars)
-    return any(hi is None or hi >= NARROW for hi in (i.bounds()[1] for i in (*inside, *addresses, points)))
+    return any(i.can_leave(NARROW) for i in (*inside, *addresses, volume(vars)))
 
 
 class PartDraft:

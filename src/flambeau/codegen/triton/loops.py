@@ -14,7 +14,7 @@ from dataclasses import replace
 from flambeau.ir.expr import Expr, cast, walk
 from flambeau.ir.index import Index, Op, Sym, as_index, volume
 from flambeau.ir.lines import is_line
-from flambeau.ir.program import Item, LoopKernel, exprs_of, reductions_of, sites_of
+from flambeau.ir.program import AnySize, Item, LoopKernel, exprs_of, reductions_of, sites_of
 from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
 from ..dialect import Pipelined
@@ -30,11 +30,11 @@ def stages_for(exprs: Iterable[Expr], elements: int, scale: Scale) -> int:
     return min(scale.staged(BLOCKS.stages), 1 + BLOCKS.shared_bytes // piece) if piece else 1
 
 
-def spans(vars: Sequence[Sym], room: int) -> dict[Sym, int]:
+def spans(k: AnySize, vars: Sequence[Sym], room: int) -> dict[Sym, int]:
     """Axes for the innermost variables until the tile is full."""
     out: dict[Sym, int] = {}
     for v in reversed(vars):
-        block = min(room, power(v.size.const)) if v.size.is_const else room
+        block = min(room, power(k.about(v.size, room)))
         if block > 1:
             out[v] = block
             room //= block
@@ -91,7 +91,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             warps = min(BLOCKS.threads // BLOCKS.warp, self.elements() // BLOCKS.map_warp)
             return PartDraft(self, grid, max(1, self.elements() // BLOCKS.warp if self.apart else warps))
         length, whole = self.row_length()
-        blocks = spans(k.outer, self.rows_side_by_side(length))
+        blocks = spans(k, k.outer, self.rows_side_by_side(length))
         grid = self.tile(k.outer, blocks, length)
         if k.bounds is not None:
             self.open_segment()
@@ -120,14 +120,14 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         if self.rows:
             return self.rows.blocks
         if k.tile is not None and k.vector is not None:
-            pair = {v: min(BLOCKS.transpose_side, power(v.size.const)) if v.size.is_const else BLOCKS.transpose_side
+            pair = {v: min(BLOCKS.transpose_side, power(k.about(v.size, BLOCKS.transpose_side)))
                     for v in (k.tile, k.vector)}
             return {v: pair[v] for v in k.outer if v in pair}
         exprs = k.everything()
         windows = BLOCKS.neighbour_threads if self.phases and self.phases.neighbours else BLOCKS.window_threads
         room = self.scale.sized(windows if self.apart else BLOCKS.threads * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
-        return compact(k.outer, near, room) if len(near) > 1 else spans(k.outer, room)
+        return compact(k.outer, near, room) if len(near) > 1 else spans(k, k.outer, room)
 
     def row_length(self) -> tuple[int, bool]:
         """Elements of the reduced axis in one tile, and whether that is all of it."""
@@ -138,7 +138,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         if k.form.name == "whole rows":
             return power(self.inner.const), True
         piece = self.scale.sized(BLOCKS.piece // k.form.width)
-        return (min(piece, power(self.inner.const)) if self.inner.is_const else piece), False
+        return min(piece, power(k.about(self.inner, piece))), False
 
     def rows_side_by_side(self, length: int) -> int:
         if self.k.bounds is not None:

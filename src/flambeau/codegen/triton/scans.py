@@ -46,18 +46,19 @@ class ScanBlocks(BlockWriter):
             outer.remove(side)
             outer.append(side)
         most = self.scale.sized(BLOCKS.scan_row if rows else BLOCKS.scan_piece // BLOCKS.scan_columns)
-        piece = min(max(2, power(self.length.const)), most) if self.length.is_const else most
-        blocks = spans(outer, max(1, self.scale.sized(BLOCKS.scan_piece) // piece))
-        cut = self.length.const > piece if self.length.is_const else True
+        length = k.about(self.length, most + 1)
+        piece = min(max(2, power(length)), most)
+        blocks = spans(k, outer, max(1, self.scale.sized(BLOCKS.scan_piece) // piece))
+        cut = not self.length.is_const or length > piece
         self.expensive = cost_of(k.combine.result) > BLOCKS.scan_combine
         enough = BLOCKS.scan_programs * (BLOCKS.scan_expensive if self.expensive else 1)
-        look_back = cut and self.programs(outer, blocks) < enough
+        look_back = length > piece and self.programs(outer, blocks) < enough
         if look_back and rows:
             piece = min(piece, self.scale.sized(BLOCKS.scan_alone // len(k.combine.left)))
-            blocks = spans(outer, 1)
-        elif look_back and self.length.is_const and not self.expensive:
+            blocks = spans(k, outer, 1)
+        elif look_back and not self.expensive:
             # Pieces wait for one another: not too many in a row.
-            piece = min(BLOCKS.scan_longest, max(piece, power(-(-self.length.const // BLOCKS.scan_in_a_row))))
+            piece = min(BLOCKS.scan_longest, max(piece, power(-(-length // BLOCKS.scan_in_a_row))))
         self.blocks = [*blocks.values(), piece]
         self.row = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
@@ -78,7 +79,7 @@ class ScanBlocks(BlockWriter):
         """How many programs there are if the axis is not cut; sizes of the run count as large."""
         n = 1
         for v in outer:
-            n *= -(-v.size.const // blocks.get(v, 1)) if v.size.is_const else BLOCKS.scan_programs
+            n *= -(-self.k.about(v.size, BLOCKS.scan_programs * blocks.get(v, 1)) // blocks.get(v, 1))
         return n
 
     # ---- one piece -------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class ScatterBlocks(BlockWriter):
         self.gathered = vars[-1] if taps else None
         # Writes that go anywhere are made one by one: with a thread for each, no block changes its layout for them.
         anywhere = bool(vars) and k.address.coefficient(vars[-1]) is not ONE
-        blocks = spans(vars, BLOCKS.scattered if anywhere else BLOCKS.tapped if taps else BLOCKS.tile)
+        blocks = spans(k, vars, BLOCKS.scattered if anywhere else BLOCKS.tapped if taps else BLOCKS.tile)
         self.blocks = list(blocks.values())
         grid = self.open_tile(vars, blocks)
         for values in points_of(*(range(v.size.const) for v in taps)):

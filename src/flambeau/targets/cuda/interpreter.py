@@ -242,3 +242,47 @@ def interpreted_triton() -> None:
 
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
     builder.create_atomic_rmw = checked_change
+    interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = reduced, scanned
+
+
+# ---- reductions and scans by any function ----------------------------------------------------------------
+
+# As a GPU does: in as many steps as the logarithm says, each for all of a block. The interpreter's own take one element
+# after the other.
+
+
+def combined(ops: Any, left: Sequence[Any], right: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
+    """Two lists of arrays, one array for each value that is reduced."""
+    made = ops.combine_fn.fn(*map(ops.to_tensor, left, kinds), *map(ops.to_tensor, right, kinds))
+    made = made if isinstance(made, tuple) else (made,)
+    return [np.broadcast_to(getattr(getattr(m, "handle", None), "data", m), a.shape).astype(a.dtype)
+            for m, a in zip(made, left, strict=True)]
+
+
+def along(axis: int, first: int, step: int = 1) -> tuple[slice, ...]:
+    return (slice(None),) * axis + (slice(first, None, step),)
+
+
+def reduced(ops: Any, given: Sequence[Any]) -> list[Any]:
+    rank = len(given[0].handle.data.shape)
+    given, axis = ops.unravel(given, ops.axis)
+    arrays, kinds = [t.handle.data for t in given], [t.dtype for t in given]
+    while arrays[0].shape[axis] > 1:  # neighbours first: where it matters, the order is kept
+        left, right = ([a[along(axis, k, 2)] for a in arrays] for k in (0, 1))
+        arrays = combined(ops, left, right, kinds)
+    kept = (1,) * rank if ops.axis is None else arrays[0].shape
+    shape = kept if ops.keep_dims else arrays[0].shape[:axis] + arrays[0].shape[axis + 1:]
+    return [ops.to_tensor(a.reshape(shape), kind) for a, kind in zip(arrays, kinds, strict=True)]
+
+
+def scanned(ops: Any, given: Sequence[Any]) -> list[Any]:
+    arrays, kinds = [np.array(t.handle.data) for t in given], [t.dtype for t in given]
+    far = 1
+    while far < arrays[0].shape[ops.axis]:
+        # Blocks have powers of two: those before the beginning are computed and left.
+        later = along(ops.axis, far)
+        for a, made in zip(arrays, combined(ops, [np.roll(a, far, ops.axis) for a in arrays], arrays, kinds),
+                           strict=True):
+            a[later] = made[later]
+        far *= 2
+    return [ops.to_tensor(a, kind) for a, kind in zip(arrays, kinds, strict=True)]

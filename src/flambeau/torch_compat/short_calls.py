@@ -1,0 +1,72 @@
+"""The way from a call of a compiled function to Dynamo's look at its frame.
+
+torch.compile puts a function around the user's, which in each call asks whether somebody traces or exports, applies the
+settings of `dynamic=` to Dynamo's configuration and saves state for errors: 12 us where a kernel has just run, and 40
+with `dynamic=True`. What `short_call` puts in its place asks for the unusual in a few attributes, and leaves it to
+torch's own function; settings of a compilation hold while something is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _is_tracing
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
+from torch._dynamo import config, eval_frame
+from torch._dynamo.exc import ShortenTraceback, UncapturedHigherOrderOpError, Unsupported, UserError
+from torch._guards import _TLS
+from torch.fx import _symbolic_trace
+
+from .dynamo import skip_code
+
+__all__ = ["short_call"]
+
+
+def short_call(context: Any, full: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the place of `full`, the function that torch.compile returns; that itself, where more was asked for."""
+    stance, callback, function = eval_frame._stance, context.callback, getattr(full, "_torchdynamo_orig_callable", None)
+    more = (context.fullgraph, context.export, config.compiled_autograd, context.error_on_graph_break is not None,
+            getattr(context, "_isolate_recompiles_id", -1) != -1, stance != eval_frame.DynamoStance(),
+            context._backend_ctx_ctor is not eval_frame.null_context, function is None,
+            isinstance(full, torch.nn.Module))  # its method `forward` is made by a call of its own
+    if any(more):
+        return full
+
+    def compiling(*args: Any) -> Any:
+        """The callback of frames."""
+        leave = [enter() for enter in context.enter_exit_hooks]
+        try:
+            return callback(*args)
+        finally:
+            for cleanup in leave:
+                cleanup()
+
+    compiling._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows what it has
+
+    def call(*args: Any, **named: Any) -> Any:
+        if (eval_frame._stance is not stance or _symbolic_trace._is_fx_tracing_flag or _is_tracing()
+                or torch.compiler._is_exporting_flag or get_dynamic_layer_stack_depth()
+                or getattr(_TLS, "tracing_context", None) is not None):
+            return full(*args, **named)
+        before = set_eval_frame(compiling)  # type: ignore[arg-type]
+        try:
+            return function(*args, **named)  # type: ignore[misc]
+        except BaseException as error:
+            set_eval_frame(None)
+            pop_dynamic_layer_stack_and_undo_to_depth(0)  # graphs push onto it without a `finally`
+            if isinstance(error, ShortenTraceback):
+                raise error.remove_dynamo_frames() from None
+            if isinstance(error, (Unsupported, UncapturedHigherOrderOpError, UserError)) and not config.verbose:
+                raise error.with_traceback(None) from error.__cause__
+            raise
+        finally:
+            set_eval_frame(before)
+
+    skip_code(call.__code__)
+    functools.update_wrapper(call, full)
+    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    return call
