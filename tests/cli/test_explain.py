@@ -56,7 +56,7 @@ def test_operators_inside_their_consumer_are_named() -> None:
     assert step.kind == "kernel" and {"mul", "add", "relu"} < set(step.operators)
     assert (step.reads, forward.arena_bytes) == (["in0"], 0)
     assert "32" in step.inner
-    assert "KERNEL_NAME" in forward.texts[step.name]
+    assert step.title in forward.texts[step.name]
     assert forward.headline() == "forward: 4 operators became 1 kernel(s)"
     assert {"lower", "schedule", "codegen", "wait for compiler"} <= forward.seconds.keys()
 
@@ -91,7 +91,7 @@ def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(FILE)
     assert main(["explain", f"{file}:act", "--text", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "graph 1, forward" in printed and "graph 2, backward" in printed and "KERNEL_NAME" in printed
+    assert "graph 1, forward" in printed and "graph 2, backward" in printed and "flambeau_" in printed
     assert len(json.loads(out.read_text())) == 2
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +17,14 @@ import torch.nn.functional as F
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import flambeau
+from eager.starts_and_ends import starts
 from flambeau.config import config
 from flambeau.eager import accelerate as overrides
-from flambeau.eager import gate
+from flambeau.eager import any_shape, choice, gate
 from flambeau.eager import one_call as eager_graph
 from flambeau.eager.accelerate import Acceleration, Replaced
 from flambeau.eager.operator_forms import GROUPS, all_forms
+from flambeau.errors import UnsupportedError
 from flambeau.ops.facts import described, name_of
 from flambeau.targets.cpu.target import CpuTarget
 from flambeau.targets.cuda.target import CudaTarget
@@ -224,7 +225,7 @@ def test_settings_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(config.numerics)
         return eager_graph.build(*args, **kwargs)
 
-    monkeypatch.setattr(overrides, "build", build)
+    monkeypatch.setattr(any_shape, "build", build)
     x = torch.randn(97, 383)
     with accelerated("cumsum"):
         for numerics in ("fast", "eager", "fast", "eager"):
@@ -331,59 +332,70 @@ def test_a_generator_of_ones_own_is_the_originals() -> None:
 # ---- building and timing -------------------------------------------------------------------------------
 
 
-def finish_builds() -> None:
-    """Jobs are built in order: one more, for nothing, ends after all others."""
-    done = threading.Event()
-    overrides.WORKER.submit(done.set)
-    assert done.wait(120)
+def test_the_second_call_of_a_class_decides() -> None:
+    def call(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
+        torch.ones(shape, dtype=dtype).cumsum(1)
+        return usage("cumsum").ours, usage("cumsum").original
 
-
-def test_kernels_are_built_in_the_background_at_the_second_call() -> None:
-    x = torch.randn(97, 384)
     with flambeau.accelerate(CPU, only="cumsum", tune=False):
-        before = usage("cumsum").kernels
-        x.cumsum(0)
-        finish_builds()
-        assert (usage("cumsum").ours, usage("cumsum").kernels - before) == (0, 0)
-        x.cumsum(0)
-        finish_builds()
-        assert (usage("cumsum").ours, usage("cumsum").kernels - before) == (0, 1)
-        x.cumsum(0)
-        assert usage("cumsum").ours == 1
-        x.cumsum(1)
-    with accelerated("cumsum"):  # what was seen once without being built is built for who waits
-        x.cumsum(1)
-        assert usage("cumsum").ours == 1
+        assert call(7, 97, 384) == (0, 1)
+        assert call(7, 97, 384) == (1, 1)
+        assert call(3, 93, 385) == (2, 1)  # of another shape
+        assert call(7, 97, 384, dtype=torch.float64) == (2, 2)
+    with accelerated("cumsum"):  # for who waits, the first does
+        assert call(7, 97, 384, dtype=torch.bfloat16) == (1, 0)
+
+
+def test_processes_that_give_the_same_bits() -> None:
+    """The same calls by the same kernels, and an end without words, threads or not."""
+    starts(processes=2, together=2)
 
 
 @pytest.mark.parametrize("slow", ["ours", "torch's"])
-def test_the_faster_one_stays(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = overrides.build
+def test_the_faster_one_serves_from_the_first_call_on(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(self: CpuTarget, run: Callable[[], Any]) -> float:
+        run()
+        return float(("run" in run.__code__.co_freevars) is (slow == "ours"))
 
-    def build(*args: Any) -> Any:
-        run, ranges, equal = real(*args)
-
-        def delayed(tensors: list[Any]) -> list[Any]:
-            time.sleep(0.05)
-            return run(tensors)
-
-        return delayed if slow == "ours" else run, ranges, equal
-
-    monkeypatch.setattr(overrides, "build", build)
-    # Column scans are many times slower in torch; sizes of their own, since kernels outlive the test.
-    x = torch.randn(512, 1024 + 8 * (slow == "ours"))
+    monkeypatch.setattr(choice, "_CHOSEN", {})
+    monkeypatch.setattr(choice, "SUFFIX", ".ours" if slow == "ours" else ".torchs")  # nobody has chosen so far
+    monkeypatch.setattr(CpuTarget, "seconds", seconds)
+    # Sizes of their own, since programs outlive the test.
+    x = torch.randn(512, 1024 + 8 * (slow == "ours"), dtype=torch.float32 if slow == "ours" else torch.float64)
     with flambeau.accelerate(CPU, only="logcumsumexp", wait=True):
         before = usage("logcumsumexp")
-        for _ in range(12):
+        for _ in range(3):
             x.logcumsumexp(0)
         row = usage("logcumsumexp")
     assert (row.kernels - before.kernels, row.slower - before.slower) == ((0, 1) if slow == "ours" else (1, 0))
-    assert row.ours == (4 if slow == "ours" else 8)
+    assert (row.ours, row.original) == ((0, 3) if slow == "ours" else (3, 0))
 
 
-def test_whoever_has_many_shapes_compiles_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overrides, "MOST_KERNELS", 0)
-    x = torch.randn(98, 384)
+def test_many_shapes_have_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    build = CpuTarget.build
+
+    def counted(self: CpuTarget, sources: Any) -> Any:
+        made.extend(sources)
+        return build(self, sources)
+
+    monkeypatch.setattr(CpuTarget, "build", counted)
+    with accelerated("softmax"):
+        for n in range(30):
+            x = torch.randn(180 + 3 * n, 200 + 7 * n)
+            torch.testing.assert_close(x.softmax(1), x.exp() / x.exp().sum(1, True))
+        assert usage("_softmax").ours == 30
+    assert len(made) <= 3
+
+
+def test_operators_without_programs_for_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would compile for ever."""
+    def none(*args: Any) -> Any:
+        raise UnsupportedError("one for each shape")
+
+    monkeypatch.setattr(any_shape, "made", none)
+    monkeypatch.setattr(overrides.PROGRAMS, "most_fixed", 0)
+    x = torch.randn(98, 384, 2)
     with accelerated("cumsum"):
         torch.testing.assert_close(x.cumsum(0), x.double().cumsum(0).float())
         assert usage("cumsum").ours == 0 and "kernels were built" in str(usage("cumsum"))

@@ -24,7 +24,7 @@ COMMANDS = {
     "run": "a method of a package on arrays out of files",
     "inspect": "what is in a package",
     "size": "the bytes of a package, by what they are for",
-    "cache": "show or clear the kernels kept on disk",
+    "cache": "show or clear the kernels kept on disk, or carry them to another machine",
 }
 
 

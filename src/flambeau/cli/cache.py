@@ -1,17 +1,22 @@
-"""`flambeau cache`: where the compiled kernels are, how many, how large; and `--clear`."""
+"""`flambeau cache`: where the compiled kernels are, how many, how large; `--clear`, `--export` and `--import`."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
 from flambeau.config import config
 from flambeau.targets.cache import DiskCache
+from flambeau.targets.cache_file import export, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clear", action="store_true", help="delete every entry")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--clear", action="store_true", help="delete every entry")
+    which.add_argument("--export", metavar="FILE", type=Path, help="write all entries to one file")
+    which.add_argument("--import", metavar="FILE", type=Path, dest="load", help="take over the entries of such a file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,6 +24,12 @@ def run(args: argparse.Namespace) -> int:
     cache = DiskCache()
     if args.clear:
         console.print(f"deleted {cache.clear()} entries from {cache.root}")
+        return 0
+    if args.export is not None:
+        console.print(f"wrote {export(cache, args.export)} entries to {args.export}")
+        return 0
+    if args.load is not None:
+        console.print(f"took {load(cache, args.load)} new entries from {args.load} into {cache.root}")
         return 0
     entries, size = cache.stats()
     console.print(f"location  {cache.root}")

@@ -166,7 +166,7 @@ def steps_table(s: Summary, limit: int | None) -> Table:
     table = new_table("", "step", "operators", "outer", "inner", "vector", "reads", "writes")
     shown = s.steps if limit is None else s.steps[: 2 * limit]
     for step in shown:
-        name = f"{step.name} = {step.same_as}" if step.same_as else step.name
+        name = f"{step.name} = {step.same_as}" if step.same_as else f"{step.name} {step.title}".rstrip()
         cells = (step.outer, step.inner, step.vector, " ".join(step.reads), " ".join(step.writes))
         table.add_row(step.kind, escape(name), ", ".join(step.operators), *cells,
                       style="cyan" if step.kind == "kernel" else None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from flambeau.ir.faults import Sites
 from flambeau.ir.index import Dyn, Index, Op, Sym
 
 if TYPE_CHECKING:
-    from flambeau.ir.program import Kernel
+    from flambeau.ir.program import AnyKernel, Kernel
 
 LIBRARY = Path(__file__).parent / "lib"  # headers that kernels include, and the Python that Triton's import
 
@@ -23,9 +25,10 @@ class KernelSource:
         extern "C" int64_t KERNEL_NAME(void** p, const int64_t* n)
 
     which returns 0, or a code that says what was wrong with the data. The token KERNEL_NAME stands where the
-    function's name belongs: the target puts in a name made from the content, so that equal text from
-    different graphs is one kernel. The text may define helpers beside the function (it is put in a namespace
-    of its own) and has no #include lines: `headers` names the files of this package that it needs.
+    function's name belongs: `called` puts in one that says what it computes, or the target one made from the content.
+    Equal text for equal operators is one kernel, whatever the graph. The text may define helpers beside the function
+    (it is put in a namespace of its own) and has no #include lines: `headers` names the files of this package that it
+    needs.
     """
 
     name: str
@@ -34,6 +37,7 @@ class KernelSource:
     sites: Sites = ()  # what indices are checked against
     bounded: bool = False  # checks its accesses: behind the sizes, the first element and the end of every pointer
     binary: bytes | None = None  # what the text was compiled to, where a target keeps it beside the text
+    title: str = ""  # the name of the function: what it computes, for profilers, reports and errors
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class BlockSource:
     origins: tuple[str, ...] = ()  # the operators that it computes, then
     words: int = 0  # bits: the sizes that are just numbers, whose values say nothing of shapes and addresses
     binary: bytes | None = None
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,7 @@ class RangeSource:
         __kernel void KERNEL_NAME_0(__global float* p0, long o0, ..., long n0, ..., __global int* faults, long at)
 
     all with the same arguments: for each pointer a buffer and an offset in elements; run-time sizes; a table of faults
-    and which record of it is this launch's (`fl_report`). The token KERNEL_NAME stands for a name that the
-    target makes from the content.
+    and which record of it is this launch's (`fl_report`). KERNEL_NAME is as in `KernelSource`.
     """
 
     name: str
@@ -107,6 +111,38 @@ class RangeSource:
     origins: tuple[str, ...] = ()  # the operators that it computes
     collides: bool = False  # whether several work-items may set one element, in no fixed order
     binary: bytes | None = None
+    title: str = ""
+
+
+_LONGEST = 40  # characters of operators' names in a kernel's
+AnySource = KernelSource | BlockSource | RangeSource
+
+
+def called(kernel: AnyKernel, source: AnySource) -> AnySource:
+    """The source with a name for its functions that says what they compute: flambeau_layer_norm_gelu_3f2a91c0. It
+    follows from operators and text alone, so that kernels that are equal stay one."""
+    operators = dict.fromkeys(_NUMBER.sub("", o).strip("_") for o in kernel.origins)
+    label = "_".join(n.removeprefix("native_") for n in operators if n.isidentifier())[:_LONGEST].strip("_")
+    digest = hashlib.sha256(source.text.encode()).hexdigest()[:8]
+    title = f"flambeau_{label or 'kernel'}_{digest}"
+    if isinstance(source, BlockSource):
+        return _called_blocks(source, title)
+    text = source.text.replace("KERNEL_NAME", title)
+    if isinstance(source, KernelSource):
+        return replace(source, text=text, title=title)
+    ranges = tuple(replace(r, function=r.function.replace("KERNEL_NAME", title)) for r in source.ranges)
+    return replace(source, text=text, ranges=ranges, title=title)
+
+
+def _called_blocks(source: BlockSource, title: str) -> BlockSource:
+    names = {p.function: f"{title}_{k}" if k else title for k, p in enumerate(source.parts)}
+    text = re.sub(r"(?<=^def )\w+(?=\()", lambda found: names.get(found[0], found[0]), source.text, flags=re.MULTILINE)
+    return replace(source, text=text, parts=tuple(replace(p, function=names[p.function]) for p in source.parts),
+                   alternatives=tuple(_called_blocks(other, f"{title}_v{k}")
+                                      for k, other in enumerate(source.alternatives, 1)), title=title)
+
+
+_NUMBER = re.compile(r"(_default|_Tensor|_Scalar|_\d+)+$")  # of a node's name
 
 
 def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:

@@ -75,7 +75,8 @@ def open_gates() -> None:
 
 
 @untraced
-def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> Served | list[tuple[int, ...]] | None:
+def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int
+        ) -> tuple[*Served, bool] | list[tuple[int, ...]] | None:
     """What serves calls like this one: a program; shapes that what it writes to should have first; or None.
 
     `same`: for each tensor the first that it is one with. `lift`: which numbers of the call are arguments of the
@@ -88,7 +89,7 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int) -> S
             if error := refusal(form.op, call):
                 REASONS[form.op.name()] = f"the CPU refuses it: {error}"
                 return None  # the fallback's kernel says so, in eager's words
-            return PROGRAMS.serving(form, call, lift)
+            return *PROGRAMS.serving(form, call, lift), True
     except OtherShapes as other:
         return other.shapes
     except Exception as error:  # whatever is wrong with the compiler, the operator works

@@ -6,19 +6,18 @@
     print(*flambeau.accelerated(), sep="\\n")    # what was replaced, and how often it was used
 
 A native gate (gate.cpp) stands before each operator at the backend's dispatch key, below autograd and autocast. Small
-calls pass it. For a larger one it looks for a kernel of just these dtypes, sizes and scalars; the second call of a kind
-asks this file to build one, in the background, while torch's kernel goes on serving. A kernel that is ready is timed
-against torch's on some calls, and stays only if it is the faster one.
+calls pass it. For a larger one it looks for a program as the device's gates do (any_shape.py). The first call of a
+class is torch's, the second asks this file for a program, and whether it is the faster one (choice.py), and waits.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextvars
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -28,18 +27,28 @@ from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
 from flambeau.ops.facts import facts
 from flambeau.optim.eager_steps import EagerSteps
+from flambeau.runtime.launch_plan import Run
 from flambeau.runtime.placement import target_of
-from flambeau.targets.background import Closing, Pool, closing, fork_safe
-from flambeau.torch_compat.dispatch import has_kernel_for_key, key_for_device, untraced
+from flambeau.targets.background import Closing, closing, fork_safe
+from flambeau.targets.base import Target
+from flambeau.torch_compat.dispatch import (
+    DisableAutocast,
+    disable_current_modes,
+    has_kernel_for_key,
+    key_for_device,
+    untraced,
+)
 
+from .any_shape import Programs, Served
+from .choice import is_ours
 from .gate import Gates, load_gates
-from .one_call import Arguments, build, described
+from .one_call import Arguments, described
 from .operator_forms import Form, wanted
+from .refusal import refusal
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 2  # calls of a kind before its kernel is built: shapes that come once are not worth a compiler
-MOST_KERNELS = 64  # for one form of an operator; a program with more shapes would compile for ever
+MOST_KERNELS = 64  # of one shape, for one form of an operator: where none serves many, it would compile for ever
 UNTRIED = 1 << 15  # elements, for operators that only their user's wish replaces
 
 
@@ -50,8 +59,8 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
                exclude: str | Iterable[str] | None = None, *, wait: bool = False, tune: bool = True) -> Acceleration:
     """Replace eager operators of a device, until `undo()` of what this returns or the end of its `with` block.
 
-    `only` and `exclude` name operators ("cumsum") or groups of them ("max pooling"). With `wait` a kernel is built
-    when a call first needs it, and that call waits. Without `tune` kernels are not timed against torch's: they serve
+    `only` and `exclude` name operators ("cumsum") or groups of them ("max pooling"). With `wait` the first call of a
+    class waits for its program, and not the second. Without `tune` programs are not timed against torch's: they serve
     every call from the size on that is known to be worth it. Without `only`, steps of torch's optimizers and the
     clipping of gradients run on our kernels as well.
     """
@@ -66,8 +75,9 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
     key = key_for_device(kind.type)
     usable = {form: size for form, size in forms.items() if has_kernel(form, key)}
     native = load_gates()  # which may fail: nothing is replaced before
+    native.start(ask, hot, None)
     steps = EagerSteps(kind.type) if only is None and target.capabilities().tables else None
-    return Acceleration(native, kind.type, key, usable, _Settings(wait, tune), steps)
+    return Acceleration(native, target, kind.type, key, usable, _Settings(wait, tune), steps)
 
 
 def accelerated() -> list[Replaced]:
@@ -87,8 +97,8 @@ class Replaced:
     elements: int  # from which a call is looked at
     ours: int  # calls since it was replaced
     original: int
-    kernels: int  # that are in use, or being timed
-    slower: int  # that torch's kernel has beaten
+    kernels: int  # kinds of calls that ours serve
+    slower: int  # those for which torch's is the faster one
     refused: dict[str, int] = field(default_factory=dict)  # why there is none, and for how many kinds of calls
 
     def __str__(self) -> str:
@@ -101,16 +111,16 @@ class Replaced:
 class Acceleration:
     """What one `accelerate` replaced."""
 
-    def __init__(self, native: Gates, device: str, key: str, forms: dict[Form, int], settings: _Settings,
-                 steps: EagerSteps | None = None) -> None:
+    def __init__(self, native: Gates, target: Target, device: str, key: str, forms: dict[Form, int],
+                 settings: _Settings, steps: EagerSteps | None = None) -> None:
         self.device = device
         self._steps = steps
         self._gates: list[_Gate] = []
         with _LOCK:
             try:
                 for form, elements in forms.items():
-                    gate = _GATES.get((device, form)) or _Gate(native, device, key, form)
-                    _GATES[device, form] = gate
+                    gate = _GATES.get((device, form)) or _Gate(native, target, device, key, form)
+                    _GATES[device, form] = _NUMBERED[gate.number] = gate
                     gate.hold(self, elements, settings)
                     self._gates.append(gate)
             except BaseException:
@@ -153,18 +163,32 @@ def has_kernel(form: Form, key: str) -> bool:
 
 _LOCK = fork_safe(threading.RLock())
 _GATES: dict[tuple[str, Form], _Gate] = {}
+_NUMBERED: dict[int, _Gate] = {}
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Calls of this thread pass all gates."""
+    native = load_gates()
+    before = native.aside(True)
+    try:
+        yield
+    finally:
+        native.aside(before)
+
+
+PROGRAMS = Programs(into_any=False, most_fixed=MOST_KERNELS, apart=_aside)
 
 
 class _Gate:
     """The gate before one form of an operator. It outlives its use: its kernels serve the next `accelerate`."""
 
-    def __init__(self, native: Gates, device: str, key: str, form: Form) -> None:
-        self.native, self.device, self.form = native, device, form
+    def __init__(self, native: Gates, target: Target, device: str, key: str, form: Form) -> None:
+        self.native, self.target, self.device, self.form = native, target, device, form
         overload = form.op._overloadname
         self.number = native.make(form.op._schema.name, "" if overload == "default" else overload, key, device)
         self.holders: dict[Acceleration, tuple[int, _Settings]] = {}
         self.refused: Counter[str] = Counter()
-        self.built = 0
         self.before = (0, 0)  # calls that earlier uses counted
 
     def hold(self, holder: Acceleration, elements: int, settings: _Settings) -> None:
@@ -181,29 +205,57 @@ class _Gate:
             self.native.close(self.number)
 
     def open(self, elements: int, settings: _Settings) -> None:
-        # Who draws random numbers must not change between calls of one program, least of all by the clock.
+        # Who draws random numbers must not change between calls of one program.
         random = facts(self.form.op).random
-        now, tune = settings.wait or random, settings.tune and not random
-
-        @untraced
-        def ask(kind: int, args: Arguments) -> None:
-            job = _Job(self, kind, described(args), tune)
-            if not closing():  # torch's kernel goes on serving
-                WORKER.submit(job.run)
-            else:
-                job.done.set()
-            if now:
-                job.done.wait()
-
+        self.now, self.tune = settings.wait or random, settings.tune and not random
         capturing = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
-        self.native.open(self.number, elements, self.form.measured(), 1 if now else PATIENCE, ask, capturing)
+        self.native.open(self.number, elements, self.form.measured(), capturing)
+
+    def ask(self, args: Arguments, same: tuple[int, ...], lift: int) -> tuple[*Served, bool] | bool | None:
+        """What serves calls like this one, and whether it does; None: torch does; False: whoever calls next asks."""
+        call = described(args, same)
+        if closing() or PROGRAMS.is_new(self.form, call) and not self.now:
+            return False
+        try:
+            if refusal(self.form.op, call):
+                return None  # torch's kernel says why
+            served = PROGRAMS.serving(self.form, call, lift)
+            run, _, _, lifted, many = served
+            return *served, self.is_better(call, args, run, lifted, many)
+        except Closing:
+            return False
+        except Exception as error:  # whatever is wrong with the compiler, torch's kernel goes on serving
+            reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+            self.refused[reason] += 1
+            level = logging.INFO if isinstance(error, UnsupportedError) else logging.WARNING
+            log.log(level, "%s stays with torch: %s", self.form.name, reason)
+            return None
+
+    def is_better(self, call: Arguments, args: Arguments, run: Run, lifted: int, many: bool) -> bool:
+        return not self.tune or is_ours(self.target, self.form, call, args, run, lifted, many)
+
+    def hot(self, args: Arguments, same: tuple[int, ...], lift: int, wait: bool) -> Run | None:
+        call = described(args, same)
+        run = PROGRAMS.hot(self.form, call, lift, wait)
+        return run if run is not None and self.is_better(call, args, run, lift, False) else None
 
     def row(self) -> Replaced:
-        ours, original, kernels = self.native.usage(self.number)
+        ours, original, programs, serving = self.native.usage(self.number)
         elements, _ = list(self.holders.values())[-1]
-        slower = sum(turn == 0 for turn, _, _ in kernels)
         return Replaced(self.form.name, self.device, self.form.group, elements, ours - self.before[0],
-                        original - self.before[1], len(kernels) - slower, slower, dict(self.refused))
+                        original - self.before[1], serving, programs - serving, dict(self.refused))
+
+
+@untraced
+def ask(gate: int, args: Arguments, same: tuple[int, ...], lift: int) -> tuple[*Served, bool] | bool | None:
+    with disable_current_modes(), torch.no_grad(), DisableAutocast():
+        return _NUMBERED[gate].ask(args, same, lift)
+
+
+@untraced
+def hot(gate: int, args: Arguments, same: tuple[int, ...], lift: int, wait: bool) -> Run | None:
+    with disable_current_modes(), torch.no_grad(), DisableAutocast():
+        return _NUMBERED[gate].hot(args, same, lift, wait)
 
 
 @atexit.register
@@ -213,39 +265,3 @@ def _close_all() -> None:
         for gate in _GATES.values():
             if gate.holders:
                 gate.native.close(gate.number)
-
-
-# ---- kernels -------------------------------------------------------------------------------------------
-
-
-class _Job:
-    """A kernel to build, for the calls of one kind."""
-
-    def __init__(self, gate: _Gate, kind: int, args: Arguments, tune: bool) -> None:
-        self.gate, self.kind, self.args, self.tune = gate, kind, args, tune
-        self.context = contextvars.copy_context()  # of the call: settings may be overridden in it
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        gate = self.gate
-        gate.native.aside(True)
-        try:
-            if gate.built >= MOST_KERNELS:
-                raise UnsupportedError(f"{MOST_KERNELS} kernels were built already")
-            run = self.context.run(build, gate.form, self.args).run
-            gate.built += 1
-            gate.native.resolve(gate.number, self.kind, run, self.tune)
-        except Closing:
-            pass
-        except Exception as error:  # whatever is wrong with the compiler, torch's kernel goes on serving
-            reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
-            gate.refused[reason] += 1
-            level = logging.INFO if isinstance(error, UnsupportedError) else logging.WARNING
-            log.log(level, "%s stays with torch: %s", gate.form.name, reason)
-        finally:
-            gate.native.aside(False)
-            self.done.set()
-
-
-# One after another, in a thread that has none of its callers' modes and guards.
-WORKER = Pool(1, "accelerate")

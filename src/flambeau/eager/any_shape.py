@@ -12,9 +12,10 @@ import contextvars
 import logging
 import math
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -254,19 +255,35 @@ Served = tuple[Run, tuple[Range, ...], tuple[Numbers, ...], int, bool]  # lifted
 class Programs:
     """The programs of a door, by classes of calls. Both those for many shapes and those for one."""
 
-    def __init__(self) -> None:
+    def __init__(self, into_any: bool = True, most_fixed: float = math.inf,
+                 apart: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.into_any = into_any  # as `build` has it
+        self.most_fixed = most_fixed  # programs for one shape of a form
+        self.apart = apart  # within which others than the callers' threads compile
+        self._fixed: Counter[Form] = Counter()
+        self._many: set[Form] = set()  # that have programs for many shapes
         self._classes: OrderedDict[Hashable, CallClass] = OrderedDict()
         self._hot: OrderedDict[Hashable, Future[Run | None]] = OrderedDict()
         self._lock = fork_safe(threading.RLock())
+
+    def is_new(self, form: Form, args: Arguments) -> bool:
+        """Whether this is the first call of its class."""
+        shapes = Shapes(form.op, args)
+        key = class_key(form, shapes)
+        with self._lock:
+            known = key in self._classes
+            self._class(key, shapes)
+            return not known
 
     def serving(self, form: Form, args: Arguments, lift: int) -> Served:
         """What serves such calls. UnsupportedError says why there is nothing, OtherShapes what is to be resized."""
         shapes = Shapes(form.op, args)
         found = None if shapes.empty or not shapes.values else self._class(class_key(form, shapes), shapes)
         why = ""
-        # The first shape of a class may be its only one. By the wish for results that depend on nothing but their
-        # arguments, all have programs of one kind.
-        if found is not None and (found.first != shapes.identity or torch.are_deterministic_algorithms_enabled()):
+        # The first shape of a class may be its only one, unless the operator had many in other classes. By the wish for
+        # results that depend on nothing but their arguments, all have programs of one kind.
+        if found is not None and (found.first != shapes.identity or form in self._many
+                                  or torch.are_deterministic_algorithms_enabled()):
             with self._lock:
                 changing = 0 if lift else found.lifting(shapes.numbers)
             for bits in (changing, lift) if changing else (lift,):
@@ -277,7 +294,10 @@ class Programs:
                         takes(found.taken[bits], k, x) for k, x in enumerate(shapes.numbers) if bits >> k & 1):
                     return *program.served(shapes), found.taken[bits], bits, True
         numbers = taken(form.op, args, lift) if lift else ()
-        run, ranges, _ = build(form, args, lift, into_any=True)
+        if self._fixed[form] >= self.most_fixed:
+            raise UnsupportedError(f"{self.most_fixed} kernels were built already")
+        run, ranges, _ = build(form, args, lift, self.into_any)
+        self._fixed[form] += 1
         if why:
             FIXED.setdefault(form.name, why)
         return run, ranges, numbers, lift, False
@@ -304,7 +324,7 @@ class Programs:
         try:
             if len(programs) == MOST_PROGRAMS:
                 raise UnsupportedError(f"{MOST_PROGRAMS} programs for many shapes were for few")
-            program = made(form, shapes, lift)
+            program = made(form, shapes, lift, self.into_any)
             if not program.holds(*shapes.values):
                 return "its sizes do not fit together"  # one for this shape says what is wrong
             intervals = taken(form.op, shapes.args, lift) if lift else ()
@@ -316,6 +336,7 @@ class Programs:
             else:
                 found.taken.setdefault(lift, intervals)
                 programs.append(program)
+                self._many.add(form)
         return program
 
     def hot(self, form: Form, args: Arguments, lift: int, wait: bool) -> Run | None:
@@ -325,27 +346,26 @@ class Programs:
         shapes = Shapes(form.op, args)
         key = class_key(form, shapes), lift, str((shapes.numbers, shapes.identity))
         if not wait:
-            self._hot[key] = WORKER.submit(contextvars.copy_context().run, for_one_shape, form, args, lift)
+            self._hot[key] = WORKER.submit(contextvars.copy_context().run, self._for_one_shape, form, args, lift)
             if len(self._hot) > MOST_CLASSES:
                 self._hot.popitem(last=False)
             return None
         begun = self._hot.pop(key, None)
         # One that is not there yet may wait for a lock that this thread holds.
-        return begun.result() if begun is not None and begun.done() else for_one_shape(form, args, lift)
+        return begun.result() if begun is not None and begun.done() else self._for_one_shape(form, args, lift)
+
+    @untraced
+    def _for_one_shape(self, form: Form, args: Arguments, lift: int) -> Run | None:
+        try:
+            with torch.no_grad(), self.apart():
+                return build(form, args, lift, self.into_any).run
+        except Exception as error:  # what serves goes on serving
+            log.debug("%s has no program for one shape: %s", form.name, error)
+            return None
 
 
 # One after another, in a thread that has none of its callers' modes and guards.
 WORKER = Pool(1, "shapes")
-
-
-@untraced
-def for_one_shape(form: Form, args: Arguments, lift: int) -> Run | None:
-    try:
-        with torch.no_grad():
-            return build(form, args, lift, into_any=True)[0]
-    except Exception as error:  # what serves goes on serving
-        log.debug("%s has no program for one shape: %s", form.name, error)
-        return None
 
 
 def class_key(form: Form, shapes: Shapes) -> Hashable:
@@ -357,13 +377,13 @@ def takes(intervals: Sequence[Numbers], number: int, x: Any) -> bool:
     return any(k == number and least <= x <= most for k, _, least, most in intervals)
 
 
-def made(form: Form, shapes: Shapes, lift: int) -> ClassProgram:
+def made(form: Form, shapes: Shapes, lift: int, into_any: bool) -> ClassProgram:
     env = ShapeEnv()
     symbols = [env.create_symbol(n, ConstantSource(f"n{k}"), DimDynamic.DYNAMIC) for k, n in enumerate(shapes.values)]
     sizes = [env.create_symintnode(s, hint=n) for s, n in zip(symbols, shapes.values, strict=True)]
     run: Run | None = None
     try:
-        run, ranges, guards = build(form, shapes.symbolic(sizes), lift, True, env)
+        run, ranges, guards = build(form, shapes.symbolic(sizes), lift, into_any, env)
         told = [[str(which), host_text(as_index(low)), host_text(as_index(high))] for which, low, high in ranges]
     except OtherShapes as other:
         told, guards = [[text(n) for n in shape] for shape in other.shapes], []

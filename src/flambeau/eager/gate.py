@@ -21,24 +21,24 @@ class Gates(Protocol):
     def make(self, name: str, overload: str, key: str, device: str) -> int:
         """A gate before one operator at one dispatch key; it exists until the process ends."""
 
-    def open(self, gate: int, threshold: int, measured: int, patience: int, ask: Callable[[int, tuple[Any, ...]], None],
-             capturing: Callable[[], bool] | None) -> None:
+    def start(self, ask: Any, hot: Any, with_generator: None) -> None:
+        """Whom to ask about calls, as the device's gates do."""
+
+    def open(self, gate: int, threshold: int, measured: int, capturing: Callable[[], bool] | None) -> None:
         """Put it into the dispatch table, or change its settings if it is there."""
 
     def close(self, gate: int) -> None:
         """Take it out: what was there before is there again."""
 
-    def resolve(self, gate: int, kind: int, run: Callable[[list[Any]], list[Any]] | None, trial: bool) -> None:
-        """What serves the calls that `ask` was asked about: run, both in turns at first, or the original."""
-
     def watch(self, changed: int, here: Callable[[], int]) -> None:
         """Part of what calls are told apart by: what `here` says, once the word at the address `changed` is not 0."""
 
-    def aside(self, on: bool) -> None:
-        """Whether calls of this thread pass all gates: the compiler asks eager, and its own kernels are to answer."""
+    def aside(self, on: bool) -> bool:
+        """Whether calls of this thread pass all gates: the compiler asks eager, and its own kernels are to answer.
+        Returns what it was before."""
 
-    def usage(self, gate: int) -> tuple[int, int, list[tuple[int, float, float]]]:
-        """(calls of ours, calls of the original, for each kernel: turn, best time of the original, of ours)"""
+    def usage(self, gate: int) -> tuple[int, int, int, int]:
+        """(calls of ours, calls of the original, kinds of calls with a program, those of them that it serves)"""
 
 
 @cache

@@ -13,8 +13,6 @@
 #include "gate.h"
 #include "known.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 // Its own header takes long to compile.
 namespace at::native {
 bool resize_output(const Tensor& output, IntArrayRef shape);
@@ -22,62 +20,7 @@ bool resize_output(const Tensor& output, IntArrayRef shape);
 
 namespace {
 
-// (gate, arguments, which of its tensors are one, which of its numbers are arguments, as bits) -> a program with the
-// ranges of the indices and of the numbers that it takes, which numbers are arguments, whether it is one for many
-// shapes; or shapes to resize to; or None
-PyObject* ask_python = nullptr;
-PyObject* hot_python = nullptr;  // (the same, whether to wait for it) -> a program for this shape alone, or None
-PyObject* with_generator = nullptr;  // (program, its list, generator) -> what the program returns
-
-constexpr int kPatience = 2;  // kinds of numbers that get programs of their own
-constexpr size_t kEntries = 1024;  // of a gate
-// Calls after which a program for one shape is made in the background, and after which it serves.
-constexpr uint32_t kBegin = 64, kServe = 128;
-
-// ------------------------------------------------------------------------------------------------- the states
-
-enum Turn : int { kUnknown, kOriginal, kOurs, kResize };
-
-// The values that a tensor of indices may have.
-struct Range {
-  long long tensor, least, most;
-};
-
-// Numbers of a call that a program may take: eager refuses others, or has not been asked.
-struct Interval {
-  size_t number;
-  bool real;
-  double least, most;  // of real ones
-  long long low, high; // of whole ones
-
-  bool has(int64_t word) const {
-    if (!real) return low <= word && word <= high;
-    double x;
-    std::memcpy(&x, &word, sizeof x);
-    return least <= x && x <= most;
-  }
-};
-
-struct Entry : Kind {
-  std::vector<Range> ranges;
-  std::vector<Interval> numbers;             // of those that are arguments of the program, some for each
-  uint64_t lifted = 0;                       // the numbers that are arguments of the program, as bits
-  bool many = false;                         // the program serves many shapes
-  std::atomic<uint32_t> calls{};             // while it does
-  std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have: sizes, then strides
-  // Of calls that are alike but for their numbers, which the key is without:
-  Words first;
-  uint64_t changed = 0;  // positions at which other numbers were seen, as bits
-  int kinds = 0;
-};
-
-struct State : Place {
-  using Place::Place;
-  size_t number = 0;
-
-  Table<Entry> entries;
-  std::mutex numbers_lock;
-};
+using State = Asking;
 
 const c10::DispatchKeySet kUsual = usual_keys(c10::DispatchKey::PrivateUse1);
 
@@ -91,153 +34,6 @@ struct DeviceCall : Call {
     if (plain) share();
   }
 };
-
-// ------------------------------------------------------------------------------------------------ the decisions
-
-// Python's view of an argument: numbers that PyTorch wrapped are numbers again.
-PyObject* shown(const IValue& x, bool dtype) {
-  if (x.isTensor() && x.toTensor().defined() && x.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
-    at::Scalar value = value_of(x.toTensor());
-    if (value.isBoolean()) return python(value.toBool());
-    return value.isFloatingPoint() ? python(value.toDouble()) : python(value.toLong());
-  }
-  return python(x, dtype);
-}
-
-bool shapes_of(PyObject* list, std::vector<std::vector<int64_t>>& out) {
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-    PyObject* item = PyList_GET_ITEM(list, i);
-    if (!PyTuple_Check(item)) return false;
-    auto& shape = out.emplace_back();
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(item); ++k)
-      shape.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(item, k)));
-  }
-  return !PyErr_Occurred();
-}
-
-// The rows of a tuple.
-template <class Row, class Parse>
-bool rows_of(PyObject* tuple, std::vector<Row>& out, Parse&& parse) {
-  std::vector<Row> found(size_t(PyTuple_GET_SIZE(tuple)));
-  for (size_t i = 0; i < found.size(); ++i)
-    if (!parse(PyTuple_GET_ITEM(tuple, Py_ssize_t(i)), found[i])) return false;
-  out = std::move(found);
-  return true;
-}
-
-// A tuple (program, ((tensor, least, most), ...), ((number, is real, least, most), ...), lifted, for many shapes).
-bool program_of(PyObject* said, Entry& e) {
-  PyObject *run, *ranges, *numbers;
-  unsigned long long lifted;
-  int many;
-  if (!PyArg_ParseTuple(said, "OO!O!Kp", &run, &PyTuple_Type, &ranges, &PyTuple_Type, &numbers, &lifted, &many))
-    return false;
-  e.lifted = lifted;
-  e.many = many;
-  bool parsed = rows_of(ranges, e.ranges, [](PyObject* row, Range& r) {
-    return PyArg_ParseTuple(row, "LLL", &r.tensor, &r.least, &r.most);
-  }) && rows_of(numbers, e.numbers, [](PyObject* row, Interval& n) {
-    int real;
-    PyObject *least, *most;
-    if (!PyArg_ParseTuple(row, "npOO", &n.number, &real, &least, &most)) return 0;
-    n.real = real;
-    if (real) n.least = PyFloat_AsDouble(least), n.most = PyFloat_AsDouble(most);
-    else n.low = PyLong_AsLongLong(least), n.high = PyLong_AsLongLong(most);
-    return int(PyErr_Occurred() == nullptr);
-  });
-  if (parsed) e.run = Py_NewRef(run);
-  return parsed;
-}
-
-// What Python says about a call; null where it failed.
-Owned said_by(PyObject* function, State& s, const DeviceCall& call, c10::ArrayRef<IValue> args, uint64_t lift,
-              PyObject* last = nullptr) {
-  // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
-  c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
-  Owned given = s.arguments(args, shown);
-  Owned number(PyLong_FromSize_t(s.number)), which(PyLong_FromUnsignedLongLong(lift));
-  Owned same(PyTuple_New(Py_ssize_t(call.same.size())));
-  for (size_t i = 0; i < call.same.size(); ++i) PyTuple_SET_ITEM(same.get(), Py_ssize_t(i), python(call.same[i]));
-  Silent silent;  // what a trial or torch's rules for shapes warn of is said again where it is meant
-  c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  Owned said(PyObject_CallFunctionObjArgs(function, number.get(), given.get(), same.get(), which.get(), last, nullptr));
-  if (said == nullptr) {
-    if (ends()) pass_on();  // the next call asks again
-    PyErr_WriteUnraisable(function);
-  }
-  return said;
-}
-
-// What serves calls like this one from now on.
-void ask(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
-  Gil gil;
-  Owned said = said_by(ask_python, s, call, args, lift);
-  Turn turn = kOriginal;
-  if (said != nullptr && PyList_Check(said.get())) {
-    if (e.shapes.empty() && shapes_of(said.get(), e.shapes)) turn = kResize;
-    PyErr_Clear();
-  } else if (said != nullptr && said.get() != Py_None) {
-    // Once: a call may be inside the one that is there.
-    if (e.run != nullptr || program_of(said.get(), e)) turn = kOurs;
-    else PyErr_WriteUnraisable(ask_python);
-  }
-  e.turn.store(turn, std::memory_order_release);
-}
-
-// One more call of a shape whose program serves many.
-void count(State& s, Entry& e, const DeviceCall& call, c10::ArrayRef<IValue> args) {
-  uint32_t calls = e.calls.fetch_add(1, std::memory_order_relaxed) + 1;
-  if (calls != kBegin && calls != kServe) return;
-  Gil gil;
-  Owned said = said_by(hot_python, s, call, args, e.lifted, calls == kServe ? Py_True : Py_False);
-  if (said == nullptr || said.get() == Py_None) return;
-  Owned before(e.run);
-  e.run = said.release();
-}
-
-// The positions of the numbers that change from call to call, as bits; none while few calls were seen.
-uint64_t changing(State& s, Entry& alike, const Words& values) {
-  if (values.size() > 64) return 0;
-  std::lock_guard<std::mutex> hold(s.numbers_lock);
-  if (alike.first.empty()) alike.first = values;
-  for (size_t i = 0; i < values.size(); ++i) alike.changed |= uint64_t(values[i] != alike.first[i]) << i;
-  return alike.kinds < kPatience ? 0 : alike.changed;
-}
-
-// Whether a program was made for such numbers.
-bool takes(const Entry& e, const Words& values) {
-  for (size_t i = 0; e.lifted >> i; ++i)
-    if (e.lifted >> i & 1 && std::none_of(e.numbers.begin(), e.numbers.end(), [&](const Interval& n) {
-          return n.number == i && n.has(values[i]);
-        })) return false;
-  return true;
-}
-
-Entry* decide(State& s, DeviceCall& call, c10::ArrayRef<IValue> args) {
-  Entry* e = s.entries.visited(call.words, kEntries);
-  if (!call.values.empty()) {
-    Entry& alike = *e;
-    if (uint64_t lift = changing(s, alike, call.values)) {
-      Words key = call.words;
-      key.append({-2, int64_t(lift)});
-      for (size_t i = 0; i < call.values.size(); ++i)
-        if (!(lift >> i & 1)) key.push_back(call.values[i]);
-      e = s.entries.visited(key, kEntries);
-      if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, call, args, lift);
-      if (e->turn.load(std::memory_order_acquire) == kOurs && takes(*e, call.values)) return e;
-    }
-    Words key = call.words;
-    key.append(call.values.begin(), call.values.end());
-    key.push_back(-1);
-    e = s.entries.visited(key, kEntries);
-    if (e->turn.load(std::memory_order_acquire) == kUnknown) {
-      std::lock_guard<std::mutex> hold(s.numbers_lock);
-      ++alike.kinds;
-    }
-  }
-  if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, call, args);
-  return e;
-}
 
 // ------------------------------------------------------------------------------------------------------ the gate
 
@@ -297,16 +93,6 @@ struct Gate final : c10::OperatorKernel {
 };
 
 // --------------------------------------------------------------------------------------------------- the module
-
-// start(ask, hot, with_generator)
-PyObject* start(PyObject*, PyObject* args) {
-  PyObject *ask, *hot, *generator;
-  if (!PyArg_ParseTuple(args, "OOO", &ask, &hot, &generator)) return nullptr;
-  Py_XSETREF(ask_python, Py_NewRef(ask));
-  Py_XSETREF(hot_python, Py_NewRef(hot));
-  Py_XSETREF(with_generator, Py_NewRef(generator));
-  Py_RETURN_NONE;
-}
 
 // open(name, overload) -> number of the gate, which stands from now on
 PyObject* open(PyObject*, PyObject* args) {

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -344,13 +345,16 @@ class Table {
 // ------------------------------------------------------------------------------------------------------ Python
 
 // What our Python does with tensors is not the user's: no subclass and no mode looks at it.
-struct Private {
+struct Unseen {
   at::impl::TorchFunctionDisabledState before = at::impl::PythonTorchFunctionTLS::get_disabled_state();
-  at::AutoDispatchBelowADInplaceOrView below;
-  Private() {
+  Unseen() {
     at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
   }
-  ~Private() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
+  ~Unseen() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
+};
+
+struct Private : Unseen {
+  at::AutoDispatchBelowADInplaceOrView below;
 };
 
 PyObject* none() { return Py_NewRef(Py_None); }
@@ -425,8 +429,8 @@ bool answer(PyObject* returned, Tensors& out, Failure& failure) {
 }
 
 // The results of a program, or what it said against the call. It takes the tensors, then those of the numbers that
-// `lifted` has bits for; `with_generator` runs it where the call brings a generator.
-bool run(PyObject* const& program, const Call& call, uint64_t lifted, PyObject* with_generator, Tensors& out,
+// `lifted` has bits for; `generators` runs it where the call brings a generator.
+bool run(PyObject* const& program, const Call& call, uint64_t lifted, PyObject* generators, Tensors& out,
          Failure& failure) {
   Gil gil;
   Private guard;
@@ -438,7 +442,7 @@ bool run(PyObject* const& program, const Call& call, uint64_t lifted, PyObject* 
     if (lifted >> i & 1) PyList_SET_ITEM(list.get(), at++, python(call.values[i]));
   if (!call.generator.defined()) return answer(PyObject_CallOneArg(held.get(), list.get()), out, failure);
   Owned generator(THPGenerator_Wrap(call.generator));
-  return answer(PyObject_CallFunctionObjArgs(with_generator, held.get(), list.get(), generator.get(), nullptr), out,
+  return answer(PyObject_CallFunctionObjArgs(generators, held.get(), list.get(), generator.get(), nullptr), out,
                 failure);
 }
 
@@ -505,6 +509,237 @@ struct Place {
     for (IValue& result : results) stack.push_back(std::move(result));
   }
 };
+
+// ------------------------------------------------------------------------------------------- who serves a call
+
+enum Turn : int { kUnknown, kOriginal, kOurs, kResize };
+
+// (gate, arguments, which of its tensors are one, which of its numbers are arguments, as bits) -> a program with the
+// ranges of the indices and of the numbers that it takes, which numbers are arguments, whether it is one for many
+// shapes and whether it serves; or shapes to resize to; or None; or False, where a later call shall ask again
+PyObject* ask_python = nullptr;
+PyObject* hot_python = nullptr;  // (the same, whether to wait for it) -> a program for this shape alone, or None
+PyObject* with_generator = nullptr;  // (program, its list, generator) -> what the program returns
+
+constexpr int kPatience = 2;  // kinds of numbers that get programs of their own
+constexpr size_t kEntries = 1024;  // of a gate
+// Calls after which a program for one shape is made in the background, and after which it serves.
+constexpr uint32_t kBegin = 64, kServe = 128;
+
+// The values that a tensor of indices may have.
+struct Range {
+  long long tensor, least, most;
+};
+
+// Numbers of a call that a program may take: eager refuses others, or has not been asked.
+struct Interval {
+  size_t number;
+  bool real;
+  double least, most;  // of real ones
+  long long low, high; // of whole ones
+
+  bool has(int64_t word) const {
+    if (!real) return low <= word && word <= high;
+    double x;
+    std::memcpy(&x, &word, sizeof x);
+    return least <= x && x <= most;
+  }
+};
+
+struct Entry : Kind {
+  std::vector<Range> ranges;
+  std::vector<Interval> numbers;             // of those that are arguments of the program, some for each
+  uint64_t lifted = 0;                       // the numbers that are arguments of the program, as bits
+  bool many = false;                         // the program is one for many shapes
+  bool serves = false;                       // it is better than the original
+  std::atomic<uint32_t> calls{};             // while it is
+  std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
+  // Of calls that are alike but for their numbers, which the key is without:
+  Words first;
+  uint64_t changed = 0;  // positions at which other numbers were seen, as bits
+  int kinds = 0;
+};
+
+// A gate that asks Python for programs.
+struct Asking : Place {
+  using Place::Place;
+  size_t number = 0;
+  PyObject* capturing = nullptr;  // whether a stream is being recorded, in which nothing is compiled; null: never
+
+  Table<Entry> entries;
+  std::mutex numbers_lock;
+};
+
+bool is_capturing(const Asking& s) {
+  if (s.capturing == nullptr) return false;
+  Owned answer(PyObject_CallNoArgs(s.capturing));
+  bool yes = answer == nullptr || PyObject_IsTrue(answer.get()) != 0;
+  PyErr_Clear();
+  return yes;
+}
+
+// Python's view of an argument: numbers that PyTorch wrapped are numbers again.
+PyObject* shown(const IValue& x, bool dtype) {
+  if (x.isTensor() && x.toTensor().defined() && x.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+    at::Scalar value = value_of(x.toTensor());
+    if (value.isBoolean()) return python(value.toBool());
+    return value.isFloatingPoint() ? python(value.toDouble()) : python(value.toLong());
+  }
+  return python(x, dtype);
+}
+
+bool shapes_of(PyObject* list, std::vector<std::vector<int64_t>>& out) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    PyObject* item = PyList_GET_ITEM(list, i);
+    if (!PyTuple_Check(item)) return false;
+    auto& shape = out.emplace_back();
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(item); ++k)
+      shape.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(item, k)));
+  }
+  return !PyErr_Occurred();
+}
+
+// The rows of a tuple.
+template <class Row, class Parse>
+bool rows_of(PyObject* tuple, std::vector<Row>& out, Parse&& parse) {
+  std::vector<Row> found(size_t(PyTuple_GET_SIZE(tuple)));
+  for (size_t i = 0; i < found.size(); ++i)
+    if (!parse(PyTuple_GET_ITEM(tuple, Py_ssize_t(i)), found[i])) return false;
+  out = std::move(found);
+  return true;
+}
+
+// A tuple (program, ((tensor, least, most), ...), ((number, is real, least, most), ...), lifted, for many shapes, serves).
+bool program_of(PyObject* said, Entry& e) {
+  PyObject *run, *ranges, *numbers;
+  unsigned long long lifted;
+  int many, serves;
+  if (!PyArg_ParseTuple(said, "OO!O!Kpp", &run, &PyTuple_Type, &ranges, &PyTuple_Type, &numbers, &lifted, &many, &serves))
+    return false;
+  e.lifted = lifted;
+  e.many = many;
+  e.serves = serves;
+  bool parsed = rows_of(ranges, e.ranges, [](PyObject* row, Range& r) {
+    return PyArg_ParseTuple(row, "LLL", &r.tensor, &r.least, &r.most);
+  }) && rows_of(numbers, e.numbers, [](PyObject* row, Interval& n) {
+    int real;
+    PyObject *least, *most;
+    if (!PyArg_ParseTuple(row, "npOO", &n.number, &real, &least, &most)) return 0;
+    n.real = real;
+    if (real) n.least = PyFloat_AsDouble(least), n.most = PyFloat_AsDouble(most);
+    else n.low = PyLong_AsLongLong(least), n.high = PyLong_AsLongLong(most);
+    return int(PyErr_Occurred() == nullptr);
+  });
+  if (parsed) e.run = Py_NewRef(run);
+  return parsed;
+}
+
+// What Python says about a call; null where it failed.
+Owned said_by(PyObject* function, Asking& s, const Call& call, c10::ArrayRef<IValue> args, uint64_t lift,
+              PyObject* last = nullptr) {
+  // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
+  c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
+  Unseen unseen;
+  PyObject* (*view)(const IValue&, bool) = python;
+  if (call.scalars) view = shown;
+  Owned given = s.arguments(args, view);
+  Owned number(PyLong_FromSize_t(s.number)), which(PyLong_FromUnsignedLongLong(lift));
+  Owned same(PyTuple_New(Py_ssize_t(call.same.size())));
+  for (size_t i = 0; i < call.same.size(); ++i) PyTuple_SET_ITEM(same.get(), Py_ssize_t(i), python(call.same[i]));
+  Silent silent;  // what a trial or torch's rules for shapes warn of is said again where it is meant
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  Owned said(PyObject_CallFunctionObjArgs(function, number.get(), given.get(), same.get(), which.get(), last, nullptr));
+  if (said == nullptr) {
+    if (ends()) pass_on();  // the next call asks again
+    PyErr_WriteUnraisable(function);
+  }
+  return said;
+}
+
+// What serves calls like this one from now on.
+void ask(Asking& s, Entry& e, const Call& call, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
+  Gil gil;
+  if (is_capturing(s)) return;
+  Owned said = said_by(ask_python, s, call, args, lift);
+  if (said.get() == Py_False) return;
+  Turn turn = kOriginal;
+  if (said != nullptr && PyList_Check(said.get())) {
+    if (e.shapes.empty() && shapes_of(said.get(), e.shapes)) turn = kResize;
+    PyErr_Clear();
+  } else if (said != nullptr && said.get() != Py_None) {
+    // Once: a call may be inside the one that is there.
+    if (e.run != nullptr || program_of(said.get(), e)) turn = e.serves ? kOurs : kOriginal;
+    else PyErr_WriteUnraisable(ask_python);
+  }
+  e.turn.store(turn, std::memory_order_release);
+}
+
+// One more call of a shape whose program serves many.
+void count(Asking& s, Entry& e, const Call& call, c10::ArrayRef<IValue> args) {
+  uint32_t calls = e.calls.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (calls != kBegin && calls != kServe) return;
+  Gil gil;
+  if (is_capturing(s)) return;
+  Owned said = said_by(hot_python, s, call, args, e.lifted, calls == kServe ? Py_True : Py_False);
+  if (said == nullptr || said.get() == Py_None) return;
+  Owned before(e.run);
+  e.run = said.release();
+  e.turn.store(kOurs, std::memory_order_release);
+}
+
+// The positions of the numbers that change from call to call, as bits; none while few calls were seen.
+uint64_t changing(Asking& s, Entry& alike, const Words& values) {
+  if (values.size() > 64) return 0;
+  std::lock_guard<std::mutex> hold(s.numbers_lock);
+  if (alike.first.empty()) alike.first = values;
+  for (size_t i = 0; i < values.size(); ++i) alike.changed |= uint64_t(values[i] != alike.first[i]) << i;
+  return alike.kinds < kPatience ? 0 : alike.changed;
+}
+
+// Whether a program was made for such numbers.
+bool takes(const Entry& e, const Words& values) {
+  for (size_t i = 0; e.lifted >> i; ++i)
+    if (e.lifted >> i & 1 && std::none_of(e.numbers.begin(), e.numbers.end(), [&](const Interval& n) {
+          return n.number == i && n.has(values[i]);
+        })) return false;
+  return true;
+}
+
+// The entry of a call, which is unknown still where Python is to be asked again.
+Entry* decide(Asking& s, const Call& call, c10::ArrayRef<IValue> args) {
+  Entry* e = s.entries.visited(call.words, kEntries);
+  Entry& alike = *e;
+  if (!call.values.empty()) {
+    if (uint64_t lift = changing(s, alike, call.values)) {
+      Words key = call.words;
+      key.append({-2, int64_t(lift)});
+      for (size_t i = 0; i < call.values.size(); ++i)
+        if (!(lift >> i & 1)) key.push_back(call.values[i]);
+      e = s.entries.visited(key, kEntries);
+      if (e->turn.load(std::memory_order_acquire) == kUnknown) ask(s, *e, call, args, lift);
+      if (e->turn.load(std::memory_order_acquire) == kOurs && takes(*e, call.values)) return e;
+    }
+    Words key = call.words;
+    key.append(call.values.begin(), call.values.end());
+    key.push_back(-1);
+    e = s.entries.visited(key, kEntries);
+  }
+  if (e->turn.load(std::memory_order_acquire) != kUnknown) return e;
+  ask(s, *e, call, args);
+  std::lock_guard<std::mutex> hold(s.numbers_lock);
+  alike.kinds += e->turn.load(std::memory_order_acquire) != kUnknown;
+  return e;
+}
+
+// start(ask, hot, with_generator or None)
+PyObject* start(PyObject*, PyObject* args) {
+  PyObject *ask, *hot, *generator;
+  if (!PyArg_ParseTuple(args, "OOO", &ask, &hot, &generator)) return nullptr;
+  Py_XSETREF(ask_python, Py_NewRef(ask));
+  Py_XSETREF(hot_python, Py_NewRef(hot));
+  Py_XSETREF(with_generator, Py_NewRef(generator));
+  Py_RETURN_NONE;
+}
 
 // Never freed: a call may stand in a gate while another thread takes it out, and tensors may outlive the interpreter.
 template <class State>

@@ -150,7 +150,8 @@ def share_length(source: Index, size: Index, dtype: DType) -> Callable[[Index], 
         return end - start
 
     here, = as_indices(dim_vars((size,)))
-    if length(here).is_const or not (source.is_const and size.is_const):
+    free = build.graph().capabilities.waits_for_memory  # divisions take no time beside a read
+    if length(here).is_const or free or not (source.is_const and size.is_const):
         return lambda o: index_value(length(o), dtype)
     return table(size, lambda o: index_value(length(o), dtype))
 

@@ -30,7 +30,7 @@ class Step:
     """One launch, call or copy. The loops are empty where it is not a kernel of ours."""
 
     kind: str  # kernel, library, ATen or copy
-    name: str
+    name: str  # of a kernel, that within its graph
     operators: list[str]
     reads: list[str]
     writes: list[str]
@@ -38,6 +38,7 @@ class Step:
     inner: str = ""
     vector: str = ""
     same_as: str = ""  # an earlier kernel with the same text: one compilation serves both
+    title: str = ""  # of a kernel, the name that profilers show
 
 
 @dataclass
@@ -133,7 +134,7 @@ def steps(graph: Compiled) -> list[Step]:
             names = sorted([*inlined[at], *step.origins], key=lambda name: order.get(name, len(order)))
             out.append(Step("kernel", text.name, names,
                             [q.name for q in params if not q.written], [q.name for q in params if q.written],
-                            outer, inner, vector, same if same != text.name else ""))
+                            outer, inner, vector, same if same != text.name else "", text.title))
         elif isinstance(step, Call):
             reads = [v.buffer for v in values_in((step.args, step.kwargs))]
             out.append(Step(KINDS[step.kind], str(step.target).removesuffix(".default"), [step.origin], reads,

@@ -11,6 +11,7 @@ without arguments, or by calling `register_target`.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -101,14 +102,19 @@ S = TypeVar("S", KernelSource, RangeSource)
 
 @dataclass(frozen=True)
 class KeyedSource(Generic[S]):
-    """A source, and the hash of all that its machine code depends on, after which its function is called."""
+    """A source, and the hash of all that its machine code depends on, after which a function without a name is
+    called."""
 
     source: S
     key: str
 
     @property
     def symbol(self) -> str:
-        return f"k_{self.key[:16]}"
+        return self.source.title or f"k_{self.key[:16]}"
+
+    @property
+    def shown(self) -> str:
+        return self.source.title or self.source.name
 
     @property
     def text(self) -> str:
@@ -174,6 +180,16 @@ class Target(ABC):
     def machine(self) -> str:
         """The same for people."""
         return self.name
+
+    def chip(self) -> str:
+        """Which one it is, as far as times on it differ."""
+        return self.identity()
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """How long takes what is launched inside."""
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
 
     @abstractmethod
     def render(self, kernel: AnyKernel, name: str) -> Source:

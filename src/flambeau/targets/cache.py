@@ -163,6 +163,16 @@ class DiskCache:
         finally:
             os.close(handle)
 
+    def names(self) -> list[str]:
+        """Of all entries."""
+        return sorted({path.name for path, _ in self._entries()})
+
+    def sealed(self, name: str) -> bytes | None:
+        """An entry as it lies there."""
+        key, _, suffix = name.partition(".")
+        data = self.read(key, f".{suffix}")
+        return None if data is None else data + _seal(name, data)
+
     def stats(self) -> CacheStats:
         sizes = [status.st_size for _, status in self._entries()]
         return CacheStats(len(sizes), sum(sizes))
@@ -195,9 +205,8 @@ class DiskCache:
             sealed = file.read() if whole else b""
             with suppress(OSError):  # a read-only directory has no order to keep
                 os.utime(descriptor)
-        data = sealed[:-_SEAL_LENGTH]
-        if not whole or sealed[-_SEAL_LENGTH:] == _seal(name, data):
-            return data
+        if not whole or (data := unsealed(name, sealed)) is not None:
+            return data if whole else b""
         log.warning("damaged cache entry %s deleted; it will be built again", folder.path / name)
         _unlink(folder.path / name)
         return None
@@ -323,6 +332,12 @@ def _seal(name: str, data: bytes) -> bytes:
     digest = hashlib.sha256(name.encode() + b"\0")
     digest.update(data)
     return _SEAL + digest.hexdigest().encode() + b"\n"
+
+
+def unsealed(name: str, sealed: bytes) -> bytes | None:
+    """The data of an entry; None if it is none, or not as it was written."""
+    data = sealed[:-_SEAL_LENGTH]
+    return data if _ENTRY.fullmatch(name) and sealed[-_SEAL_LENGTH:] == _seal(name, data) else None
 
 
 def _unlink(path: Path) -> bool:

@@ -29,7 +29,7 @@ from ..background import Closing, Pool
 from ..base import Allocator, Build, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
 from ..cache import DiskCache, shared_cache
 from ..launch import CTYPES, Launcher, build_launcher, stored_launcher
-from ..toolchain import CompilerKilled, Toolchain, find_toolchain
+from ..toolchain import CompilerKilled, Toolchain, cpu_identity, find_toolchain
 
 if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
@@ -74,6 +74,9 @@ class CpuTarget(Target):
         from flambeau.ir.capabilities import Capabilities
 
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
+
+    def chip(self) -> str:
+        return f"{cpu_identity()} {torch.get_num_threads()}"
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.c.kernel import render
@@ -232,7 +235,7 @@ class CpuTarget(Target):
         for kernel in unit:
             path = disk.put(kernel.key, unit_text([kernel]).encode(), ".cpp")
             self._kernels[kernel.key].set_result(
-                not_compiled(f"the kernel {kernel.source.name}", reason, self.name, path))
+                not_compiled(f"the kernel {kernel.shown}", reason, self.name, path))
 
 
 def kernel_key(source: KernelSource, identity: str) -> str:

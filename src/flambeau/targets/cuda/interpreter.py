@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,17 +65,9 @@ class InterpreterTarget(BlockTarget):
 
     # ---- the search for block shapes, for its tests ------------------------------------------------------
 
-    def chip(self) -> str:
-        return self.name
-
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
         shared = (ctypes.c_uint8 * nbytes).from_address(address)
         return torch.frombuffer(shared, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
 
 
 class InterpreterLaunch:

@@ -284,8 +284,8 @@ class CudaKernel:
     def launch(self) -> Launch:
         if self._launch is None:
             self._launch = self.target.launcher().Launch(
-                self.source.name, shape_function(self.source), self.start, self.make, checks_data(self.source),
-                self.source.words)
+                self.source.title or self.source.name, shape_function(self.source), self.start, self.make,
+                checks_data(self.source), self.source.words)
         return self._launch
 
 

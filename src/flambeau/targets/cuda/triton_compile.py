@@ -110,7 +110,7 @@ class TritonCompiler:
                 raise CompileError("Triton, which compiles kernels for NVIDIA GPUs, is not installed", target="cuda",
                                    hint="pip install 'flambeau[cuda]'")
             workers = self._workers()
-        workers.pool.submit(self._work, workers, request, source.name, key, disk, made)
+        workers.pool.submit(self._work, workers, request, source.title or source.name, key, disk, made)
         return made
 
     def prepare(self) -> None:

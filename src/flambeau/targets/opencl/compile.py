@@ -89,7 +89,7 @@ class ClCompiler:
                 began = self._began
                 if began is not None and time.monotonic() - began > seconds:
                     return CompileError(
-                        f"the driver had not compiled the kernel {kernel.source.name} after {seconds} seconds",
+                        f"the driver had not compiled the kernel {kernel.shown} after {seconds} seconds",
                         target=f"{NAME}, {self._device.name}", hint="FLAMBEAU_COMPILE_TIMEOUT is the limit")
 
     def _stored(self, kernel: Kernel, disk: DiskCache) -> pyopencl.Program | None:
@@ -155,7 +155,7 @@ class ClCompiler:
     def _fail(self, kernel: Kernel, text: str, reason: str, disk: DiskCache) -> None:
         path = disk.put(kernel.key, text.encode(), _TEXT)
         self._programs[kernel.key].set_result(
-            not_compiled(f"the kernel {kernel.source.name}", reason, f"{NAME}, {self._device.name}", path))
+            not_compiled(f"the kernel {kernel.shown}", reason, f"{NAME}, {self._device.name}", path))
 
 
 def kernel_key(source: RangeSource, identity: str) -> str:

@@ -61,7 +61,7 @@ class ClDeviceTarget(OpenClTarget):
             functions = [pyopencl.Kernel(program, name) for name in functions_of(kernel)]
             parts = tuple((f.int_ptr, part.group) for f, part in zip(functions, source.ranges, strict=True))
             number = self._driver.number_of(source) if source.checks else -1
-            launch: Launch = launcher.Launch(source.name, device.index, parts, source.itemsizes,
+            launch: Launch = launcher.Launch(kernel.shown, device.index, parts, source.itemsizes,
                                              lambda *sizes: items(device.units, *sizes), number, functions)
             return launch
 

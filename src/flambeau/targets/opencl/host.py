@@ -24,7 +24,7 @@ class ClLaunch:
     """A kernel of one device: its functions, in the order of their launches."""
 
     def __init__(self, device: ClDevice, kernel: Kernel, program: pyopencl.Program) -> None:
-        self.name = kernel.source.name
+        self.name = kernel.shown
         self.device = device
         self.source = kernel.source
         self._items = items_function(kernel.source)

@@ -1,0 +1,79 @@
+"""The cache on disk as one file, to be carried to another machine.
+
+    count = export(cache, Path("kernels.zip"))
+    new = load(cache, Path("kernels.zip"))         # CacheError says what is wrong with it; then nothing was taken
+
+A plain zip of entries, each under its name and with its seal, as it lies in the cache. Compiled kernels run with the
+rights of the user who loads them, and a seal says that an entry is whole, not who made it: a file is taken only if
+nobody but this user, or root, can have written it. Keys hold compiler and machine, so what does not fit a machine is
+never loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+from flambeau.errors import CacheError
+
+from .cache import DiskCache, unsealed
+from .trust import open_file
+
+
+def export(cache: DiskCache, path: Path) -> int:
+    """Write every entry that is whole to a file, which appears by rename; how many there were."""
+    count = 0
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.absolute().parent, delete=False) as file:
+            try:
+                with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                    for name in cache.names():
+                        if (sealed := cache.sealed(name)) is not None:
+                            archive.writestr(zipfile.ZipInfo(name), sealed, zipfile.ZIP_DEFLATED)
+                            count += 1
+                os.replace(file.name, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+    return count
+
+
+def load(cache: DiskCache, path: Path) -> int:
+    """Take over the entries that are not there yet, once all of the file has been found good; how many those were."""
+    try:
+        folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = open_file(folder, path.name)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise CacheError(f"{path} is not read: {error.strerror or error}",
+                         hint="a file of kernels has to be yours alone (chown, chmod go-w)") from error
+    try:
+        with open(descriptor, "rb") as file, zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if sum(m.file_size for m in members) > cache.limit:
+                raise CacheError(f"{path} holds more than the cache may ({cache.limit >> 20} MiB)",
+                                 hint="FLAMBEAU_CACHE_LIMIT_MB is the limit")
+            for member in members:  # each is read no further than it says, and checked before any is taken
+                if unsealed(member.filename, archive.read(member)) is None:
+                    raise CacheError(f"{path} is damaged, or no file of kernels: the entry {member.filename!r} is not "
+                                     "what its seal says; nothing was taken")
+            known = {*cache.names()}
+            new = [m for m in members if m.filename not in known]
+            for member in new:
+                data = unsealed(member.filename, archive.read(member))
+                key, _, suffix = member.filename.partition(".")
+                if data is None or cache.put(key, data, f".{suffix}") is None:
+                    raise CacheError(f"the entry {member.filename} of {path} could not be stored")
+            return len(new)
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        if isinstance(error, CacheError):
+            raise
+        raise CacheError(f"{path} is damaged, or no file of kernels: {error}; nothing was taken") from error
