@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
-from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, masked, where
+from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, where
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product, unflat
 from flambeau.ir.nodes import Value, narrow
@@ -19,7 +18,7 @@ from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
 from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import along_shares, are_long, share_length, share_lengths, share_of, tabled
+from flambeau.ops.separable import along_shares, are_long, share_length, share_of, tabled
 
 aten = torch.ops.aten
 
@@ -245,43 +244,12 @@ def sum_all(x: Value, sizes: Sequence[Index]) -> Value:
 
     The very last is the one that is not read in order: it comes where the data is least."""
     dims = list(enumerate(sizes, x.rank - len(sizes)))
-    if build.graph().capabilities.waits_for_memory and (most := few_in_all(x, dims)):
-        return sum_at_once(x, sizes, most)
     grows = any(x.shape[dim].is_const and size.is_const and int(x.shape[dim]) < int(size) for dim, size in dims)
     combine = build.simple_combine("sum", opmath(x.dtype))
     for dim, size in reversed(dims) if grows else dims:
         if size is not x.shape[dim]:
             x, = along_shares(x.shape, dim, size, lambda i, x=x: [x.load(i)], combine)  # type: ignore[misc]
     return x
-
-
-AT_ONCE = 36  # elements of a share, at most, that are read for each result
-
-
-def few_in_all(x: Value, dims: Sequence[tuple[int, Index]]) -> list[int]:
-    """The most elements of a share in each dimension, if so few in all that one kernel reads them."""
-    if not all(size.is_const and x.shape[dim].is_const and int(size) for dim, size in dims):
-        return []
-    most = [share_lengths(x.shape[dim], size)[1] for dim, size in dims]
-    return most if math.prod(most) <= AT_ONCE else []
-
-
-def sum_at_once(x: Value, sizes: Sequence[Index], most: Sequence[int]) -> Value:
-    lead, dtype = x.rank - len(sizes), opmath(x.dtype)
-
-    def body(i: Place) -> Expr:
-        spans = [share_of(o, n, m) for o, n, m in zip(i[lead:], x.shape[lead:], sizes, strict=True)]
-
-        def element(k: Place) -> Expr:
-            at = [start + j for (start, _), j in zip(spans, k, strict=True)]
-            there = [index_value(j) < index_value(end) for (_, end), j in zip(spans, at, strict=True)]
-            inside = all_of(there)
-            places = [nearest(j, n) for j, n in zip(at, x.shape[lead:], strict=True)]
-            return where(inside, masked(cast(x.load((*i[:lead], *places)), dtype), inside), 0)
-
-        return sum_over([(0, m) for m in most], dtype, element)
-
-    return build.pointwise((*x.shape[:lead], *sizes), body)
 
 
 def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -468,7 +468,7 @@ def test_one_program_for_every_size() -> None:
 
 def test_the_number_of_threads_changes_no_bit() -> None:
     """Chunks depend on sizes alone, writes to one place come in the order of the source."""
-    shapes = ((400_003,), (70, 3001), (3001, 70), (5, 40_009), (40_009, 5), (64, 33, 40))
+    shapes = ((400_003,), (70, 3001), (3001, 70), (5, 40_009), (40_009, 5), (40_009, 9), (64, 33, 40))
     args = [torch.randn(s) for s in shapes]
 
     def everything(x: Value) -> list[Value]:
