@@ -122,7 +122,7 @@ def test_the_device_takes_more() -> None:
     assert torch.equal(wide, x.relu().double()) and torch.equal(gaps[:, ::2], x.relu()) and not gaps[:, 1::2].any()
     with pytest.raises(OtherShapes) as caught:
         graph_of(form(aten.relu.out), described((x, torch.empty(2))), into_any=True)
-    assert caught.value.shapes == [(3, 4)]
+    assert caught.value.shapes == [(3, 4, 4, 1)]  # sizes, then strides
 
 
 def test_a_range_keeps_the_shape_of_what_it_fills() -> None:

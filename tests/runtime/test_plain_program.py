@@ -16,6 +16,7 @@ from torch.func import functional_call
 import flambeau.debug
 from drawn import first_seed
 from flambeau.bench.models import SUITE
+from flambeau.codegen.source import called
 from flambeau.config import config
 from flambeau.ir.program import Program
 from flambeau.pipeline import Compiled
@@ -50,7 +51,7 @@ def again(p: Program) -> Program:
 def planned(p: Program) -> LaunchPlan:
     """What the executor makes of it, its kernels' texts rendered anew."""
     target = get_target("cpu")
-    return write(p, "cpu", [target.render(k, f"k{i}") for i, k in enumerate(p.kernels)])
+    return write(p, "cpu", [called(k, target.render(k, f"k{i}")) for i, k in enumerate(p.kernels)])
 
 
 def checked(compiled: Callable[..., Any], *args: Any) -> list[Compiled]:

@@ -136,11 +136,8 @@ def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
 def share_lengths(source: Index, size: Index) -> tuple[int, int]:
     """The least and the most elements that a share has; the sizes are known."""
     n, m = int(source), int(size)
-    if not m:
-        return 1, 1
-    at = torch.arange(m + 1) * n
-    lengths = -(-at[1:] // m) - at[:-1] // m
-    return int(lengths.min()), int(lengths.max())
+    lengths = [-(-(o + 1) * n // m) - o * n // m for o in range(m)]
+    return min(lengths, default=1), max(lengths, default=1)
 
 
 def share_length(source: Index, size: Index, dtype: DType) -> Callable[[Index], Expr]:

@@ -46,7 +46,8 @@ def write(p: Program, target: str, kernels: Sequence[Source], device: torch.devi
 def executable(p: Program, target: Target, device: torch.device) -> Run:
     """The run function of a program; CompileError if one of its kernels does not build."""
     with target.on(device):
-        sources = [called(k, target.render(k, f"k{i}")) for i, k in enumerate(p.kernels)]
+        rendered = [target.render(k, f"k{i}") for i, k in enumerate(p.kernels)]
+    sources = [called(k, s) for k, s in zip(p.kernels, rendered, strict=True)] if target.names_kernels else rendered
     return write(p, target.name, sources, device).load()
 
 

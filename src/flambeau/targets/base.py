@@ -167,6 +167,7 @@ class Target(ABC):
     wins: ClassVar[Mapping[str, int]] = {}
     channels_last: ClassVar[bool] = False  # torch's convolutions there are fastest where channels are contiguous
     addresses: ClassVar[bool] = True  # launches take addresses; otherwise the tensors themselves
+    names_kernels: ClassVar[bool] = False  # after what they compute; others put in names of their own
     opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
 
     @abstractmethod

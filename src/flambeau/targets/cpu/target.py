@@ -54,6 +54,8 @@ _Address: TypeAlias = "Future[int | CompileError]"
 class CpuTarget(Target):
     """Kernels are tabled by key as futures of their address: loaded, or on their way."""
 
+    names_kernels = True
+
     name = "cpu"
     # A call of ours costs two microseconds more than torch's: sizes from which on the kernel makes up for it.
     wins: ClassVar[Mapping[str, int]] = {

@@ -51,6 +51,8 @@ _Codes = tuple["Future[Code | CompileError]", ...]
 class BlockTarget(Target):
     """A target whose kernels are written in Triton."""
 
+    names_kernels = True
+
     def render(self, kernel: AnyKernel, name: str) -> BlockSource:
         from flambeau.codegen.triton.kernel import render
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 class MetalTarget(Target):
+    names_kernels = True
     name = "mps"
     addresses = False
     # Not measured: families whose kernels PyTorch writes one by one there, from sizes at which a launch costs nothing.

@@ -44,6 +44,7 @@ def _device_side() -> ClDeviceTarget:
 
 
 class OpenClTarget(Target):
+    names_kernels = True
     name = NAME
 
     def __init__(self, device: ClDevice | None = None) -> None:
