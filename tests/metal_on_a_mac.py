@@ -35,10 +35,11 @@ def operators(limit: int) -> list[dict[str, Any]]:
     return rows
 
 
-def losses(name: str, device: str, compiled: bool) -> list[float]:
+def losses(name: str, device: str, compiled: bool, **options: Any) -> list[float]:
+    """Of three training steps of a small model."""
     built = SUITE[name].build("tiny", device=device)
     module = without_dropout(built.module)
-    run = torch.compile(module, backend="flambeau") if compiled else module
+    run = torch.compile(module, backend="flambeau", options=options or None) if compiled else module
     steps = torch.optim.SGD(module.parameters(), lr=1e-2)
     *args, target = built.make_inputs(2)
     out = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -23,15 +24,15 @@ EAGER_IS_OFF = {
 }
 
 
+def taken(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype]]:
+    """All entries in those dtypes that eager takes, and is right in."""
+    return ((name, dtype) for name, op in OPS.items() for dtype in dtypes
+            if dtype in op.supported_dtypes("cpu") and (name, dtype) not in EAGER_IS_OFF)
+
+
 def cases() -> list:
-    out = []
-    for name, op in OPS.items():
-        for dtype in DTYPES:
-            if dtype not in op.supported_dtypes("cpu") or (name, dtype) in EAGER_IS_OFF:
-                continue
-            marks = [pytest.mark.slow] if dtype is torch.float32 else [pytest.mark.sweep]
-            out.append(pytest.param(name, dtype, marks=marks, id=f"{name}-{str(dtype)[6:]}"))
-    return out
+    return [pytest.param(name, dtype, marks=[pytest.mark.slow if dtype is torch.float32 else pytest.mark.sweep],
+                         id=f"{name}-{str(dtype)[6:]}") for name, dtype in taken(DTYPES)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), cases())

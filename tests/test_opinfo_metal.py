@@ -9,7 +9,7 @@ from flambeau.config import config
 from flambeau.testing.opinfo import OPS, check_opinfo
 from samples import agrees
 from targets.metal_texts import texts_checked
-from test_opinfo import EAGER_IS_OFF
+from test_opinfo import taken
 from test_opinfo_blocks import CURATED
 
 pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
@@ -29,13 +29,10 @@ NAMED = (
 def cases() -> list:
     """The named ones and some of every kind of node, for `make test` to draw from; the rest in `make test-all`."""
     out = []
-    for name, op in OPS.items():
-        for dtype in DTYPES:
-            if dtype not in op.supported_dtypes("cpu") or (name, dtype) in EAGER_IS_OFF:
-                continue
-            drawn = name in NAMED or (name in CURATED and dtype is torch.float32)
-            out.append(pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}",
-                                    marks=pytest.mark.slow if drawn else pytest.mark.sweep))
+    for name, dtype in taken(DTYPES):
+        drawn = name in NAMED or (name in CURATED and dtype is torch.float32)
+        out.append(pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}",
+                                marks=pytest.mark.slow if drawn else pytest.mark.sweep))
     return out
 
 

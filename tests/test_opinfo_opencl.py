@@ -9,10 +9,10 @@ pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install '
 import torch
 
 from flambeau.config import config
-from flambeau.testing.opinfo import OPS, check_opinfo
+from flambeau.testing.opinfo import check_opinfo
 from opencl_forms import FORMS, THREADS
 from samples import agrees
-from test_opinfo import EAGER_IS_OFF
+from test_opinfo import taken
 from test_opinfo_blocks import CURATED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -21,16 +21,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 def cases() -> list:
     """Examples of every kind of node in both shapes, for `make test` to draw from; the rest in `make test-all`."""
     out = []
-    for name, op in OPS.items():
-        for dtype in DTYPES:
-            if dtype not in op.supported_dtypes("cpu") or (name, dtype) in EAGER_IS_OFF:
+    for name, dtype in taken(DTYPES):
+        for on in FORMS:
+            if on != THREADS and dtype is not torch.float32:
                 continue
-            for on in FORMS:
-                if on != THREADS and dtype is not torch.float32:
-                    continue
-                example = name in CURATED and dtype is torch.float32
-                out.append(pytest.param(name, dtype, on, id=f"{name}-{str(dtype)[6:]}-{on}",
-                                        marks=pytest.mark.slow if example else pytest.mark.sweep))
+            example = name in CURATED and dtype is torch.float32
+            out.append(pytest.param(name, dtype, on, id=f"{name}-{str(dtype)[6:]}-{on}",
+                                    marks=pytest.mark.slow if example else pytest.mark.sweep))
     return out
 
 

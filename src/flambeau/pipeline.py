@@ -13,7 +13,6 @@ import torch
 import torch.fx as fx
 
 from flambeau.capture.graph import Captured, capture
-from flambeau.codegen.source import called
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.numerics import policy_of
@@ -160,8 +159,7 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
         texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
         if options.search and not options.deterministic:  # what the clock chooses, may round in another way
             texts = [target.variants(k, text) for k, text in zip(program.kernels, texts, strict=True)]
-        if target.names_kernels:
-            texts = [called(k, text) for k, text in zip(program.kernels, texts, strict=True)]
+        texts = target.named(program.kernels, texts)
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
     promises = promises_of(gm, captured.symbols.index) if config.verify is True else None

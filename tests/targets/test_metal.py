@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flambeau.bench.models import SUITE, without_dropout
+from flambeau.bench.models import SUITE
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.targets.base import get_target, register_target
@@ -20,6 +20,7 @@ from flambeau.targets.metal import mac
 from flambeau.targets.metal.checker import check
 from flambeau.targets.metal.emulator.target import EmulatorError
 from flambeau.targets.metal.target import MetalTarget
+from metal_on_a_mac import losses
 from targets.metal_mutants import PROGRAMS, UNSEEN, caught, harmless, mutants
 from targets.metal_shader import compile_shader
 from targets.metal_texts import texts_checked
@@ -208,22 +209,9 @@ def test_numbers_of_the_run_are_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUITE)
 def test_models_train_as_in_eager(name: str) -> None:
-    losses = []
     with texts_checked(), config.override(graph_cache=False):
-        for compiled in (False, True):
-            built = SUITE[name].build("tiny")
-            module = without_dropout(built.module)
-            steps = torch.optim.SGD(module.parameters(), lr=1e-2)
-            ours = torch.compile(module, backend="flambeau", options={"target": "metal-emulator"})
-            run = ours if compiled else module
-            *args, target = built.make_inputs(2)
-            for _ in range(3):
-                steps.zero_grad()
-                loss = built.loss(run(*args), target)
-                loss.backward()
-                steps.step()
-                losses.append(loss.detach())
-    torch.testing.assert_close(losses[3:], losses[:3], rtol=1e-4, atol=1e-6)
+        ours = losses(name, "cpu", True, target="metal-emulator")
+    torch.testing.assert_close(ours, losses(name, "cpu", False), rtol=1e-4, atol=1e-6)
 
 
 # ---- the target for Macs, with the emulator in the Mac's place ---------------------------------------------

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from flambeau.capture.eager_strides import settle_strides, share_memory
 from flambeau.ops.facts import LOWERINGS, facts
 from flambeau.runtime.launch_plan import DONATED
-from flambeau.torch_compat.aot import config, fused_with, min_cut_rematerialization_partition, must_recompute
+from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
 from flambeau.torch_compat.ops import OpOverload
+from flambeau.torch_compat.patches import CUT
 
 
 def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs: Any
@@ -29,7 +30,7 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs:
     keep_compared(joint.graph)
     copy_again(joint.graph)
     settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
-    with config.patch(cse=False), fused_with(*fused()):
+    with config.patch(cse=False), CUT.applied(*fused()):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)
     return forward, backward

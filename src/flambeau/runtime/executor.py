@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flambeau.codegen.source import called, host_text
+from flambeau.codegen.source import host_text
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.nodes import Buffer, Host, Value
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel
@@ -46,8 +46,7 @@ def write(p: Program, target: str, kernels: Sequence[Source], device: torch.devi
 def executable(p: Program, target: Target, device: torch.device) -> Run:
     """The run function of a program; CompileError if one of its kernels does not build."""
     with target.on(device):
-        rendered = [target.render(k, f"k{i}") for i, k in enumerate(p.kernels)]
-    sources = [called(k, s) for k, s in zip(p.kernels, rendered, strict=True)] if target.names_kernels else rendered
+        sources = target.named(p.kernels, [target.render(k, f"k{i}") for i, k in enumerate(p.kernels)])
     return write(p, target.name, sources, device).load()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -395,10 +395,12 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         live = tuple(i for i in stages[t] if any(n in used or n in d.stores for n in i.names))
         if live:
             ordered.append(live)
+    sizes = sizes_of(d)
     kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(d.stores.items()),
-                        frozenset(scratch), params_of(d.accesses(), buffers), sizes_of(d), d.bounds, tile,
-                        tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
-    return replace(kernel, typical=typical_sizes(kernel.sizes, d.typical)), extra
+                        frozenset(scratch), params_of(d.accesses(), buffers), sizes, d.bounds, tile,
+                        tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
+                        typical=typical_sizes(sizes, d.typical))
+    return kernel, extra
 
 
 def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Buffer]) -> tuple[Param, ...]:

@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
-from flambeau.codegen.source import BlockSource, KernelSource, RangeSource
+from flambeau.codegen.source import BlockSource, KernelSource, RangeSource, called
 from flambeau.config import config
 from flambeau.errors import CompileError, OptionError, UnsupportedError
 from flambeau.targets.background import Closing
@@ -195,6 +195,10 @@ class Target(ABC):
     @abstractmethod
     def render(self, kernel: AnyKernel, name: str) -> Source:
         """The text of a kernel, in the language that `build` takes."""
+
+    def named(self, kernels: Sequence[AnyKernel], sources: Sequence[Source]) -> list[Source]:
+        """Their sources, called after what they compute where this target does so."""
+        return [called(k, s) for k, s in zip(kernels, sources, strict=True)] if self.names_kernels else [*sources]
 
     def bounded(self, kernel: AnyKernel, name: str) -> Source:
         """The text of one that checks its accesses (`Source.bounded`), where there is such a text."""

@@ -12,6 +12,7 @@ the process. They do nothing for calls that are not Flambeau's, and FLAMBEAU_PAT
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,17 @@ def _cache(key_of: Callable[..., Any], save: Callable[..., Any]) -> Iterator[Cha
     yield autograd_cache, "autograd_cache_key", key_of
     yield AOTAutogradCache, "_lookup", staticmethod(lambda *_, **__: None)
     yield AOTAutogradCache, "save", staticmethod(lambda *args, **named: save(original, *args, **named))
+
+
+def _cut(fusing: Iterable[Any], maps: Iterable[Any]) -> Iterator[Change]:
+    from .aot import partitioners
+
+    known = partitioners.get_default_op_list()
+    kind = type(known.fusible_ops)
+    again = kind([*known.recomputable_ops, *(op.overloadpacket for op in maps)])
+    taken = kind([*known.fusible_ops, *again, *(op.overloadpacket for op in fusing)])
+    ours = replace(known, fusible_ops=taken, recomputable_ops=again)
+    yield partitioners, "get_default_op_list", lambda: ours
 
 
 def _kernels(wanted: Mapping[Any, Mapping[Any, Any]]) -> Iterator[Change]:
@@ -88,6 +100,10 @@ CACHE = Patch(
     "cache", "`AOTAutogradCache.save` and `_lookup`, `autograd_cache_key`",
     "compiled graphs are kept in Flambeau's cache; torch's is not open to other formats or keys",
     "while a graph is compiled", _cache)
+CUT = Patch(
+    "cut", "`get_default_op_list` of torch's partitioner",
+    "it names the operators that Inductor is left with after its decompositions, and would keep for the backward what "
+    "others of ours fuse with or are; there is no hook for it", "while forward and backward are cut apart", _cut)
 KERNELS = Patch(
     "kernels", "Python kernels (`py_kernels`) of operators with decompositions below autograd",
     "torch takes these operators apart before it asks the table of decompositions", "while a graph is compiled",
@@ -210,8 +226,8 @@ SHARING = Patch(
     "memory of the device cannot be shared, and the error says so. Without it, what torch tries fails in other ways",
     'from the first tensor of `torch.device("flambeau")` on', _sharing, lasting=True)
 
-PATCHES = (FRAMES, CALLS, OPTIMIZERS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, KERNELS, COUNTS,
-           COMPILING)
+PATCHES = (FRAMES, CALLS, OPTIMIZERS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, CUT, KERNELS,
+           COUNTS, COMPILING)
 
 
 def undo_lasting() -> None:
