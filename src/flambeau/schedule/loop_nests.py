@@ -395,9 +395,10 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         live = tuple(i for i in stages[t] if any(n in used or n in d.stores for n in i.names))
         if live:
             ordered.append(live)
-    sizes = sizes_of(d)
+    params = params_of(d.accesses(), buffers)
+    sizes = sizes_of(d, params)
     kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(d.stores.items()),
-                        frozenset(scratch), params_of(d.accesses(), buffers), sizes, d.bounds, tile,
+                        frozenset(scratch), params, sizes, d.bounds, tile,
                         tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
                         typical=typical_sizes(sizes, d.typical))
     return kernel, extra
@@ -406,13 +407,20 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
 def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Buffer]) -> tuple[Param, ...]:
     """Pointer arguments in order of first use: text does not depend on buffer names."""
     written = {n for n, _, s in accesses if s}
-    return tuple(Param(n, buffers[n].dtype, n in written) for n in dict.fromkeys(n for n, _, _ in accesses))
+    anywhere = {n for n, a, _ in accesses if any(isinstance(x, Dyn) and x.hi is None for x in a.atoms())}
+    return tuple(Param(n, buffers[n].dtype, n in written, reach=reach_of(buffers[n]) if n in anywhere else None)
+                 for n in dict.fromkeys(n for n, _, _ in accesses))
 
 
-def sizes_of(d: NestDraft) -> tuple[Sym, ...]:
+def reach_of(b: Buffer) -> Index:
+    """How many elements of memory lie between its first and its last, with both."""
+    return address_of(b, [n - 1 for n in b.shape]) + 1
+
+
+def sizes_of(d: NestDraft, params: Sequence[Param]) -> tuple[Sym, ...]:
     """Run-time sizes that the kernel needs."""
     loop = {*d.outer, *d.inner}
-    free: set[Sym] = set()
+    free: set[Sym] = {s for p in params if p.reach is not None for s in p.reach.symbols()}
     for i in d.indices():
         free |= i.symbols()
     for v in loop:
@@ -458,9 +466,10 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     if row and d.outer and d.about(d.outer[-1].size, side) >= side and (simple or expensive):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     ordered = caps.deterministic and any(map(is_float, n.combine.dtypes))
-    sizes = sizes_of(d)
+    params = params_of(d.accesses(), buffers)
+    sizes = sizes_of(d, params)
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
-                      tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes,
+                      tuple(sorted(d.stores.items())), n.reverse, params, sizes,
                       n.origins, ordered, typical=typical_sizes(sizes, d.typical))
 
 
@@ -520,7 +529,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
     mask = None if mask is None else rest[0]
     address, init_address, *owned = d.stores.values()
     params = params_of([a for a in d.accesses() if a[0] in buffers], buffers)
-    sizes = sizes_of(d)
+    sizes = sizes_of(d, params)
     return ScatterKernel(tuple(d.inner), None if n.covers else init, init_address, tuple(d.outer),
                          frozenset(free & set(d.outer)), address, owned[0] if owned else None, owners, value, mode,
                          mask, out, params, sizes, n.origins, n.unique, typical_sizes(sizes, typical))

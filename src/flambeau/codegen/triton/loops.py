@@ -19,7 +19,7 @@ from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
 from ..dialect import Pipelined
 from ..stages import StageWriter
-from .blocks import BlockWriter, PartDraft, is_wide, padded_read, power
+from .blocks import WIDE, BlockWriter, PartDraft, padded_read, power, width_of
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
 
@@ -56,7 +56,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         exprs = k.everything()
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
-        super().__init__(k.params, k.sizes, is_wide(exprs, [a for _, a in k.stores], points))
+        super().__init__(k.params, k.sizes, width_of(k, exprs, k.stores, k.outer, points))
         self.sites = sites_of(k)
         self.address = dict(k.stores)
         self.gathered = k.vector if self.rows else None
@@ -326,7 +326,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.body(items, states)
 
     def whole(self, text: str) -> str:
-        return text if self.wide else f"tl.cast({text}, tl.int32)"
+        return text if self.width is WIDE else f"tl.cast({text}, {self.width.kind})"
 
     def axes_of(self, *exprs: Expr) -> frozenset[int]:
         axes = super().axes_of(*exprs)
