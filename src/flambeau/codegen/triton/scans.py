@@ -202,7 +202,8 @@ class ScanBlocks(BlockWriter):
             carry = self.start(self.k.combine, self.outside())
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
-            ahead = stages_for(self.k.exprs, math.prod(self.blocks), self.scale)
+            line = self.k.axis if self.k.form.name == "rows" else outer[-1]
+            ahead = stages_for(self.k.exprs, self.blocks, self.scale, line)
             with self.loop(step, "0", count, how=Pipelined(ahead)) as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")
