@@ -28,6 +28,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Shapes]] = {  # the first shape is 
     "rows": (lambda x: x.max(1), ((3, 20_000), (5, 3), (2, 23_457))),
     "short rows": (lambda x: F.rms_norm(x, (x.shape[1],)), ((100, 57), (3, 2000), (700, 5))),
     "columns": (lambda x: x.var(0), ((300, 5), (5, 300), (40, 40))),
+    "columns of all axes": (lambda x: x.argmax(1), ((30, 40, 17), (5, 3, 9), (2, 300, 70))),
     "groups": (lambda x: F.group_norm(x, 2), ((2, 4, 89, 53), (3, 8, 5, 5))),
     "scan of rows": (lambda x: x.cumsum(1), ((4, 300), (2, 40_000), (3, 5))),
     "scan of columns": (lambda x: (x * 0.1 + 1).cumprod(0), ((30, 33), (200, 5), (3, 900))),
@@ -97,6 +98,15 @@ def test_few_results_are_reduced_in_pieces() -> None:
 def test_short_rows_lie_side_by_side() -> None:
     text, = texts(lambda x: x.softmax(1), torch.randn(300, 57))
     assert "tl.arange(0, 64)" in text and "tl.arange(0, 2048)" not in text
+
+
+@pytest.mark.parametrize(("inner", "joined", "stages"), [(17, True, 1), (50, True, 1), (64, False, 4), (63, False, 1)])
+def test_columns_fill_the_lanes(inner: int, joined: bool, stages: int) -> None:
+    """Those of several axes are one axis, unless they fill blocks of their own. Lines that are no wide accesses do not
+    go through shared memory."""
+    source, = sources(lambda x: x.sum(1), torch.randn(40, 100, inner))
+    assert ("n1 * n2" in source.parts[0].grid) is joined
+    assert f"num_stages={stages}" in source.text
 
 
 def test_a_library_leaves_its_last_step_to_what_follows() -> None:

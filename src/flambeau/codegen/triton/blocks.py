@@ -57,6 +57,7 @@ class BlockWriter(Writer):
         self.gathered: Sym | None = None  # along which rows are read that lie anywhere
         self.places: dict[Sym, str] = {}  # variable -> which of its blocks this is
         self.local_axes: dict[str, frozenset[int]] = {}
+        self.row: int | None = None  # the axis that is reduced or scanned
         self.loop_axes: frozenset[int] = frozenset()  # of the carries of the loop being written
         self.helpers: list[str] = []  # text of functions beside the kernel
         self._combines: dict[Combine, str] = {}
@@ -339,9 +340,8 @@ class BlockWriter(Writer):
         grid: list[str] = []
         here = "pid"
         self.line(f"{here} = {pid}" + ("" if self.width is NARROWED else f".to({self.width.kind})"))
-        for v in vars:
-            if v in blocks:
-                self.axes[v] = len(self.axes)
+        first = int(self.row == 0)
+        self.axes.update((v, first + at) for at, v in enumerate(v for v in vars if v in blocks))
         for v in reversed(vars):
             size, block = v.size, blocks.get(v, 1)
             count = count_text(size, block, self.index)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flambeau.ir.expr import Expr, cast, walk
-from flambeau.ir.index import Index, Op, Sym, as_index, volume
+from flambeau.ir.index import Index, Op, Sym, as_index, unflat, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import AnySize, Item, LoopKernel, exprs_of, reductions_of, sites_of
 from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
@@ -24,12 +24,15 @@ from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
 
 
-def stages_for(exprs: Iterable[Expr], blocks: Sequence[int], scale: Scale, line: Sym | None) -> int:
+def stages_for(k: AnySize, exprs: Iterable[Expr], blocks: Sequence[int], scale: Scale, line: Sym | None) -> int:
     """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory. There Triton
-    lays out tiles of several axes across the lanes, which then wait for one bank, unless a thread reads several elements
-    of a line at once: such tiles go to registers."""
+    lays out tiles of several axes across the lanes, which then wait for one bank, unless a thread reads several of a
+    line's elements at once: such tiles go to registers."""
     reads = {e for e in walk(*exprs) if e.op == "load"}
-    if len(blocks) > 1 and not all(line is not None and is_line(e.attr[1][0], line, BLOCKS.access) for e in reads):
+    sizes = {s: as_index(n) for s, n in k.typical}
+    wide = all(is_line(e.attr[1][0].subs(sizes), line, BLOCKS.access) for e in reads if line in e.symbols()) \
+        if line is not None else False
+    if len(blocks) > 1 and not wide:
         return 1
     piece = sum(e.dtype.itemsize * math.prod(blocks) for e in reads)
     return min(scale.staged(BLOCKS.stages), 1 + BLOCKS.shared_bytes // piece) if piece else 1
@@ -66,7 +69,6 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         self.address = dict(k.stores)
         self.gathered = k.vector if self.rows else None
         self.inner = volume(k.inner)
-        self.row: int | None = None  # the axis that is reduced
         self.segment = ("", "", "")  # where a segment begins, how long it is, and how long the longest of all
         self.state_dtypes = k.dtype_of()
 
@@ -74,7 +76,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         """The kernel with its rows gathered, or its phases written out, where it has any."""
         self.rows = rows_of(k)
         k = self.rows.kernel if self.rows else k
-        k = k if k.inner else spelled(k)
+        k = side_by_side(k) if k.inner else spelled(k)
         self.phases = written_out(k)
         self.apart = self.phases is not None  # one point for each thread
         return self.phases.kernel if self.phases else k
@@ -115,9 +117,11 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return math.prod(self.blocks)
 
     def tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], row: int | None = None) -> str:
-        self.blocks = [*blocks.values(), *([row] if row else [])]
+        """What lies side by side in memory is the last axis: where it cannot tell, Triton puts lanes along that."""
+        self.blocks = list(blocks.values())
         if row:
-            self.row = len(blocks)
+            self.row = 0 if self.k.vector in self.k.outer and self.k.bounds is None else len(blocks)
+            self.blocks.insert(self.row, row)
         return self.open_tile(vars, blocks)
 
     def map_tile(self) -> dict[Sym, int]:
@@ -298,10 +302,11 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         (self.in_segment if self.k.bounds is not None else self.in_pieces)(items, states)
 
     def in_pieces(self, items: Sequence[Item], states: Carries) -> None:
-        k, length = self.k, self.blocks[-1]
+        assert self.row is not None
+        k, length = self.k, self.blocks[self.row]
         exact = self.inner.is_const and self.inner.const % length == 0
         first = Sym(f"base{k.stages.index(tuple(items))}", self.inner)
-        ahead = Pipelined(stages_for(exprs_of(items), self.blocks, self.scale, k.vector))
+        ahead = Pipelined(stages_for(k, exprs_of(items), self.blocks, self.scale, k.vector))
         with self.loop(first, "0", self.index(self.inner), str(length), how=ahead) as s:
             s.vars.update(k.inner)
             self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)
@@ -339,6 +344,20 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             tied = {self.axes[s] for b in self.k.bounds for s in b.symbols() if s in self.axes}
             axes = axes | tied
         return axes
+
+
+def side_by_side(k: LoopKernel) -> LoopKernel:
+    """The columns of a reduction as one variable, where a block of the last one has too many lanes without any."""
+    if k.vector not in k.outer or k.bounds is not None or len(k.outer) < 2:
+        return k
+    blocks = spans(k, k.outer, k.form.width)
+    sizes = {v: k.about(v.size, block) for v, block in blocks.items()}
+    lanes = math.prod(-(-sizes[v] // block) * block for v, block in blocks.items())
+    if lanes * 100 <= math.prod(sizes.values()) * BLOCKS.lanes:
+        return k
+    joint = Sym("".join(v.name for v in k.outer), volume(k.outer))
+    places = unflat(as_index(joint), [v.size for v in k.outer])
+    return replace(k.rewritten(lambda x: x, dict(zip(k.outer, places, strict=True))), outer=(joint,), vector=joint)
 
 
 def per_thread(exprs: Iterable[Expr]) -> int:
