@@ -96,7 +96,7 @@ class ScanBlocks(BlockWriter):
             self.line(f"{self.masks[self.row]} = {self.sym(k.axis)} < {self.index(self.length)}")
         self.inside_text = self.all_inside(first)
         values = self.branched(self.inside_text, (k.axis,), (self.row,),
-                               lambda: self.operands(k.combine, k.exprs, self.row))
+                               lambda: self.operands(k.combine, k.exprs, (self.row,)))
         options = f", reverse={k.reverse}"
         if k.combine.level is None:
             return self.over("tl.associative_scan", k.combine, values, self.row, options)
