@@ -155,7 +155,8 @@ def logcumsumexp(x: Value, dim: int) -> Value:
         return x
     wide, axis = running(x.dtype), wrap_dim(dim, x.rank)
 
-    if wide is torch.float32:  # in lanes: a function for every element costs as much as the memory does
+    if wide is torch.float32 and not build.graph().capabilities.serial_scans:
+        # A function for every element would cost as much as the memory does.
         return build.scan(x.shape, axis, _log_sum(wide), lambda i: (cast(x.load(i), wide), const(1, wide)),
                           dtypes=(x.dtype,),
                           finish=lambda c: (cast(fma(rough_log2(c[1]), const(math.log(2), wide), c[0]), x.dtype),))[0]
