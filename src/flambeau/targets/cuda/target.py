@@ -1,7 +1,8 @@
 """NVIDIA GPUs: kernels in Triton, compiled in worker processes, started through the CUDA driver.
 
 Each kernel exists in variants that differ in what they assume of their arguments (`Facts`); every call checks which
-one it may use. The usual one, with aligned pointers, is compiled in the background; others when a call needs them.
+one it may use. That of the capture, with aligned pointers, is compiled in the background; others when a call needs
+them.
 
 Launches are asynchronous, and so are errors: a kernel that finds something wrong with its data (an index out of range)
 says so in memory of the host, and the next launch on any device, which reads it there without waiting, raises.
@@ -131,7 +132,7 @@ class CudaTarget(BlockTarget):
         for source in sources:
             assert isinstance(source, BlockSource)
             kernels[source.name] = CudaKernel(self, source)
-            codes[source.name] = kernels[source.name].start(device, True, 0)
+            codes[source.name] = kernels[source.name].start(device, True, source.usual, False)
 
         def made(name: str) -> Launch:
             kernels[name].loaded(codes[name], device)  # what does not load is known now, not at the first call
@@ -266,13 +267,13 @@ class CudaKernel:
         self.source = source
         self._launch: Launch | None = None
 
-    def start(self, device: int, aligned: bool, sizes: int) -> _Codes:
+    def start(self, device: int, *facts: Any) -> _Codes:
         """Begin to compile a variant."""
-        return self.target.codes(self.source, Facts(aligned, sizes), device)
+        return self.target.codes(self.source, Facts(*facts), device)
 
-    def make(self, device: int, aligned: bool, sizes: int) -> list[tuple[int, int, int, int]]:
+    def make(self, device: int, *facts: Any) -> list[tuple[int, int, int, int]]:
         """(function, warps, shared bytes, scratch bytes) of each part of a variant."""
-        return self.loaded(self.start(device, aligned, sizes), device)
+        return self.loaded(self.start(device, *facts), device)
 
     def loaded(self, codes: _Codes, device: int) -> list[tuple[int, int, int, int]]:
         parts = []
@@ -299,11 +300,11 @@ class _Memory:
 
 
 def shape_function(source: BlockSource) -> Callable[..., tuple[int, ...]]:
-    """Of the sizes: the bytes of the workspace, then the grid of each part in three dimensions."""
+    """Of the sizes: the bytes of the workspace, whether they are wide, then each part's grid in three dimensions."""
     names = ", ".join(f"n{k}" for k in range(len(source.sizes)))
     grids = "".join(f"*grid({part.grid}), " for part in source.parts)
     scope: dict[str, Any] = {"grid": grid}
-    exec(f"def shape({names}): return ({source.workspace or 0}, {grids})", scope)
+    exec(f"def shape({names}): return ({source.workspace or 0}, not ({source.narrow or True}), {grids})", scope)
     shape: Callable[..., tuple[int, ...]] = scope["shape"]
     return shape
 
