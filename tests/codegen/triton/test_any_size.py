@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 import flambeau.debug
 from flambeau.config import config
 from flambeau.ir.program import Call
+from flambeau.testing.one_order import one_order
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -79,3 +81,32 @@ def test_resizing_is_one_kernel(f: Callable[..., Any]) -> None:
         graph, = flambeau.debug.compile_once(f, (x,))
     assert len(graph.program.kernels) == 1
     torch.testing.assert_close(graph.run([x])[0], f(x))
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest-exact"])
+def test_windows_that_begin_at_different_places_go_in_step(mode: str) -> None:
+    """A loop from the first place of any lane to the last one would go along the whole dimension."""
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x, x.shape[2] + 44, mode=mode)
+
+    with config.override(target="interpreter"), flambeau.debug.collect() as graphs:
+        torch._dynamo.reset()
+        compiled = torch.compile(f, backend="flambeau", dynamic=True)
+        for n in (203, 11):
+            x, y = (torch.linspace(-1, 1, 6 * n).view(2, 3, n).requires_grad_() for _ in range(2))
+            compiled(x).square().sum().backward()
+            f(y).square().sum().backward()
+            torch.testing.assert_close(x.grad, y.grad)
+    assert any("range(0, tl.max(" in source.text for source in graphs[-1].texts)
+
+
+@pytest.mark.parametrize("size, deterministic, atomics", [((3, 4), False, True), ((3, 4), True, False),
+                                                          ((19, 23), False, False)])
+def test_maxima_of_many_places_add_to_zeros(size: tuple[int, int], deterministic: bool, atomics: bool) -> None:
+    x = torch.randn(2, 3, 40, 41)
+    best, at = F.adaptive_max_pool2d(x, size, return_indices=True)
+    grad = torch.ops.aten.adaptive_max_pool2d_backward
+    with config.override(target="interpreter"), one_order() if deterministic else nullcontext():
+        graph, = flambeau.debug.compile_once(grad, (best, x, at))
+        assert any("atomic_add" in source.text for source in graph.texts) == atomics
+        torch.testing.assert_close(torch.compile(grad, backend="flambeau")(best, x, at), grad(best, x, at))
