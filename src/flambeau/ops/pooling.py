@@ -54,9 +54,14 @@ class Axis:
         return maximum(start, start % self.dilation)
 
     @property
+    def span(self) -> int:
+        """How many positions a window covers, those between its elements included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
     def candidates(self) -> int:
         """How many windows can hold one position."""
-        return -(-(self.dilation * (self.kernel - 1) + 1) // self.stride)
+        return -(-self.span // self.stride)
 
     def candidate(self, x: Index, j: Index) -> Index:
         """The j-th of them in ascending order; it may lie outside [0, out)."""
@@ -64,7 +69,7 @@ class Axis:
 
     def holds(self, o: Index, x: Index) -> Expr:
         """Whether window o, which starts at or before x, reaches it."""
-        return index_value(x - self.place(o, 0)) < self.dilation * (self.kernel - 1) + 1
+        return index_value(x - self.place(o, 0)) < self.span
 
     def count(self, o: Index, with_padding: bool) -> Index:
         """What ATen divides by in this dimension: padding counts, what lies beyond the padding never does."""
@@ -112,18 +117,16 @@ def greatest(x: Value, lead: Place, bounds: Bounds, place: Callable[[Place], Pla
     return best, cast(at, torch.int64)
 
 
-def max_gradient(grad: Value, x: Value, indices: Value, rank: int, candidates: int,
+def max_gradient(grad: Value, x: Value, indices: Value, rank: int, asked: float,
                  bounds: Callable[[Place], Bounds],
                  window: Callable[[Place, Place], Place] = lambda _, w: w,
                  holds: Callable[[Place, Place], Expr] | None = None) -> Value:
-    """Each position adds the gradients of those candidate windows whose saved index is its own; where it would have to
-    ask too many, windows add theirs to zeros.
+    """Each position adds the gradients of those candidate windows whose saved index is its own; where too many
+    positions would ask a window, windows add theirs to zeros.
 
-    candidates: how many windows may reach a position, about. holds: whether a window can reach it at all."""
-    g = build.graph()
-    caps = g.capabilities
-    asked, outputs = (candidates * about(product(x.shape), g.typical, 0), about(product(grad.shape), g.typical, 1))
-    atomics = not caps.deterministic and caps.joins("add", x.dtype) and asked > caps.tuning.asked * outputs
+    asked: how many positions ask a window, about. holds: whether a window can reach a position at all."""
+    caps = build.graph().capabilities
+    atomics = not caps.deterministic and caps.joins("add", x.dtype) and asked > caps.tuning.asked
     if caps.ordered_scatter or atomics:
         return put_back(to_dtype(grad, x.dtype), indices, x.shape[:-rank], x.shape[-rank:], "add")
     dtype = opmath(x.dtype)
@@ -166,7 +169,7 @@ def max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                  ceil_mode: bool, indices: Value) -> Value:
         axes = geometry(x, rank, kernel_size, stride, padding, dilation, ceil_mode)
         return max_gradient(
-            grad, x, indices, rank, math.prod(a.candidates for a in axes), lambda _: [(0, a.candidates) for a in axes],
+            grad, x, indices, rank, math.prod(a.span for a in axes), lambda _: [(0, a.candidates) for a in axes],
             lambda here, w: tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True)),
             lambda o, here: all_of([a.holds(k, h) for a, k, h in zip(axes, o, here, strict=True)]))
 
@@ -339,7 +342,8 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
             known = [m.is_const and n.is_const for m, n in pairs]
             return [(lo, lo + c if k else hi) for (lo, hi), c, k in zip(spans, counts, known, strict=True)]
 
-        return max_gradient(grad, x, indices, rank, math.prod(counts), windows)
+        inputs, outputs = (about(product(v.shape), build.graph().typical, 0) for v in (x, grad))
+        return max_gradient(grad, x, indices, rank, math.prod(counts) * inputs / max(outputs, 1), windows)
 
     return forward, backward
 

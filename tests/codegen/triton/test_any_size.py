@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -60,6 +61,27 @@ def test_few_results_are_reduced_in_pieces() -> None:
 def test_short_rows_lie_side_by_side() -> None:
     text, = texts(lambda x: x.softmax(1), torch.randn(300, 57))
     assert "tl.arange(0, 64)" in text and "tl.arange(0, 2048)" not in text
+
+
+NORMS: dict[str, tuple[Callable[..., Any], Shapes]] = {
+    "a group's channels": (lambda x: F.group_norm(x, 2), ((1, 4, 179, 97), (2, 4, 5, 7))),
+    "images as channels": (lambda x: F.gelu(F.instance_norm(x)), ((2, 3, 179, 197), (3, 2, 5, 7))),
+    "of a gate": (lambda x: F.group_norm(F.silu(x[:, :, 1:] + x[:, :, :-1]), 1), ((1, 2, 279, 197), (3, 2, 5, 7))),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_long_row_is_read_twice_without_divisions(name: str) -> None:
+    """For its moments, in pieces, and for what comes of them; what it is made of is computed again."""
+    f, shapes = NORMS[name]
+    with config.override(target="interpreter"), flambeau.debug.collect() as graphs:
+        torch._dynamo.reset()
+        compiled = torch.compile(f, backend="flambeau", dynamic=True)
+        for shape in shapes:
+            x = torch.randn(shape)
+            torch.testing.assert_close(compiled(x), f(x), rtol=1e-4, atol=1e-4)
+    pieces, _, _ = (source.text for source in graphs[0].texts)
+    assert "//" not in re.sub(r"pid\d* //|i\d+ = .*", "", pieces) and "% s" not in pieces
 
 
 def test_a_library_leaves_its_last_step_to_what_follows() -> None:
