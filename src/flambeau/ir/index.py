@@ -648,6 +648,34 @@ def maximum(a: IndexLike, b: IndexLike) -> Index:
     return from_atom(Op("max", a, b, max(los) if los else None, hi))
 
 
+def whole(size: Index) -> Index:
+    """A size as one factor: products keep it together, where a sum of terms would be multiplied out."""
+    if size.is_const or (len(size.terms) == 1 and not size.const):
+        return size
+    return from_atom(Op("max", ZERO, size, 0, size.bounds()[1]))
+
+
+def whole_strides(shape: Sequence[Index], strides: Sequence[Index]) -> list[Index]:
+    """Strides for addresses of elements, as products of whole sizes where they are products of sizes.
+
+    Who has an element knows that no size is zero: torch's strides hold the larger of 1 and a size instead."""
+    if all(s.is_const for s in strides):
+        return list(strides)
+    known: dict[Atom, Index] = {a: n for n in shape if isinstance(a := maximum(1, n).atom(), Op) and a.kind == "max"}
+
+    def plain(e: Index) -> Index:
+        return sum((product((coef, *(known.get(a) or from_atom(a) for a in mono))) for mono, coef in e.terms),
+                   as_index(e.const)) if known else e
+
+    steps = [plain(s) for s in strides]
+    made = {ONE: ONE}  # products of sizes, as they are and as products of whole ones
+    for _ in shape:
+        for step, n in zip(steps, shape, strict=True):
+            if step in made:
+                made.setdefault(step * n, made[step] * whole(n))
+    return [made.get(step, step) for step in steps]
+
+
 def ceildiv(a: IndexLike, b: IndexLike) -> Index:
     return (as_index(a) + as_index(b) - 1) // b
 

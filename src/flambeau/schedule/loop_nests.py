@@ -29,6 +29,8 @@ from flambeau.ir.index import (
     offset_of,
     volume,
     walks_as_one,
+    whole,
+    whole_strides,
 )
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
@@ -43,7 +45,12 @@ _LARGE = 1 << 10  # elements: a size that is known only at the run, where steps 
 
 def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
     assert buffer.strides is not None, f"buffer {buffer.name} has no layout yet"
-    return offset_of(index, buffer.strides)
+    return offset_of(index, whole_strides(buffer.shape, buffer.strides))
+
+
+def whole_sizes(vars: Sequence[Sym]) -> dict[Sym, Index]:
+    """Variables with sizes that addresses have as factors (`whole`)."""
+    return {v: as_index(Sym(v.name, n)) for v in vars if (n := whole(v.size)) is not v.size}
 
 
 def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) -> Expr:
@@ -76,6 +83,12 @@ def has_elements(b: Buffer, index: Sequence[Index]) -> Expr | None:
     return index_value(b.numel) > 0 if checked and not is_positive(b.numel) else None
 
 
+def renamed(v: Sym, names: Mapping[Sym, Index]) -> Sym:
+    new = names[v].atom() if v in names else v
+    assert isinstance(new, Sym)
+    return new
+
+
 @dataclass
 class NestDraft:
     """A kernel while its loops are being shaped."""
@@ -94,6 +107,12 @@ class NestDraft:
     def exprs(self) -> list[Expr]:
         out = exprs_of(self.items)
         return out + list(self.bounds) if self.bounds else out
+
+    def settle_sizes(self) -> None:
+        found = whole_sizes([*self.outer, *self.inner])
+        if found:
+            self.substitute(found)
+            self.outer, self.inner = ([renamed(v, found) for v in vars] for vars in (self.outer, self.inner))
 
     def substitute(self, mapping: dict[Sym, Index]) -> None:
         memo: dict[Expr, Expr] = {}
@@ -152,6 +171,7 @@ def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> NestD
         if not d.inner:  # a segment over an axis of one element still runs from lo to hi
             axis = Sym("g99", 1)
             d.inner = [axis]
+    d.settle_sizes()
     return d
 
 
@@ -441,6 +461,8 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
     outer = [v for v in n.vars if v is not axis and v.size is not ONE]
     d = NestDraft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
+    d.settle_sizes()
+    axis, = d.inner
     if caps.programs > 1:
         d.typical = typical
     split_dims(d, [d.outer])
@@ -466,7 +488,8 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
 
 def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int]) -> ScatterKernel:
     out = n.names[0]
-    ones = {v: ZERO for v in (*n.vars, *n.out_vars) if v.size is ONE}
+    found = whole_sizes((*n.vars, *n.out_vars))
+    ones = {**found, **{v: ZERO for v in (*n.vars, *n.out_vars) if v.size is ONE}}
 
     def fix(e: Expr) -> Expr:
         return linear(e.subs(ones), buffers, lambda _: False)
@@ -482,9 +505,8 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
         target.append(t if probe is None else probe.attr if probe.op == "index" else as_index(probe.attr))
     if not is_empty(buffers[out]) and (there := has_elements(buffers[out], target)) is not None:
         mask = there if mask is None else mask & there
-    vars = [v for v in n.vars if v.size is not ONE]
-    out_vars = [v for v in n.out_vars if v.size is not ONE]
-    where = [as_index(v) if v in out_vars else ZERO for v in n.out_vars]
+    vars, out_vars = ([renamed(v, found) for v in vs if v.size is not ONE] for vs in (n.vars, n.out_vars))
+    where = [ones.get(v, as_index(v)) for v in n.out_vars]
     # A variable that is an index of the target by itself: no two of its values can meet there.
     free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars} if not n.unique else set(vars)
     owner = owners = None
