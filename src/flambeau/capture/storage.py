@@ -229,12 +229,25 @@ class Storage:
         want = self.strides(n)
         b = self.g.buffers[v.buffer]
         if not lies_as(v, b, want):
-            return self.copied(v, want)
+            return self.on_line(n, v) or self.copied(v, want)
         start = self.offset(n, v)
         whole = v.is_whole(b) or (v.shape == b.shape and v.numel is ZERO)
         if start is ZERO and whole:  # as the buffer itself: who compares the two finds them equal
             v, start = self.g.whole(v.buffer), None
         return replace(v, strides=want, offset=start)
+
+    def on_line(self, n: fx.Node, v: Value) -> Value | None:
+        """A view of a root that lies as in eager, in a buffer of one dimension (`lay_out`), by its strides: which place
+        that is in terms of the root's dimensions may be more than index algebra finds out."""
+        root = view_root(n)
+        base, b = self.of(root), self.g.buffers[v.buffer]
+        whole = root is not n and base.buffer == v.buffer and b.shape == (base.numel,) and b.strides == (ONE,)
+        if not whole or v.dtype is not base.dtype or not lies_as(base, b, self.strides(root)):
+            return None
+        first, start = (self.lowering.c.symbols.index(x.meta["val"].storage_offset()) for x in (n, root))
+        want = self.strides(n)
+        at = offset_of(as_indices(dim_vars(v.shape)), want) + first - start
+        return Value(v.buffer, v.shape, v.dtype, (at,), strides=want)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
         """Where a view begins, counted from what its buffer is all of, if it may be without elements; None: its index

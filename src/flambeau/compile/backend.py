@@ -169,7 +169,7 @@ def compile_anew(
         return cache.compiler(lambda graph: compile_graph(graph, wanted))
 
     def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
-        settle_strides(graph.graph, names_only=wanted.part)
+        settle_strides(graph.graph, names_only=wanted.part, hold=not wanted.part)
         return compile_graph(graph, wanted)
 
     # One for each: torch writes into that of the backward.
