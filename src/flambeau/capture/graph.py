@@ -73,6 +73,7 @@ class Lowering:
         self.composite: list[tuple[Any, Host]] = []  # sizes that are not a symbol, and where they stand
 
     def run(self) -> None:
+        self.g.typical = self.c.symbols.typical  # lowerings choose by them
         for n in self.gm.graph.nodes:
             if n.op == "placeholder":
                 self.placeholder(n, f"_{len(self.g.arguments)}")
@@ -85,7 +86,6 @@ class Lowering:
                 self.output(n)
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
-        self.g.typical = self.c.symbols.typical
         self.solve_sizes()
         self.g.numbers |= self.c.symbols.hosts
 

@@ -429,20 +429,27 @@ def _normal(acc: dict[Monomial, int], const: int) -> Index:
         for k, rest in enumerate(mono):
             joined = _join(rest, mono[:k] + mono[k + 1:], coef, terms) if isinstance(rest, Op) else None
             if joined is not None:
-                partner, whole = joined
-                del terms[mono], terms[partner]
+                partners, whole = joined
+                for gone in (mono, *partners):
+                    del terms[gone]
                 return _normal(terms, const) + whole
     return Index(tuple(sorted(terms.items(), key=_term_key)), const)
 
 
 def _join(rest: Op, factor: Monomial, coef: int, terms: Mapping[Monomial, int]
-          ) -> tuple[Monomial, Index] | None:
-    """The partner of coef * factor * rest among the terms, and what the two are together."""
+          ) -> tuple[tuple[Monomial, ...], Index] | None:
+    """The partners of coef * factor * rest among the terms, and what they are together."""
     x, a = rest.a, rest.b
-    if rest.kind != "mod" or len(a.terms) > 1 or (a.terms and a.const):
+    if rest.kind != "mod":
         return None
+    scale = Index(((factor, 1),), 0) * coef if factor else as_index(coef)
+    if len(a.terms) > 1 or (a.terms and a.const):  # a sum: the quotient is multiplied with each of its terms
+        if not isinstance(q := floordiv(x, a).atom(), Op) or not any(q in mono for mono in terms):
+            return None
+        parts = {tuple(sorted((*factor, q, *by), key=_atom_key)): coef * c for by, c in (*a.terms, ((), a.const)) if c}
+        return (tuple(parts), x * scale) if all(terms.get(m) == c for m, c in parts.items()) else None
     (by, times), = a.terms or (((), a.const),)
-    scale, quotient = Index(((factor, 1),), 0) * coef if factor else as_index(coef), None
+    quotient = None
     for other, c in terms.items():
         left = _without(other, factor + by)
         if c != coef * times or left is None or len(left) != 1:
@@ -450,9 +457,9 @@ def _join(rest: Op, factor: Monomial, coef: int, terms: Mapping[Monomial, int]
         quotient = quotient or floordiv(x, a)
         # x % a is (x + a*t) % a, so the quotients may differ by any plain t.
         if _is_plain(t := from_atom(left[0]) - quotient):
-            return other, (x + t * a) * scale
+            return (other,), (x + t * a) * scale
         if isinstance(left[0], Op) and left[0].kind == "mod" and _is_plain(t := left[0].a - quotient):
-            return other, mod(x + t * a, a * left[0].b) * scale
+            return (other,), mod(x + t * a, a * left[0].b) * scale
     return None
 
 
@@ -646,34 +653,6 @@ def maximum(a: IndexLike, b: IndexLike) -> Index:
     los = [x for x in (alo, blo) if x is not None]
     hi = None if ahi is None or bhi is None else max(ahi, bhi)
     return from_atom(Op("max", a, b, max(los) if los else None, hi))
-
-
-def whole(size: Index) -> Index:
-    """A size as one factor: products keep it together, where a sum of terms would be multiplied out."""
-    if size.is_const or (len(size.terms) == 1 and not size.const):
-        return size
-    return from_atom(Op("max", ZERO, size, 0, size.bounds()[1]))
-
-
-def whole_strides(shape: Sequence[Index], strides: Sequence[Index]) -> list[Index]:
-    """Strides for addresses of elements, as products of whole sizes where they are products of sizes.
-
-    Who has an element knows that no size is zero: torch's strides hold the larger of 1 and a size instead."""
-    if all(s.is_const for s in strides):
-        return list(strides)
-    known: dict[Atom, Index] = {a: n for n in shape if isinstance(a := maximum(1, n).atom(), Op) and a.kind == "max"}
-
-    def plain(e: Index) -> Index:
-        return sum((product((coef, *(known.get(a) or from_atom(a) for a in mono))) for mono, coef in e.terms),
-                   as_index(e.const)) if known else e
-
-    steps = [plain(s) for s in strides]
-    made = {ONE: ONE}  # products of sizes, as they are and as products of whole ones
-    for _ in shape:
-        for step, n in zip(steps, shape, strict=True):
-            if step in made:
-                made.setdefault(step * n, made[step] * whole(n))
-    return [made.get(step, step) for step in steps]
 
 
 def ceildiv(a: IndexLike, b: IndexLike) -> Index:

@@ -26,11 +26,8 @@ from flambeau.ir.index import (
     about,
     as_index,
     is_positive,
-    offset_of,
     volume,
     walks_as_one,
-    whole,
-    whole_strides,
 )
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
@@ -41,16 +38,6 @@ from .fuse import Group, member_exprs
 
 _INT64 = torch.int64
 _LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
-
-
-def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
-    assert buffer.strides is not None, f"buffer {buffer.name} has no layout yet"
-    return offset_of(index, whole_strides(buffer.shape, buffer.strides))
-
-
-def whole_sizes(vars: Sequence[Sym]) -> dict[Sym, Index]:
-    """Variables with sizes that addresses have as factors (`whole`)."""
-    return {v: as_index(Sym(v.name, n)) for v in vars if (n := whole(v.size)) is not v.size}
 
 
 def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) -> Expr:
@@ -64,7 +51,7 @@ def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) ->
             return Expr("local", x.dtype, (), name)
         there = has_elements(buffers[name], index)
         mask = x.args if there is None else (there & x.args[0] if x.args else there,)
-        read = Expr("load", x.dtype, mask, (name, (address_of(buffers[name], index),)))
+        read = Expr("load", x.dtype, mask, (name, (buffers[name].place(index),)))
         return held(read, index)  # a stride of zero takes an index out of the address, not its check
 
     return rewrite(e, fn)
@@ -81,12 +68,6 @@ def has_elements(b: Buffer, index: Sequence[Index]) -> Expr | None:
     if is_empty(b):
         return const(False, torch.bool)
     return index_value(b.numel) > 0 if checked and not is_positive(b.numel) else None
-
-
-def renamed(v: Sym, names: Mapping[Sym, Index]) -> Sym:
-    new = names[v].atom() if v in names else v
-    assert isinstance(new, Sym)
-    return new
 
 
 @dataclass
@@ -107,12 +88,6 @@ class NestDraft:
     def exprs(self) -> list[Expr]:
         out = exprs_of(self.items)
         return out + list(self.bounds) if self.bounds else out
-
-    def settle_sizes(self) -> None:
-        found = whole_sizes([*self.outer, *self.inner])
-        if found:
-            self.substitute(found)
-            self.outer, self.inner = ([renamed(v, found) for v in vars] for vars in (self.outer, self.inner))
 
     def substitute(self, mapping: dict[Sym, Index]) -> None:
         memo: dict[Expr, Expr] = {}
@@ -159,7 +134,7 @@ def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> NestD
         else:
             items.append(Item(m.node.names, m.level, exprs, combine))
     vars = g.vars
-    stores = {name: address_of(buffers[name], g.written[name][0]) for name in made if name in stored}
+    stores = {name: buffers[name].place(g.written[name][0]) for name in made if name in stored}
     d = NestDraft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
               stores)
     if g.segment is not None:
@@ -171,7 +146,6 @@ def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> NestD
         if not d.inner:  # a segment over an axis of one element still runs from lo to hi
             axis = Sym("g99", 1)
             d.inner = [axis]
-    d.settle_sizes()
     return d
 
 
@@ -458,11 +432,9 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     axis = n.vars[n.axis]
     exprs = tuple(linear(e.subs(ones), buffers, lambda _: False) for e in n.inputs)
     at = tuple(ones.get(v, as_index(v)) for v in n.vars)
-    stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
+    stores = {name: buffers[name].place(at) for name in n.names if name in stored}
     outer = [v for v in n.vars if v is not axis and v.size is not ONE]
     d = NestDraft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
-    d.settle_sizes()
-    axis, = d.inner
     if caps.programs > 1:
         d.typical = typical
     split_dims(d, [d.outer])
@@ -488,8 +460,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
 
 def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int]) -> ScatterKernel:
     out = n.names[0]
-    found = whole_sizes((*n.vars, *n.out_vars))
-    ones = {**found, **{v: ZERO for v in (*n.vars, *n.out_vars) if v.size is ONE}}
+    ones = {v: ZERO for v in (*n.vars, *n.out_vars) if v.size is ONE}
 
     def fix(e: Expr) -> Expr:
         return linear(e.subs(ones), buffers, lambda _: False)
@@ -505,8 +476,9 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
         target.append(t if probe is None else probe.attr if probe.op == "index" else as_index(probe.attr))
     if not is_empty(buffers[out]) and (there := has_elements(buffers[out], target)) is not None:
         mask = there if mask is None else mask & there
-    vars, out_vars = ([renamed(v, found) for v in vs if v.size is not ONE] for vs in (n.vars, n.out_vars))
-    where = [ones.get(v, as_index(v)) for v in n.out_vars]
+    vars = [v for v in n.vars if v.size is not ONE]
+    out_vars = [v for v in n.out_vars if v.size is not ONE]
+    where = [as_index(v) if v in out_vars else ZERO for v in n.out_vars]
     # A variable that is an index of the target by itself: no two of its values can meet there.
     free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars} if not n.unique else set(vars)
     owner = owners = None
@@ -516,8 +488,8 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
             owner, owners = t, n.out_vars[k].size
             break
     b = buffers[out]
-    address = address_of(b, target)
-    init_address = address_of(b, where)
+    address = b.place(target)
+    init_address = b.place(where)
     # The free variable that walks the target contiguously goes innermost.
     assert b.strides is not None
     for t, step in zip(target, b.strides, strict=True):
