@@ -121,8 +121,8 @@ def compile_dynamo_graph(
     if calls_subgraphs(gm):
         gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
-    if target is not None and target.channels_last and not wants_bits(settings["numerics"]):
-        gm = channels_last(gm)
+    if target is not None and not wants_bits(settings["numerics"]):
+        gm = channels_last(gm, target)
     if settings.pop("regions"):
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:
