@@ -26,8 +26,8 @@ from .polyphase import Phases, compact, halved, overlapping, spelled, written_ou
 
 def stages_for(exprs: Iterable[Expr], blocks: Sequence[int], scale: Scale, line: Sym | None) -> int:
     """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory. There Triton
-    lays out tiles of several axes across the lanes, which then wait for one bank, unless a thread reads several elements
-    of a line at once: such tiles go to registers."""
+    lays out tiles of several axes across the lanes, which then wait for one bank, unless a thread reads several
+    elements of a line at once: such tiles go to registers."""
     reads = {e for e in walk(*exprs) if e.op == "load"}
     if len(blocks) > 1 and not all(line is not None and is_line(e.attr[1][0], line, BLOCKS.access) for e in reads):
         return 1

@@ -29,7 +29,7 @@ from ..background import Closing, Pool
 from ..base import Allocator, Build, Convolution, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
 from ..cache import DiskCache, shared_cache
 from ..launch import CTYPES, Launcher, build_launcher, stored_launcher
-from ..toolchain import CompilerKilled, Toolchain, cpu_identity, find_toolchain
+from ..toolchain import CompilerKilled, Toolchain, find_toolchain
 
 if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
@@ -76,9 +76,6 @@ class CpuTarget(Target):
         from flambeau.ir.capabilities import Capabilities
 
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
-
-    def chip(self) -> str:
-        return f"{cpu_identity()} {torch.get_num_threads()}"
 
     def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Collection[Convolution]:
         """Transposed ones: oneDNN has kernels for that order, and for others a plain loop. For those that are not
