@@ -89,3 +89,14 @@ def test_arguments_in_another_order_are_not_kept_twice(saved: list[Any]) -> None
     torch.testing.assert_close(got, torch.autograd.grad(f(*leaves).square().sum(), leaves))
     assert saved and not [n for n in saved if n.target is torch.ops.aten.clone.default
                           and n.args[0].op == "placeholder"], saved
+
+
+@pytest.mark.parametrize("f", [lambda x, y: torch.tanh(x) * y, lambda x, y: y * F.softplus(x) * torch.sigmoid(x)])
+def test_gates_are_computed_again(f: Callable[..., Any], saved: list[Any]) -> None:
+    """Autograd detaches what it keeps of a gate."""
+    leaves = [torch.linspace(-2, 2, 6).requires_grad_(), torch.linspace(1, 3, 6).requires_grad_()]
+    torch._dynamo.reset()
+    with config.override(graph_cache=False):
+        got = torch.autograd.grad(torch.compile(f, backend="flambeau")(*leaves).square().sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(f(*leaves).square().sum(), leaves))
+    assert not saved

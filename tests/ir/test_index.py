@@ -190,6 +190,8 @@ IDENTITIES: dict[str, tuple[Index, Index]] = {
     "quotient and remainder meet": (v("x", 60) // 7 * 7 + v("x", 60) % 7, v("x", 60)),
     "and one level deeper": (v("x", 60) % 4 + 4 * (v("x", 60) // 4 % 3) + 12 * (v("x", 60) // 12), v("x", 60)),
     "scaled": (5 * (v("x", 60) % 4) + 20 * (v("x", 60) // 4), 5 * v("x", 60)),
+    "of sums, too": ((as_index(N) + M - 1) * (v("x", 60) // (as_index(N) + M - 1)) + v("x", 60) % (as_index(N) + M - 1),
+                     v("x", 60)),
     "quotients of quotients join": (v("x", 60) // 3 // 4, v("x", 60) // 12),
     "remainder then quotient": (v("x", 60) % 12 // 4, v("x", 60) // 4 % 3),
     "remainders of remainders": (v("x", 60) % 12 % 4, v("x", 60) % 4),

@@ -13,6 +13,7 @@ from flambeau.capture.decompositions import table
 from flambeau.capture.graph import capture
 from flambeau.codegen.triton.dialect import CAPABILITIES
 from flambeau.ir.expr import loads
+from flambeau.ir.index import Op
 from flambeau.ir.program import Launch, LoopKernel, Program
 from flambeau.ops import ops_loaded
 from flambeau.schedule.plan import schedule
@@ -79,6 +80,18 @@ def test_windows_have_tiles_of_their_own() -> None:
     p = for_blocks(slope, *small, images(128, 64, 112, 112), w, mean, rstd)
     first = p.steps[0]
     assert isinstance(first, Launch) and set(first.origins) == {"max_pool2d_with_indices_backward"}
+
+
+def test_planes_that_pieces_do_not_divide_are_one_line() -> None:
+    """Nor is what all pieces of a row need read by each of its points."""
+    p = for_blocks(lambda x: aten.native_group_norm(x, None, None, 2, 6, 311 * 197, 2, 1e-5),
+                   torch.empty(2, 6, 311, 197, device="meta"))
+    first = p.kernels[0]
+    assert isinstance(first, LoopKernel) and len(first.inner) == 1
+    assert not [a for e in first.everything() for i in e.own_indices() for a in i.atoms() if isinstance(a, Op)]
+    inner, = first.inner
+    reads = loads(*first.everything())
+    assert len(reads) == 4 and [bool(e.args) for e in reads] == [inner in e.symbols() for e in reads]
 
 
 @pytest.mark.parametrize("f", [lambda x: torch.stack([x.sum((0, 2, 3)), x.amax((0, 2, 3))]), torch.sum,

@@ -25,15 +25,25 @@ from flambeau.torch_compat.patches import CUT
 def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs: Any
               ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """`settle`: strides are eager's where torch's metadata has others."""
+    skip_detached(joint.graph)
     merge_equal(joint.graph)
     keep_less(joint.graph)
     keep_compared(joint.graph)
     copy_again(joint.graph)
-    settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
+    settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph), hold=settle)
     with config.patch(cse=False), CUT.applied(*fused()):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)
     return forward, backward
+
+
+def skip_detached(graph: fx.Graph) -> None:
+    """No gradient is asked for any more; and the cut would keep what is detached, though it can be computed again."""
+    *_, output = graph.nodes
+    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        if output not in n.users:
+            n.replace_all_uses_with(n.args[0])
+            graph.erase_node(n)
 
 
 def fused() -> tuple[list[OpOverload], list[OpOverload]]:

@@ -432,20 +432,27 @@ def _normal(acc: dict[Monomial, int], const: int) -> Index:
         for k, rest in enumerate(mono):
             joined = _join(rest, mono[:k] + mono[k + 1:], coef, terms) if isinstance(rest, Op) else None
             if joined is not None:
-                partner, whole = joined
-                del terms[mono], terms[partner]
+                partners, whole = joined
+                for gone in (mono, *partners):
+                    del terms[gone]
                 return _normal(terms, const) + whole
     return Index(tuple(sorted(terms.items(), key=_term_key)), const)
 
 
 def _join(rest: Op, factor: Monomial, coef: int, terms: Mapping[Monomial, int]
-          ) -> tuple[Monomial, Index] | None:
-    """The partner of coef * factor * rest among the terms, and what the two are together."""
+          ) -> tuple[tuple[Monomial, ...], Index] | None:
+    """The partners of coef * factor * rest among the terms, and what they are together."""
     x, a = rest.a, rest.b
-    if rest.kind != "mod" or len(a.terms) > 1 or (a.terms and a.const):
+    if rest.kind != "mod":
         return None
+    scale = Index(((factor, 1),), 0) * coef if factor else as_index(coef)
+    if len(a.terms) > 1 or (a.terms and a.const):  # a sum: the quotient is multiplied with each of its terms
+        if not isinstance(q := floordiv(x, a).atom(), Op) or not any(q in mono for mono in terms):
+            return None
+        parts = {tuple(sorted((*factor, q, *by), key=_atom_key)): coef * c for by, c in (*a.terms, ((), a.const)) if c}
+        return (tuple(parts), x * scale) if all(terms.get(m) == c for m, c in parts.items()) else None
     (by, times), = a.terms or (((), a.const),)
-    scale, quotient = Index(((factor, 1),), 0) * coef if factor else as_index(coef), None
+    quotient = None
     for other, c in terms.items():
         left = _without(other, factor + by)
         if c != coef * times or left is None or len(left) != 1:
@@ -453,9 +460,9 @@ def _join(rest: Op, factor: Monomial, coef: int, terms: Mapping[Monomial, int]
         quotient = quotient or floordiv(x, a)
         # x % a is (x + a*t) % a, so the quotients may differ by any plain t.
         if _is_plain(t := from_atom(left[0]) - quotient):
-            return other, (x + t * a) * scale
+            return (other,), (x + t * a) * scale
         if isinstance(left[0], Op) and left[0].kind == "mod" and _is_plain(t := left[0].a - quotient):
-            return other, mod(x + t * a, a * left[0].b) * scale
+            return (other,), mod(x + t * a, a * left[0].b) * scale
     return None
 
 

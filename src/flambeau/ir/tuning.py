@@ -38,6 +38,7 @@ class Tuning:
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
     split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
     split_columns: int = number(64, "columns", "one program computes so many results side by side")
+    asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
     worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
     worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")

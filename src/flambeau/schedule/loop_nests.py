@@ -26,7 +26,6 @@ from flambeau.ir.index import (
     about,
     as_index,
     is_positive,
-    offset_of,
     volume,
     walks_as_one,
 )
@@ -41,11 +40,6 @@ _INT64 = torch.int64
 _LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
 
 
-def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
-    assert buffer.strides is not None, f"buffer {buffer.name} has no layout yet"
-    return offset_of(index, buffer.strides)
-
-
 def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) -> Expr:
     """Reads become addresses; reads of what the kernel computes become locals."""
 
@@ -57,7 +51,7 @@ def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) ->
             return Expr("local", x.dtype, (), name)
         there = has_elements(buffers[name], index)
         mask = x.args if there is None else (there & x.args[0] if x.args else there,)
-        read = Expr("load", x.dtype, mask, (name, (address_of(buffers[name], index),)))
+        read = Expr("load", x.dtype, mask, (name, (buffers[name].place(index),)))
         return held(read, index)  # a stride of zero takes an index out of the address, not its check
 
     return rewrite(e, fn)
@@ -145,7 +139,7 @@ def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> NestD
         else:
             items.append(Item(m.node.names, m.level, exprs, combine))
     vars = g.vars
-    stores = {name: address_of(buffers[name], g.written[name][0]) for name in made if name in stored}
+    stores = {name: buffers[name].place(g.written[name][0]) for name in made if name in stored}
     d = NestDraft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
               stores)
     if g.segment is not None:
@@ -432,7 +426,7 @@ def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Bu
 
 def reach_of(b: Buffer) -> Index:
     """How many elements of memory lie between its first and its last, with both."""
-    return address_of(b, [n - 1 for n in b.shape]) + 1
+    return b.place([n - 1 for n in b.shape]) + 1
 
 
 def sizes_of(d: NestDraft, params: Sequence[Param]) -> tuple[Sym, ...]:
@@ -464,7 +458,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     axis = n.vars[n.axis]
     exprs = tuple(linear(e.subs(ones), buffers, lambda _: False) for e in n.inputs)
     at = tuple(ones.get(v, as_index(v)) for v in n.vars)
-    stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
+    stores = {name: buffers[name].place(at) for name in n.names if name in stored}
     outer = [v for v in n.vars if v is not axis and v.size is not ONE]
     d = NestDraft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
     if caps.programs > 1:
@@ -521,8 +515,8 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
             owner, owners = t, n.out_vars[k].size
             break
     b = buffers[out]
-    address = address_of(b, target)
-    init_address = address_of(b, where)
+    address = b.place(target)
+    init_address = b.place(where)
     # The free variable that walks the target contiguously goes innermost.
     assert b.strides is not None
     for t, step in zip(target, b.strides, strict=True):

@@ -9,10 +9,11 @@ import operator
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
+from itertools import permutations
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import index_value, loads, masked, walk, where
-from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, flat, offset_of, unflat, volume
+from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, flat, unflat, volume, walks_as_one
 from flambeau.ir.nodes import (
     Contract,
     Graph,
@@ -25,6 +26,7 @@ from flambeau.ir.nodes import (
     dim_vars,
 )
 from flambeau.ir.program import CHUNK
+from flambeau.ir.tuning import Tuning
 
 from .loop_nests import distance
 
@@ -52,8 +54,7 @@ def whole_row(graph: Graph, n: Node) -> Hashable:
     place = flat(n.reduced)
     for e in loads(*n.inputs):
         name, index = e.attr
-        strides = graph.buffers[name].strides
-        at = None if strides is None else offset_of(index, strides)
+        at = graph.buffers[name].place(index) if graph.buffers[name].strides is not None else None
         if at is None or not (at is place or at.is_const):
             return None
     return n.combine, tuple((e.op, e.dtype) for e in walk(*n.inputs))
@@ -68,7 +69,7 @@ def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
     mapping: dict[Sym, Index] = dict(zip(n.kept, as_indices(vars), strict=False))
     mapping.update(zip(n.reduced, unflat(as_index(vars[-1]), [v.size for v in n.reduced]), strict=True))
     row = replace(n, vars=vars, axes=frozenset((len(n.kept),)), inputs=tuple(e.subs(mapping) for e in n.inputs))
-    return cut(graph, row, {vars[-1]: (-(-points // CHUNK), as_index(CHUNK))}, rows=True)
+    return cut(graph, row, {vars[-1]: (ceildiv(points, CHUNK), as_index(CHUNK))}, rows=True)
 
 
 def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
@@ -86,19 +87,54 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
     wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
         min(caps.programs // programs, points // least)
+    cuts = pieces_of(graph, n, wanted, t)
+    if not all(is_even(v, c) for v, c in cuts.items()):  # and no map has the same points: they may be counted otherwise
+        n = joined(graph, n)
+        cuts = pieces_of(graph, n, wanted, t)
+    return cut(graph, n, cuts, rows) if cuts else [n]
+
+
+Cut = tuple[Index, Index]  # how many pieces, and how long each of them is
+
+
+def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning) -> dict[Sym, Cut]:
     cuts: dict[Sym, Cut] = {}
     for v in n.reduced:
         pieces = min(wanted, about(v.size, graph.typical, 0))
         if pieces >= (t.split_more if cuts else 2):
-            length = ceildiv(v.size, pieces)
+            length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
             if about(length, graph.typical, 0) > t.split_even:
                 length = ceildiv(length, t.split_even) * t.split_even
-            cuts[v] = (-(-v.size.const // length.const) if v.size.is_const else pieces, length)
+            cuts[v] = (ceildiv(v.size, length) if v.size.is_const or length is ONE else as_index(pieces), length)
             wanted //= pieces
-    return cut(graph, n, cuts, rows) if cuts else [n]
+    return cuts
 
 
-Cut = tuple[int, Index]  # how many pieces, and how long each of them is
+def is_even(v: Sym, c: Cut) -> bool:
+    return c[0] * c[1] is v.size
+
+
+def joined(graph: Graph, n: Reduce) -> Reduce:
+    """Reduced variables that every read walks as one are one: a piece of it ends anywhere, and needs no division."""
+    found = next(((a, b) for a, b in permutations([v for v in n.reduced if v.size is not ONE], 2)
+                  if all(walks_as_one(i, a, b) for i in places(graph, n))), None)
+    if found is None:
+        return n
+    a, b = found
+    both = Sym(f"{a.name}{b.name}", a.size * b.size)
+    vars = tuple(both if v is a else v for v in n.vars if v is not b)
+    mapping = {a: as_index(both) // b.size, b: as_index(both) % b.size}
+    return joined(graph, replace(n, vars=vars, axes=frozenset(k for k, v in enumerate(vars) if v not in n.kept),
+                                 inputs=tuple(e.subs(mapping) for e in n.inputs)))
+
+
+def places(graph: Graph, n: Reduce) -> list[Index]:
+    """The addresses of what it reads, and all other indices that it computes with."""
+    out: list[Index] = []
+    for e in walk(*n.inputs):
+        b = graph.buffers[e.attr[0]] if e.op == "load" else None
+        out += e.own_indices() if b is None or b.strides is None else [b.place(e.attr[1])]
+    return out
 
 
 def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]:
@@ -106,13 +142,13 @@ def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]
     same may join; results next to each other in memory are those of one piece, unless by `rows`."""
     # Variables, and whether their pieces are counted.
     order = [(v, piece) for v in n.vars for piece in ((True, False) if v in cuts else (False,))]
-    vars = dim_vars([as_index(cuts[v][0]) if piece else cuts[v][1] if v in cuts else v.size for v, piece in order])
+    vars = dim_vars([cuts[v][0] if piece else cuts[v][1] if v in cuts else v.size for v, piece in order])
     at = dict(zip(order, as_indices(vars), strict=True))
     mapping = {v: at[v, False] for v in n.vars}
     inside = []
     for v, (count, length) in cuts.items():
         mapping[v] = at[v, True] * length + at[v, False]
-        if length * count is not v.size:
+        if not is_even(v, (count, length)):
             inside.append(index_value(mapping[v]) < index_value(v.size))
     inputs = tuple(e.subs(mapping) for e in n.inputs)
     if inside:
@@ -142,9 +178,8 @@ def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
     places = []
     for e in loads(*n.inputs):
         name, index = e.attr
-        strides = graph.buffers[name].strides
-        if strides is not None:
-            places.append(offset_of(index, strides))
+        if graph.buffers[name].strides is not None:
+            places.append(graph.buffers[name].place(index))
     own = frozenset(v for v in n.vars if v.size is not ONE)
     depths = [len(own & place.symbols()) for place in places]
     score = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +18,7 @@ from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.ir.program import Call
 from flambeau.targets.cuda.target import shape_function
+from flambeau.testing.one_order import one_order
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -111,6 +114,27 @@ def test_columns_fill_the_lanes(inner: int, joined: bool, stages: int) -> None:
     assert f"num_stages={stages}" in source.text
 
 
+NORMS: dict[str, tuple[Callable[..., Any], Shapes]] = {
+    "a group's channels": (lambda x: F.group_norm(x, 2), ((1, 4, 179, 97), (2, 4, 5, 7))),
+    "images as channels": (lambda x: F.gelu(F.instance_norm(x)), ((2, 3, 179, 197), (3, 2, 5, 7))),
+    "of a gate": (lambda x: F.group_norm(F.silu(x[:, :, 1:] + x[:, :, :-1]), 1), ((1, 2, 279, 197), (3, 2, 5, 7))),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_long_row_is_read_twice_without_divisions(name: str) -> None:
+    """For its moments, in pieces, and for what comes of them; what it is made of is computed again."""
+    f, shapes = NORMS[name]
+    with config.override(target="interpreter"), flambeau.debug.collect() as graphs:
+        torch._dynamo.reset()
+        compiled = torch.compile(f, backend="flambeau", dynamic=True)
+        for shape in shapes:
+            x = torch.randn(shape)
+            torch.testing.assert_close(compiled(x), f(x), rtol=1e-4, atol=1e-4)
+    pieces, _, _ = (source.text for source in graphs[0].texts)
+    assert "//" not in re.sub(r"pid\d* //|i\d+ = .*", "", pieces) and "% s" not in pieces
+
+
 def test_a_library_leaves_its_last_step_to_what_follows() -> None:
     x, w, b = torch.randn(2, 3, 9, 8), torch.randn(5, 3, 3, 3), torch.randn(5)
     with config.override(target="interpreter"):
@@ -144,3 +168,32 @@ def test_lines_of_a_row_are_an_axis(shape: tuple[int, ...]) -> None:
     with config.override(target="interpreter"):
         graph, = flambeau.debug.compile_once(f, (x,))
     torch.testing.assert_close(graph.run([x])[0], f(x))
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest-exact"])
+def test_windows_that_begin_at_different_places_go_in_step(mode: str) -> None:
+    """A loop from the first place of any lane to the last one would go along the whole dimension."""
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x, x.shape[2] + 44, mode=mode)
+
+    with config.override(target="interpreter"), flambeau.debug.collect() as graphs:
+        torch._dynamo.reset()
+        compiled = torch.compile(f, backend="flambeau", dynamic=True)
+        for n in (203, 11):
+            x, y = (torch.linspace(-1, 1, 6 * n).view(2, 3, n).requires_grad_() for _ in range(2))
+            compiled(x).square().sum().backward()
+            f(y).square().sum().backward()
+            torch.testing.assert_close(x.grad, y.grad)
+    assert any("range(0, tl.max(" in source.text for source in graphs[-1].texts)
+
+
+@pytest.mark.parametrize("size, deterministic, atomics", [((3, 4), False, True), ((3, 4), True, False),
+                                                          ((19, 23), False, False)])
+def test_maxima_of_many_places_add_to_zeros(size: tuple[int, int], deterministic: bool, atomics: bool) -> None:
+    x = torch.randn(2, 3, 40, 41)
+    best, at = F.adaptive_max_pool2d(x, size, return_indices=True)
+    grad = torch.ops.aten.adaptive_max_pool2d_backward
+    with config.override(target="interpreter"), one_order() if deterministic else nullcontext():
+        graph, = flambeau.debug.compile_once(grad, (best, x, at))
+        assert any("atomic_add" in source.text for source in graph.texts) == atomics
+        torch.testing.assert_close(torch.compile(grad, backend="flambeau")(best, x, at), grad(best, x, at))

@@ -11,7 +11,7 @@ says so in memory of the host, and the next launch on any device, which reads it
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -28,7 +28,7 @@ from flambeau.torch_compat import cuda as torch_cuda
 from flambeau.torch_compat import memory as torch_memory
 
 from ..background import Pool
-from ..base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
+from ..base import Allocator, Build, Convolution, Launch, Plan, Recorder, Run, Source, Step, Target
 from ..cache import DiskCache, shared_cache
 from ..launch import extension
 from ..search import OpenPlan, is_open, offered
@@ -46,7 +46,14 @@ _TIMED = 4  # launches at once: one alone is hardly longer than the clock's step
 _BUSY = 1 << 28  # bytes to write before that
 _GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
 
+_SMALL = 64  # channels: if no convolution of a graph has more, the order of its images does not pay
+_RARE = 50  # nor if it has more calls than these for each of its convolutions
+
 _Codes = tuple["Future[Code | CompileError]", ...]
+
+
+def multiplies_fast(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16) or (dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
 
 
 class BlockTarget(Target):
@@ -70,7 +77,6 @@ class CudaTarget(BlockTarget):
     """`arch` and `driver` are those of the machine, unless a test says otherwise."""
 
     name = "cuda"
-    channels_last = True
     # To start a kernel of ours takes the host some microseconds more than to start torch's: sizes from which on the
     # kernels themselves take longer than that.
     wins: ClassVar[Mapping[str, int]] = {
@@ -105,6 +111,13 @@ class CudaTarget(BlockTarget):
     def arch(self, device: int) -> int:
         """Compute capability times ten."""
         return self._arch or _capability(device)
+
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Collection[Convolution]:
+        """All plain ones of images, or none: cuDNN multiplies in its fast units then."""
+        images = [c for c in convolutions if c.name == "conv2d"]
+        fast = all(multiplies_fast(c.dtype) and c.groups == 1 for c in images)
+        worth = calls <= _RARE * len(images) and any(max(c.channels) > _SMALL for c in images)
+        return images if fast and worth else ()
 
     @cached_property
     def current_device(self) -> Callable[[], int]:
