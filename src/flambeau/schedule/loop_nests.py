@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -88,11 +88,6 @@ class NestDraft:
     def exprs(self) -> list[Expr]:
         out = exprs_of(self.items)
         return out + list(self.bounds) if self.bounds else out
-
-    def rewritten(self, fn: Callable[[Expr], Expr]) -> NestDraft:
-        memo: dict[Expr, Expr] = {}
-        items = [replace(i, exprs=tuple(rewrite(e, fn, None, memo) for e in i.exprs)) for i in self.items]
-        return replace(self, items=items)
 
     def substitute(self, mapping: dict[Sym, Index]) -> None:
         memo: dict[Expr, Expr] = {}
@@ -302,28 +297,15 @@ def distance(step: Index | None, typical: Mapping[Sym, int] | None = None) -> in
     return 0 if step is None else abs(about(step, {**dict.fromkeys(step.symbols(), _LARGE), **(typical or {})}, 0))
 
 
-def merge(vars: list[Sym], d: NestDraft, limits: bool = False) -> list[Sym]:
-    """Neighbours that every access walks as one become one; so do those of which only the first has a limit, if what
-    is compared may be another number."""
+def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
+    """Neighbours that every access walks as one become one."""
     for k in range(len(vars) - 2, -1, -1):
         a, b = vars[k], vars[k + 1]
-        other = d.rewritten(lambda x, a=a, b=b: limit_of_both(x, a, b)) if limits else d  # type: ignore[misc]
-        if mergeable(a, b, other):
-            d.items = other.items
+        if mergeable(a, b, d):
             joint = Sym(f"{a.name}{b.name}", a.size * b.size)
             d.substitute({a: as_index(joint) // b.size, b: as_index(joint) % b.size})
             vars[k:k + 2] = [joint]
     return vars
-
-
-def limit_of_both(e: Expr, a: Sym, b: Sym) -> Expr:
-    """a < n as a * (extent of b) + b < n * (extent of b), which is the same, and walks both as one."""
-    if e.op != "lt" or e.args[0].op != "index" or e.args[1].op not in ("index", "const"):
-        return e
-    i, n = (as_index(x.attr) for x in e.args)
-    if i.coefficient(a) is not ONE or b in i.symbols() or not n.symbols().isdisjoint((a, b)):
-        return e
-    return index_value(i * b.size + b) < index_value(n * b.size)
 
 
 def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
@@ -382,7 +364,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         tile = next((v for k, v in enumerate(d.outer)
                      if volume(d.outer[k + 1:]) is ends), None)
     if g.segment is None:
-        d.inner = merge(d.inner, d, caps.programs > 1)
+        d.inner = merge(d.inner, d)
     if vector is not None and vector not in (*d.outer, *d.inner):
         vector = d.outer[-1] if vector is last_outer else d.inner[-1]
     if tile is not None and (tile not in d.outer or vector not in d.outer):
