@@ -15,21 +15,26 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flambeau.capture.eager_strides import settle_strides, share_memory
+from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import LOWERINGS, facts
 from flambeau.runtime.launch_plan import DONATED
 from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.patches import CUT
 
+from .padded_products import pad_products
 
-def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs: Any
+
+def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, tuning: Tuning | None = None, **kwargs: Any
               ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """`settle`: strides are eager's where torch's metadata has others."""
+    """`settle`: strides are eager's where torch's metadata has others; `tuning`: of a library whose products may be
+    padded."""
     merge_equal(joint.graph)
     keep_less(joint.graph)
     keep_compared(joint.graph)
     copy_again(joint.graph)
     settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
+    pad_products(joint.graph, tuning)
     with config.patch(cse=False), CUT.applied(*fused()):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)
