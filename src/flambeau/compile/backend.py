@@ -123,7 +123,7 @@ def compile_dynamo_graph(
         gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
     if target is not None and target.channels_last and not wants_bits(settings["numerics"]):
-        gm = channels_last(gm)
+        gm = channels_last(gm, target.capabilities().tuning)
     if settings.pop("regions"):
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:

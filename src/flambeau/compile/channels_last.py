@@ -3,6 +3,10 @@
 Every convolution of a captured graph is given its image and its weight in that order. What follows takes it over: most
 operators keep the order of what they read, the backward pass does, and what is in the order already is not copied.
 Operators that could tell the difference, and the caller of the graph, are given the order they would have had.
+
+That pays where fewer bytes are copied than the library would copy, which brings images into this order for itself, and
+results back, around each convolution whose window is larger than a point. What a kernel of ours computes, it writes in
+any order.
 """
 
 from __future__ import annotations
@@ -12,32 +16,34 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import named
 from flambeau.runtime.placement import flat
 from flambeau.torch_compat.fake import FakeTensor
 
-from .regions.nodes import ENTER, EXIT, GRADIENTS, INPLACE, name_of, value
+from .regions.nodes import ENTER, EXIT, GRADIENTS, INPLACE, is_heavy, name_of, value
 
-SMALL = 64  # if no convolution of a graph has more channels, the order does not pay
-RARE = 50  # nor if it has more calls than these for each of its convolutions
+RARE = 50  # with more calls than these for each of its convolutions, a graph is not worth the time to look at it
 ORDER = torch.channels_last
 
 
-def channels_last(gm: fx.GraphModule) -> fx.GraphModule:
+def channels_last(gm: fx.GraphModule, tuning: Tuning) -> fx.GraphModule:
     """The graph with its convolutions in that order, or as it is where that may be wrong or will not pay."""
-    if not is_worth_it(gm):
+    if not can_be_reordered(gm):
         return gm
     try:
-        return Reordered(gm).run()
+        made = Reordered(gm, tuning)
+        reordered = made.run()
     except Kept:
         return gm
+    return reordered if made.saved > made.copied else gm
 
 
 class Kept(Exception):
     """Why a graph keeps its order."""
 
 
-def is_worth_it(gm: fx.GraphModule) -> bool:
+def can_be_reordered(gm: fx.GraphModule) -> bool:
     calls = [n for n in gm.graph.nodes if n.op.startswith("call")]
     convolutions = [n for n in calls if name_of(n) == "conv2d"]
     if not convolutions or len(calls) > RARE * len(convolutions):
@@ -46,7 +52,7 @@ def is_worth_it(gm: fx.GraphModule) -> bool:
     grouped = any(argument(n, 6, "groups") not in (None, 1) for n in convolutions)
     fixed = all(isinstance(s, int) for n in gm.graph.nodes for t in tensors(value(n)) for s in t.shape)
     fast = all(isinstance(w, FakeTensor) and multiplies_fast(w.dtype) for w in weights)
-    return fast and fixed and not grouped and any(max(w.shape[:2]) > SMALL for w in weights)
+    return fast and fixed and not grouped
 
 
 def multiplies_fast(dtype: torch.dtype) -> bool:
@@ -56,8 +62,9 @@ def multiplies_fast(dtype: torch.dtype) -> bool:
 class Reordered:
     """Copies a graph, running it on fake tensors to see what lies how."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm, self.graph = gm, fx.Graph()
+    def __init__(self, gm: fx.GraphModule, tuning: Tuning) -> None:
+        self.gm, self.graph, self.tuning = gm, fx.Graph(), tuning
+        self.copied = self.saved = 0  # bytes of copies: those that are made, and those that the library need not make
         self.new: dict[fx.Node, fx.Node] = {}
         self.mode: Any = next(t.fake_mode for n in gm.graph.nodes for t in tensors(value(n)))
         self.entered: list[Any] = []
@@ -93,7 +100,16 @@ class Reordered:
 
         made = self.graph.node_copy(n, given)
         self.evaluate(made)
+        if convolved:
+            self.saved += self.copies_of_library(made)
         return made
+
+    def copies_of_library(self, n: fx.Node) -> int:
+        image, weight = argument(n, 0, "input"), argument(n, 1, "weight")
+        shape = value(weight).shape
+        is_product = max(shape[2:]) == 1 and value(n).shape[2:] == value(image).shape[2:]
+        few = max(shape[:2]) <= self.tuning.convolved_channels
+        return 0 if is_product or few else sum(bytes_of(x) for x in (image, weight, n))
 
     def may_write(self, n: fx.Node) -> bool:
         """Whether what an operator writes to is memory that the same operators would have made."""
@@ -117,6 +133,8 @@ class Reordered:
             return x
         made = self.graph.call_method("contiguous", (x,), {"memory_format": order})
         self.evaluate(made)
+        if not is_computed(x):
+            self.copied += bytes_of(x)
         return made
 
     def evaluate(self, n: fx.Node) -> None:
@@ -132,6 +150,18 @@ class Reordered:
         elif n.target is EXIT:
             self.entered.remove(args[0])
         n.meta = {**n.meta, "example_value": got}
+
+
+def is_computed(n: fx.Node) -> bool:
+    """Whether a kernel of ours makes it: not an input, nor a library."""
+    while n.op.startswith("call") and not named(name_of(n)).fresh and not writes(n, name_of(n)) and isinstance(
+            n.args[0], fx.Node):
+        n = n.args[0]
+    return n.op.startswith("call") and not is_heavy(n)
+
+
+def bytes_of(n: fx.Node) -> int:
+    return int(value(n).numel() * value(n).itemsize)
 
 
 def argument(n: fx.Node, place: int, name: str) -> Any:

@@ -57,6 +57,7 @@ class Tuning:
     product_rate_else: int = number(90_000, "operations of 16 bits a nanosecond", "of one with a line that is none")
     memory_rate: int = number(4_000, "bytes a nanosecond", "read and written")
     launch: int = number(4_000, "nanoseconds", "of a kernel that has next to nothing to do")
+    convolved_channels: int = number(64, "channels", "with no more of them a library convolves images as they lie")
 
 
 @dataclass(frozen=True)
