@@ -181,7 +181,7 @@ def compile_anew(
     # One for each: torch writes into that of the backward.
     backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(),
                            inference_compiler=cache.compiler(compile_inference),
-                           partition_fn=partial(partition, settle=not wanted.part, tuning=tuning),
+                           partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning),
                            decompositions=table(exact), keep_inference_input_mutations=True)
     with dynamo_config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
         return backend(gm, example_inputs)

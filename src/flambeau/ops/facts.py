@@ -93,6 +93,8 @@ class Facts:
     asks_equality: bool = False  # of two values, which must be computed once: again, they might differ
     # (find, *arguments) -> arguments of which less is kept for the backward; find(op, *args): another call of the graph
     keeps_less: Callable[..., tuple[Any, ...]] | None = None
+    # (call, *arguments) -> its result, made of operators of which less is kept; call(op, *arguments): a new call
+    apart: Callable[..., Any] | None = None
 
     # ---- how its results lie in memory
     view: bool = False  # in the memory of its first argument
