@@ -191,6 +191,7 @@ class BlockTuning(Tuning):
     row: int = number(16384, "elements", "of a row that a program holds whole")
     piece: int = number(2048, "elements", "of a row that goes by in pieces")
     columns: int = number(64, "columns", "side by side where they are what is contiguous")
+    lanes: int = number(120, "hundredths", "of the columns: with more lanes than that, columns of all axes are one")
     column_rows: int = number(64, "elements", "of a reduced axis that is held whole above columns")
     few_programs: int = number(16, "programs", "too few to fill a GPU")
     few_columns: int = number(16, "columns", "of a program then")
