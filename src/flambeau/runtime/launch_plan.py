@@ -34,6 +34,11 @@ from .result_checks import kept
 DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs
 
 
+# Numbers by name, shape and strides of the results
+Layout = tuple[tuple[int, ...], tuple[int, ...]] | tuple[None, None]
+Maker = Callable[[Mapping[str, int], Layout], Run]
+
+
 @dataclass(frozen=True)
 class View:
     """A tensor in the arena."""
@@ -75,12 +80,16 @@ class LaunchPlan:
 
     def load(self) -> Run:
         """The run function; kernels come from the cache or are built. CompileError if one does not build."""
+        return self.bind(self.built(), function_now())
+
+    def built(self) -> Mapping[str, Launch | CompileError]:
+        """Its kernels; CompileError if one does not build."""
         build = self.build()
         kernels = build.wait() if build is not None else {}
         for kernel in kernels.values():
             if isinstance(kernel, CompileError):
                 raise kernel
-        return self.bind(kernels, function_now())
+        return kernels
 
     def build(self) -> Build | None:
         """Start to build the kernels, in the background."""
@@ -88,8 +97,22 @@ class LaunchPlan:
         with target.on(self.device):
             return target.build(self.kernels) if self.kernels else None
 
+    def maker(self) -> Maker:
+        """Of a package that knows some numbers of its calls (`executor.Known`): the run function for those."""
+        target, at = get_target(self.target), self._scope(self.built())["at"]
+        return lambda sizes, layout: target.guarded(at(sizes, *layout), self.device)
+
     def bind(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
         """The run function over kernels that are built. `function`: what was compiled, this graph being a part."""
+        target = get_target(self.target)
+        run: Run = self._scope(kernels)["run"]
+        if self.graphs is not None:
+            run = recorded(run, target.recorder(), self.graphs, self.device, function)
+        if self.overwritten:
+            run = keeping(run, self.overwritten)
+        return target.guarded(run, self.device)
+
+    def _scope(self, kernels: Mapping[str, Launch | CompileError]) -> dict[str, Any]:
         target = get_target(self.target)
         loaded: list[Any] = [kernels[k.name] for k in self.kernels]
         scope: dict[str, Any] = {
@@ -109,12 +132,7 @@ class LaunchPlan:
             EXTENSION.tell(lambda module: scope.update(
                 (name, c.native(module, operators[name])) for name, c in self.calls.items()))
         exec(compile(self.source, "<flambeau program>", "exec"), scope)
-        run: Run = scope["run"]
-        if self.graphs is not None:
-            run = recorded(run, target.recorder(), self.graphs, self.device, function)
-        if self.overwritten:
-            run = keeping(run, self.overwritten)
-        return target.guarded(run, self.device)
+        return scope
 
 
 def keeping(run: Run, positions: tuple[int, ...]) -> Run:
