@@ -88,7 +88,9 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
         min(caps.programs // programs, points // least)
     cuts = pieces_of(graph, n, wanted, t)
-    if not all(is_even(v, c) for v, c in cuts.items()):  # and no map has the same points: they may be counted otherwise
+    fixed = all(v.size.is_const for v in n.vars)
+    beside = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
+    if not (beside and all(is_even(v, c) for v, c in cuts.items())):  # no map has its points: they may be counted anew
         n = joined(graph, n)
         cuts = pieces_of(graph, n, wanted, t)
     return cut(graph, n, cuts, rows) if cuts else [n]
@@ -99,11 +101,12 @@ Cut = tuple[Index, Index]  # how many pieces, and how long each of them is
 
 def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning) -> dict[Sym, Cut]:
     cuts: dict[Sym, Cut] = {}
+    at = places(graph, n)
     for v in n.reduced:
         pieces = min(wanted, about(v.size, graph.typical, 0))
         if pieces >= (t.split_more if cuts else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
-            if about(length, graph.typical, 0) > t.split_even:
+            if about(length, graph.typical, 0) > t.split_even and any(i.coefficient(v) is ONE for i in at):
                 length = ceildiv(length, t.split_even) * t.split_even
             cuts[v] = (ceildiv(v.size, length) if v.size.is_const or length is ONE else as_index(pieces), length)
             wanted //= pieces

@@ -54,7 +54,7 @@ class ScanBlocks(BlockWriter):
         enough = BLOCKS.scan_programs * (BLOCKS.scan_expensive if self.expensive else 1)
         look_back = length > piece and self.programs(outer, blocks) < enough
         if look_back and rows:
-            piece = min(piece, self.scale.sized(BLOCKS.scan_alone // len(k.combine.left)))
+            piece = min(piece, self.scale.sized(BLOCKS.scan_alone >> (len(k.combine.left) - 1).bit_length()))
             blocks = spans(k, outer, 1)
         elif look_back and not self.expensive:
             # Pieces wait for one another: not too many in a row.
