@@ -13,21 +13,26 @@ from torch.nn import functional as F
 
 from flambeau.compile import backend as dynamo
 from flambeau.compile import channels_last as channels
+from flambeau.compile.regions.nodes import value
+from flambeau.targets.base import Target
 from flambeau.targets.cpu.target import CpuTarget
+from flambeau.targets.cuda.target import CudaTarget
+
+OWN = CpuTarget.channels_last
 
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
-    """What went in and came out, while the CPU's target says that it wants this order."""
+    """What went in and came out, while the CPU's target wants what that of NVIDIA GPUs does."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     seen = []
 
-    def observed(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        seen.append((gm, channels.channels_last(gm)))
+    def observed(gm: torch.fx.GraphModule, target: Target) -> torch.fx.GraphModule:
+        seen.append((gm, channels.channels_last(gm, target)))
         return seen[-1][1]
 
-    monkeypatch.setattr(CpuTarget, "channels_last", True)
+    monkeypatch.setattr(CpuTarget, "channels_last", CudaTarget.channels_last)
     monkeypatch.setattr(dynamo, "channels_last", observed)
     return seen
 
@@ -151,3 +156,18 @@ def test_autocast_inside(graphs: list[Any]) -> None:
     with torch.no_grad():
         torch.compile(model, backend="flambeau", options={"numerics": "eager"})(x)
     assert len(graphs) == 2  # who wants eager's bits has eager's order
+
+
+@pytest.mark.parametrize("sides, window, ordered", [(2, 3, True), (3, 2, True), (2, 1, False), (1, 3, False)])
+def test_transposed_convolutions_of_a_cpu(sides: int, window: int, ordered: bool, graphs: list[Any],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN does them several times faster so: those of images and volumes with windows, and no other ones."""
+    monkeypatch.setattr(CpuTarget, "channels_last", OWN)
+    layer = getattr(nn, f"ConvTranspose{sides}d")(3, 4, window)
+    check(nn.Sequential(layer, nn.GELU(), getattr(nn, f"Conv{sides}d")(4, 2, 3)), torch.randn(2, 3, *[5] * sides))
+    (before, after), = graphs
+    assert (before is not after) == ordered
+    if ordered:
+        order = channels.ORDERS[sides + 2]
+        images = {channels.name_of(n): value(n.args[0]) for n in after.graph.nodes if channels.convolution(n)}
+        assert images[f"conv_transpose{sides}d"].is_contiguous(memory_format=order)

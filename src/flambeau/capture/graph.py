@@ -216,7 +216,8 @@ class Lowering:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
-        nothing = self.device.type == "cpu" and computes_nothing(n)
+        # A copy of all of the storage that an argument lies in would be one of ours, with what else is in it.
+        nothing = self.device.type == "cpu" and computes_nothing(n) and not facts(target).copies_storage
         if isinstance(target, OpOverload) and n.name not in self.exclude and not nothing and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = self.lowered(target, self.readable(args), self.readable(kwargs))

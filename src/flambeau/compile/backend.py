@@ -121,8 +121,8 @@ def compile_dynamo_graph(
     if calls_subgraphs(gm):
         gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
-    if target is not None and target.channels_last and not wants_bits(settings["numerics"]):
-        gm = channels_last(gm)
+    if target is not None and not wants_bits(settings["numerics"]):
+        gm = channels_last(gm, target)
     if settings.pop("regions"):
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:
@@ -169,7 +169,7 @@ def compile_anew(
         return cache.compiler(lambda graph: compile_graph(graph, wanted))
 
     def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
-        settle_strides(graph.graph, names_only=wanted.part)
+        settle_strides(graph.graph, names_only=wanted.part, hold=not wanted.part)
         return compile_graph(graph, wanted)
 
     # One for each: torch writes into that of the backward.

@@ -30,7 +30,7 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs:
     keep_less(joint.graph)
     keep_compared(joint.graph)
     copy_again(joint.graph)
-    settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
+    settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph), hold=settle)
     with config.patch(cse=False), CUT.applied(*fused()):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)

@@ -14,7 +14,7 @@ from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Level, Value, narrow
-from flambeau.ir.scalar import abs_, eq, exp2, fma, isnan, log, log2, maximum, ne, rough_log2
+from flambeau.ir.scalar import abs_, eq, exp, exp2, fma, isnan, log1p, maximum, ne, rough_log2
 from flambeau.ops.facts import EVERYWHERE, describe
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
 from flambeau.ops.scattering import scatter
@@ -184,19 +184,30 @@ def _log_sum(dtype: DType) -> Combine:
     return replace(whole, level=Level(top, total, m, holds, s * smaller(m - top, eq(m, top)), (top, total)))
 
 
+@cache
+def _log_sum_beyond(dtype: DType) -> Combine:
+    """(m, r) stands for m + log(1 + r), r what comes to the largest element: nothing of it is lost beside the one."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (am, ar), (bm, br) = a, b
+        scale = where(eq(am, bm), 1, exp(-abs_(am - bm)))  # equal infinities: their difference is NaN
+        return maximum(am, bm), where(am >= bm, fma(br + 1, scale, ar), fma(ar + 1, scale, br))
+
+    return make_combine("logsumexp", (dtype, dtype), (-math.inf, -1), fn)
+
+
 @lower(aten.logcumsumexp, group="cumulative")
 def logcumsumexp(x: Value, dim: int) -> Value:
     if not x.rank:
         return x
     wide, axis = running(x.dtype), wrap_dim(dim, x.rank)
 
-    def elements(i: tuple[Index, ...]) -> tuple[Expr, Expr]:
-        return cast(x.load(i), wide), const(1, wide)
-
-    if not build.graph().capabilities.serial_scans:  # a function for every element costs as much as the memory does
-        natural = rough_log2 if wide == torch.float32 else log2
-        return build.scan(x.shape, axis, _log_sum(wide), elements, dtypes=(x.dtype,),
-                          finish=lambda c: (cast(fma(natural(c[1]), const(math.log(2), wide), c[0]), x.dtype),))[0]
-    stored = opmath(x.dtype)  # m is one of the elements, s at least 1: neither loses anything to speak of
-    m, s = build.scan(x.shape, axis, _log_sum(wide), elements, dtypes=(x.dtype, stored))
-    return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log(s.load(i)), x.dtype)
+    if wide is torch.float32 and not build.graph().capabilities.serial_scans:
+        # A function for every element would cost as much as the memory does.
+        return build.scan(x.shape, axis, _log_sum(wide), lambda i: (cast(x.load(i), wide), const(1, wide)),
+                          dtypes=(x.dtype,),
+                          finish=lambda c: (cast(fma(rough_log2(c[1]), const(math.log(2), wide), c[0]), x.dtype),))[0]
+    stored = opmath(x.dtype)  # m is one of the elements, r at least 0: neither loses anything to speak of
+    m, r = build.scan(x.shape, axis, _log_sum_beyond(wide), lambda i: (cast(x.load(i), wide), const(0, wide)),
+                      dtypes=(x.dtype, stored))
+    return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log1p(r.load(i)), x.dtype)

@@ -151,8 +151,9 @@ def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]
     inputs = tuple(e.subs(mapping) for e in n.inputs)
     if inside:
         there = functools.reduce(operator.and_, inside)
-        cut_vars = frozenset(v for v in vars if v in there.symbols())
-        inputs = tuple(where(there, masked(e, there, cut_vars), start)
+        # What is the same for all points of a row is there to be read wherever the row has any.
+        moving = frozenset(vars[k] for k, (v, _) in enumerate(order) if v in cuts)
+        inputs = tuple(where(there, masked(e, there, moving), start)
                        for e, start in zip(inputs, n.combine.identity, strict=True))
     kept = [k for k, (v, piece) in enumerate(order) if piece or v in n.kept]
     shape = [vars[k].size for k in kept]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -158,6 +158,17 @@ class Recorder(ABC):
         self.check()
 
 
+@dataclass(frozen=True)
+class Convolution:
+    """One of a graph, as far as the order of its image in memory matters; `channels`: of the weight, both ways."""
+
+    name: str
+    dtype: torch.dtype
+    channels: tuple[int, int]
+    window: tuple[int, ...]
+    groups: int
+
+
 class Target(ABC):
     """One kind of machine."""
 
@@ -165,7 +176,6 @@ class Target(ABC):
     # For each group of eager operators (eager/operator_forms.py) in which its kernels beat those that torch has for the
     # same device: from how many elements on they do.
     wins: ClassVar[Mapping[str, int]] = {}
-    channels_last: ClassVar[bool] = False  # torch's convolutions there are fastest where channels are contiguous
     addresses: ClassVar[bool] = True  # launches take addresses; otherwise the tensors themselves
     names_kernels: ClassVar[bool] = False  # after what they compute; others put in names of their own
     opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
@@ -185,6 +195,10 @@ class Target(ABC):
     def chip(self) -> str:
         """Which one it is, as far as times on it differ."""
         return self.identity()
+
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Collection[Convolution]:
+        """Those of a graph of so many calls that torch's library does fastest where channels are contiguous."""
+        return ()
 
     def seconds(self, run: Callable[[], object]) -> float:
         """How long takes what is launched inside."""

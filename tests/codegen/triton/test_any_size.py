@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 
 import flambeau.debug
+from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.ir.program import Call
+from flambeau.targets.cuda.target import shape_function
 from flambeau.testing.one_order import one_order
 
 pytestmark = [
@@ -47,11 +49,48 @@ def test_one_program_serves_other_sizes(name: str) -> None:
         torch.testing.assert_close(compiled(x), f(x), rtol=1e-4, atol=1e-4)
 
 
-def texts(f: Callable[..., Any], *args: torch.Tensor) -> list[str]:
+@pytest.mark.parametrize("name", ["short rows", "columns", "scan of rows", "transposed", "scatter"])
+def test_wide_indices_do_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flambeau.codegen.triton.blocks.NARROW", 2)
+    test_one_program_serves_other_sizes(name)
+
+
+def sources(f: Callable[..., Any], *args: torch.Tensor) -> list[BlockSource]:
     with config.override(target="interpreter"), flambeau.debug.collect() as graphs:
         torch._dynamo.reset()
         torch.compile(f, backend="flambeau", dynamic=True)(*args)
-    return [source.text for graph in graphs for source in graph.texts]
+    return [source for graph in graphs for source in graph.texts]
+
+
+def texts(f: Callable[..., Any], *args: torch.Tensor) -> list[str]:
+    return [source.text for source in sources(f, *args)]
+
+
+FEW = torch.tensor([0, 2, 1])
+LIMITS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    # a shape to capture, sizes whose indices fit into 32 bits, and some whose do not
+    "a map": (lambda x: x.sin(), (3, 5), (46_000, 46_000), (47_000, 47_000)),
+    "rows": (lambda x: x.softmax(1), (3, 5), (46_000, 46_000), (47_000, 47_000)),
+    "a scan": (lambda x: x.cumsum(1), (3, 5), (46_000, 46_000), (47_000, 47_000)),
+    "rows that data say": (lambda x: x[FEW], (3, 5), (46_000, 46_000), (47_000, 47_000)),
+    "a scatter": (lambda x: x.index_add(0, FEW, x[:3]), (4, 5), (46_000, 46_000), (47_000, 47_000)),
+    # Its quotients are small, but not what is divided.
+    "quotients": (lambda x: F.adaptive_avg_pool1d(x, 20_000), (1, 1, 7), (100_000,), (110_000,)),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_indices_are_as_wide_as_the_sizes_of_a_run_ask_for(name: str) -> None:
+    f, shape, narrow, wide = LIMITS[name]
+    made = [s for s in sources(f, torch.randn(shape)) if len(s.sizes) == len(narrow)]
+    assert made and all(s.narrow and set(s.sizes) == {"i32"} for s in made)
+    for source in made:
+        assert [shape_function(source)(*sizes)[1] for sizes in (narrow, wide)] == [False, True]
+
+
+def test_the_variant_of_the_first_call_is_the_one_that_is_built() -> None:
+    source, = sources(lambda x: x.sin().t(), torch.randn(48, 5))
+    assert source.usual in (1, 2)  # one of the two
 
 
 def test_few_results_are_reduced_in_pieces() -> None:

@@ -19,14 +19,19 @@ from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
 from ..dialect import Pipelined
 from ..stages import StageWriter
-from .blocks import BlockWriter, PartDraft, is_wide, padded_read, power
+from .blocks import WIDE, BlockWriter, PartDraft, padded_read, power, width_of
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
 
 
-def stages_for(exprs: Iterable[Expr], elements: int, scale: Scale) -> int:
-    """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory."""
-    piece = sum(e.dtype.itemsize * elements for e in {e for e in walk(*exprs) if e.op == "load"})
+def stages_for(exprs: Iterable[Expr], blocks: Sequence[int], scale: Scale, line: Sym | None) -> int:
+    """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory. There Triton
+    lays out tiles of several axes across the lanes, which then wait for one bank, unless a thread reads several
+    elements of a line at once: such tiles go to registers."""
+    reads = {e for e in walk(*exprs) if e.op == "load"}
+    if len(blocks) > 1 and not all(line is not None and is_line(e.attr[1][0], line, BLOCKS.access) for e in reads):
+        return 1
+    piece = sum(e.dtype.itemsize * math.prod(blocks) for e in reads)
     return min(scale.staged(BLOCKS.stages), 1 + BLOCKS.shared_bytes // piece) if piece else 1
 
 
@@ -56,7 +61,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         exprs = k.everything()
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
-        super().__init__(k.params, k.sizes, is_wide(exprs, [a for _, a in k.stores], points))
+        super().__init__(k.params, k.sizes, width_of(k, exprs, k.stores, k.outer, points))
         self.sites = sites_of(k)
         self.address = dict(k.stores)
         self.gathered = k.vector if self.rows else None
@@ -296,7 +301,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         k, length = self.k, self.blocks[-1]
         exact = self.inner.is_const and self.inner.const % length == 0
         first = Sym(f"base{k.stages.index(tuple(items))}", self.inner)
-        ahead = Pipelined(stages_for(exprs_of(items), math.prod(self.blocks), self.scale))
+        ahead = Pipelined(stages_for(exprs_of(items), self.blocks, self.scale, k.vector))
         with self.loop(first, "0", self.index(self.inner), str(length), how=ahead) as s:
             s.vars.update(k.inner)
             self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)
@@ -326,7 +331,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.body(items, states)
 
     def whole(self, text: str) -> str:
-        return text if self.wide else f"tl.cast({text}, tl.int32)"
+        return text if self.width is WIDE else f"tl.cast({text}, {self.width.kind})"
 
     def axes_of(self, *exprs: Expr) -> frozenset[int]:
         axes = super().axes_of(*exprs)

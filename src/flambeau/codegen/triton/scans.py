@@ -21,7 +21,7 @@ from flambeau.ir.program import ScanKernel, sites_of
 from flambeau.ir.tuning import BLOCKS, Scale
 
 from ..dialect import Pipelined
-from .blocks import BlockWriter, PartDraft, count_text, is_wide, power
+from .blocks import BlockWriter, PartDraft, count_text, power, width_of
 from .loops import spans, stages_for
 
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
@@ -30,7 +30,7 @@ COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 class ScanBlocks(BlockWriter):
     def __init__(self, k: ScanKernel, scale: Scale) -> None:
         self.scale = scale
-        super().__init__(k.params, k.sizes, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
+        super().__init__(k.params, k.sizes, width_of(k, k.exprs, k.stores, k.outer, (*k.outer, k.axis)))
         self.k = k
         self.sites = sites_of(k)
         self.addresses = dict(k.stores)
@@ -202,7 +202,8 @@ class ScanBlocks(BlockWriter):
             carry = self.start(self.k.combine, self.outside())
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
-            ahead = stages_for(self.k.exprs, math.prod(self.blocks), self.scale)
+            line = self.k.axis if self.k.form.name == "rows" else outer[-1]
+            ahead = stages_for(self.k.exprs, self.blocks, self.scale, line)
             with self.loop(step, "0", count, how=Pipelined(ahead)) as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")

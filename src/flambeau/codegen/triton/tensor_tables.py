@@ -8,7 +8,7 @@ from flambeau.ir.program import CHUNK, Item, TableKernel
 from flambeau.ir.tuning import BLOCKS, Scale
 
 from ..stages import StageWriter
-from .blocks import BlockWriter, PartDraft
+from .blocks import NARROWED, BlockWriter, PartDraft
 from .loops import Carries, per_thread
 
 WARPS = BLOCKS.threads // BLOCKS.warp
@@ -19,7 +19,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
     so, which is what accesses of 16 bytes take; the others go element by element."""
 
     def __init__(self, k: TableKernel, scale: Scale) -> None:
-        super().__init__(k.params, k.sizes, wide=False)
+        super().__init__(k.params, k.sizes, NARROWED)
         self.kernel, self.k = k, k.body
         self.scale = scale
         self.steps = k.steps()

@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -26,10 +26,10 @@ from flambeau.errors import CompileError
 from flambeau.torch_compat import memory as torch_memory
 
 from ..background import Closing, Pool
-from ..base import Allocator, Build, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
+from ..base import Allocator, Build, Convolution, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
 from ..cache import DiskCache, shared_cache
 from ..launch import CTYPES, Launcher, build_launcher, stored_launcher
-from ..toolchain import CompilerKilled, Toolchain, cpu_identity, find_toolchain
+from ..toolchain import CompilerKilled, Toolchain, find_toolchain
 
 if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
@@ -77,8 +77,11 @@ class CpuTarget(Target):
 
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
 
-    def chip(self) -> str:
-        return f"{cpu_identity()} {torch.get_num_threads()}"
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Collection[Convolution]:
+        """Transposed ones: oneDNN has kernels for that order, and for others a plain loop. For those that are not
+        transposed it has both, and what follows would often be slower."""
+        return [c for c in convolutions if c.name in ("conv_transpose2d", "conv_transpose3d") and set(c.window) != {1}
+                and c.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()]
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.c.kernel import render
