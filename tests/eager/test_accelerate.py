@@ -23,6 +23,8 @@ from flambeau.eager import accelerate as overrides
 from flambeau.eager import any_shape, gate
 from flambeau.eager import one_call as eager_graph
 from flambeau.eager.accelerate import Acceleration, Replaced
+from flambeau.eager.any_shape import Programs
+from flambeau.eager.kept_programs import Kept
 from flambeau.eager.operator_forms import GROUPS, all_forms
 from flambeau.errors import UnsupportedError
 from flambeau.ops.facts import described, name_of
@@ -226,12 +228,14 @@ def test_settings_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
         return eager_graph.build(*args, **kwargs)
 
     monkeypatch.setattr(any_shape, "build", build)
+    monkeypatch.setattr(Kept, "places", lambda self: [])
+    monkeypatch.setattr(overrides, "PROGRAMS", Programs(into_any=False, apart=overrides._aside))
     x = torch.randn(97, 383)
     with accelerated("cumsum"):
         for numerics in ("fast", "eager", "fast", "eager"):
             with config.override(numerics=numerics):
                 x.cumsum(0)
-    assert asked == ["fast", "eager"]
+    assert asked[:2] == ["fast", "eager"] and len(asked) <= 3  # one for many shapes, and where there is none, for this
 
 
 def test_small_calls_are_the_originals() -> None:

@@ -28,6 +28,8 @@ from flambeau.ir.nodes import (
 from flambeau.ir.program import CHUNK
 from flambeau.ir.tuning import Tuning
 
+from .loop_nests import distance
+
 
 def split_reductions(graph: Graph, caps: Capabilities) -> None:
     alike = Counter(filter(None, (whole_row(graph, n) for n in graph.nodes))) if caps.tables else Counter()
@@ -77,11 +79,14 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     points, results = (about(volume(vars), graph.typical, 0) for vars in (n.reduced, n.kept))
     rows = reduces_contiguous(graph, n)
     t = caps.tuning
-    programs = results if rows else -(-results // t.split_columns)
-    least = t.split_piece if rows else t.split_piece // t.split_columns
+    across = rows and written_across(graph, n, t.vector_least)
+    programs = results if rows and not across else -(-results // t.split_columns)
+    least = t.split_piece if rows and not across else t.split_piece // t.split_columns
     if not 0 < programs * 2 <= caps.programs or points < 4 * least:
         return [n]
-    wanted = min(caps.programs // programs, points // least)
+    # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
+    wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
+        min(caps.programs // programs, points // least)
     cuts = pieces_of(graph, n, wanted, t)
     fixed = all(v.size.is_const for v in n.vars)
     beside = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
@@ -182,7 +187,20 @@ def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
     depths = [len(own & place.symbols()) for place in places]
     score = 0
     for place, depth in zip(places, depths, strict=True):
-        for v in own if depth == max(depths) else ():
-            if place.coefficient(v) is ONE:
-                score += 1 if v in n.reduced else -1
+        steps = {v: distance(place.coefficient(v), graph.typical) for v in n.vars if v in own}
+        near = min((v for v in steps if steps[v]), key=steps.__getitem__, default=None)
+        if near is not None and depth == max(depths):
+            score += 1 if near in n.reduced else -1
     return score >= 0
+
+
+def written_across(graph: Graph, n: Reduce, least: int) -> bool:
+    """Whether a map of the same points that reads what they come to writes so many of different rows side by side."""
+    shape = [v.size for v in n.vars]
+    for m in graph.nodes:
+        if isinstance(m, Pointwise) and [v.size for v in m.vars] == shape and set(n.names) & m.reads():
+            strides = graph.buffers[m.names[0]].strides or ()
+            if any(s is ONE and v in n.kept and about(v.size, graph.typical, least) >= least
+                   for v, s in zip(n.vars, strides, strict=False)):
+                return True
+    return False

@@ -31,6 +31,9 @@ CASES: dict[str, tuple[Callable[[Any], Any], Shapes]] = {  # the first shape is 
     "rows": (lambda x: x.max(1), ((3, 20_000), (5, 3), (2, 23_457))),
     "short rows": (lambda x: F.rms_norm(x, (x.shape[1],)), ((100, 57), (3, 2000), (700, 5))),
     "columns": (lambda x: x.var(0), ((300, 5), (5, 300), (40, 40))),
+    "columns of all axes": (lambda x: x.argmax(1), ((30, 40, 17), (5, 3, 9), (2, 300, 70))),
+    "lines": (lambda x: x[:, :, 3:].max(2).values.sum() + x[:, :, 3:].amin((1, 2)),
+              ((3, 50, 120), (2, 7, 300), (4, 5, 4), (2, 3, 5000))),
     "groups": (lambda x: F.group_norm(x, 2), ((2, 4, 89, 53), (3, 8, 5, 5))),
     "scan of rows": (lambda x: x.cumsum(1), ((4, 300), (2, 40_000), (3, 5))),
     "scan of columns": (lambda x: (x * 0.1 + 1).cumprod(0), ((30, 33), (200, 5), (3, 900))),
@@ -102,6 +105,15 @@ def test_short_rows_lie_side_by_side() -> None:
     assert "tl.arange(0, 64)" in text and "tl.arange(0, 2048)" not in text
 
 
+@pytest.mark.parametrize(("inner", "joined", "stages"), [(17, True, 1), (50, True, 1), (64, False, 4), (63, False, 1)])
+def test_columns_fill_the_lanes(inner: int, joined: bool, stages: int) -> None:
+    """Those of several axes are one axis, unless they fill blocks of their own. Lines that are no wide accesses do not
+    go through shared memory."""
+    source, = sources(lambda x: x.sum(1), torch.randn(40, 100, inner))
+    assert ("n1 * n2" in source.parts[0].grid) is joined
+    assert f"num_stages={stages}" in source.text
+
+
 NORMS: dict[str, tuple[Callable[..., Any], Shapes]] = {
     "a group's channels": (lambda x: F.group_norm(x, 2), ((1, 4, 179, 97), (2, 4, 5, 7))),
     "images as channels": (lambda x: F.gelu(F.instance_norm(x)), ((2, 3, 179, 197), (3, 2, 5, 7))),
@@ -141,6 +153,20 @@ def test_resizing_is_one_kernel(f: Callable[..., Any]) -> None:
     with config.override(target="interpreter"):
         graph, = flambeau.debug.compile_once(f, (x,))
     assert len(graph.program.kernels) == 1
+    torch.testing.assert_close(graph.run([x])[0], f(x))
+
+
+@pytest.mark.parametrize("shape", [(3, 70, 120), (2, 5, 2100)])
+def test_lines_of_a_row_are_an_axis(shape: tuple[int, ...]) -> None:
+    """Then the places of lines are found by dividing, and not those of elements."""
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, 3:].amax((1, 2))
+
+    x = torch.randn(shape)
+    source, = sources(f, x)
+    assert ", None]" in source.text and "num_stages=1" in source.text
+    with config.override(target="interpreter"):
+        graph, = flambeau.debug.compile_once(f, (x,))
     torch.testing.assert_close(graph.run([x])[0], f(x))
 
 

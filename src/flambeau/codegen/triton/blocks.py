@@ -57,6 +57,7 @@ class BlockWriter(Writer):
         self.gathered: Sym | None = None  # along which rows are read that lie anywhere
         self.places: dict[Sym, str] = {}  # variable -> which of its blocks this is
         self.local_axes: dict[str, frozenset[int]] = {}
+        self.row: int | None = None  # the axis that is reduced or scanned
         self.loop_axes: frozenset[int] = frozenset()  # of the carries of the loop being written
         self.helpers: list[str] = []  # text of functions beside the kernel
         self._combines: dict[Combine, str] = {}
@@ -294,9 +295,12 @@ class BlockWriter(Writer):
         self.line(f"{', '.join(names)} = {self.combine(c)}({', '.join((*left, *right))})")
         return names
 
-    def reduced(self, c: Combine, values: Sequence[str], axis: int) -> list[str]:
-        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
-        return self.over("tl.reduce", c, values, axis, keep)
+    def reduced(self, c: Combine, values: Sequence[str], *axes: int) -> list[str]:
+        """Along these axes, the last of them first; a number where the tile has no others."""
+        keep = ", keep_dims=True" if len(self.blocks) > len(axes) else ""
+        for axis in sorted(axes, reverse=True):
+            values = self.over("tl.reduce", c, values, axis, keep)
+        return list(values)
 
     def over(self, function: str, c: Combine, values: Sequence[str], axis: int, options: str = "") -> list[str]:
         """A reduction or scan of all components together."""
@@ -305,9 +309,9 @@ class BlockWriter(Writer):
         self.line(f"{', '.join(names)} = {function}({what}, {axis}, {self.combine(c)}{options})")
         return names
 
-    def operands(self, c: Combine, exprs: Sequence[Expr], row: int | None) -> list[str]:
-        """What is combined, in the full shape; beyond the end of the row it is the identity."""
-        holds = self.inside([] if row is None else [row])
+    def operands(self, c: Combine, exprs: Sequence[Expr], row: Iterable[int]) -> list[str]:
+        """What is combined, in the full shape; beyond the end of the row, along its axes, it is the identity."""
+        holds = self.inside(row)
         names = []
         for e, identity in zip(exprs, self.identity(c), strict=True):
             text = self.spread(self.value(e), self.full())
@@ -339,9 +343,8 @@ class BlockWriter(Writer):
         grid: list[str] = []
         here = "pid"
         self.line(f"{here} = {pid}" + ("" if self.width is NARROWED else f".to({self.width.kind})"))
-        for v in vars:
-            if v in blocks:
-                self.axes[v] = len(self.axes)
+        first = int(self.row == 0)
+        self.axes.update((v, first + at) for at, v in enumerate(v for v in vars if v in blocks))
         for v in reversed(vars):
             size, block = v.size, blocks.get(v, 1)
             count = count_text(size, block, self.index)

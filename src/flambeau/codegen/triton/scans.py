@@ -60,7 +60,7 @@ class ScanBlocks(BlockWriter):
             # Pieces wait for one another: not too many in a row.
             piece = min(BLOCKS.scan_longest, max(piece, power(-(-length // BLOCKS.scan_in_a_row))))
         self.blocks = [*blocks.values(), piece]
-        self.row = len(blocks)
+        self.row: int = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
 
     def warps(self, elements: int, alone: bool) -> int:
@@ -96,7 +96,7 @@ class ScanBlocks(BlockWriter):
             self.line(f"{self.masks[self.row]} = {self.sym(k.axis)} < {self.index(self.length)}")
         self.inside_text = self.all_inside(first)
         values = self.branched(self.inside_text, (k.axis,), (self.row,),
-                               lambda: self.operands(k.combine, k.exprs, self.row))
+                               lambda: self.operands(k.combine, k.exprs, (self.row,)))
         options = f", reverse={k.reverse}"
         if k.combine.level is None:
             return self.over("tl.associative_scan", k.combine, values, self.row, options)
@@ -203,7 +203,7 @@ class ScanBlocks(BlockWriter):
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
             line = self.k.axis if self.k.form.name == "rows" else outer[-1]
-            ahead = stages_for(self.k.exprs, self.blocks, self.scale, line)
+            ahead = stages_for(self.k, self.k.exprs, self.blocks, self.scale, line)
             with self.loop(step, "0", count, how=Pipelined(ahead)) as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")

@@ -85,7 +85,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
     def take(self, i: Item, states: Carries) -> None:
         """What lies in this piece, lane by lane."""
         slots = states[i.names[0]]
-        self.assign(slots, self.combined(i.joins, slots, self.operands(i.joins, i.exprs, 0)))
+        self.assign(slots, self.combined(i.joins, slots, self.operands(i.joins, i.exprs, (0,))))
 
     def together(self, i: Item, states: Carries) -> list[str]:
         return self.reduced(i.joins, states[i.names[0]], 0)

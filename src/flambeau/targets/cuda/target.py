@@ -11,7 +11,7 @@ says so in memory of the host, and the next launch on any device, which reads it
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -46,8 +46,7 @@ _TIMED = 4  # launches at once: one alone is hardly longer than the clock's step
 _BUSY = 1 << 28  # bytes to write before that
 _GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
 
-_SMALL = 64  # channels: if no convolution of a graph has more, the order of its images does not pay
-_RARE = 50  # nor if it has more calls than these for each of its convolutions
+_RARE = 50  # calls for each convolution of a graph, beyond which it is not worth the time to look at it
 
 _Codes = tuple["Future[Code | CompileError]", ...]
 
@@ -112,12 +111,14 @@ class CudaTarget(BlockTarget):
         """Compute capability times ten."""
         return self._arch or _capability(device)
 
-    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Collection[Convolution]:
-        """All plain ones of images, or none: cuDNN multiplies in its fast units then."""
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
+        """All plain ones of images, or none: cuDNN multiplies in its fast units then, for which it reorders others
+        itself, and back."""
         images = [c for c in convolutions if c.name == "conv2d"]
-        fast = all(multiplies_fast(c.dtype) and c.groups == 1 for c in images)
-        worth = calls <= _RARE * len(images) and any(max(c.channels) > _SMALL for c in images)
-        return images if fast and worth else ()
+        few = self.capabilities().tuning.convolved_channels
+        if calls > _RARE * len(images) or not all(multiplies_fast(c.dtype) and c.groups == 1 for c in images):
+            return {}
+        return {c: 0 if c.is_product or max(c.channels) <= few else c.moved for c in images}
 
     @cached_property
     def current_device(self) -> Callable[[], int]:
