@@ -445,7 +445,8 @@ def lower_resizing(name: str, forward: Callable[..., Any], backward: Callable[..
     """Both directions; the form with a list of factors is a call of the plain one. Shapes of gradients may be symbolic,
     which torch's own rule does not allow for."""
     packet, gradient = getattr(aten, name), getattr(aten, f"{name}_backward")
-    lower(packet.default, group=group, exact=exact, traced_shape=nearest_shape if "nearest" in name else None)(forward)
+    shape = {"traced_shape": nearest_shape} if "nearest" in name else {}
+    lower(packet.default, group=group, exact=exact, **shape)(forward)
     lower(gradient.default, group=group, traced_shape=gradient_shape)(backward)
     describe(packet.vec, traced=by_factors(packet.default))
 
