@@ -154,6 +154,7 @@ class Config:
     graphs         = Setting("FLAMBEAU_GRAPHS", _boolean, False, "record runs and replay them (NVIDIA GPUs)")
     patches        = Setting("FLAMBEAU_PATCHES", _boolean, True, "0: nothing in torch is changed that others could see")
     progress       = Setting("FLAMBEAU_PROGRESS", _boolean, True, "a bar on the terminal while compiles take long")
+    nvtx           = Setting("FLAMBEAU_NVTX", _boolean, False, "NVTX ranges around programs and launches (NVIDIA GPUs)")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
     # fmt: on
 

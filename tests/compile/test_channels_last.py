@@ -114,6 +114,12 @@ def test_whoever_looks_sees_the_same(between: Callable[[Tensor, Tensor], Any], g
     assert all(orders(graphs[0][1]))
 
 
+def test_a_tail_pays(graphs: list[Any]) -> None:
+    """What comes after a convolution writes its result in the order of the caller."""
+    check(nn.Sequential(conv(3, 72), nn.GELU()), torch.randn(2, 3, 6, 6))
+    assert all(orders(graphs[0][1]))
+
+
 def write_to_view(y: Tensor, z: Tensor) -> Tensor:
     z.flatten(1).add_(1.0)
     return z * y
@@ -126,7 +132,9 @@ def write_to_view(y: Tensor, z: Tensor) -> Tensor:
     nn.Sequential(conv(3, 16), conv(16, 16)),
     nn.Sequential(conv(3, 72).double(), conv().double()),
     nn.Sequential(conv(3, 72), *(nn.Tanh() for _ in range(60))),
-], ids=["write", "own", "grouped", "small", "double", "rare"])
+    conv(3, 72),  # image and result are copied by somebody anyway
+    nn.Sequential(conv(3, 72, k=1), nn.ReLU(), conv(k=1)),  # products of matrices, in any order
+], ids=["write", "own", "grouped", "small", "double", "rare", "alone", "points"])
 def test_what_keeps_its_order(model: nn.Module, graphs: list[Any]) -> None:
     check(model, torch.randn(2, 3, 6, 6, dtype=next(model.parameters()).dtype))
     before, after = graphs[0]

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import flambeau
 from flambeau.codegen.source import KernelSource
-from flambeau.compile import cache_key as graph_key
 from flambeau.compile import disk_cache as graph_cache
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.ir.capabilities import Capabilities
 from flambeau.runtime.launch_plan import LaunchPlan
+from flambeau.targets import identity
 from flambeau.targets.cpu.target import CpuTarget
 
 
@@ -147,7 +147,7 @@ def test_other_versions_and_machines_are_not_found(monkeypatch: pytest.MonkeyPat
     changes: list[tuple[Any, str, Any]] = [
         (torch, "__version__", "2.99"),
         (sys, "version", "3.99"),
-        (graph_key, "source_digest", lambda: "other"),
+        (identity, "source_digest", lambda: "other"),
         (CpuTarget, "capabilities", lambda self: Capabilities("cpu", ordered_scatter=True, programs=2)),
     ]
     for where, name, value in changes:
@@ -168,8 +168,8 @@ def test_torch_state_is_part_of_it() -> None:
 
 
 def test_source_that_changed_under_the_process_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_key, "LOADED", 0.0)
-    graph_key.source_digest.cache_clear()
+    monkeypatch.setattr(identity, "LOADED", 0.0)
+    identity.source_digest.cache_clear()
     assert counted(compile_and_run()) == {"refused": 1}
 
 

@@ -14,8 +14,11 @@ from torch import nn
 
 import flambeau
 from flambeau.config import config
+from flambeau.device import operators
 from flambeau.eager import any_shape
 from flambeau.eager import one_call as eager_graph
+from flambeau.eager.any_shape import Programs
+from flambeau.eager.kept_programs import Kept
 from flambeau.ir.dtypes import SUPPORTED
 from flambeau.targets.opencl.device import ClDevice, devices
 from flambeau.targets.opencl.target import OpenClTarget
@@ -309,6 +312,8 @@ def test_an_exit_while_something_is_compiled(monkeypatch: pytest.MonkeyPatch, ki
     def leave(*args: Any, **kwargs: Any) -> Any:
         raise kind(3)
 
+    monkeypatch.setattr(operators, "PROGRAMS", Programs())
+    monkeypatch.setattr(Kept, "places", lambda self: [])
     x = torch.zeros((2,) * (5 if kind is SystemExit else 6), device=DEV)  # of which no call has been yet
     with monkeypatch.context() as patch, pytest.raises(kind) as error:
         patch.setattr(any_shape, "build", leave)
@@ -326,6 +331,7 @@ def test_settings_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
         return eager_graph.build(*args, **kwargs)
 
     monkeypatch.setattr(any_shape, "build", build)
+    monkeypatch.setattr(Kept, "places", lambda self: [])
     x = torch.linspace(0, 1, 13, device=DEV)
     asked.clear()
     for numerics in ("fast", "eager", "fast", "eager"):

@@ -46,7 +46,7 @@ def program() -> None:
     for _ in range(62):  # a shape is hot, and its own programs are on their way when the process ends
         call(y)
     undecided = [str(b) for a, b in zip(sorted(decided, key=str), sorted(flambeau.accelerated(), key=str), strict=True)
-                 if (a.kernels, a.slower) != (b.kernels, b.slower)]
+                 if a.kernels != b.kernels]
     print(seen.hexdigest(), undecided)
 
 

@@ -20,9 +20,11 @@ import flambeau
 from eager.starts_and_ends import starts
 from flambeau.config import config
 from flambeau.eager import accelerate as overrides
-from flambeau.eager import any_shape, choice, gate
+from flambeau.eager import any_shape, gate
 from flambeau.eager import one_call as eager_graph
 from flambeau.eager.accelerate import Acceleration, Replaced
+from flambeau.eager.any_shape import Programs
+from flambeau.eager.kept_programs import Kept
 from flambeau.eager.operator_forms import GROUPS, all_forms
 from flambeau.errors import UnsupportedError
 from flambeau.ops.facts import described, name_of
@@ -36,8 +38,8 @@ LARGE = (96, 384)  # above every threshold
 
 @contextmanager
 def accelerated(*names: str, **options: Any) -> Iterator[Acceleration]:
-    """Kernels that are there at the first call and used whatever the clock says."""
-    with flambeau.accelerate(CPU, only=names or None, **{"wait": True, "tune": False, **options}) as made:
+    """Kernels that are there at the first call."""
+    with flambeau.accelerate(CPU, only=names or None, **{"wait": True, **options}) as made:
         yield made
 
 
@@ -226,12 +228,14 @@ def test_settings_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
         return eager_graph.build(*args, **kwargs)
 
     monkeypatch.setattr(any_shape, "build", build)
+    monkeypatch.setattr(Kept, "places", lambda self: [])
+    monkeypatch.setattr(overrides, "PROGRAMS", Programs(into_any=False, apart=overrides._aside))
     x = torch.randn(97, 383)
     with accelerated("cumsum"):
         for numerics in ("fast", "eager", "fast", "eager"):
             with config.override(numerics=numerics):
                 x.cumsum(0)
-    assert asked == ["fast", "eager"]
+    assert asked[:2] == ["fast", "eager"] and len(asked) <= 3  # one for many shapes, and where there is none, for this
 
 
 def test_small_calls_are_the_originals() -> None:
@@ -311,7 +315,7 @@ def test_random_numbers_follow_the_seed() -> None:
         torch.manual_seed(seed)
         return torch.empty(LARGE).exponential_(2.0), torch.empty(LARGE).bernoulli_(0.3)
 
-    with flambeau.accelerate(CPU, only="draws"):  # neither waiting nor tuning changes what is drawn
+    with flambeau.accelerate(CPU, only="draws"):  # the first call is ours: torch would draw others
         first, again, other = draw(1), draw(1), draw(2)
         assert usage("exponential_").original == 0
         following = torch.empty(LARGE).exponential_(2.0)
@@ -337,7 +341,7 @@ def test_the_second_call_of_a_class_decides() -> None:
         torch.ones(shape, dtype=dtype).cumsum(1)
         return usage("cumsum").ours, usage("cumsum").original
 
-    with flambeau.accelerate(CPU, only="cumsum", tune=False):
+    with flambeau.accelerate(CPU, only="cumsum"):
         assert call(7, 97, 384) == (0, 1)
         assert call(7, 97, 384) == (1, 1)
         assert call(3, 93, 385) == (2, 1)  # of another shape
@@ -351,24 +355,18 @@ def test_processes_that_give_the_same_bits() -> None:
     starts(processes=2, together=2)
 
 
-@pytest.mark.parametrize("slow", ["ours", "torch's"])
-def test_the_faster_one_serves_from_the_first_call_on(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(self: CpuTarget, run: Callable[[], Any]) -> float:
-        run()
-        return float(("run" in run.__code__.co_freevars) is (slow == "ours"))
-
-    monkeypatch.setattr(choice, "_CHOSEN", {})
-    monkeypatch.setattr(choice, "SUFFIX", ".ours" if slow == "ours" else ".torchs")  # nobody has chosen so far
-    monkeypatch.setattr(CpuTarget, "seconds", seconds)
-    # Sizes of their own, since programs outlive the test.
-    x = torch.randn(512, 1024 + 8 * (slow == "ours"), dtype=torch.float32 if slow == "ours" else torch.float64)
-    with flambeau.accelerate(CPU, only="logcumsumexp", wait=True):
-        before = usage("logcumsumexp")
+def test_whose_calls_follow_from_the_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours serve from the second call of a class on, however long they take, unless results would lie otherwise."""
+    x = torch.randn(512, 1032)
+    with flambeau.accelerate(CPU, only="logcumsumexp"):
         for _ in range(3):
             x.logcumsumexp(0)
+        assert (usage("logcumsumexp").ours, usage("logcumsumexp").original) == (2, 1)
+        monkeypatch.setattr(overrides, "layout", lambda results, seen=[]: seen.append(0) or len(seen))
+        before = usage("logcumsumexp").apart
+        x.double().logcumsumexp(0), x.double().logcumsumexp(0)
         row = usage("logcumsumexp")
-    assert (row.kernels - before.kernels, row.slower - before.slower) == ((0, 1) if slow == "ours" else (1, 0))
-    assert (row.ours, row.original) == ((0, 3) if slow == "ours" else (3, 0))
+    assert (row.ours, row.original, row.apart - before) == (2, 3, 1)
 
 
 def test_many_shapes_have_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_a_range_keeps_the_shape_of_what_it_fills() -> None:
     (aten.relu.default, lambda x, i: (x,), [])])
 def test_what_indices_may_be(op: Any, args: Any, want: list[Any]) -> None:
     x, i = torch.randn(5, 2), torch.zeros(3, 2, dtype=torch.int64)
-    _, ranges, _ = build(form(op), described(args(x, i)))
+    _, ranges, *_ = build(form(op), described(args(x, i)))
     assert list(ranges) == want
 
 

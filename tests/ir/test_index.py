@@ -22,6 +22,7 @@ from flambeau.ir.index import (
     floordiv,
     is_less,
     is_nonneg,
+    largest,
     maximum,
     minimum,
     mod,
@@ -111,12 +112,14 @@ def test_simplification_keeps_the_value(case: Case) -> None:
 @given(cases)
 def test_bounds_hold(case: Case) -> None:
     lo, hi = case.index.bounds()
-    top = upper(case.index)
+    top, most = upper(case.index), largest(case.index)
+    assert most is not None and most.symbols() <= {M, N}
     for env in POINTS:
         value = case.plain(env)
         assert lo is None or lo <= value, (case.index, lo)
         assert hi is None or value <= hi, (case.index, hi)
         assert value <= evaluate(top, env), (case.index, top)
+        assert abs(value) <= evaluate(most, env), (case.index, most)
 
 
 @quick

@@ -88,7 +88,7 @@ def test_compiled() -> None:
 def test_accelerated() -> None:
     x = inputs((400, 300))
     want = expected(lambda x: torch.ops.toy.tilt(x, 0.2), x)
-    with flambeau.accelerate("cpu", only="toy::tilt", wait=True, tune=False):
+    with flambeau.accelerate("cpu", only="toy::tilt", wait=True):
         assert torch.equal(torch.ops.toy.tilt(x, 0.2), want)
         written = x.clone()
         assert torch.ops.toy.tilt_(written, 0.2) is written and torch.equal(written, want)

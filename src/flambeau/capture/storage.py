@@ -121,8 +121,9 @@ class Storage:
         if n.target is operator.getitem:
             return above[n.args[1]]
         lazy = self.lowering.env[n]
-        if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype:
-            # No index leads there, whatever a lowering made of it.
+        called = isinstance(lazy, Value) and lazy.buffer in self.borrowed
+        if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype and not called:
+            # No index leads there, whatever a lowering made of it. ATen's view may be an error.
             return Value(above.buffer, lazy.shape, lazy.dtype, (ZERO,) * len(self.g.buffers[above.buffer].shape))
         if (n, above) not in self._views:
             self._views[n, above] = self.view(n, up, above)
@@ -221,7 +222,22 @@ class Storage:
             self.call_copy(root)
         if root.op != "placeholder":
             self.own(root)
+        elif str(root.target).startswith("primals") and any(isinstance(s, torch.SymInt) for s in n.meta["val"].shape):
+            return self.replayed(n)
         return self.strided(n)
+
+    def replayed(self, n: fx.Node) -> Any:
+        """A view of an input, made by ATen. Gradients go through it outside of the graph: AOTAutograd makes it again as
+        it was made, which it knows of ATen's views alone where sizes are symbols."""
+        up = viewed(n)
+        if up is None:
+            return self.lowering.env[n]
+        above = self.replayed(up)
+        if n.target is operator.getitem:
+            return above[n.args[1]]
+        args, named = self.lowering.arguments(n)
+        with build.building(self.g, n.name):
+            return self.lowering.extern(n, (above, *args[1:]), named, counted=False)
 
     def strided(self, n: fx.Node) -> Value:
         """The value of n in eager's memory, with eager's strides in dimensions of size one too."""

@@ -8,20 +8,16 @@ constants, inputs that share memory (AOTAutograd compiles for the way they overl
 from __future__ import annotations
 
 import hashlib
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-import flambeau
 from flambeau.config import SETTINGS, config
 from flambeau.ops.facts import SPACES
 from flambeau.targets.base import Target
+from flambeau.targets.identity import Uncacheable, identity
 from flambeau.torch_compat.aot import config as aot_config
 from flambeau.torch_compat.autograd import autocast_devices
 from flambeau.torch_compat.fx import qualified_name
@@ -30,52 +26,23 @@ from flambeau.torch_compat.ops import HigherOrderOperator
 
 from .regions.nodes import SYMBOLIC, TENSORS, namespace
 
-LOADED = time.time()
-SOURCES = (".py", ".h", ".cpp")
 # Whose functions and operators are as fixed as their package's version, which is in the key.
 MODULES = ("torch", "operator", "_operator", "math", "builtins")
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device,
              torch.layout, torch.memory_format)
 # Settings that say where and how to work, not what comes out.
 ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "regions", "compiler", "compile_jobs",
-         "compile_timeout", "verify", "log", "progress")
+         "compile_timeout", "verify", "log", "nvtx", "progress")
 # What a subgraph's meta may hold that changes how it is compiled.
 REGION_META = ("_checkpoint_context_fn", "nested_region_config")
-
-
-class Uncacheable(Exception):
-    """Why a graph has no key."""
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], target: Target) -> str:
     """64 hex digits, equal in two processes only if both would compile the same; raises Uncacheable."""
     asked = {s.name: config.read(s) for s in SETTINGS if s.name not in ASIDE} | dict(settings)
-    parts = [*versions(), repr(state()), repr(sorted(asked.items())), machine(target),
+    parts = [*identity(target), repr(state()), repr(sorted(asked.items())),
              *memory([*held(gm).values(), *inputs]), *graph_lines(gm)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def versions() -> tuple[str, ...]:
-    return torch.__version__, str(torch.version.git_version), sys.version, source_digest()
-
-
-@cache
-def source_digest() -> str:
-    """A hash of our own source."""
-    root = Path(flambeau.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.suffix in SOURCES):
-        if path.stat().st_mtime > LOADED:  # edited since: this process may run the older text
-            raise Uncacheable(f"{path.name} was changed after it may have been imported")
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def machine(target: Target) -> str:
-    """What the scheduler knows of the target. Sets have another order in every process."""
-    facts = vars(target.capabilities()).items()
-    plain = [(name, sorted(map(str, x)) if isinstance(x, frozenset) else x) for name, x in facts]
-    return target.identity() + repr(plain)
 
 
 def state() -> tuple[Any, ...]:
@@ -86,6 +53,7 @@ def state() -> tuple[Any, ...]:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.get_deterministic_debug_mode(), [(d, torch.get_autocast_dtype(d)) for d in casts],
         attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(), attention.matmul.fp32_precision,
         torch.backends.mkldnn.enabled, aot_config.get_hash(), inductor_config.get_hash(),
     )
 

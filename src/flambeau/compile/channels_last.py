@@ -18,7 +18,7 @@ from flambeau.runtime.placement import flat
 from flambeau.targets.base import Convolution, Target
 from flambeau.torch_compat.fake import FakeTensor
 
-from .regions.nodes import ENTER, EXIT, GRADIENTS, INPLACE, name_of, value
+from .regions.nodes import ENTER, EXIT, GRADIENTS, INPLACE, is_heavy, name_of, value
 
 ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -27,13 +27,17 @@ def channels_last(gm: fx.GraphModule, target: Target) -> fx.GraphModule:
     """The graph with the convolutions in that order that the target names, or as it is where that may be wrong."""
     found = {n: c for n in gm.graph.nodes if (c := convolution(n)) is not None}
     calls = sum(n.op.startswith("call") for n in gm.graph.nodes)
-    wanted = target.channels_last([*found.values()], calls) if found else ()
-    if not wanted or not all(isinstance(s, int) for n in gm.graph.nodes for t in tensors(value(n)) for s in t.shape):
+    saved = target.channels_last([*found.values()], calls) if found else {}
+    if not any(saved.values()) or not all(
+            isinstance(s, int) for n in gm.graph.nodes for t in tensors(value(n)) for s in t.shape):
         return gm
+    wanted = {n: saved[c] for n, c in found.items() if c in saved}
+    made = Reordered(gm, wanted)
     try:
-        return Reordered(gm, {n for n, c in found.items() if c in wanted}).run()
+        reordered = made.run()
     except Kept:
         return gm
+    return reordered if sum(wanted.values()) > made.copied else gm
 
 
 class Kept(Exception):
@@ -49,7 +53,9 @@ def convolution(n: fx.Node) -> Convolution | None:
     if not isinstance(image, FakeTensor) or not isinstance(weight, FakeTensor) or image.dim() != weight.dim():
         return None
     first, second, *window = weight.shape
-    return Convolution(name, weight.dtype, (first, second), tuple(window), argument(n, 6, "groups") or 1)
+    moved = sum(t.numel() * t.itemsize for t in (image, weight, *tensors(value(n))))
+    return Convolution(name, weight.dtype, (first, second), tuple(window), argument(n, 6, "groups") or 1, moved,
+                       value(n).shape[2:] == image.shape[2:] and set(window) == {1})
 
 
 def operands(n: fx.Node) -> tuple[Any, Any]:
@@ -61,6 +67,7 @@ class Reordered:
 
     def __init__(self, gm: fx.GraphModule, wanted: Collection[fx.Node]) -> None:
         self.gm, self.graph, self.wanted = gm, fx.Graph(), wanted
+        self.copied = 0  # bytes
         self.new: dict[fx.Node, fx.Node] = {}
         self.mode: Any = next(t.fake_mode for n in gm.graph.nodes for t in tensors(value(n)))
         self.entered: list[Any] = []
@@ -120,6 +127,8 @@ class Reordered:
             return x
         made = self.graph.call_method("contiguous", (x,), {"memory_format": order})
         self.evaluate(made)
+        if not is_computed(x):
+            self.copied += value(x).numel() * value(x).itemsize
         return made
 
     def evaluate(self, n: fx.Node) -> None:
@@ -135,6 +144,14 @@ class Reordered:
         elif n.target is EXIT:
             self.entered.remove(args[0])
         n.meta = {**n.meta, "example_value": got}
+
+
+def is_computed(n: fx.Node) -> bool:
+    """Whether a kernel of ours makes it, which writes in any order: not an input, nor a library."""
+    while n.op.startswith("call") and not named(name_of(n)).fresh and not writes(n, name_of(n)) and isinstance(
+            n.args[0], fx.Node):
+        n = n.args[0]
+    return n.op.startswith("call") and not is_heavy(n)
 
 
 def argument(n: fx.Node, place: int, name: str) -> Any:

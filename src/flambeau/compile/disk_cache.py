@@ -28,6 +28,7 @@ from flambeau.runtime.plain_data import Unwritable
 from flambeau.targets.background import Closing, start
 from flambeau.targets.base import Build, Target
 from flambeau.targets.cache import DiskCache, shared_cache
+from flambeau.targets.identity import Uncacheable
 from flambeau.torch_compat import patches
 from flambeau.torch_compat.aot import AOT_COUNTER, SerializableAOTDispatchCompiler, check_cacheable
 from flambeau.torch_compat.aot import config as aot_config
@@ -36,7 +37,7 @@ from flambeau.torch_compat.inductor import OutputCode
 from flambeau.torch_compat.inductor import config as inductor_config
 
 from .cache_entry import decode, encode
-from .cache_key import Uncacheable, graph_key, held
+from .cache_key import graph_key, held
 
 log = logging.getLogger(__name__)
 

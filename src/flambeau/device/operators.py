@@ -134,7 +134,7 @@ def _is_kernel(op: OpOverload) -> bool:
     if any(a.name in PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
     # What copies a storage, PyTorch makes of other operators: gaps and offset included, it lies as eager's does.
-    if schema.name.startswith("aten::_foreach") or facts(op).copies_storage or op.is_view:
+    if schema.name.startswith("aten::_foreach") or facts(op).copies_storage or facts(op).view:
         return False
     has = has_kernel_for_key
     return has_kernel(op.name()) and (

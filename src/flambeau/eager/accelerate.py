@@ -7,7 +7,8 @@
 
 A native gate (gate.cpp) stands before each operator at the backend's dispatch key, below autograd and autocast. Small
 calls pass it. For a larger one it looks for a program as the device's gates do (any_shape.py). The first call of a
-class is torch's, the second asks this file for a program, and whether it is the faster one (choice.py), and waits.
+class is torch's, the second asks this file for a program and waits. From which size on ours are the faster ones is a
+table of the target (`Target.wins`), and no clock has a say: the same calls have the same bits in every process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -27,10 +29,9 @@ from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
 from flambeau.ops.facts import facts
 from flambeau.optim.eager_steps import EagerSteps
-from flambeau.runtime.launch_plan import Run
-from flambeau.runtime.placement import target_of
+from flambeau.runtime.launch_plan import Run, word
+from flambeau.runtime.placement import flat, target_of
 from flambeau.targets.background import Closing, closing, fork_safe
-from flambeau.targets.base import Target
 from flambeau.torch_compat.dispatch import (
     DisableAutocast,
     disable_current_modes,
@@ -40,9 +41,8 @@ from flambeau.torch_compat.dispatch import (
 )
 
 from .any_shape import Programs, Served
-from .choice import is_ours
 from .gate import Gates, load_gates
-from .one_call import Arguments, described
+from .one_call import Arguments, described, numbers_of
 from .operator_forms import Form, wanted
 from .refusal import refusal
 
@@ -56,13 +56,12 @@ UNTRIED = 1 << 15  # elements, for operators that only their user's wish replace
 
 
 def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | None = None,
-               exclude: str | Iterable[str] | None = None, *, wait: bool = False, tune: bool = True) -> Acceleration:
+               exclude: str | Iterable[str] | None = None, *, wait: bool = False) -> Acceleration:
     """Replace eager operators of a device, until `undo()` of what this returns or the end of its `with` block.
 
     `only` and `exclude` name operators ("cumsum") or groups of them ("max pooling"). With `wait` the first call of a
-    class waits for its program, and not the second. Without `tune` programs are not timed against torch's: they serve
-    every call from the size on that is known to be worth it. Without `only`, steps of torch's optimizers and the
-    clipping of gradients run on our kernels as well.
+    class waits for its program, and not the second. Without `only`, steps of torch's optimizers and the clipping of
+    gradients run on our kernels as well.
     """
     kind = torch.device(device)
     if kind.index is not None:
@@ -77,7 +76,7 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
     native = load_gates()  # which may fail: nothing is replaced before
     native.start(ask, hot, None)
     steps = EagerSteps(kind.type) if only is None and target.capabilities().tables else None
-    return Acceleration(native, target, kind.type, key, usable, _Settings(wait, tune), steps)
+    return Acceleration(native, kind.type, key, usable, wait, steps)
 
 
 def accelerated() -> list[Replaced]:
@@ -98,30 +97,30 @@ class Replaced:
     ours: int  # calls since it was replaced
     original: int
     kernels: int  # kinds of calls that ours serve
-    slower: int  # those for which torch's is the faster one
+    apart: int  # those whose results torch lays out in another way, and keeps
     refused: dict[str, int] = field(default_factory=dict)  # why there is none, and for how many kinds of calls
 
     def __str__(self) -> str:
         text = f"{self.operator} ({self.device}, from {self.elements} elements): {self.ours} calls ours, " \
                f"{self.original} torch's; {self.kernels} kernels"
-        parts = [f"{self.slower} slower than torch's"] if self.slower else []
+        parts = [f"{self.apart} laid out in another way"] if self.apart else []
         return "; ".join([text, *parts, *(f"{count} not built: {why}" for why, count in self.refused.items())])
 
 
 class Acceleration:
     """What one `accelerate` replaced."""
 
-    def __init__(self, native: Gates, target: Target, device: str, key: str, forms: dict[Form, int],
-                 settings: _Settings, steps: EagerSteps | None = None) -> None:
+    def __init__(self, native: Gates, device: str, key: str, forms: dict[Form, int], wait: bool,
+                 steps: EagerSteps | None = None) -> None:
         self.device = device
         self._steps = steps
         self._gates: list[_Gate] = []
         with _LOCK:
             try:
                 for form, elements in forms.items():
-                    gate = _GATES.get((device, form)) or _Gate(native, target, device, key, form)
+                    gate = _GATES.get((device, form)) or _Gate(native, device, key, form)
                     _GATES[device, form] = _NUMBERED[gate.number] = gate
-                    gate.hold(self, elements, settings)
+                    gate.hold(self, elements, wait)
                     self._gates.append(gate)
             except BaseException:
                 self.undo()
@@ -145,12 +144,6 @@ class Acceleration:
 
     def __repr__(self) -> str:
         return f"<Acceleration of {len(self._gates)} operators on {self.device}>"
-
-
-@dataclass(frozen=True)
-class _Settings:
-    wait: bool
-    tune: bool
 
 
 def has_kernel(form: Form, key: str) -> bool:
@@ -183,19 +176,19 @@ PROGRAMS = Programs(into_any=False, most_fixed=MOST_KERNELS, apart=_aside)
 class _Gate:
     """The gate before one form of an operator. It outlives its use: its kernels serve the next `accelerate`."""
 
-    def __init__(self, native: Gates, target: Target, device: str, key: str, form: Form) -> None:
-        self.native, self.target, self.device, self.form = native, target, device, form
+    def __init__(self, native: Gates, device: str, key: str, form: Form) -> None:
+        self.native, self.device, self.form = native, device, form
         overload = form.op._overloadname
         self.number = native.make(form.op._schema.name, "" if overload == "default" else overload, key, device)
-        self.holders: dict[Acceleration, tuple[int, _Settings]] = {}
+        self.holders: dict[Acceleration, tuple[int, bool]] = {}
         self.refused: Counter[str] = Counter()
         self.before = (0, 0)  # calls that earlier uses counted
 
-    def hold(self, holder: Acceleration, elements: int, settings: _Settings) -> None:
+    def hold(self, holder: Acceleration, elements: int, wait: bool) -> None:
         if not self.holders:
             self.before = self.native.usage(self.number)[:2]
-        self.open(elements, settings)
-        self.holders[holder] = elements, settings
+        self.open(elements, wait)
+        self.holders[holder] = elements, wait
 
     def release(self, holder: Acceleration) -> None:
         del self.holders[holder]
@@ -204,10 +197,10 @@ class _Gate:
         else:
             self.native.close(self.number)
 
-    def open(self, elements: int, settings: _Settings) -> None:
+    def open(self, elements: int, wait: bool) -> None:
         # Who draws random numbers must not change between calls of one program.
-        random = facts(self.form.op).random
-        self.now, self.tune = settings.wait or random, settings.tune and not random
+        self.random = facts(self.form.op).random
+        self.now = wait or self.random
         capturing = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
         self.native.open(self.number, elements, self.form.measured(), capturing)
 
@@ -220,8 +213,8 @@ class _Gate:
             if refusal(self.form.op, call):
                 return None  # torch's kernel says why
             served = PROGRAMS.serving(self.form, call, lift)
-            run, _, _, lifted, many = served
-            return *served, self.is_better(call, args, run, lifted, many)
+            run, _, _, lifted, _ = served
+            return *served, self.lies_alike(call, args, run, lifted)
         except Closing:
             return False
         except Exception as error:  # whatever is wrong with the compiler, torch's kernel goes on serving
@@ -231,19 +224,33 @@ class _Gate:
             log.log(level, "%s stays with torch: %s", self.form.name, reason)
             return None
 
-    def is_better(self, call: Arguments, args: Arguments, run: Run, lifted: int, many: bool) -> bool:
-        return not self.tune or is_ours(self.target, self.form, call, args, run, lifted, many)
+    def lies_alike(self, call: Arguments, args: Arguments, run: Run, lifted: int) -> bool:
+        """How results lie must not depend on whose they are."""
+        if self.form.written or self.random:
+            return True
+        numbers = [word(x) if isinstance(x, float) else x for k, x in enumerate(numbers_of(self.form.op, call))
+                   if lifted >> k & 1]
+        ours = run([*(t for t in flat(args) if isinstance(t, torch.Tensor)), *numbers])
+        schema = self.form.op._schema.arguments
+        named = {a.name: x for a, x in zip(schema, args, strict=True) if a.kwarg_only}
+        return layout(ours) == layout(self.form.op(*args[:len(args) - len(named)], **named))
 
     def hot(self, args: Arguments, same: tuple[int, ...], lift: int, wait: bool) -> Run | None:
         call = described(args, same)
         run = PROGRAMS.hot(self.form, call, lift, wait)
-        return run if run is not None and self.is_better(call, args, run, lift, False) else None
+        return run if run is not None and self.lies_alike(call, args, run, lift) else None
 
     def row(self) -> Replaced:
         ours, original, programs, serving = self.native.usage(self.number)
         elements, _ = list(self.holders.values())[-1]
         return Replaced(self.form.name, self.device, self.form.group, elements, ours - self.before[0],
                         original - self.before[1], serving, programs - serving, dict(self.refused))
+
+
+def layout(results: Any) -> list[Any]:
+    """Strides of dimensions of one element say nothing."""
+    return [(t.dtype, t.shape, [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1])
+            for t in flat(results) if isinstance(t, torch.Tensor)]
 
 
 @untraced

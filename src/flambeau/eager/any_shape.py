@@ -27,14 +27,16 @@ from flambeau.codegen.source import host_text
 from flambeau.config import config
 from flambeau.errors import UnsupportedError
 from flambeau.ir.index import as_index
+from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import facts
-from flambeau.runtime.launch_plan import Run
+from flambeau.runtime.launch_plan import Layout, Maker, Run
 from flambeau.targets.background import Pool, fork_safe
 from flambeau.torch_compat.dispatch import untraced
-from flambeau.torch_compat.fake import ConstantSource
+from flambeau.torch_compat.fake import ConstantSource, quiet_traces
 from flambeau.torch_compat.fx import PythonPrinter
 from flambeau.torch_compat.ops import OpOverload
 
+from .kept_programs import Kept, PlainProgram
 from .one_call import (
     Arguments,
     Number,
@@ -42,7 +44,9 @@ from .one_call import (
     Range,
     TensorLike,
     build,
+    graph_of,
     is_number,
+    layouts,
     plain,
 )
 from .operator_forms import Form
@@ -52,7 +56,6 @@ log = logging.getLogger(__name__)
 
 MOST_CLASSES = 1024  # whose programs are kept, those in use
 MOST_PROGRAMS = 4  # of a class: more show that its kernels depend on the sizes
-PATIENCE = 2  # kinds of numbers that get programs of their own
 
 # Arguments that say how large something is; others (steps of windows, groups) are part of a kernel's text.
 SIZES = {"C", "HxW", "N", "input_size", "input_sizes", "normalized_shape", "output_size", "size", "sizes"}
@@ -65,13 +68,14 @@ def is_size(op: OpOverload, name: str) -> bool:
 
 
 def is_open(x: Any) -> bool:
-    """Sizes of zero and one are part of a class: loops, broadcasts and strides depend on them."""
+    """Of arguments that are sizes, zero and one are part of a class."""
     return isinstance(x, int) and x > 1
 
 
 # ---- classes -----------------------------------------------------------------------------------------------
 
 Rule = int | tuple[int]  # a stride: a number; or that behind a dimension, of which -1 is none that is known
+OPEN = (-1,)
 
 
 def in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -79,55 +83,110 @@ def in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return sorted(range(len(shape)), key=lambda d: (strides[d], shape[d] != 1, -d))
 
 
-def stride_rules(shape: Sequence[int], strides: Sequence[int]) -> tuple[Rule, ...]:
-    """How each stride follows from sizes: packed behind the dimension before it in memory, or left open, (-1,)."""
+def stride_rules(op: OpOverload, shape: Sequence[int], strides: Sequence[int]) -> tuple[Rule, ...]:
+    """How each stride follows from sizes: packed behind the dimension before it in memory, or left open. Sums of
+    products look at which dimension is contiguous, and at nothing else."""
     rules: list[Rule] = [0] * len(shape)
     before, expected = -1, 1
     for d in in_memory(shape, strides):
         if strides[d] == 0:
             continue
         if strides[d] == expected and before >= 0:
-            rules[d] = (before,)
+            rules[d] = OPEN if facts(op).contracts else (before,)
         else:
-            rules[d] = 1 if strides[d] == 1 else (-1,)
+            rules[d] = 1 if strides[d] == 1 else OPEN
         before, expected = d, strides[d] * max(shape[d], 1)
     return tuple(rules)
 
 
-def common_shape(op: OpOverload, args: Arguments) -> tuple[int, ...] | None:
-    """Of the contiguous tensors of an elementwise operator, where they have one: how many dimensions they have does not
-    matter to it, nor which sizes are one. Tensors without dimensions are numbers."""
-    if not facts(op).elementwise:
+MOST_LOOPS = 5  # of elementwise calls: those with fewer have some more, around one element
+
+
+@dataclass(frozen=True)
+class Loops:
+    """An elementwise call as what it does in memory: how many dimensions there are, in which order, and which of them
+    have one element, does not matter to it. Sizes of one are like others."""
+
+    args: Arguments
+    layout: Layout  # of its results, if it makes any
+
+
+def as_loops(op: OpOverload, args: Arguments, any_layout: bool) -> Loops | None:
+    """A row, where all tensors are contiguous and of one shape, those without dimensions apart, which are numbers. Into
+    `any_layout`: loops over what is written, from the widest stride to the narrowest."""
+    if not facts(op).elementwise or facts(op).random or any(isinstance(x, (list, tuple)) for x in args):
         return None
-    shapes = {x.shape for x in args if isinstance(x, TensorLike) and x.shape}
-    rows = all(x.strides == contiguous(x.shape) for x in args if isinstance(x, TensorLike))
-    return shapes.pop() if len(shapes) == 1 and rows else None
+    tensors = [x for x in args if isinstance(x, TensorLike)]
+    shaped = [x for x in tensors if x.shape] or tensors
+    # Dtypes of tensors without dimensions count for little beside others, and as much as those of scalars on the CPU.
+    if any(0 in x.shape for x in tensors) or not shaped or not shaped[0].shape and any(
+            isinstance(x, Number) for x in args):
+        return None
+    if len({x.shape for x in shaped}) == 1 and all(x.strides == contiguous(x.shape) for x in tensors):
+        shape = shaped[0].shape
+        row = {x.same: replace(x, shape=(math.prod(shape),), strides=(1,)) for x in shaped}
+        return Loops(_replaced(args, row), (shape, contiguous(shape)))
+    written = [x for a, x in zip(op._schema.arguments, args, strict=True) if a.is_write]
+    if not any_layout or len({(x.shape, x.strides) for x in written}) != 1 or any(x.overlaps for x in written):
+        return None
+    shape, strides = written[0].shape, written[0].strides
+    if not all(_fits(x.shape, shape) for x in shaped):
+        return None
+    nest = [(shape[d], *(_step(x, d - len(shape)) for x in shaped))
+            for d in sorted(range(len(shape)), key=lambda d: -strides[d]) if shape[d] > 1]
+    merged: list[tuple[int, ...]] = []
+    for size, *steps in nest:
+        if merged and all(a == size * b for a, b in zip(merged[-1][1:], steps, strict=True)):
+            merged[-1] = (merged[-1][0] * size, *steps)
+        else:
+            merged.append((size, *steps))
+    if len(merged) > MOST_LOOPS:
+        return None
+    if len(merged) != 1 or any(step != 1 for step in merged[0][1:]):
+        merged = [(1,) * (len(shaped) + 1)] * (MOST_LOOPS - len(merged)) + merged
+    made = {x.same: replace(x, shape=tuple(row[0] for row in merged), strides=tuple(row[k + 1] for row in merged))
+            for k, x in enumerate(shaped)}
+    return Loops(_replaced(args, made), (None, None))
 
 
-def in_a_row(args: Arguments) -> Arguments:
-    return tuple(replace(x, shape=(math.prod(x.shape),), strides=(1,)) if isinstance(x, TensorLike) and x.shape else x
-                 for x in args)
+def _replaced(args: Arguments, made: dict[int, TensorLike]) -> Arguments:
+    return tuple(made.get(x.same, x) if isinstance(x, TensorLike) else x for x in args)
+
+
+def _fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    return len(shape) <= len(whole) and all(n in (1, m) for n, m in zip(shape[::-1], whole[::-1], strict=False))
+
+
+def _step(x: TensorLike, d: int) -> int:
+    """From an element to the next along a dimension, counted from the last."""
+    return 0 if -d > len(x.shape) or x.shape[d] == 1 else x.strides[d]
 
 
 class Shapes:
     """The class of a call, its numbers, and the sizes that tell it from others of its class."""
 
-    def __init__(self, op: OpOverload, args: Arguments) -> None:
-        self.shape = common_shape(op, args)
-        self.op, self.args = op, args if self.shape is None else in_a_row(args)
+    def __init__(self, op: OpOverload, args: Arguments, any_layout: bool) -> None:
+        self.loops = as_loops(op, args, any_layout)
+        self.op, self.args = op, args if self.loops is None else self.loops.args
         self.values: list[int] = []
-        self.extra: list[int] = []  # those that are arguments, and no sizes of tensors
+        self.hints: list[int] = []  # what they are taken for while a program is made
+        self.same: list[int] = []  # for each value, the first that it is one with
         self.numbers: list[Any] = []
         self.empty = False  # a tensor has no elements: there is little to compile, and strides have rules of their own
-        self._places: dict[int, tuple[list[int | None], list[int | None], Hashable]] = {}  # of tensors among the values
+        self.packed = True
+        self._places: dict[int, tuple[list[int], list[int | None], Hashable]] = {}  # of tensors among the values
         self._last: dict[int, dict[int, int]] = {}  # by dimensions, counted from the last, and sizes
         self.key: Hashable = tuple(self._of(x, str(a.type), is_size(op, a.name))
                                    for a, x in zip(op._schema.arguments, self.args, strict=True))
 
     @property
+    def is_row(self) -> bool:
+        return self.loops is not None and self.packed
+
+    @property
     def identity(self) -> Hashable:
         """What a program for one shape is made for, beside the class."""
-        return tuple(self.values), self.shape
+        return tuple(self.values), None if self.loops is None else self.loops.layout
 
     def _of(self, x: Any, kind: str, size: bool) -> Hashable:
         if isinstance(x, (list, tuple)):
@@ -137,7 +196,6 @@ class Shapes:
                 self._places[x.same] = self._tensor(x)
             return x.same, self._places[x.same][2]
         if size and is_open(x):
-            self.extra.append(x)
             self._value(x)
             return "size"
         if is_number(x, kind):
@@ -145,17 +203,33 @@ class Shapes:
             return "number", type(plain(x)), x.dtype if isinstance(x, Number) else None
         return type(x), str(x) if isinstance(x, float) else x  # 0.0 and -0.0 are equal
 
-    def _value(self, x: int) -> int:
+    def _value(self, x: int, same: int | None = None, hint: int = 0) -> int:
+        self.same.append(len(self.values) if same is None else same)
+        self.hints.append(hint or x)
         self.values.append(x)
         return len(self.values) - 1
 
-    def _tensor(self, x: TensorLike) -> tuple[list[int | None], list[int | None], Hashable]:
-        rules = stride_rules(x.shape, x.strides)
+    def _tensor(self, x: TensorLike) -> tuple[list[int], list[int | None], Hashable]:
         self.empty |= 0 in x.shape
-        sizes = [self._size(n, len(x.shape) - d) if n > 1 else None for d, n in enumerate(x.shape)]
-        strides = [self._value(n) if rule == (-1,) else None for n, rule in zip(x.strides, rules, strict=True)]
-        shape = tuple(n if at is None else (at,) for n, at in zip(x.shape, sizes, strict=True))
-        return sizes, strides, (x.dtype, x.device, shape, rules, x.overlaps)
+        self.packed &= x.strides == contiguous(x.shape)
+        rules = self._rules(x)
+        sizes = [self._size(n, len(x.shape) - d) for d, n in enumerate(x.shape)]
+        hints = self._wide(sizes) if self.loops is not None and sizes else [0] * len(sizes)
+        strides = [self._value(n, hint=hint) if rule == OPEN else None
+                   for n, rule, hint in zip(x.strides, rules, hints, strict=True)]
+        return sizes, strides, (x.dtype, x.device, rules, x.overlaps)
+
+    def _wide(self, sizes: Sequence[int]) -> list[int]:
+        """Strides with gaps, of which none is another's, nor a size: those of loops are numbers like any others."""
+        gap, strides = len(self._places) + 2, [len(self._places) + 2]
+        for at in reversed(sizes[1:]):
+            strides.insert(0, strides[0] * self.hints[at] + gap)
+        return strides
+
+    def _rules(self, x: TensorLike) -> tuple[Rule, ...]:
+        if self.loops is None or not x.shape:
+            return stride_rules(self.op, x.shape, x.strides)
+        return (*(OPEN,) * (len(x.shape) - 1), 1 if x.strides[-1] == 1 else OPEN)
 
     def _size(self, n: int, from_last: int) -> int:
         """Those that elementwise operators broadcast to one another are one; so are those of operators that trust their
@@ -163,14 +237,15 @@ class Shapes:
         if not facts(self.op).elementwise and facts(self.op).checks:
             return self._value(n)
         seen = self._last.setdefault(from_last, {})
-        if n not in seen:
-            seen[n] = self._value(n)
-        return seen[n]
+        at = self._value(n, seen.get(n), max(n, 2) if self.loops is not None else 0)
+        seen.setdefault(n, at)
+        return at
 
     def symbolic(self, symbols: Sequence[Any]) -> Arguments:
         """The call with symbols in the place of its values."""
         made: dict[int, TensorLike] = {}
-        sizes = iter([symbol for symbol, used in zip(symbols, self._used(), strict=True) if not used])
+        used = {at for sizes, strides, _ in self._places.values() for at in (*sizes, *strides)}
+        sizes = iter([symbol for at, symbol in enumerate(symbols) if at not in used])
 
         def changed(x: Any, size: bool) -> Any:
             if isinstance(x, (list, tuple)):
@@ -182,20 +257,15 @@ class Shapes:
         return tuple(changed(x, is_size(self.op, a.name))
                      for a, x in zip(self.op._schema.arguments, self.args, strict=True))
 
-    def _used(self) -> list[bool]:
-        """Which values are of tensors."""
-        used = {at for sizes, strides, _ in self._places.values() for at in (*sizes, *strides)}
-        return [k in used for k in range(len(self.values))]
-
     def _with(self, x: TensorLike, symbols: Sequence[Any]) -> TensorLike:
         sizes, opened, _ = self._places[x.same]
-        shape = [n if at is None else symbols[at] for n, at in zip(x.shape, sizes, strict=True)]
-        rules = stride_rules(x.shape, x.strides)
-        strides: list[Any] = [rule if at is None else symbols[at] for rule, at in zip(rules, opened, strict=True)]
+        shape = [symbols[at] for at in sizes]
+        strides: list[Any] = [rule if at is None else symbols[at]
+                              for rule, at in zip(self._rules(x), opened, strict=True)]
         for d in in_memory(x.shape, x.strides):
             if isinstance(strides[d], tuple):
                 before = strides[d][0]
-                strides[d] = strides[before] * (shape[before] if x.shape[before] else 1)
+                strides[d] = strides[before] * shape[before]
         return replace(x, shape=tuple(shape), strides=tuple(strides))
 
 
@@ -206,46 +276,50 @@ class Shapes:
 class ClassProgram:
     """What serves the calls of a class whose sizes meet its guards."""
 
-    run: Run | None
+    at: Maker | None  # with numbers in the place of symbols; None: what it writes to is to be resized
+    names: tuple[str, ...]  # of the values of a call
     holds: Callable[..., bool]  # of the values of a call
     ranges: Callable[..., Any]  # of indices; of a call that is to resize what it writes to, the shapes
+    results: Callable[..., Any]  # how they lie
+    taken: tuple[Numbers, ...]  # of the numbers that are arguments of it
+
+    @staticmethod
+    def of(p: PlainProgram) -> ClassProgram:
+        holds, ranges, results = (function(p.names, text) for text in (p.holds, p.ranges, p.results))
+        at = None if p.package is None else p.package.maker()
+        return ClassProgram(at, p.names, holds, ranges, results, p.taken)
+
+    def takes(self, form: Form, shapes: Shapes) -> bool:
+        if not self.holds(*shapes.values):
+            return False
+        if 1 not in shapes.values or shapes.loops is not None or form.written:
+            return True
+        # Eager has rules of its own for dimensions of one element: where their strides come from, whether they stay.
+        return list(self.results(*shapes.values)) == layouts(graph_of(form, shapes.args))
 
     def served(self, shapes: Shapes) -> tuple[Run, tuple[Range, ...]]:
         given = self.ranges(*shapes.values)
-        if self.run is None:
+        if self.at is None:
             raise OtherShapes(list(given))
-        run, extra, shape = self.run, shapes.extra, shapes.shape
-        if shape is not None and len(shape) > 1:
-            return lambda args: [t.view(shape) for t in run([
-                x.view(-1) if isinstance(x, torch.Tensor) and x.dim() else x for x in args])], given
-        return (lambda args: run(args + extra)) if extra else run, given
+        layout: Layout = (None, None) if shapes.loops is None else shapes.loops.layout
+        return self.at(dict(zip(self.names, shapes.values, strict=True)), layout), given
 
 
 @dataclass
 class CallClass:
     """Calls that differ in sizes and numbers alone."""
 
-    first: Hashable  # the sizes of the first of them
-    numbers: list[Any]  # and its numbers
+    numbers: list[Any]  # of the first of them
     changed: int = 0  # at which positions other numbers were seen, as bits
-    kinds: set[str] = field(default_factory=set)  # of numbers that have programs of their own
     # By the numbers that are arguments, as bits, and the others: programs, or why one is made for each shape
     programs: dict[Hashable, list[ClassProgram] | str] = field(default_factory=dict)
-    taken: dict[int, tuple[Numbers, ...]] = field(default_factory=dict)  # by the same bits
-
-    def __post_init__(self) -> None:
-        self.kinds.add(str(self.numbers))
 
     def lifting(self, numbers: list[Any]) -> int:
-        """The numbers that change from call to call, as bits; none while few were seen."""
-        text = str(numbers)
-        if text in self.kinds:
+        """The numbers that change from call to call, as bits; none for those that have a program of their own."""
+        if (0, str(numbers)) in self.programs:
             return 0
         for k, (x, y) in enumerate(zip(numbers, self.numbers, strict=True)):
             self.changed |= int(str(x) != str(y)) << k
-        if len(self.kinds) < PATIENCE:
-            self.kinds.add(text)
-            return 0
         return self.changed
 
 
@@ -261,14 +335,13 @@ class Programs:
         self.most_fixed = most_fixed  # programs for one shape of a form
         self.apart = apart  # within which others than the callers' threads compile
         self._fixed: Counter[Form] = Counter()
-        self._many: set[Form] = set()  # that have programs for many shapes
         self._classes: OrderedDict[Hashable, CallClass] = OrderedDict()
         self._hot: OrderedDict[Hashable, Future[Run | None]] = OrderedDict()
         self._lock = fork_safe(threading.RLock())
 
     def is_new(self, form: Form, args: Arguments) -> bool:
         """Whether this is the first call of its class."""
-        shapes = Shapes(form.op, args)
+        shapes = Shapes(form.op, args, self.into_any)
         key = class_key(form, shapes)
         with self._lock:
             known = key in self._classes
@@ -277,13 +350,10 @@ class Programs:
 
     def serving(self, form: Form, args: Arguments, lift: int) -> Served:
         """What serves such calls. UnsupportedError says why there is nothing, OtherShapes what is to be resized."""
-        shapes = Shapes(form.op, args)
-        found = None if shapes.empty or not shapes.values else self._class(class_key(form, shapes), shapes)
+        shapes = Shapes(form.op, args, self.into_any)
         why = ""
-        # The first shape of a class may be its only one, unless the operator had many in other classes. By the wish for
-        # results that depend on nothing but their arguments, all have programs of one kind.
-        if found is not None and (found.first != shapes.identity or form in self._many
-                                  or torch.are_deterministic_algorithms_enabled()):
+        if not shapes.empty and shapes.values:
+            found = self._class(class_key(form, shapes), shapes)
             with self._lock:
                 changing = 0 if lift else found.lifting(shapes.numbers)
             for bits in (changing, lift) if changing else (lift,):
@@ -291,74 +361,84 @@ class Programs:
                 if isinstance(program, str):
                     why = program
                 elif bits == lift or all(
-                        takes(found.taken[bits], k, x) for k, x in enumerate(shapes.numbers) if bits >> k & 1):
-                    return *program.served(shapes), found.taken[bits], bits, True
+                        takes(program.taken, k, x) for k, x in enumerate(shapes.numbers) if bits >> k & 1):
+                    return *program.served(shapes), program.taken, bits, True
         numbers = taken(form.op, args, lift) if lift else ()
         if self._fixed[form] >= self.most_fixed:
             raise UnsupportedError(f"{self.most_fixed} kernels were built already")
-        run, ranges, _ = build(form, args, lift, self.into_any)
+        made = build(form, args, lift, self.into_any)
         self._fixed[form] += 1
         if why:
             FIXED.setdefault(form.name, why)
-        return run, ranges, numbers, lift, False
+        return made.run, made.ranges, numbers, lift, False
 
     def _class(self, key: Hashable, shapes: Shapes) -> CallClass:
         with self._lock:
-            found = self._classes.setdefault(key, CallClass(shapes.identity, shapes.numbers))
+            found = self._classes.setdefault(key, CallClass(shapes.numbers))
             self._classes.move_to_end(key)
             if len(self._classes) > MOST_CLASSES:
                 self._classes.popitem(last=False)
             return found
 
     def _program(self, form: Form, shapes: Shapes, found: CallClass, lift: int) -> ClassProgram | str:
-        key = lift, str([x for k, x in enumerate(shapes.numbers) if not lift >> k & 1])
-        with self._lock:
-            programs = found.programs.setdefault(key, [])
-            if isinstance(programs, str):
-                return programs
-            for known in programs:
-                if known.holds(*shapes.values):
-                    return known
+        key = lift, str(shapes.numbers if not lift else [x for k, x in enumerate(shapes.numbers) if not lift >> k & 1])
+        kept = Kept((form.op, shapes.loops is not None, shapes.key, self.into_any, *key), form, shapes.args)
+        if key not in found.programs:  # those that an earlier process made
+            there = [ClassProgram.of(p) for p in kept.load()]
+            with self._lock:
+                found.programs.setdefault(key, there)
+        programs = found.programs[key]
+        if isinstance(programs, str):
+            return programs
+        for known in tuple(programs):
+            if known.takes(form, shapes):
+                return known
         # Without the lock: another thread, in which something is compiled, may come here.
         program: ClassProgram | str
         try:
             if len(programs) == MOST_PROGRAMS:
                 raise UnsupportedError(f"{MOST_PROGRAMS} programs for many shapes were for few")
-            program = made(form, shapes, lift, self.into_any)
+            with quiet_traces():
+                plain_program = made(form, shapes, lift, self.into_any)
+            program = ClassProgram.of(plain_program)
             if not program.holds(*shapes.values):
                 return "its sizes do not fit together"  # one for this shape says what is wrong
-            intervals = taken(form.op, shapes.args, lift) if lift else ()
+            kept.store(plain_program, len(programs))
         except Exception as error:  # one for this shape may do, or say what is wrong
             program = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
         with self._lock:
             if isinstance(program, str):
                 found.programs[key] = program
             else:
-                found.taken.setdefault(lift, intervals)
                 programs.append(program)
-                self._many.add(form)
         return program
 
     def hot(self, form: Form, args: Arguments, lift: int, wait: bool) -> Run | None:
-        """A program for one shape that many calls have: begun in the background, and there once somebody waits."""
+        """A program for one shape that many calls have: begun in the background, and there once somebody waits. Rows
+        are as fast with any number of elements, and get one for the numbers of the call."""
         if torch.are_deterministic_algorithms_enabled():  # it may add in another order than the one that served so far
             return None
-        shapes = Shapes(form.op, args)
+        shapes = Shapes(form.op, args, self.into_any)
+        if shapes.is_row and (lift or not shapes.numbers):
+            return None
         key = class_key(form, shapes), lift, str((shapes.numbers, shapes.identity))
         if not wait:
-            self._hot[key] = WORKER.submit(contextvars.copy_context().run, self._for_one_shape, form, args, lift)
+            self._hot[key] = WORKER.submit(contextvars.copy_context().run, self._own, form, args, shapes, lift)
             if len(self._hot) > MOST_CLASSES:
                 self._hot.popitem(last=False)
             return None
         begun = self._hot.pop(key, None)
         # One that is not there yet may wait for a lock that this thread holds.
-        return begun.result() if begun is not None and begun.done() else self._for_one_shape(form, args, lift)
+        return begun.result() if begun is not None and begun.done() else self._own(form, args, shapes, lift)
 
     @untraced
-    def _for_one_shape(self, form: Form, args: Arguments, lift: int) -> Run | None:
+    def _own(self, form: Form, args: Arguments, shapes: Shapes, lift: int) -> Run | None:
         try:
             with torch.no_grad(), self.apart():
-                return build(form, args, lift, self.into_any).run
+                if not shapes.is_row:
+                    return build(form, args, lift, self.into_any).run
+                program = self._program(form, shapes, self._class(class_key(form, shapes), shapes), 0)
+                return None if isinstance(program, str) else program.served(shapes)[0]
         except Exception as error:  # what serves goes on serving
             log.debug("%s has no program for one shape: %s", form.name, error)
             return None
@@ -370,31 +450,48 @@ WORKER = Pool(1, "shapes")
 
 def class_key(form: Form, shapes: Shapes) -> Hashable:
     return (form.op, config.variant(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
-            shapes.key)
+            shapes.loops is not None, shapes.key)
 
 
 def takes(intervals: Sequence[Numbers], number: int, x: Any) -> bool:
     return any(k == number and least <= x <= most for k, _, least, most in intervals)
 
 
-def made(form: Form, shapes: Shapes, lift: int, into_any: bool) -> ClassProgram:
+def made(form: Form, shapes: Shapes, lift: int, into_any: bool) -> PlainProgram:
     env = ShapeEnv()
-    symbols = [env.create_symbol(n, ConstantSource(f"n{k}"), DimDynamic.DYNAMIC) for k, n in enumerate(shapes.values)]
-    sizes = [env.create_symintnode(s, hint=n) for s, n in zip(symbols, shapes.values, strict=True)]
-    run: Run | None = None
+    sizes: list[Any] = []
+    names: list[str] = []
+    guards: list[str] = []
+    whole = form.functional in LOWERINGS or facts(form.functional).library  # a formula for sizes of one as well
+    for k, (n, same) in enumerate(zip(shapes.values, shapes.same, strict=True)):
+        names.append(f"n{k}")
+        if same < k:
+            sizes.append(sizes[same])
+            guards.append(f"n{k} == {names[same]}")
+        elif n < 2 and shapes.loops is None:
+            sizes.append(n)
+            guards.append(f"n{k} == {n}")
+        else:
+            symbol = env.create_symbol(shapes.hints[k], ConstantSource(f"n{k}"), DimDynamic.DYNAMIC)
+            sizes.append(env.create_symintnode(symbol, hint=shapes.hints[k]))
+            names[k] = symbol.name
+            guards += [] if whole else [f"{symbol.name} > 1"]
+    package, results = None, []
     try:
-        run, ranges, guards = build(form, shapes.symbolic(sizes), lift, into_any, env)
-        told = [[str(which), host_text(as_index(low)), host_text(as_index(high))] for which, low, high in ranges]
+        made = build(form, shapes.symbolic(sizes), lift, into_any, env, shapes.loops is not None)
+        package, results = made.package, [[text(n) for n in row] for row in made.results]
+        told = [[str(which), *(host_text(as_index(n)) for n in bounds)] for which, *bounds in made.ranges]
+        guards += made.equal
     except OtherShapes as other:
-        told, guards = [[text(n) for n in shape] for shape in other.shapes], []
-    guards += [text(guard.expr) for guard in env.guards]
-    for s in symbols:
-        bounds = env.var_to_range[s]
+        told = [[text(n) for n in shape] for shape in other.shapes]
+    # What is written, in loops over it, can lie in any way: only what was taken to be one has to be.
+    free = shapes.loops is not None and not results
+    guards += [text(guard.expr) for guard in env.guards if not free or guard.expr.is_Equality]
+    for s, bounds in () if free else env.var_to_range.items():
         guards += [f"{text(bounds.lower)} <= {s.name}"] if bounds.lower.is_Integer and bounds.lower > 2 else []
         guards += [f"{s.name} <= {text(bounds.upper)}"] if bounds.upper.is_Integer else []
-    names = ", ".join(s.name for s in symbols)
-    rows = "".join(f"({''.join(x + ', ' for x in row)}), " for row in told)
-    return ClassProgram(run, function(names, " and ".join(guards) or "True"), function(names, f"({rows})"))
+    numbers = taken(form.op, shapes.args, lift) if lift else ()
+    return PlainProgram(package, tuple(names), " and ".join(guards) or "True", rows(told), rows(results), numbers)
 
 
 def text(x: Any) -> str:
@@ -403,8 +500,12 @@ def text(x: Any) -> str:
     return printed
 
 
-def function(names: str, body: str) -> Callable[..., Any]:
+def rows(texts: list[list[str]]) -> str:
+    return f"({''.join('(' + ''.join(f'{n}, ' for n in row) + '), ' for row in texts)})"
+
+
+def function(names: Sequence[str], body: str) -> Callable[..., Any]:
     scope: dict[str, Any] = {"math": math}
-    exec(f"def of({names}): return {body}", scope)
+    exec(f"def of({', '.join(names)}): return {body}", scope)
     of: Callable[..., Any] = scope["of"]
     return of

@@ -28,7 +28,8 @@ from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import facts
 from flambeau.pipeline import Options, compiled
-from flambeau.runtime.launch_plan import Run
+from flambeau.runtime.executor import Known, write
+from flambeau.runtime.launch_plan import LaunchPlan, Run
 from flambeau.runtime.memory_layout import is_dense, overlapping
 from flambeau.runtime.placement import flat
 from flambeau.targets.base import Target, get_target
@@ -142,16 +143,23 @@ class Built(NamedTuple):
     run: Run  # takes the tensors of a call as a list, in order, and returns the results
     ranges: tuple[Range, ...]  # what its kernels accept of those tensors that are indices as they are
     equal: list[str]  # what its lowerings take for granted of symbols, as Python
+    package: LaunchPlan  # for calls with symbols: its maker takes numbers in their place
+    results: list[tuple[Any, ...]]  # shapes and strides
 
 
-def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None) -> Built:
+def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None,
+          layout: bool = False) -> Built:
     """What serves such calls.
 
     `into_any`: also where what the call writes to has gaps or another dtype, or has to be resized (OtherShapes).
     The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits; then the arguments that
-    are symbols of the shape environment `env`. UnsupportedError says why there is none.
+    are symbols of the shape environment `env`. `layout`: that of the results is given later. UnsupportedError says why
+    there is none.
     """
-    made = compiled(graph_of(form, args, lift, into_any, env), Options(config.numerics))
+    graph = graph_of(form, args, lift, into_any, env)
+    if env is not None:
+        at_least_one(env)
+    made = compiled(graph, Options(config.numerics))
     if made.captured.externs or any(
             isinstance(s, Call) and isinstance(s.target, OpOverload) for s in made.program.steps):
         raise not_lowered(made.captured, get_target(made.package.target))
@@ -160,7 +168,26 @@ def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, en
     for kernel in (made.build.wait() if made.build is not None else {}).values():
         if isinstance(kernel, CompileError):
             raise kernel
-    return Built(made.finish(), accepted(made.captured), assumed(made.captured))
+    package = made.package
+    if env is not None:
+        given = sum(n.op == "placeholder" and not isinstance(n.meta["val"], torch.SymInt) for n in graph.graph.nodes)
+        known = Known(frozenset(s.name for s in env.var_to_range), given, layout)
+        package = write(made.program, package.target, made.texts, package.device, known=known)
+    return Built(made.finish(), accepted(made.captured), assumed(made.captured), package, layouts(graph))
+
+
+def layouts(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """Sizes of the results, and strides behind them."""
+    results = next(n for n in reversed(graph.graph.nodes) if n.op == "output").args[0]
+    return [(*n.meta["val"].shape, *n.meta["val"].stride()) for n in results if n is not None]
+
+
+def at_least_one(env: Any) -> None:
+    """Torch traces symbols as numbers from two on. Loops that are made for those are right for one as well, if nothing
+    in them is left out because there are two."""
+    for s, bounds in env.var_to_range.items():
+        if bounds.lower == 2:
+            env.var_to_range[s] = type(bounds)(1, bounds.upper)
 
 
 def not_lowered(captured: Captured, target: Target) -> UnsupportedError:

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -565,12 +565,14 @@ def chosen(e: Expr) -> tuple[Expr, Expr] | None:
     return e.args[0], e.args[1]
 
 
-def masked(body: Expr, mask: Expr, along: Set[Sym] | None = None) -> Expr:
-    """The body with every read and every check made only where the mask holds. `along`: variables on which the reads
-    depend that need it; all others are as good where it does not hold."""
+def masked(body: Expr, mask: Expr, along: frozenset[Sym] | None = None) -> Expr:
+    """The body with every read and every check made only where the mask holds, or those alone that depend on one of
+    the variables `along`."""
 
     def guard(e: Expr) -> Expr:
-        if e.op == "load" and (along is None or not along.isdisjoint(e.symbols())):
+        if along is not None and e.op in ("load", *CHECKED) and along.isdisjoint(e.symbols()):
+            return e
+        if e.op == "load":
             m = mask if not e.args else mask & e.args[0]
             return load(e.attr[0], e.attr[1], e.dtype, m)
         if e.op == "check":

@@ -228,9 +228,12 @@ class Index:
     def can_leave(self, limit: int) -> bool:
         """Whether it can lie outside of [-limit, limit), or what it divides or compares on the way can: sums that wrap
         around come back, quotients do not."""
-        operands = (i for a in self.atoms() if isinstance(a, Op) for i in (a.a, a.b))
         return any(lo is None or hi is None or lo < -limit or hi >= limit
-                   for lo, hi in (i.bounds() for i in (self, *operands)))
+                   for lo, hi in (i.bounds() for i in self.on_the_way()))
+
+    def on_the_way(self) -> Iterable[Index]:
+        """Itself, and all that it divides or compares."""
+        return (self, *(i for a in self.atoms() if isinstance(a, Op) for i in (a.a, a.b)))
 
     def at_most_one(self) -> bool:
         """Whether a size is known to be 0 or 1: no index along it moves, and its stride is a matter of names."""
@@ -498,6 +501,42 @@ def upper(e: Index) -> Index:
         grows = coef > 0 and all(_never_falls(a, last) for a in mono)
         out = out + (term.subs(last) if grows else term)
     return out
+
+
+def largest(e: Index) -> Index | None:
+    """What its absolute value does not exceed, over sizes of the run alone; None where nothing is known."""
+    if not any(s.extent is not None or s.name.startswith(WORD) for s in e.symbols()) \
+            and not any(isinstance(a, Dyn) for a in e.atoms()):
+        return e if is_nonneg(e) else maximum(e, -e)
+    total = as_index(abs(e.const))
+    for mono, coef in e.terms:
+        term = as_index(abs(coef))
+        for a in mono:
+            most = _largest_atom(a)
+            if most is None:
+                return None
+            term = term * most
+        total = total + term
+    return total
+
+
+def _largest_atom(a: Atom) -> Index | None:
+    if a.lo is not None and a.hi is not None:
+        return as_index(max(abs(a.lo), abs(a.hi)))
+    if isinstance(a, Sym):
+        most = None if a.extent is None or a.lo is None or a.lo < 0 else largest(a.extent)
+        return from_atom(a) if a.extent is None and not a.name.startswith(WORD) else None if most is None else most - 1
+    if isinstance(a, Dyn):  # what was checked is below what it was checked against
+        return largest(a.expr.attr.size) if a.expr.op == "check" else None
+    assert isinstance(a, Op)
+    x, y = largest(a.a), largest(a.b)
+    if a.kind == "mod" or a.kind == "min" and is_nonneg(a.a) and is_nonneg(a.b):
+        return y if x is None or a.kind == "mod" and not is_nonneg(a.a) else x if y is None else minimum(x, y)
+    if x is None or y is None:
+        return None
+    if a.kind == "div":  # a floor goes one further below zero
+        return floordiv(x, maximum(a.b, 1)) + int(not is_nonneg(a.a)) if a.b is y else x
+    return maximum(x, y)
 
 
 def _never_falls(a: Atom, syms: Mapping[Sym, Index]) -> bool:

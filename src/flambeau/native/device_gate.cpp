@@ -61,7 +61,7 @@ struct Gate final : c10::OperatorKernel {
       if (e->many) count(s, *e, call, args);
       Tensors made;
       Failure failure;
-      if (!run(e->run, call, e->lifted, with_generator, made, failure)) {
+      if (!run(*e, call, with_generator, made, failure)) {
         TORCH_CHECK_WITH(OutOfMemoryError, !failure.memory, failure.text);
         failure.raise();
       }

@@ -86,7 +86,7 @@ struct Large final : c10::OperatorKernel {
 
     Tensors made;
     Failure failure;
-    if (run(e->run, call, e->lifted, nullptr, made, failure)) {
+    if (run(*e, call, nullptr, made, failure)) {
       s.ours.fetch_add(1, std::memory_order_relaxed);
       return s.give(*stack, made);
     }

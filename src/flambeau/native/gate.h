@@ -239,6 +239,7 @@ struct Kind {
   size_t number = 0;        // in the order of their first calls
   std::atomic<int> turn{};  // who serves them; 0 at first
   PyObject* run = nullptr;  // takes the list of a call's tensors, then of numbers; returns that of the results
+  uint64_t lifted = 0;      // the numbers that are arguments of the program, as bits
   std::atomic<bool> used{true};  // since entries were last dropped
   std::atomic<Kind*> next{};
 };
@@ -429,12 +430,12 @@ bool answer(PyObject* returned, Tensors& out, Failure& failure) {
 }
 
 // The results of a program, or what it said against the call. It takes the tensors, then those of the numbers that
-// `lifted` has bits for; `generators` runs it where the call brings a generator.
-bool run(PyObject* const& program, const Call& call, uint64_t lifted, PyObject* generators, Tensors& out,
-         Failure& failure) {
+// were lifted; `generators` runs it where the call brings a generator.
+bool run(const Kind& kind, const Call& call, PyObject* generators, Tensors& out, Failure& failure) {
   Gil gil;
   Private guard;
-  Owned held(Py_NewRef(program));  // another may take its place, with the lock that we have
+  Owned held(Py_NewRef(kind.run));  // another may take its place, with the lock that we have
+  uint64_t lifted = kind.lifted;
   Py_ssize_t at = 0;
   Owned list(PyList_New(Py_ssize_t(call.tensors.size()) + __builtin_popcountll(lifted)));
   for (const Tensor& t : call.tensors) PyList_SET_ITEM(list.get(), at++, THPVariable_Wrap(t));
@@ -549,7 +550,7 @@ struct Interval {
 struct Entry : Kind {
   std::vector<Range> ranges;
   std::vector<Interval> numbers;             // of those that are arguments of the program, some for each
-  uint64_t lifted = 0;                       // the numbers that are arguments of the program, as bits
+  uint64_t asked = 0;                        // those that were to be
   bool many = false;                         // the program is one for many shapes
   bool serves = false;                       // it is better than the original
   std::atomic<uint32_t> calls{};             // while it is
@@ -660,6 +661,7 @@ Owned said_by(PyObject* function, Asking& s, const Call& call, c10::ArrayRef<IVa
 void ask(Asking& s, Entry& e, const Call& call, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
   Gil gil;
   if (is_capturing(s)) return;
+  e.asked = lift;
   Owned said = said_by(ask_python, s, call, args, lift);
   if (said.get() == Py_False) return;
   Turn turn = kOriginal;
@@ -680,10 +682,11 @@ void count(Asking& s, Entry& e, const Call& call, c10::ArrayRef<IValue> args) {
   if (calls != kBegin && calls != kServe) return;
   Gil gil;
   if (is_capturing(s)) return;
-  Owned said = said_by(hot_python, s, call, args, e.lifted, calls == kServe ? Py_True : Py_False);
+  Owned said = said_by(hot_python, s, call, args, e.asked, calls == kServe ? Py_True : Py_False);
   if (said == nullptr || said.get() == Py_None) return;
   Owned before(e.run);
   e.run = said.release();
+  e.lifted = e.asked;
   e.turn.store(kOurs, std::memory_order_release);
 }
 

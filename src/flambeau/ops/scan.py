@@ -14,9 +14,10 @@ from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Level, Value, narrow
-from flambeau.ir.scalar import abs_, eq, exp, exp2, fma, isnan, log1p, maximum, rough_log2
+from flambeau.ir.scalar import abs_, eq, exp, exp2, fma, isnan, log1p, maximum, ne, rough_log2
 from flambeau.ops.facts import EVERYWHERE, describe
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
+from flambeau.ops.scattering import scatter
 
 aten = torch.ops.aten
 
@@ -113,6 +114,52 @@ def _extremum_so_far(name: str, x: Value, dim: int) -> tuple[Value, Value]:
 
 lower(aten.cummax, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_far, "max"))
 lower(aten.cummin, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_far, "min"))
+
+
+# torch adds each element of this gradient to its place. But places are in runs, each of which begins at its own place:
+# as one operator it is a scan that begins anew with each run, where additions to one place would wait for one another.
+torch.library.define("flambeau::cummaxmin_backward", "(Tensor grad, Tensor indices, int dim) -> Tensor")
+torch.library.impl("flambeau::cummaxmin_backward", "CompositeExplicitAutograd",
+                   lambda grad, indices, dim: grad.new_zeros(grad.shape).scatter_add(dim, indices, grad))
+describe(aten.cummaxmin_backward.default,
+         traced=lambda grad, x, indices, dim: torch.ops.flambeau.cummaxmin_backward(grad, indices, dim))
+
+
+@torch.library.register_fake("flambeau::cummaxmin_backward")
+def _(grad: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
+    return grad.new_empty(grad.shape)
+
+
+@cache
+def _in_runs(dtype: DType) -> Combine:
+    """The sum of a run, from its end; whether it goes on before the elements so far, and a value that only the last
+    one has."""
+
+    def fn(after: tuple[Expr, ...], here: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return where(ne(here[0], 0), after[0], 0), where(ne(here[0], 0), after[1], 0) + here[1], here[2]
+
+    return make_combine("runs", (dtype,) * 3, (1, 0, 1), fn)
+
+
+@lower(torch.ops.flambeau.cummaxmin_backward)
+def cummaxmin_backward(grad: Value, indices: Value, dim: int) -> Value:
+    if not grad.rank:
+        return grad
+    axis, wide = wrap_dim(dim, grad.rank), running(grad.dtype)
+    if build.graph().capabilities.ordered_scatter:
+        zeros = build.pointwise(grad.shape, lambda i: const(0, grad.dtype))
+        return scatter(zeros, dim, indices, grad, reduce="add")
+
+    def begins(i: tuple[Index, ...], at: Index) -> Expr:
+        inside = index_value(at) < index_value(grad.shape[axis])
+        return where(inside, eq(indices.load((*i[:axis], at, *i[axis + 1:]), inside), index_value(at)), True)
+
+    def element(i: tuple[Index, ...]) -> tuple[Expr, Expr, Expr]:
+        return (where(begins(i, i[axis] + 1), const(0, wide), 1), cast(grad.load(i), wide),
+                where(begins(i, i[axis]), const(1, wide), 0))
+
+    return build.scan(grad.shape, axis, _in_runs(wide), element, reverse=True, dtypes=(grad.dtype,),
+                      finish=lambda c: (cast(where(ne(c[2], 0), c[1], 0), grad.dtype),))[0]
 
 
 @cache

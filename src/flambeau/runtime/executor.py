@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from flambeau.codegen.source import host_text
-from flambeau.ir.index import Index, Sym
+from flambeau.ir.index import Index
 from flambeau.ir.nodes import Buffer, Host, Value
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel
-from flambeau.schedule.memory import lifetimes, nbytes
+from flambeau.schedule.memory import lifetimes, nbytes, span
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Run, Source, Target, get_target
 from flambeau.torch_compat.ops import OpOverload
@@ -32,11 +33,20 @@ LARGE = 16 << 20  # bytes from which a target is told of fresh memory
 HEAVY = 1 << 20  # bytes that are worth a launch of their own, if others can have them afterwards
 
 
+@dataclass(frozen=True)
+class Known:
+    """Of calls that are alike."""
+
+    names: frozenset[str]  # of numbers
+    arguments: int  # those that are given with each call
+    layout: bool  # shape and strides of the results, which are whole buffers with as many elements
+
+
 def write(p: Program, target: str, kernels: Sequence[Source], device: torch.device | None = None,
-          promises: Promises | None = None) -> LaunchPlan:
+          promises: Promises | None = None, known: Known | None = None) -> LaunchPlan:
     """The package of a program, whose kernels have these texts. It runs on `device`, else on the CPU. Its results are
-    compared with `promises`."""
-    w = Writer(p, [k.bounded for k in kernels], promises, get_target(target).addresses)
+    compared with `promises`. `known`: what is given once (`LaunchPlan.maker`), and not with every call."""
+    w = Writer(p, [k.bounded for k in kernels], promises, get_target(target).addresses, known)
     over = {b.over for b in p.buffers if b.over}
     return LaunchPlan(target, w.source(), tuple(kernels), w.plans, w.constants, tuple(w.views),
                       w.tables, w.calls, len(w.slots) + 1, device or torch.device("cpu"),
@@ -54,7 +64,7 @@ class Writer:
     """Writes the source of a program's run function, and the tables of what it names."""
 
     def __init__(self, p: Program, bounded: Sequence[bool] = (), promises: Promises | None = None,
-                 addresses: bool = True) -> None:
+                 addresses: bool = True, known: Known | None = None) -> None:
         self.p, self.buffers = p, p.places
         self.addresses = addresses  # what launches take of tensors
         self.promises = promises
@@ -69,7 +79,10 @@ class Writer:
         self.calls: dict[str, Prepared] = {}
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
-        self.unknown: dict[Sym, Host] = dict(p.numbers)  # numbers that are not found yet
+        self.given = known
+        self.fixed = {s for s, _ in p.numbers if known is not None and s.name in known.names}
+        self.bound: dict[str, str] = {}  # texts of what follows from those alone, and names
+        self.unknown = {s: host for s, host in p.numbers if s not in self.fixed}  # numbers that are not found yet
         self.there: set[str] = set()
 
     def line(self, text: str) -> None:
@@ -89,7 +102,11 @@ class Writer:
     def shape(self, sizes: tuple[Index, ...]) -> str:
         if all(s.is_const for s in sizes):
             return self.const(tuple(s.const for s in sizes), "k")
-        return "(" + "".join(host_text(s) + ", " for s in sizes) + ")"
+        text = "(" + "".join(host_text(s) + ", " for s in sizes) + ")"
+        return self.once(text) if self.given and all(s.symbols() <= self.fixed for s in sizes) else text
+
+    def once(self, text: str) -> str:
+        return self.bound.setdefault(text, f"o{len(self.bound)}")
 
     def slot(self, name: str) -> int:
         return self.slots.setdefault(name, len(self.slots) + 1)  # slot 0 is the arena
@@ -138,6 +155,8 @@ class Writer:
         named: dict[Value, str] = {}
         for o, times in Counter(values).items():
             named[o] = self.argument(o) + (".detach()" if o.twin else "")
+            if self.given is not None and self.given.layout and not self.is_result(o.buffer):
+                named[o] += ".as_strided(shape, strides)"
             if times > 1 and not named[o].isidentifier():
                 self.line(f"r{len(named)} = {named[o]}")
                 named[o] = f"r{len(named)}"
@@ -161,9 +180,11 @@ class Writer:
 
     def source(self) -> str:
         p = self.p
-        self.line(f"{''.join(n + ', ' for n in p.arguments)} = args" if p.arguments else "pass")
+        arguments = p.arguments if self.given is None else p.arguments[:self.given.arguments]
+        self.there.update(s.name for s in self.fixed)
+        self.line(f"{''.join(n + ', ' for n in arguments)} = args" if arguments else "pass")
         self.line("args.clear()")
-        self.find_numbers(p.arguments)
+        self.find_numbers(arguments)
         if self.promises is not None:
             self.line(f"held = ({''.join(name + ', ' for name in p.inputs)})")
         self.line("P = PROTO.copy()")
@@ -186,7 +207,12 @@ class Writer:
             head = self.lines.index("    try:") + 1
             self.lines[head:] = ["    " + x for x in self.lines[head:]]
             self.lines += ["    finally:", "        POOL.give(arena)"]
-        return "def run(args):\n" + "\n".join(self.lines)
+        run = ["def run(args):", *self.lines]
+        if self.given is not None:
+            numbers = [f"{s.name} = sizes['{s.name}']" for s in sorted(self.fixed, key=lambda s: s.name)]
+            inside = [*numbers, *(f"{name} = {text}" for text, name in self.bound.items()), *run, "return run"]
+            run = ["def at(sizes, shape, strides):", *("    " + line for line in inside)]
+        return "\n".join(run)
 
     def compared(self, m: Promises, outs: str) -> str:
         """The results, once they are known to be what torch was told."""
@@ -218,13 +244,18 @@ class Writer:
     def allocate(self, name: str, launched: set[str]) -> None:
         b = self.buffers[name]
         layout = f"{self.shape(b.shape)}, {self.shape(b.strides)}"
+        if self.given is not None and self.given.layout and self.is_result(name):
+            layout = "shape, strides"
         if b.place == "over":
             old = self.buffers[b.over]
             same = (b.shape, b.strides) == (old.shape, old.strides)
             self.line(f"{name} = {b.over}" + ("" if same else f".as_strided({layout})"))
         else:
             self.line(f"{name} = empty_strided({layout}, {self.const(b.dtype)})")
-            if self.is_of(name, LARGE):
+            elements = span(b)
+            if self.given and not elements.is_const and elements.symbols() <= self.fixed:
+                self.line(f"if {self.once(f'{host_text(elements)} >= {LARGE // b.dtype.itemsize}')}: fresh({name})")
+            elif self.is_of(name, LARGE):
                 self.line(f"fresh({name})")
         if name in launched:
             self.place(name)
@@ -233,6 +264,11 @@ class Writer:
         """Whether a buffer may have that many bytes."""
         size = nbytes(self.buffers[name])
         return size is None or size >= least
+
+    def is_result(self, name: str) -> bool:
+        """Whether a buffer is made to be a result, as it is."""
+        return self.buffers[name].place == "output" and any(
+            isinstance(o, Value) and o.buffer == name and self.view(o) is None for o in self.p.outputs)
 
     def steps(self, launched: set[str]) -> None:
         """Memory comes when the first step needs it, and goes after the last."""
@@ -255,6 +291,8 @@ class Writer:
             if pending:
                 plan = self.named(self.plans, "plan", tuple(step for step, _, _ in pending))
                 table = "(" + "".join(s + ", " for s in sizes) + ")"
+                if self.given and sizes.keys() <= {s.name for s in self.fixed}:
+                    table = self.once(table)
                 where = self.const(tuple((origins, args) for _, origins, args in pending), "w")
                 self.line(f"bad = {plan}(P, {table})")
                 self.line(f"if bad is not None: check(bad, {where}, PLANS['{plan}'], {table}, SITES)")

@@ -22,9 +22,10 @@ import torch
 
 from flambeau.errors import BoundsError, CompileError
 from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
-from flambeau.targets.base import Build, Launch, Run, Source, Target, get_target
+from flambeau.targets.base import Build, Launch, Plan, Run, Source, Target, get_target
 from flambeau.torch_compat.autograd import keeps_graph
 
+from . import ranges
 from .address_tables import AddressTables, Table
 from .operator_calls import EXTENSION, Prepared, operator_named
 from .recordable import Recordable
@@ -32,6 +33,11 @@ from .recording import function_now, recorded
 from .result_checks import kept
 
 DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs
+
+
+# Numbers by name, shape and strides of the results
+Layout = tuple[tuple[int, ...], tuple[int, ...]] | tuple[None, None]
+Maker = Callable[[Mapping[str, int], Layout], Run]
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,16 @@ class LaunchPlan:
 
     def load(self) -> Run:
         """The run function; kernels come from the cache or are built. CompileError if one does not build."""
+        return self.bind(self.built(), function_now())
+
+    def built(self) -> Mapping[str, Launch | CompileError]:
+        """Its kernels; CompileError if one does not build."""
         build = self.build()
         kernels = build.wait() if build is not None else {}
         for kernel in kernels.values():
             if isinstance(kernel, CompileError):
                 raise kernel
-        return self.bind(kernels, function_now())
+        return kernels
 
     def build(self) -> Build | None:
         """Start to build the kernels, in the background."""
@@ -88,14 +98,27 @@ class LaunchPlan:
         with target.on(self.device):
             return target.build(self.kernels) if self.kernels else None
 
+    def maker(self) -> Maker:
+        """Of a package that knows some numbers of its calls (`executor.Known`): the run function for those."""
+        at = self._scope(self.built())["at"]
+        return lambda sizes, layout: self._guarded(at(sizes, *layout))
+
     def bind(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
         """The run function over kernels that are built. `function`: what was compiled, this graph being a part."""
+        target = get_target(self.target)
+        run: Run = self._scope(kernels)["run"]
+        if self.graphs is not None:
+            run = recorded(run, target.recorder(), self.graphs, self.device, function)
+        if self.overwritten:
+            run = keeping(run, self.overwritten)
+        return self._guarded(run)
+
+    def _scope(self, kernels: Mapping[str, Launch | CompileError]) -> dict[str, Any]:
         target = get_target(self.target)
         loaded: list[Any] = [kernels[k.name] for k in self.kernels]
         scope: dict[str, Any] = {
             **SCOPE, **self.constants,
-            **{name: target.plan([(loaded[s.kernel], s.pointers, s.sizes) for s in steps])
-               for name, steps in self.plans.items()},
+            **{name: self._plan(target, steps, loaded) for name, steps in self.plans.items()},
             **{name: AddressTables(target, self.device, tables) for name, tables in self.tables.items()},
             "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
             "fresh": target.fresh,
@@ -109,12 +132,21 @@ class LaunchPlan:
             EXTENSION.tell(lambda module: scope.update(
                 (name, c.native(module, operators[name])) for name, c in self.calls.items()))
         exec(compile(self.source, "<flambeau program>", "exec"), scope)
-        run: Run = scope["run"]
-        if self.graphs is not None:
-            run = recorded(run, target.recorder(), self.graphs, self.device, function)
-        if self.overwritten:
-            run = keeping(run, self.overwritten)
-        return target.guarded(run, self.device)
+        return scope
+
+    def _plan(self, target: Target, steps: Sequence[Step], loaded: Sequence[Any]) -> Plan:
+        launches = [(loaded[s.kernel], s.pointers, s.sizes) for s in steps]
+        if ranges.wanted(self.device):
+            return ranges.plan(target, launches, [self._titles()[s.kernel] for s in steps])
+        return target.plan(launches)
+
+    def _titles(self) -> list[str]:
+        return [k.title or k.name for k in self.kernels]
+
+    def _guarded(self, run: Run) -> Run:
+        if ranges.wanted(self.device):
+            run = ranges.around(ranges.title(self._titles()), run)
+        return get_target(self.target).guarded(run, self.device)
 
 
 def keeping(run: Run, positions: tuple[int, ...]) -> Run:

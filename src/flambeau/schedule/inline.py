@@ -106,12 +106,31 @@ def is_rough(e: Expr) -> bool:
 def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
     prune(graph)
     hard = materialised(graph)
+    uses, joined = consumers(graph), True
+    while joined:
+        why = _inline_once(graph, caps, uses, hard)
+        prune(graph)
+        before, uses = uses, consumers(graph)
+        joined = any(before[name] > 1 == uses[name] for name in why)  # several consumers have become one
+    alive = {x for n in graph.nodes for x in n.names}
+    for name, reasons in why.items():
+        if name in alive:
+            notes.append(f"{name} is kept: {'; '.join(sorted(reasons))}")
+
+
+def consumers(graph: Graph) -> Counter[str]:
+    """How many nodes read each value, those left out that read few of its points."""
     uses: Counter[str] = Counter()
     points = {name: about(volume(n.vars), graph.typical, 0) for n in graph.nodes if isinstance(n, Pointwise)
               for name in n.names}
     for n in graph.nodes:
         for name in n.reads():
             uses[name] += not are_few(points.get(n.names[0], 0) if n.names else 0, points.get(name, 0))
+    return uses
+
+
+def _inline_once(graph: Graph, caps: Capabilities, uses: Counter[str], hard: dict[str, str]) -> dict[str, set[str]]:
+    """In the order of the nodes; what is kept, and why."""
     bodies: dict[str, Body] = {}
     why: dict[str, set[str]] = defaultdict(set)
     nodes: list[Node] = []
@@ -126,11 +145,7 @@ def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
                                       about(volume(n.vars), graph.typical, 0))
         nodes.append(n)
     graph.nodes = nodes
-    prune(graph)
-    alive = {x for n in graph.nodes for x in n.names}
-    for name, reasons in why.items():
-        if name in alive:
-            notes.append(f"{name} is kept: {'; '.join(sorted(reasons))}")
+    return why
 
 
 def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Body], uses: Counter[str],

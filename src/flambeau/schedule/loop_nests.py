@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -88,6 +88,11 @@ class NestDraft:
     def exprs(self) -> list[Expr]:
         out = exprs_of(self.items)
         return out + list(self.bounds) if self.bounds else out
+
+    def rewritten(self, fn: Callable[[Expr], Expr]) -> NestDraft:
+        memo: dict[Expr, Expr] = {}
+        items = [replace(i, exprs=tuple(rewrite(e, fn, None, memo) for e in i.exprs)) for i in self.items]
+        return replace(self, items=items)
 
     def substitute(self, mapping: dict[Sym, Index]) -> None:
         memo: dict[Expr, Expr] = {}
@@ -298,15 +303,28 @@ def distance(step: Index | None, typical: Mapping[Sym, int] | None = None) -> in
     return 0 if step is None else abs(about(step, {**dict.fromkeys(step.symbols(), _LARGE), **(typical or {})}, 0))
 
 
-def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
-    """Neighbours that every access walks as one become one."""
+def merge(vars: list[Sym], d: NestDraft, limits: bool = False) -> list[Sym]:
+    """Neighbours that every access walks as one become one; so do those of which only the first has a limit, if what
+    is compared may be another number."""
     for k in range(len(vars) - 2, -1, -1):
         a, b = vars[k], vars[k + 1]
-        if mergeable(a, b, d):
+        other = d.rewritten(lambda x, a=a, b=b: limit_of_both(x, a, b)) if limits else d  # type: ignore[misc]
+        if mergeable(a, b, other):
+            d.items = other.items
             joint = Sym(f"{a.name}{b.name}", a.size * b.size)
             d.substitute({a: as_index(joint) // b.size, b: as_index(joint) % b.size})
             vars[k:k + 2] = [joint]
     return vars
+
+
+def limit_of_both(e: Expr, a: Sym, b: Sym) -> Expr:
+    """a < n as a * (extent of b) + b < n * (extent of b), which is the same, and walks both as one."""
+    if e.op != "lt" or e.args[0].op != "index" or e.args[1].op not in ("index", "const"):
+        return e
+    i, n = (as_index(x.attr) for x in e.args)
+    if i.coefficient(a) is not ONE or b in i.symbols() or not n.symbols().isdisjoint((a, b)):
+        return e
+    return index_value(i * b.size + b) < index_value(n * b.size)
 
 
 def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
@@ -365,7 +383,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         tile = next((v for k, v in enumerate(d.outer)
                      if volume(d.outer[k + 1:]) is ends), None)
     if g.segment is None:
-        d.inner = merge(d.inner, d)
+        d.inner = merge(d.inner, d, caps.programs > 1)
     if vector is not None and vector not in (*d.outer, *d.inner):
         vector = d.outer[-1] if vector is last_outer else d.inner[-1]
     if tile is not None and (tile not in d.outer or vector not in d.outer):
@@ -390,9 +408,10 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         live = tuple(i for i in stages[t] if any(n in used or n in d.stores for n in i.names))
         if live:
             ordered.append(live)
-    sizes = sizes_of(d)
+    params = params_of(d.accesses(), buffers)
+    sizes = sizes_of(d, params)
     kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(d.stores.items()),
-                        frozenset(scratch), params_of(d.accesses(), buffers), sizes, d.bounds, tile,
+                        frozenset(scratch), params, sizes, d.bounds, tile,
                         tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
                         typical=typical_sizes(sizes, d.typical))
     return kernel, extra
@@ -401,13 +420,20 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
 def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Buffer]) -> tuple[Param, ...]:
     """Pointer arguments in order of first use: text does not depend on buffer names."""
     written = {n for n, _, s in accesses if s}
-    return tuple(Param(n, buffers[n].dtype, n in written) for n in dict.fromkeys(n for n, _, _ in accesses))
+    anywhere = {n for n, a, _ in accesses if any(isinstance(x, Dyn) and x.hi is None for x in a.atoms())}
+    return tuple(Param(n, buffers[n].dtype, n in written, reach=reach_of(buffers[n]) if n in anywhere else None)
+                 for n in dict.fromkeys(n for n, _, _ in accesses))
 
 
-def sizes_of(d: NestDraft) -> tuple[Sym, ...]:
+def reach_of(b: Buffer) -> Index:
+    """How many elements of memory lie between its first and its last, with both."""
+    return b.place([n - 1 for n in b.shape]) + 1
+
+
+def sizes_of(d: NestDraft, params: Sequence[Param]) -> tuple[Sym, ...]:
     """Run-time sizes that the kernel needs."""
     loop = {*d.outer, *d.inner}
-    free: set[Sym] = set()
+    free: set[Sym] = {s for p in params if p.reach is not None for s in p.reach.symbols()}
     for i in d.indices():
         free |= i.symbols()
     for v in loop:
@@ -453,9 +479,10 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     if row and d.outer and d.about(d.outer[-1].size, side) >= side and (simple or expensive):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     ordered = caps.deterministic and any(map(is_float, n.combine.dtypes))
-    sizes = sizes_of(d)
+    params = params_of(d.accesses(), buffers)
+    sizes = sizes_of(d, params)
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
-                      tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes,
+                      tuple(sorted(d.stores.items())), n.reverse, params, sizes,
                       n.origins, ordered, typical=typical_sizes(sizes, d.typical))
 
 
@@ -515,7 +542,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
     mask = None if mask is None else rest[0]
     address, init_address, *owned = d.stores.values()
     params = params_of([a for a in d.accesses() if a[0] in buffers], buffers)
-    sizes = sizes_of(d)
+    sizes = sizes_of(d, params)
     return ScatterKernel(tuple(d.inner), None if n.covers else init, init_address, tuple(d.outer),
                          frozenset(free & set(d.outer)), address, owned[0] if owned else None, owners, value, mode,
                          mask, out, params, sizes, n.origins, n.unique, typical_sizes(sizes, typical))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flambeau.ir.index import as_index
+from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Graph, Value
 from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Launch, Program, Step
 
@@ -73,12 +73,15 @@ def lifetimes(p: Program | ProgramDraft) -> dict[str, tuple[int, int]]:
 
 def nbytes(b: BufferPlan) -> int | None:
     """Bytes a dense buffer spans, None if not known before the run."""
-    top = as_index(1)
-    for n, s in zip(b.shape, b.strides, strict=True):
-        if n.is_const and n.const == 0:
-            return 0
-        top = top + (n - 1) * s
+    top = span(b)
     return top.const * b.dtype.itemsize if top.is_const else None
+
+
+def span(b: BufferPlan) -> Index:
+    """Elements from the first to the last."""
+    if any(n.is_const and n.const == 0 for n in b.shape):
+        return as_index(0)
+    return sum(((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True)), as_index(1))
 
 
 def plan_memory(p: ProgramDraft, most: int | None = None) -> None:

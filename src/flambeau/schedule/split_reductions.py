@@ -14,9 +14,21 @@ from itertools import permutations
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import index_value, loads, masked, walk, where
 from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, flat, unflat, volume, walks_as_one
-from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.nodes import (
+    Contract,
+    Graph,
+    Node,
+    Pointwise,
+    Reduce,
+    Segment,
+    as_indices,
+    contiguous_strides,
+    dim_vars,
+)
 from flambeau.ir.program import CHUNK
 from flambeau.ir.tuning import Tuning
+
+from .loop_nests import distance
 
 
 def split_reductions(graph: Graph, caps: Capabilities) -> None:
@@ -67,13 +79,18 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     points, results = (about(volume(vars), graph.typical, 0) for vars in (n.reduced, n.kept))
     rows = reduces_contiguous(graph, n)
     t = caps.tuning
-    programs = results if rows else -(-results // t.split_columns)
-    least = t.split_piece if rows else t.split_piece // t.split_columns
+    across = rows and written_across(graph, n, t.vector_least)
+    programs = results if rows and not across else -(-results // t.split_columns)
+    least = t.split_piece if rows and not across else t.split_piece // t.split_columns
     if not 0 < programs * 2 <= caps.programs or points < 4 * least:
         return [n]
-    wanted = min(caps.programs // programs, points // least)
+    # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
+    wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
+        min(caps.programs // programs, points // least)
     cuts = pieces_of(graph, n, wanted, t)
-    if not all(is_even(v, c) for v, c in cuts.items()):  # and no map has the same points: they may be counted otherwise
+    fixed = all(v.size.is_const for v in n.vars)
+    beside = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
+    if not (beside and all(is_even(v, c) for v, c in cuts.items())):  # no map has its points: they may be counted anew
         n = joined(graph, n)
         cuts = pieces_of(graph, n, wanted, t)
     return cut(graph, n, cuts, rows) if cuts else [n]
@@ -84,11 +101,12 @@ Cut = tuple[Index, Index]  # how many pieces, and how long each of them is
 
 def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning) -> dict[Sym, Cut]:
     cuts: dict[Sym, Cut] = {}
+    at = places(graph, n)
     for v in n.reduced:
         pieces = min(wanted, about(v.size, graph.typical, 0))
         if pieces >= (t.split_more if cuts else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
-            if about(length, graph.typical, 0) > t.split_even:
+            if about(length, graph.typical, 0) > t.split_even and any(i.coefficient(v) is ONE for i in at):
                 length = ceildiv(length, t.split_even) * t.split_even
             cuts[v] = (ceildiv(v.size, length) if v.size.is_const or length is ONE else as_index(pieces), length)
             wanted //= pieces
@@ -138,8 +156,9 @@ def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]
     inputs = tuple(e.subs(mapping) for e in n.inputs)
     if inside:
         there = functools.reduce(operator.and_, inside)
-        cut_vars = frozenset(v for v in vars if v in there.symbols())
-        inputs = tuple(where(there, masked(e, there, cut_vars), start)
+        # What is the same for all points of a row is there to be read wherever the row has any.
+        moving = frozenset(vars[k] for k, (v, _) in enumerate(order) if v in cuts)
+        inputs = tuple(where(there, masked(e, there, moving), start)
                        for e, start in zip(inputs, n.combine.identity, strict=True))
     kept = [k for k, (v, piece) in enumerate(order) if piece or v in n.kept]
     shape = [vars[k].size for k in kept]
@@ -168,7 +187,20 @@ def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
     depths = [len(own & place.symbols()) for place in places]
     score = 0
     for place, depth in zip(places, depths, strict=True):
-        for v in own if depth == max(depths) else ():
-            if place.coefficient(v) is ONE:
-                score += 1 if v in n.reduced else -1
+        steps = {v: distance(place.coefficient(v), graph.typical) for v in n.vars if v in own}
+        near = min((v for v in steps if steps[v]), key=steps.__getitem__, default=None)
+        if near is not None and depth == max(depths):
+            score += 1 if near in n.reduced else -1
     return score >= 0
+
+
+def written_across(graph: Graph, n: Reduce, least: int) -> bool:
+    """Whether a map of the same points that reads what they come to writes so many of different rows side by side."""
+    shape = [v.size for v in n.vars]
+    for m in graph.nodes:
+        if isinstance(m, Pointwise) and [v.size for v in m.vars] == shape and set(n.names) & m.reads():
+            strides = graph.buffers[m.names[0]].strides or ()
+            if any(s is ONE and v in n.kept and about(v.size, graph.typical, least) >= least
+                   for v, s in zip(n.vars, strides, strict=False)):
+                return True
+    return False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -160,13 +160,16 @@ class Recorder(ABC):
 
 @dataclass(frozen=True)
 class Convolution:
-    """One of a graph, as far as the order of its image in memory matters; `channels`: of the weight, both ways."""
+    """One of a graph, as far as the order of its image in memory matters; `channels`: of the weight, both ways;
+    `moved`: bytes of what it reads and writes."""
 
     name: str
     dtype: torch.dtype
     channels: tuple[int, int]
     window: tuple[int, ...]
     groups: int
+    moved: int
+    is_product: bool
 
 
 class Target(ABC):
@@ -196,9 +199,10 @@ class Target(ABC):
         """Which one it is, as far as times on it differ."""
         return self.identity()
 
-    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Collection[Convolution]:
-        """Those of a graph of so many calls that torch's library does fastest where channels are contiguous."""
-        return ()
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
+        """Those of a graph of so many calls that torch's library does fastest where channels are contiguous, and how
+        many bytes of copies are as much as that saves."""
+        return {}
 
     def seconds(self, run: Callable[[], object]) -> float:
         """How long takes what is launched inside."""

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch._dynamo.source import ConstantSource
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = ["CompileContext", "ConstantSource", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "TracingContext",
-           "detect_fake_mode", "unset_fake_temporarily"]
+           "detect_fake_mode", "quiet_traces", "unset_fake_temporarily"]
+
+LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def quiet_traces() -> Iterator[None]:
+    """Torch logs, with its stack, an operator that it cannot trace with symbols; there is another way then."""
+    before, LOG.disabled = LOG.disabled, True
+    try:
+        yield
+    finally:
+        LOG.disabled = before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,5 +19,5 @@ class LibraryFreeCpu(CpuTarget):
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities(), name=self.name, contracts=True, sorts=True, tables=False)
 
-    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Collection[Convolution]:
-        return ()
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
+        return {}

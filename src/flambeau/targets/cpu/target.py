@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from ..background import Closing, Pool
 from ..base import Allocator, Build, Convolution, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
 from ..cache import DiskCache, shared_cache
 from ..launch import CTYPES, Launcher, build_launcher, stored_launcher
-from ..toolchain import CompilerKilled, Toolchain, cpu_identity, find_toolchain
+from ..toolchain import CompilerKilled, Toolchain, find_toolchain
 
 if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
@@ -77,14 +78,12 @@ class CpuTarget(Target):
 
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
 
-    def chip(self) -> str:
-        return f"{cpu_identity()} {torch.get_num_threads()}"
-
-    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Collection[Convolution]:
-        """Transposed ones: oneDNN has kernels for that order, and for others a plain loop. For those that are not
-        transposed it has both, and what follows would often be slower."""
-        return [c for c in convolutions if c.name in ("conv_transpose2d", "conv_transpose3d") and set(c.window) != {1}
-                and c.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()]
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
+        """Transposed ones: oneDNN has kernels for that order, and for others a plain loop, beside which copies are
+        nothing. For those that are not transposed it has both, and what follows would often be slower."""
+        known = (torch.float32, torch.bfloat16) if torch.backends.mkldnn.is_available() else ()
+        return {c: math.inf for c in convolutions if c.dtype in known and set(c.window) != {1}
+                and c.name in ("conv_transpose2d", "conv_transpose3d")}
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.c.kernel import render
