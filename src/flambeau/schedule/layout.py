@@ -74,7 +74,7 @@ def walked(vars: Sequence[Sym], index: Sequence[Index], b: Buffer) -> Order | No
         c = index[spots[0]].coefficient(v) if spots else None
         if c is not None and c.is_const:
             stride = stride * c
-        if len(stride.terms) + bool(stride.const) != 1 or not is_nonneg(stride):  # nor is it zero, if there are elements
+        if len(stride.terms) + bool(stride.const) != 1 or not is_nonneg(stride):  # nor is it zero if elements are
             return None
         (mono, coef), = stride.terms or (((), stride.const),)
         steps.append((-len(mono), -coef, k))
