@@ -79,11 +79,12 @@ class CpuTarget(Target):
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
 
     def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
-        """Transposed ones: oneDNN has kernels for that order, and for others a plain loop, but for points in float32.
-        Of those that are not transposed it does both, and what follows would often be slower."""
-        return [c for c in convolutions if c.name in ("conv_transpose2d", "conv_transpose3d") and (
-                    c.dtype is torch.bfloat16 or (c.dtype is torch.float32 and set(c.window) != {1}))
-                and torch.backends.mkldnn.is_available()]
+        """Transposed ones: oneDNN has kernels for that order, and for others a plain loop, beside which copies are
+        nothing (but for points in float32). For those that are not transposed it has both, and what follows would often
+        be slower."""
+        known = (torch.float32, torch.bfloat16) if torch.backends.mkldnn.is_available() else ()
+        return {c: math.inf for c in convolutions if c.name in ("conv_transpose2d", "conv_transpose3d")
+                and c.dtype in known and (c.dtype is torch.bfloat16 or set(c.window) != {1})}
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.c.kernel import render
