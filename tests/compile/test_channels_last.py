@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from flambeau.compile import backend as dynamo
 from flambeau.compile import channels_last as channels
 from flambeau.compile.regions.nodes import value
-from flambeau.targets.base import Target
+from flambeau.targets.base import Convolution, Target
 from flambeau.targets.cpu.target import CpuTarget
 from flambeau.targets.cuda.target import CudaTarget
 
@@ -175,6 +175,8 @@ def test_transposed_convolutions_of_a_cpu(sides: int, window: int, ordered: bool
     check(nn.Sequential(layer, nn.GELU(), getattr(nn, f"Conv{sides}d")(4, 2, 3)), torch.randn(2, 3, *[5] * sides))
     (before, after), = graphs
     assert (before is not after) == ordered
+    halves = Convolution("conv_transpose2d", torch.bfloat16, (3, 4), (1, 1), 1, 1000, True)
+    assert [*CpuTarget().channels_last([halves], 1)] == [halves]
     if ordered:
         order = channels.ORDERS[sides + 2]
         images = {channels.name_of(n): value(n.args[0]) for n in after.graph.nodes if channels.convolution(n)}

@@ -100,6 +100,17 @@ def test_sizes_known_only_at_the_call() -> None:
               torch.randn(2, 3, n, 5, requires_grad=True), dynamic=True)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_whose_gradient_is_whose_at_sizes_known_only_at_the_call(mode: str) -> None:
+    """Products of positions and scales round to either side of whole numbers: 41 / 123 and 49 / 5 do."""
+    resized = torch.compile(lambda x, n: F.interpolate(x, n, mode=mode), backend="flambeau", dynamic=True)
+    for n, m in ((5, 49), (49, 5), (41, 123), (123, 41), (83, 82), (3, 3)):
+        x = torch.randn(2, 3, n, n + 1, dtype=torch.float64, requires_grad=True)
+        eager = F.interpolate(x, (m, m + 2), mode=mode)
+        g = torch.randn_like(eager)
+        torch.testing.assert_close(*(torch.autograd.grad(y, x, g)[0] for y in (resized(x, (m, m + 2)), eager)))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_operators_stay_whole(dynamic: bool) -> None:
     """Torch would write upsampling as a dozen gathers, and its gradient as scatters."""

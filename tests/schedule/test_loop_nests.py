@@ -151,6 +151,22 @@ def test_what_each_stage_reads_again_counts_more_than_what_is_written_once() -> 
 def test_a_short_line_that_is_read_by_two_stages_is_still_a_poor_vector() -> None:
     k = only(lambda x: x.std(), torch.randn(8, 63, 43, 3).permute(1, 2, 0, 3))
     assert k.vector is not None and k.vector.size.const >= 8
+    assert extents(k.inner) == [8 * 63 * 43 * 3]  # in the order of memory, which no store says
+
+
+def test_what_is_on_its_way_has_the_order_of_run_time_strides_and_tables_do_not_choose_the_vector() -> None:
+    """The gradient of a resizing, one dimension after the other: channels stay side by side, and are the vector."""
+    def gradient(g: Tensor, like: Tensor) -> Tensor:
+        return torch.ops.aten.upsample_nearest2d_backward(g, g.shape[2:], like.shape)
+
+    g, like = (torch.randn(2, 24, *side).to(memory_format=torch.channels_last) for side in ((30, 31), (20, 22)))
+    *_, last, = loops = launches(program(gradient, g, like, dynamic=True))
+    big = [k for k in loops if len(k.outer) > 1]
+    assert len(big) == 2 and last is big[-1]
+    for k in big:
+        assert isinstance(k, LoopKernel) and k.vector is k.outer[-1]
+        assert all(a.coefficient(k.vector).const == 1 for _, a in k.stores)
+        assert k.vector.name.endswith("g1"), k.vector
 
 
 # ---- stages --------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def whole_operators(exact: bool = False) -> Iterator[None]:
         wanted[op] = {DispatchKey.Autograd: taken_apart(op, formula, below_autograd(op))}
     traced = overloads_with("traced") | of_other_libraries()
     wanted |= {op: dict.fromkeys(KEYS, kernel) for op, kernel in traced.items()}
-    wanted |= {op: {DispatchKey.Meta: shape} for op, shape in overloads_with("traced_shape").items()}
+    wanted |= {op: {DispatchKey.Meta: shape} for op, shape in overloads_with("traced_shape").items() if shape}
     if exact:
         wanted |= {op: {DispatchKey.Autograd: kernel} for op, kernel in overloads_with("traced_exactly").items()}
     aside = dict.fromkeys(KEYS, patches.MISSING)

@@ -31,6 +31,7 @@ class Tuning:
     enough_points: int = number(32, "outer points", "keep all threads busy without dividing a row")
     long_row: int = number(8192, "elements", "a row from which on threads may share it; it has no fast memory then")
     vector_least: int = number(8, "elements", "a variable shorter than this is a poor vector")
+    table_reads: int = number(64, "reads", "of each element of a table: where it lies hardly matters")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")

@@ -88,15 +88,15 @@ def column(size: Index, source: Index, span: Span, weight: Callable[[Index, Inde
 def gather_along(x: Value, dim: int, c: Column) -> Value:
     source = x.shape[dim]
 
-    def share(i: Place, j: Index, w: Expr, there: Expr) -> Expr:
-        value = cast(x.load((*i[:dim], nearest(j, source), *i[dim + 1:])), c.dtype)
+    def share(i: Place, j: Index, w: Expr, there: Expr | None = None) -> Expr:
+        value = cast(x.load((*i[:dim], j, *i[dim + 1:])), c.dtype)
         # A zero weight is no contact: what is infinite beyond reach stays out.
-        return where(there & ne(w, 0), value * w, 0)
+        return where(ne(w, 0) if there is None else there & ne(w, 0), value * w, 0)
 
     def term(i: Place, k: Index) -> Expr:
         assert c.weights is not None
         j = c.first(i[dim]) + k
-        return share(i, j, c.weights.load((i[dim], k)), within(j, source))
+        return share(i, nearest(j, source), c.weights.load((i[dim], k)), within(j, source))
 
     def by_table(i: Place) -> Expr:
         assert c.count is not None
@@ -104,7 +104,7 @@ def gather_along(x: Value, dim: int, c: Column) -> Value:
 
     def by_range(i: Place) -> Expr:
         low, high, _ = c.span(i[dim])
-        return sum_over([(low, high)], c.dtype, lambda j: share(i, j[0], c.weight(j[0], i[dim]), within(j[0], source)))
+        return sum_over([(low, high)], c.dtype, lambda j: share(i, j[0], c.weight(j[0], i[dim])))
 
     shape = (*x.shape[:dim], c.size, *x.shape[dim + 1:])
     if c.count is not None and c.count > LONG:

@@ -116,6 +116,10 @@ class Axis:
 
         return column(self.m, self.n, span, lambda y, o: self.weight(o, y), self.dtype)
 
+    def outputs(self) -> Column:
+        """For every input, the outputs that it is in."""
+        return column(self.n, self.m, self.reach, self.weight, self.dtype)
+
     def taps(self, o: Index) -> list[tuple[Expr, Expr]]:
         """The positions that output o reads (whole numbers in [0, n)), and their weights."""
         raise NotImplementedError
@@ -221,6 +225,22 @@ class Nearest(Axis):
 
     def weight(self, o: Index, y: Index) -> Expr:
         return cast(eq(self.source(o), index_value(y)), self.dtype)
+
+    def outputs(self) -> Column:
+        """Where sizes are known at the run alone, a table of their first ones: to ask each whose it is takes longer."""
+        if self.most is not None or self.ratio is None or build.graph().capabilities.waits_for_memory:
+            return super().outputs()
+
+        def first(y: Index) -> Expr:
+            """Off by the slack at most before it is looked at; there is none beyond the last output."""
+            at, total = self.reach(y)[0], index_value(self.reach(y)[0])
+            for k in range(2 * self.slack):
+                total = total + cast(self.source(at + k) < index_value(y), torch.int64)
+            return smaller(total, index_value(self.m))
+
+        starts = position_table(self.n + 1, self.m + 1, first)
+        return column(self.n, self.m, lambda y: (starts(y), starts(y + 1), None), lambda o, y: const(1, self.dtype),
+                      self.dtype)
 
 
 class NearestExact(Nearest):
@@ -405,8 +425,7 @@ def resizing(kind: type[Axis], rank: int, aligned: bool) -> tuple[Callable[..., 
                  **named: Any) -> Value:
         sizes = [as_index(n) for n in input_size][-rank:]
         axes = axes_of(sizes, output_size, (*rest, *named.values()), grad.dtype)
-        known = {axis: column(axis.n, axis.m, axis.reach, axis.weight, axis.dtype) for axis in dict.fromkeys(axes)
-                 if not axis.copies}
+        known = {axis: axis.outputs() for axis in dict.fromkeys(axes) if not axis.copies}
         out = gather_all(grad, {dim: known[axis] for dim, axis in enumerate(axes, grad.rank - rank)
                                 if axis in known})
         return build.pointwise(out.shape, lambda i: out.load(i), grad.dtype)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from flambeau.ir.expr import loads
-from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
+from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index, is_nonneg
 from flambeau.ir.nodes import Buffer, Graph, Node, Pointwise, Reduce, Scatter, contiguous_strides
 
 from .inline import materialised
@@ -74,7 +74,7 @@ def walked(vars: Sequence[Sym], index: Sequence[Index], b: Buffer) -> Order | No
         c = index[spots[0]].coefficient(v) if spots else None
         if c is not None and c.is_const:
             stride = stride * c
-        if len(stride.terms) + bool(stride.const) != 1 or (stride.bounds()[0] or 0) <= 0:
+        if len(stride.terms) + bool(stride.const) != 1 or not is_nonneg(stride):  # nor is it zero if elements are
             return None
         (mono, coef), = stride.terms or (((), stride.const),)
         steps.append((-len(mono), -coef, k))

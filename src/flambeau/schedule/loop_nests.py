@@ -234,17 +234,24 @@ def split_dims(d: NestDraft, lists: Sequence[list[Sym]]) -> None:
 def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | None:
     """The variable that is contiguous in most accesses; stores count double, jumps count against.
 
-    What a kernel touches once per outer point (the result of a row's reduction) hardly counts."""
+    What a kernel touches once per outer point (the result of a row's reduction) hardly counts, nor does a table that a
+    map reads again and again."""
     best: Sym | None = None
     best_score = 0.0
     inner = frozenset(d.inner)
     again = d.stages_that_read() if t.reads_again else {}
+    points = 0 if inner else d.about(volume(d.outer), 0)
+
+    def is_table(address: Index) -> bool:
+        return 0 < d.about(volume(v for v in d.outer if v in address.symbols()), points) * t.table_reads <= points
+
+    tables = {address for _, address, is_store in d.accesses() if not is_store and is_table(address)}
     for k, v in enumerate(candidates):
         score = 0.0
         for name, address, is_store in d.accesses():
             c = address.coefficient(v)
             weight = 2.0 if is_store else float(again.get((name, address), 1))
-            if inner and inner.isdisjoint(address.symbols()):
+            if address in tables or (inner and inner.isdisjoint(address.symbols())):
                 weight *= 0.1
             if c is None:
                 score -= 0.5 * weight
@@ -264,24 +271,18 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
 
 
 def span(v: Sym, d: NestDraft) -> Index:
-    """The extent of a variable together with those before it that will be merged with it."""
-    vars = d.inner if v in d.inner else d.outer
-    at = vars.index(v)
-    length = as_index(1)
-    while True:
-        extent = vars[at].size
-        assert extent is not None
-        length = length * extent
-        if at == 0 or not mergeable(vars[at - 1], vars[at], d):
-            return length
-        at -= 1
+    """The extent of a variable together with those that will be merged with it, each a step of all that it has."""
+    left = [w for w in (d.inner if v in d.inner else d.outer) if w is not v]
+    length = v.size
+    while (before := next((w for w in left if mergeable(w, v, d)), None)) is not None:
+        left.remove(before)
+        length, v = length * before.size, before
+    return length
 
 
 def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
     """Largest step of the main access outermost, the vector variable innermost."""
-    stores = [a for _, a, s in d.accesses() if s]
-    main = stores or [a for _, a, _ in d.accesses()]
-
+    main = [a for _, a, _ in sorted(d.accesses(), key=lambda access: not access[2])]  # reads, where no store has a step
     steps = {v: next((c for a in main if (c := a.coefficient(v)) is not None and c is not ZERO), None) for v in vars}
     placed = list(vars)
     if None not in steps.values():

@@ -80,10 +80,11 @@ class CpuTarget(Target):
 
     def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
         """Transposed ones: oneDNN has kernels for that order, and for others a plain loop, beside which copies are
-        nothing. For those that are not transposed it has both, and what follows would often be slower."""
+        nothing (but for points in float32). For those that are not transposed it has both, and what follows would often
+        be slower."""
         known = (torch.float32, torch.bfloat16) if torch.backends.mkldnn.is_available() else ()
-        return {c: math.inf for c in convolutions if c.dtype in known and set(c.window) != {1}
-                and c.name in ("conv_transpose2d", "conv_transpose3d")}
+        return {c: math.inf for c in convolutions if c.name in ("conv_transpose2d", "conv_transpose3d")
+                and c.dtype in known and (c.dtype is torch.bfloat16 or set(c.window) != {1})}
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.c.kernel import render
