@@ -13,21 +13,26 @@ from torch.nn import functional as F
 
 from flambeau.compile import backend as dynamo
 from flambeau.compile import channels_last as channels
+from flambeau.compile.regions.nodes import value
+from flambeau.targets.base import Target
 from flambeau.targets.cpu.target import CpuTarget
+from flambeau.targets.cuda.target import CudaTarget
+
+OWN = CpuTarget.channels_last
 
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
-    """What went in and came out, while the CPU's target says that it wants this order."""
+    """What went in and came out, while the CPU's target wants what that of NVIDIA GPUs does."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     seen = []
 
-    def observed(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        seen.append((gm, channels.channels_last(gm)))
+    def observed(gm: torch.fx.GraphModule, target: Target) -> torch.fx.GraphModule:
+        seen.append((gm, channels.channels_last(gm, target)))
         return seen[-1][1]
 
-    monkeypatch.setattr(CpuTarget, "channels_last", True)
+    monkeypatch.setattr(CpuTarget, "channels_last", CudaTarget.channels_last)
     monkeypatch.setattr(dynamo, "channels_last", observed)
     return seen
 
@@ -109,6 +114,12 @@ def test_whoever_looks_sees_the_same(between: Callable[[Tensor, Tensor], Any], g
     assert all(orders(graphs[0][1]))
 
 
+def test_a_tail_pays(graphs: list[Any]) -> None:
+    """What comes after a convolution writes its result in the order of the caller."""
+    check(nn.Sequential(conv(3, 72), nn.GELU()), torch.randn(2, 3, 6, 6))
+    assert all(orders(graphs[0][1]))
+
+
 def write_to_view(y: Tensor, z: Tensor) -> Tensor:
     z.flatten(1).add_(1.0)
     return z * y
@@ -121,7 +132,9 @@ def write_to_view(y: Tensor, z: Tensor) -> Tensor:
     nn.Sequential(conv(3, 16), conv(16, 16)),
     nn.Sequential(conv(3, 72).double(), conv().double()),
     nn.Sequential(conv(3, 72), *(nn.Tanh() for _ in range(60))),
-], ids=["write", "own", "grouped", "small", "double", "rare"])
+    conv(3, 72),  # image and result are copied by somebody anyway
+    nn.Sequential(conv(3, 72, k=1), nn.ReLU(), conv(k=1)),  # products of matrices, in any order
+], ids=["write", "own", "grouped", "small", "double", "rare", "alone", "points"])
 def test_what_keeps_its_order(model: nn.Module, graphs: list[Any]) -> None:
     check(model, torch.randn(2, 3, 6, 6, dtype=next(model.parameters()).dtype))
     before, after = graphs[0]
@@ -151,3 +164,18 @@ def test_autocast_inside(graphs: list[Any]) -> None:
     with torch.no_grad():
         torch.compile(model, backend="flambeau", options={"numerics": "eager"})(x)
     assert len(graphs) == 2  # who wants eager's bits has eager's order
+
+
+@pytest.mark.parametrize("sides, window, ordered", [(2, 3, True), (3, 2, True), (2, 1, False), (1, 3, False)])
+def test_transposed_convolutions_of_a_cpu(sides: int, window: int, ordered: bool, graphs: list[Any],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN does them several times faster so: those of images and volumes with windows, and no other ones."""
+    monkeypatch.setattr(CpuTarget, "channels_last", OWN)
+    layer = getattr(nn, f"ConvTranspose{sides}d")(3, 4, window)
+    check(nn.Sequential(layer, nn.GELU(), getattr(nn, f"Conv{sides}d")(4, 2, 3)), torch.randn(2, 3, *[5] * sides))
+    (before, after), = graphs
+    assert (before is not after) == ordered
+    if ordered:
+        order = channels.ORDERS[sides + 2]
+        images = {channels.name_of(n): value(n.args[0]) for n in after.graph.nodes if channels.convolution(n)}
+        assert images[f"conv_transpose{sides}d"].is_contiguous(memory_format=order)

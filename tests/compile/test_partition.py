@@ -75,6 +75,25 @@ def test_what_a_leaky_relu_needs(slope: float, count: int, saved: list[Any]) -> 
     assert sum(n.meta["val"].numel() == 2 * 4 * 5 * 5 for n in saved) == count, saved
 
 
+def test_a_loss_over_classes_keeps_no_logarithms(saved: list[Any]) -> None:
+    """But the logits, as they came out of a product, and two numbers for each row."""
+    def f(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((x @ weight).float().view(-1, 17), y.view(-1))
+
+    torch.manual_seed(0)
+    x, weight = (torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in ((2, 6, 8), (8, 17)))
+    y = torch.randint(17, (2, 6))
+    torch._dynamo.reset()
+    with config.override(graph_cache=False):
+        got = torch.compile(f, backend="flambeau")(x, weight, y)
+        slopes = torch.autograd.grad(got, (x, weight))
+    torch.testing.assert_close(got, f(x, weight, y))
+    torch.testing.assert_close(slopes, torch.autograd.grad(f(x, weight, y), (x, weight)))
+    kept = [n.meta["val"] for n in saved if n.meta["val"].numel() >= 12]
+    assert [t.dtype for t in kept if t.numel() == 12 * 17] == [torch.bfloat16]
+    assert [t.dtype for t in kept if t.numel() == 12] == [torch.float32] * 2
+
+
 def test_arguments_in_another_order_are_not_kept_twice(saved: list[Any]) -> None:
     def f(x: Tensor, weight: Tensor) -> Tensor:
         order = torch.channels_last
@@ -89,3 +108,14 @@ def test_arguments_in_another_order_are_not_kept_twice(saved: list[Any]) -> None
     torch.testing.assert_close(got, torch.autograd.grad(f(*leaves).square().sum(), leaves))
     assert saved and not [n for n in saved if n.target is torch.ops.aten.clone.default
                           and n.args[0].op == "placeholder"], saved
+
+
+@pytest.mark.parametrize("f", [lambda x, y: torch.tanh(x) * y, lambda x, y: y * F.softplus(x) * torch.sigmoid(x)])
+def test_gates_are_computed_again(f: Callable[..., Any], saved: list[Any]) -> None:
+    """Autograd detaches what it keeps of a gate."""
+    leaves = [torch.linspace(-2, 2, 6).requires_grad_(), torch.linspace(1, 3, 6).requires_grad_()]
+    torch._dynamo.reset()
+    with config.override(graph_cache=False):
+        got = torch.autograd.grad(torch.compile(f, backend="flambeau")(*leaves).square().sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(f(*leaves).square().sum(), leaves))
+    assert not saved

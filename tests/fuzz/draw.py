@@ -47,8 +47,8 @@ def kind(weight: float = 1.0, rule: str = "round", needs: str = "", writes: bool
 
 
 def error(make: Callable[[Draw, str, Tensor], str | None]) -> Callable[[Draw, str, Tensor], str | None]:
-    """A line that eager refuses, as the last one of a program."""
-    ERRORS.append(Kind(make, 1.0, "move"))
+    """A line that eager refuses, as the last one of a program; at some sizes it may compute something after all."""
+    ERRORS.append(Kind(make, 1.0, "round"))
     return make
 
 

@@ -47,4 +47,27 @@ FOUND: dict[str, Program] = {
         exact=True),
     "lanes that are no axis of the tile": written(
         ["torch.randn(3, 17, 17)"], "a0[None, ::2, 10, ..., :].neg_()", results="a0", exact=True),
+    "strides in terms of sizes that are one": written(
+        ["torch.ones(5, 1, n0).transpose(0, 2)"], "v0 = a0[n0 - 1:, a0.shape[1] // 3:]",
+        "v1 = v0.reshape(-1, v0.shape[1], v0.shape[2])", results="v1", exact=True, dynamic=True, numbers=("n0",),
+        sizes=(Sizes(n0=2), Sizes(n0=3))),
+    "strides in terms of sizes that are zero": written(
+        ["torch.ones(n0, 0, n1, dtype=torch.bool)[:, ::2]"], "v0 = a0 * -1", results="v0", exact=True, dynamic=True,
+        sizes=(Sizes(n0=3, n1=4), Sizes(n0=5, n1=6))),
+    "an empty choice from what lies otherwise": written(
+        ["torch.ones(7, n0, n0, n0).contiguous(memory_format=torch.channels_last)",
+         "torch.zeros(0, dtype=torch.int64)"], "v0 = a0[a1]", results="v0", exact=True, dynamic=True,
+        sizes=(Sizes(n0=2),)),
+    "a view of what is as long as a sum of sizes": written(
+        ["torch.randn(n0, n0)"], "v0 = F.pad(a0, (2, 0, 0, 0))", "v1 = v0.flatten(0, 1)", results="v1, v0", exact=True,
+        dynamic=True, sizes=(Sizes(n0=2), Sizes(n0=5))),
+    "a copy of a storage of which nothing is used": written(
+        ["torch.randn(0, 1)"], "v0 = F.linear(a0, a0)", "v0[0:, 0::2] = 1", results="v0"),
+    "an image that is shifted by more than its size": written(
+        ["torch.arange(n0 * n0, dtype=torch.uint8).view(n0, n0)"], "v0 = a0.roll(-3, 1)", results="v0", exact=True,
+        dynamic=True, sizes=(Sizes(n0=2), Sizes(n0=5))),
+    "no images are resized": written(
+        ["torch.ones(0, 4, 1, 1)"], "v0 = F.interpolate(a0, scale_factor=2)", results="v0", exact=True),
+    "small logarithms of sums": written(
+        ["torch.tensor([[-6.0], [0.0], [-8.0]], dtype=torch.float64)"], "v0 = a0.logcumsumexp(0)", results="v0"),
 }

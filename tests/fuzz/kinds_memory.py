@@ -196,7 +196,9 @@ def copies(d: Draw, x: str, t: Tensor) -> str | None:
 def rearranged(d: Draw, x: str, t: Tensor) -> str | None:
     if t.dim() < 3 or not t.numel():
         return None
-    return d.r.choice((f"F.pixel_shuffle({x}, 2)", f"F.pixel_unshuffle({x}, 2)", f"F.unfold({x}, 2)",
+    # Of nothing, eager's kernel returns what its metadata does not say.
+    apart = f"F.pixel_unshuffle({x}, 2) if {x}.numel() else {x}.clone()"
+    return d.r.choice((f"F.pixel_shuffle({x}, 2)", apart, f"F.unfold({x}, 2)",
                        f"torch.channel_shuffle({x}, 2)", f"{x}.unflatten(-1, (-1, 1))",
                        f"F.interpolate({x}, scale_factor=2)", f"F.pad({x}, (1, 1, 1, 1), mode='reflect')"))
 

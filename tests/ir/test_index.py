@@ -22,6 +22,7 @@ from flambeau.ir.index import (
     floordiv,
     is_less,
     is_nonneg,
+    largest,
     maximum,
     minimum,
     mod,
@@ -111,12 +112,14 @@ def test_simplification_keeps_the_value(case: Case) -> None:
 @given(cases)
 def test_bounds_hold(case: Case) -> None:
     lo, hi = case.index.bounds()
-    top = upper(case.index)
+    top, most = upper(case.index), largest(case.index)
+    assert most is not None and most.symbols() <= {M, N}
     for env in POINTS:
         value = case.plain(env)
         assert lo is None or lo <= value, (case.index, lo)
         assert hi is None or value <= hi, (case.index, hi)
         assert value <= evaluate(top, env), (case.index, top)
+        assert abs(value) <= evaluate(most, env), (case.index, most)
 
 
 @quick
@@ -187,6 +190,8 @@ IDENTITIES: dict[str, tuple[Index, Index]] = {
     "quotient and remainder meet": (v("x", 60) // 7 * 7 + v("x", 60) % 7, v("x", 60)),
     "and one level deeper": (v("x", 60) % 4 + 4 * (v("x", 60) // 4 % 3) + 12 * (v("x", 60) // 12), v("x", 60)),
     "scaled": (5 * (v("x", 60) % 4) + 20 * (v("x", 60) // 4), 5 * v("x", 60)),
+    "of sums, too": ((as_index(N) + M - 1) * (v("x", 60) // (as_index(N) + M - 1)) + v("x", 60) % (as_index(N) + M - 1),
+                     v("x", 60)),
     "quotients of quotients join": (v("x", 60) // 3 // 4, v("x", 60) // 12),
     "remainder then quotient": (v("x", 60) % 12 // 4, v("x", 60) // 4 % 3),
     "remainders of remainders": (v("x", 60) % 12 % 4, v("x", 60) % 4),

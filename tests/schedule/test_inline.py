@@ -71,6 +71,16 @@ def test_something_dear_with_two_consumers_is_kept_and_the_note_says_so() -> Non
     assert any("2 consumers" in n for n in notes), notes
 
 
+def test_two_consumers_that_become_one_read_it_once() -> None:
+    def make(x: Value) -> list[Value]:
+        y = once(once(once(x)))
+        a, b = (build.pointwise(y.shape, lambda i, f=f: f(y.load(i))) for f in (sin, sqrt))
+        return [build.pointwise(y.shape, lambda i: a.load(i) * b.load(i))]
+
+    g, notes = graph(make)
+    assert len(g.nodes) == 1 and not notes
+
+
 def test_something_cheap_with_two_consumers_is_computed_twice() -> None:
     def make(x: Value) -> list[Value]:
         y = build.pointwise(x.shape, lambda i: x.load(i) * 2.0)

@@ -48,6 +48,15 @@ def test_layouts_that_agree_are_walked_in_memory_order() -> None:
     assert extents(k.outer) == [840]
 
 
+def test_sizes_of_the_run_that_are_sums_keep_dimensions_together() -> None:
+    """Those of a convolution's result are quotients and ones, and its strides hold the larger of a size and one."""
+    k, = launches(program(lambda x, w: torch.conv2d(x, w, stride=2).exp(), torch.randn(2, 3, 9, 11),
+                          torch.randn(4, 3, 3, 3), dynamic=True))
+    assert isinstance(k, LoopKernel) and len(k.outer) == 1
+    (_, address), = k.stores
+    assert address.atom() is k.vector
+
+
 def test_dimensions_of_size_one_vanish() -> None:
     k = only(lambda x: x * 2, torch.randn(1, 30, 1, 1, 20, 1))
     assert extents(k.outer) == [600]

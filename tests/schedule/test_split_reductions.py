@@ -12,7 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flambeau.capture.decompositions import table
 from flambeau.capture.graph import capture
 from flambeau.codegen.triton.dialect import CAPABILITIES
-from flambeau.ir.program import Launch, Program
+from flambeau.ir.expr import loads
+from flambeau.ir.index import Op
+from flambeau.ir.program import Launch, LoopKernel, Program
 from flambeau.ops import ops_loaded
 from flambeau.schedule.plan import schedule
 
@@ -80,9 +82,48 @@ def test_windows_have_tiles_of_their_own() -> None:
     assert isinstance(first, Launch) and set(first.origins) == {"max_pool2d_with_indices_backward"}
 
 
-@pytest.mark.parametrize("f", [lambda x: torch.stack([x.sum((0, 2, 3)), x.amax((0, 2, 3))]), torch.sum])
+def test_planes_that_pieces_do_not_divide_are_one_line() -> None:
+    """Nor is what all pieces of a row need read by each of its points."""
+    p = for_blocks(lambda x: aten.native_group_norm(x, None, None, 2, 6, 311 * 197, 2, 1e-5),
+                   torch.empty(2, 6, 311, 197, device="meta"))
+    first = p.kernels[0]
+    assert isinstance(first, LoopKernel) and len(first.inner) == 1
+    assert not [a for e in first.everything() for i in e.own_indices() for a in i.atoms() if isinstance(a, Op)]
+    inner, = first.inner
+    reads = loads(*first.everything())
+    assert len(reads) == 4 and [bool(e.args) for e in reads] == [inner in e.symbols() for e in reads]
+
+
+@pytest.mark.parametrize("f", [lambda x: torch.stack([x.sum((0, 2, 3)), x.amax((0, 2, 3))]), torch.sum,
+                               lambda x: x.reshape(30, 270).t().softmax(0).contiguous()])
 def test_pieces_come_to_what_the_whole_does(f: Any) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     x = torch.randn(5, 3, 270, 2, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
     ours = torch.compile(f, backend="flambeau", options={"target": "interpreter"})(x)
     torch.testing.assert_close(ours, f(x.double()).float(), rtol=1e-5, atol=1e-4)
+
+
+def across(columns: int, rows: int) -> Tensor:
+    """Rows one after the other in memory, as columns of a matrix."""
+    return torch.empty(columns, rows, device="meta").t()
+
+
+@pytest.mark.parametrize(("x", "launches"), [
+    (across(1224, 37325), 5),  # reduced as rows, and written across in tiles
+    (across(300, 40), 1),  # held whole
+    (across(40_000, 300), 1),  # columns enough
+    (torch.empty_strided((2888, 5425), (10850, 2), device="meta"), 5),  # columns, although none lie side by side
+])
+def test_few_columns_are_reduced_in_kernels_of_their_own(x: Tensor, launches: int) -> None:
+    p = for_blocks(lambda x: [torch.softmax(x, 0).contiguous()], x)
+    assert len(p.steps) == launches
+
+
+def test_pieces_read_what_their_row_shares_once() -> None:
+    """The mean of a group is the same for all of its points: it is no tile, and has no mask."""
+    p = for_blocks(lambda x: [torch.var(x, (1, 2), correction=0)], torch.empty(44, 569, 696, dtype=torch.bfloat16,
+                                                                              device="meta"))
+    reads = [e for k in p.kernels if isinstance(k, LoopKernel) for e in loads(*k.everything())]
+    shared = [e for e in reads if not any(v in e.symbols() for k in p.kernels for v in k.inner)]
+    assert shared and not any(e.args for e in shared)
+    assert all(len(k.inner) == 1 for k in p.kernels), "a limit of rows keeps nothing from being walked as one"

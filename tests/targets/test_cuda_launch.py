@@ -170,11 +170,12 @@ def test_a_launch_alone_does_the_same_as_in_a_plan(machine: Machine) -> None:
 
 
 def test_every_call_takes_the_variant_that_its_arguments_allow(machine: Machine) -> None:
-    k = machine.build([source(sizes=("i64", "i64"))]).wait()["k"]
-    assert machine.built == [("k", Facts(aligned=True, sizes=0))]
+    k = machine.build([replace(source(sizes=("i32", "i64")), narrow="n0 < 99", usual=2)]).wait()["k"]
+    assert machine.built == [("k", Facts(aligned=True, sizes=2))]
     machine.built.clear()
     for pointers, sizes, facts in [([16, 32], [3, 5], Facts(True, 0)), ([16, 36], [3, 5], Facts(False, 0)),
-                                   ([16, 32], [3, 16], Facts(True, 2)), ([16, 32], [0, 16], Facts(True, 3))]:
+                                   ([16, 32], [3, 16], Facts(True, 2)), ([16, 32], [0, 16], Facts(True, 3)),
+                                   ([16, 32], [99, 5], Facts(True, 0, wide=True))]:
         for _ in range(3):
             k(pointers, sizes)
         assert {f for _, f in machine.built} == {facts}
@@ -188,7 +189,7 @@ def test_numbers_that_are_no_sizes_make_no_variants(machine: Machine, monkeypatc
 
     def shape(*sizes: int) -> tuple[int, ...]:
         asked.append(sizes)
-        return 0, sizes[1], 1, 1
+        return 0, False, sizes[1], 1, 1
 
     numbered = CudaKernel(machine, replace(source(sizes=("i64", "i64")), words=1))
     monkeypatch.setattr("flambeau.targets.cuda.target.shape_function", lambda _: shape)

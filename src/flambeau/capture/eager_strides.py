@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -224,7 +224,8 @@ def as_run(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: in
     args, named = arguments(n, samples, k)
     said = [bare(t, samples, k) for t in made]
     every = [*tensors_in([*args, *named.values()]), *said]
-    beyond = not facts(op).checks and any(t.numel() == 0 for t in every)
+    places = tensors_in([*args, *named.values()])[1:]
+    beyond = not facts(op).checks and any(t.numel() == 0 for t in every) and any(t.numel() for t in places)
     if beyond or sum(reach(t.shape, t.stride()) for t in every) > FEW:
         raise ValueError("too large, or places beyond what is there")
     new = tensors_in(attempt(op, args, named, on_cpu))
@@ -252,11 +253,12 @@ def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k:
     return [(t.stride(), int(t.storage_offset())) for t in new]
 
 
-def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
+def settle_strides(graph: fx.Graph, names_only: bool = False, hold: bool = False) -> None:
     """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device, which does as
     the CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
-    lie."""
-    samples = SizeSamples(graph)
+    lie. `hold`: sizes that nobody can write eager's strides in terms of, since they are zero or one here, are held at
+    what they are; with others the graph is captured anew."""
+    samples = SizeSamples(graph, hold)
     changed: set[fx.Node] = set()
     for n in graph.nodes:
         val = n.meta.get("val")
@@ -269,6 +271,8 @@ def settle_strides(graph: fx.Graph, names_only: bool = False) -> None:
         else:
             continue
         if new is not val and layout(new) != layout(val) and not (names_only and moved(new, val)):
+            if any(t is held for t in tensors_in(new) for held in samples.held):
+                samples.hold(t for v in (new, *(a.meta["val"] for a in n.all_input_nodes)) for t in tensors_in(v))
             n.meta["val"] = new
             changed.add(n)
 
@@ -334,7 +338,9 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
     for rule in rules:
         try:
             with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not the rules in its place
-                asked = [rule(n, made, samples, k) for k in range(len(samples))]
+                asked = [rule(n, made, samples, 0)]
+                with suppress(ValueError) if samples.may_hold else nullcontext():
+                    asked += [rule(n, made, samples, k) for k in range(1, len(samples))]
             new = [placed(t, [a[j] for a in asked], given, samples, is_view(n.target)) for j, t in enumerate(made)]
             break
         except (RuntimeError, ValueError, TypeError, IndexError):  # an error of eager's comes with the call
@@ -349,20 +355,29 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
 
 def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tensor], samples: SizeSamples, view: bool
            ) -> torch.Tensor:
-    """A tensor like t that lies so at each sample; t itself if it does, or if nobody can say so of all sizes."""
+    """A tensor like t that lies so at each sample; t itself if it does, or if nobody can say so of all sizes. Where
+    sizes may be held, one that lies so at the first sample will do."""
     start = given[0].storage_offset() if view else 0
     behind = t.storage_offset() - start if view else 0
-    have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(behind, k)) for k in range(len(samples))]
+    have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(behind, k)) for k in range(len(wanted))]
     if have == list(wanted):
         return t
-    strides = samples.written([w for w, _ in wanted], (t.stride(), *(x.stride() for x in given)), t.shape)
+    written = samples.written([w for w, _ in wanted], (t.stride(), *(x.stride() for x in given)), t.shape) if len(
+        wanted) == len(samples) else None
     offset = t.storage_offset() if [a for _, a in have] == [a for _, a in wanted] else start + wanted[0][1]
-    if strides is None or any(samples.value(offset - start, k) != a for k, (_, a) in enumerate(wanted)) and view:
+    known = written is not None and not (
+        view and any(samples.value(offset - start, k) != a for k, (_, a) in enumerate(wanted)))
+    if not known and (not samples.may_hold or have[0] == wanted[0]):
         return t
+    strides: Sequence[Any] = written if written is not None and known else wanted[0][0]
+    offset = offset if known else start + wanted[0][1]
     mode = t.fake_mode  # type: ignore[attr-defined]
     with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext():
-        return t.as_strided(t.shape, strides, offset) if view else torch.empty_strided(
+        new = t.as_strided(t.shape, strides, offset) if view else torch.empty_strided(
             t.shape, strides, dtype=t.dtype, device=t.device)
+    if not known:
+        samples.held.append(new)
+    return new
 
 
 def arguments(n: fx.Node, samples: SizeSamples, k: int) -> Any:

@@ -73,6 +73,7 @@ class Lowering:
         self.composite: list[tuple[Any, Host]] = []  # sizes that are not a symbol, and where they stand
 
     def run(self) -> None:
+        self.g.typical = self.c.symbols.typical  # lowerings choose by them
         for n in self.gm.graph.nodes:
             if n.op == "placeholder":
                 self.placeholder(n, f"_{len(self.g.arguments)}")
@@ -85,7 +86,6 @@ class Lowering:
                 self.output(n)
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
-        self.g.typical = self.c.symbols.typical
         self.solve_sizes()
         self.g.numbers |= self.c.symbols.hosts
 
@@ -216,7 +216,8 @@ class Lowering:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
-        nothing = self.device.type == "cpu" and computes_nothing(n)
+        # A copy of all of the storage that an argument lies in would be one of ours, with what else is in it.
+        nothing = self.device.type == "cpu" and computes_nothing(n) and not facts(target).copies_storage
         if isinstance(target, OpOverload) and n.name not in self.exclude and not nothing and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = self.lowered(target, self.readable(args), self.readable(kwargs))

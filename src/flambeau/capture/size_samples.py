@@ -27,16 +27,29 @@ class UnknownSize(ValueError):
 class SizeSamples:
     """Some numbers for all symbols of a graph. A graph without symbols has one sample, without numbers."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, may_hold: bool = False) -> None:
+        self.graph, self.may_hold = graph, may_hold
+        self.held: list[torch.Tensor] = []  # those whose strides are right at the first sample alone
+        self.draw()
+
+    def draw(self) -> None:
         hints: Numbers = {}
         envs: list[Any] = []
-        for x in symbolic(graph):
+        for x in symbolic(self.graph):
             if x.node.expr.is_Symbol and x.node.hint is not None and x.node.expr not in hints:
                 hints[x.node.expr] = sympy.Integer(int(x.node.hint))
                 envs.append(x.node.shape_env)
         self.numbers = [hints]
         if hints:
             self.numbers += further(hints, envs[0])
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The graph holds for these at the sizes of the first sample alone, from now on."""
+        for t in tensors:
+            for s in (*t.shape, *t.stride()):
+                if isinstance(s, torch.SymInt) and s.node.hint is not None:
+                    int(s)  # a guard
+        self.draw()
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -121,8 +121,9 @@ class Storage:
         if n.target is operator.getitem:
             return above[n.args[1]]
         lazy = self.lowering.env[n]
-        if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype:
-            # No index leads there, whatever a lowering made of it.
+        called = isinstance(lazy, Value) and lazy.buffer in self.borrowed
+        if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype and not called:
+            # No index leads there, whatever a lowering made of it. ATen's view may be an error.
             return Value(above.buffer, lazy.shape, lazy.dtype, (ZERO,) * len(self.g.buffers[above.buffer].shape))
         if (n, above) not in self._views:
             self._views[n, above] = self.view(n, up, above)
@@ -221,7 +222,22 @@ class Storage:
             self.call_copy(root)
         if root.op != "placeholder":
             self.own(root)
+        elif str(root.target).startswith("primals") and any(isinstance(s, torch.SymInt) for s in n.meta["val"].shape):
+            return self.replayed(n)
         return self.strided(n)
+
+    def replayed(self, n: fx.Node) -> Any:
+        """A view of an input, made by ATen. Gradients go through it outside of the graph: AOTAutograd makes it again as
+        it was made, which it knows of ATen's views alone where sizes are symbols."""
+        up = viewed(n)
+        if up is None:
+            return self.lowering.env[n]
+        above = self.replayed(up)
+        if n.target is operator.getitem:
+            return above[n.args[1]]
+        args, named = self.lowering.arguments(n)
+        with build.building(self.g, n.name):
+            return self.lowering.extern(n, (above, *args[1:]), named, counted=False)
 
     def strided(self, n: fx.Node) -> Value:
         """The value of n in eager's memory, with eager's strides in dimensions of size one too."""
@@ -229,12 +245,25 @@ class Storage:
         want = self.strides(n)
         b = self.g.buffers[v.buffer]
         if not lies_as(v, b, want):
-            return self.copied(v, want)
+            return self.on_line(n, v) or self.copied(v, want)
         start = self.offset(n, v)
         whole = v.is_whole(b) or (v.shape == b.shape and v.numel is ZERO)
         if start is ZERO and whole:  # as the buffer itself: who compares the two finds them equal
             v, start = self.g.whole(v.buffer), None
         return replace(v, strides=want, offset=start)
+
+    def on_line(self, n: fx.Node, v: Value) -> Value | None:
+        """A view of a root that lies as in eager, in a buffer of one dimension (`lay_out`), by its strides: which place
+        that is in terms of the root's dimensions may be more than index algebra finds out."""
+        root = view_root(n)
+        base, b = self.of(root), self.g.buffers[v.buffer]
+        whole = root is not n and base.buffer == v.buffer and b.shape == (base.numel,) and b.strides == (ONE,)
+        if not whole or v.dtype is not base.dtype or not lies_as(base, b, self.strides(root)):
+            return None
+        first, start = (self.lowering.c.symbols.index(x.meta["val"].storage_offset()) for x in (n, root))
+        want = self.strides(n)
+        at = offset_of(as_indices(dim_vars(v.shape)), want) + first - start
+        return Value(v.buffer, v.shape, v.dtype, (at,), strides=want)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
         """Where a view begins, counted from what its buffer is all of, if it may be without elements; None: its index

@@ -63,9 +63,10 @@ class BlockSource:
     name: str
     text: str
     pointers: tuple[str, ...]  # Triton's types: "*fp32"
-    sizes: tuple[str, ...]  # "i32" or "i64"
+    sizes: tuple[str, ...]  # "i32" or "i64", of those that are narrow
     parts: tuple[Part, ...]
     workspace: str = ""  # bytes, a Python expression over the sizes
+    narrow: str = ""  # where sizes are, a Python expression over them; all are where there is none
     # The same kernel in other block shapes, to choose the fastest from; and then, of each result, which pointer it is
     # and how many elements from there on, a Python expression over the sizes.
     alternatives: tuple[BlockSource, ...] = ()
@@ -73,6 +74,7 @@ class BlockSource:
     sites: Sites = ()
     bounded: bool = False  # what is launched checks its accesses
     origins: tuple[str, ...] = ()  # the operators that it computes, then
+    usual: int = 0  # bits: the sizes that were divisible by 16 when the graph was captured
     words: int = 0  # bits: the sizes that are just numbers, whose values say nothing of shapes and addresses
     binary: bytes | None = None
     title: str = ""

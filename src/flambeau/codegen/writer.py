@@ -170,6 +170,8 @@ class Writer:
             text = f"{x} {self.d.quotient if a.kind == 'div' else '%'} {y}"
         else:
             named = {"div": "floordiv", "mod": "mod", "min": "imin", "max": "imax"}[a.kind]
+            if a.a.is_const:  # with the type of the other one: a bare number has none in every language
+                x = f"({y} * 0 + {x})"
             text = f"{self.d.function.format(named)}({x}, {y})"
         name = self.fresh("i")
         self.define(self.scopes[depth], self.d.long, name, text)

@@ -19,6 +19,7 @@ from flambeau.ir.numerics import wants_bits
 from flambeau.optim.compiled_steps import install
 from flambeau.runtime.placement import common_device, target_of
 from flambeau.runtime.progress import progress
+from flambeau.targets.base import Target
 from flambeau.torch_compat.aot import aot_autograd
 from flambeau.torch_compat.aot import config as aot_config
 from flambeau.torch_compat.dynamo import config as dynamo_config
@@ -121,8 +122,8 @@ def compile_dynamo_graph(
     if calls_subgraphs(gm):
         gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
-    if target is not None and target.channels_last and not wants_bits(settings["numerics"]):
-        gm = channels_last(gm)
+    if target is not None and not wants_bits(settings["numerics"]):
+        gm = channels_last(gm, target)
     if settings.pop("regions"):
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:
@@ -148,11 +149,12 @@ def compile_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: d
             return found
         if target is not None:
             target.prepare()
-        return compile_anew(gm, example_inputs, settings, cache)
+        return compile_anew(gm, example_inputs, settings, target, cache)
 
 
 def compile_anew(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], cache: GraphCache
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], target: Target | None,
+    cache: GraphCache
 ) -> Callable[..., Any]:
     # Imported here: a process that finds its graphs in the cache needs none of the compiler.
     from flambeau.capture.decompositions import table
@@ -160,23 +162,27 @@ def compile_anew(
     from flambeau.capture.kept_whole import whole_operators
     from flambeau.pipeline import Options, compile_graph
 
+    from .padded_products import pad_products
     from .partition import partition
 
     wanted = Options(**settings)
     exact = wants_bits(wanted.numerics)
+    machine = None if exact or target is None else target.capabilities()
+    tuning = None if machine is None or machine.contracts else machine.tuning
 
     def compiler() -> Callable[..., Any]:
         return cache.compiler(lambda graph: compile_graph(graph, wanted))
 
     def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
-        settle_strides(graph.graph, names_only=wanted.part)
+        settle_strides(graph.graph, names_only=wanted.part, hold=not wanted.part)
+        pad_products(graph.graph, tuning)
         return compile_graph(graph, wanted)
 
     # One for each: torch writes into that of the backward.
     backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(),
                            inference_compiler=cache.compiler(compile_inference),
-                           partition_fn=partial(partition, settle=not wanted.part), decompositions=table(exact),
-                           keep_inference_input_mutations=True)
+                           partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning),
+                           decompositions=table(exact), keep_inference_input_mutations=True)
     with dynamo_config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
         return backend(gm, example_inputs)
 

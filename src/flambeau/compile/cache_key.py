@@ -53,6 +53,7 @@ def state() -> tuple[Any, ...]:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.get_deterministic_debug_mode(), [(d, torch.get_autocast_dtype(d)) for d in casts],
         attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(), attention.matmul.fp32_precision,
         torch.backends.mkldnn.enabled, aot_config.get_hash(), inductor_config.get_hash(),
     )
 

@@ -7,6 +7,7 @@ Operators that could tell the difference, and the caller of the graph, are given
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,50 +15,59 @@ import torch.fx as fx
 
 from flambeau.ops.facts import named
 from flambeau.runtime.placement import flat
+from flambeau.targets.base import Convolution, Target
 from flambeau.torch_compat.fake import FakeTensor
 
-from .regions.nodes import ENTER, EXIT, GRADIENTS, INPLACE, name_of, value
+from .regions.nodes import ENTER, EXIT, GRADIENTS, INPLACE, is_heavy, name_of, value
 
-SMALL = 64  # if no convolution of a graph has more channels, the order does not pay
-RARE = 50  # nor if it has more calls than these for each of its convolutions
-ORDER = torch.channels_last
+ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def channels_last(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph with its convolutions in that order, or as it is where that may be wrong or will not pay."""
-    if not is_worth_it(gm):
+def channels_last(gm: fx.GraphModule, target: Target) -> fx.GraphModule:
+    """The graph with the convolutions in that order that the target names, or as it is where that may be wrong."""
+    found = {n: c for n in gm.graph.nodes if (c := convolution(n)) is not None}
+    calls = sum(n.op.startswith("call") for n in gm.graph.nodes)
+    saved = target.channels_last([*found.values()], calls) if found else {}
+    if not any(saved.values()) or not all(
+            isinstance(s, int) for n in gm.graph.nodes for t in tensors(value(n)) for s in t.shape):
         return gm
+    wanted = {n: saved[c] for n, c in found.items() if c in saved}
+    made = Reordered(gm, wanted)
     try:
-        return Reordered(gm).run()
+        reordered = made.run()
     except Kept:
         return gm
+    return reordered if sum(wanted.values()) > made.copied else gm
 
 
 class Kept(Exception):
     """Why a graph keeps its order."""
 
 
-def is_worth_it(gm: fx.GraphModule) -> bool:
-    calls = [n for n in gm.graph.nodes if n.op.startswith("call")]
-    convolutions = [n for n in calls if name_of(n) == "conv2d"]
-    if not convolutions or len(calls) > RARE * len(convolutions):
-        return False
-    weights = [value(argument(n, 1, "weight")) for n in convolutions]
-    grouped = any(argument(n, 6, "groups") not in (None, 1) for n in convolutions)
-    fixed = all(isinstance(s, int) for n in gm.graph.nodes for t in tensors(value(n)) for s in t.shape)
-    fast = all(isinstance(w, FakeTensor) and multiplies_fast(w.dtype) for w in weights)
-    return fast and fixed and not grouped and any(max(w.shape[:2]) > SMALL for w in weights)
+def convolution(n: fx.Node) -> Convolution | None:
+    """What the node convolves, if it is a batch of images or volumes."""
+    name = name_of(n) if n.op == "call_function" else ""
+    if not (name.startswith("conv") and named(name).contracts):
+        return None
+    image, weight = (value(x) if isinstance(x, fx.Node) else None for x in operands(n))
+    if not isinstance(image, FakeTensor) or not isinstance(weight, FakeTensor) or image.dim() != weight.dim():
+        return None
+    first, second, *window = weight.shape
+    moved = sum(t.numel() * t.itemsize for t in (image, weight, *tensors(value(n))))
+    return Convolution(name, weight.dtype, (first, second), tuple(window), argument(n, 6, "groups") or 1, moved,
+                       value(n).shape[2:] == image.shape[2:] and set(window) == {1})
 
 
-def multiplies_fast(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float16, torch.bfloat16) or (dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
+def operands(n: fx.Node) -> tuple[Any, Any]:
+    return argument(n, 0, "input"), argument(n, 1, "weight")
 
 
 class Reordered:
     """Copies a graph, running it on fake tensors to see what lies how."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm, self.graph = gm, fx.Graph()
+    def __init__(self, gm: fx.GraphModule, wanted: Collection[fx.Node]) -> None:
+        self.gm, self.graph, self.wanted = gm, fx.Graph(), wanted
+        self.copied = 0  # bytes
         self.new: dict[fx.Node, fx.Node] = {}
         self.mode: Any = next(t.fake_mode for n in gm.graph.nodes for t in tensors(value(n)))
         self.entered: list[Any] = []
@@ -85,10 +95,10 @@ class Reordered:
             raise Kept(f"{n.op} {n.target}")
         if writes(n, name) and not self.may_write(n):
             raise Kept(f"{name} writes to what may be a view")
-        convolved = (argument(n, 0, "input"), argument(n, 1, "weight")) if name == "conv2d" else ()
+        convolved = operands(n) if n in self.wanted else ()
 
         def given(x: fx.Node) -> fx.Node:
-            return self.ordered(self.new[x], ORDER) if x in convolved else (
+            return self.ordered(self.new[x], ORDERS[value(x).dim()]) if x in convolved else (
                 self.new[x] if named(name).any_order else self.restored(x))
 
         made = self.graph.node_copy(n, given)
@@ -117,6 +127,8 @@ class Reordered:
             return x
         made = self.graph.call_method("contiguous", (x,), {"memory_format": order})
         self.evaluate(made)
+        if not is_computed(x):
+            self.copied += value(x).numel() * value(x).itemsize
         return made
 
     def evaluate(self, n: fx.Node) -> None:
@@ -132,6 +144,14 @@ class Reordered:
         elif n.target is EXIT:
             self.entered.remove(args[0])
         n.meta = {**n.meta, "example_value": got}
+
+
+def is_computed(n: fx.Node) -> bool:
+    """Whether a kernel of ours makes it, which writes in any order: not an input, nor a library."""
+    while n.op.startswith("call") and not named(name_of(n)).fresh and not writes(n, name_of(n)) and isinstance(
+            n.args[0], fx.Node):
+        n = n.args[0]
+    return n.op.startswith("call") and not is_heavy(n)
 
 
 def argument(n: fx.Node, place: int, name: str) -> Any:

@@ -15,30 +15,61 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flambeau.capture.eager_strides import settle_strides, share_memory
+from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import LOWERINGS, facts
 from flambeau.runtime.launch_plan import DONATED
 from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.patches import CUT
 
+from .padded_products import call, pad_products, views
 
-def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, **kwargs: Any
-              ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """`settle`: strides are eager's where torch's metadata has others."""
+
+def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bool = False,
+              tuning: Tuning | None = None, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """`settle`: strides are eager's where torch's metadata has others; `exact`: so are bits; `tuning`: of a library
+    whose products may be padded."""
+    if not exact:
+        take_apart(joint.graph)
+    skip_detached(joint.graph)
     merge_equal(joint.graph)
     keep_less(joint.graph)
     keep_compared(joint.graph)
     copy_again(joint.graph)
-    settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph))
+    settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph), hold=settle)
+    pad_products(joint.graph, tuning)
     with config.patch(cse=False), CUT.applied(*fused()):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)
     return forward, backward
 
 
+def skip_detached(graph: fx.Graph) -> None:
+    """No gradient is asked for any more; and the cut would keep what is detached, though it can be computed again."""
+    *_, output = graph.nodes
+    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        if output not in n.users:
+            n.replace_all_uses_with(n.args[0])
+            graph.erase_node(n)
+
+
 def fused() -> tuple[list[OpOverload], list[OpOverload]]:
     """Operators whose kernels take in the maps before them, and those that are maps."""
     return [op for op in LOWERINGS if facts(op).fuses], [op for op in LOWERINGS if facts(op).is_map]
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """Operators whose results, kept for a gradient, would be larger than what they can be made of (`Facts.apart`)."""
+    for n in list(graph.nodes):
+        rule = facts(n.target).apart if n.op == "call_function" else None
+        if rule is not None and n.meta["val"].dim() and all(m != 0 for m in n.meta["val"].shape):
+            with graph.inserting_before(n):
+                made = rule(call, *n.args, **n.kwargs)
+            made.meta["val"] = n.meta["val"]  # its strides
+            n.replace_all_uses_with(made)
+            graph.erase_node(n)
+            for u in [u for u in views(made) if facts(u.target).same]:  # detached: to torch's cut that is no view
+                u.replace_all_uses_with(u.all_input_nodes[0], delete_user_cb=lambda v: v.op != "output")
 
 
 def keep_less(graph: fx.Graph) -> None:

@@ -565,10 +565,13 @@ def chosen(e: Expr) -> tuple[Expr, Expr] | None:
     return e.args[0], e.args[1]
 
 
-def masked(body: Expr, mask: Expr) -> Expr:
-    """The body with every read and every check made only where the mask holds."""
+def masked(body: Expr, mask: Expr, along: frozenset[Sym] | None = None) -> Expr:
+    """The body with every read and every check made only where the mask holds, or those alone that depend on one of
+    the variables `along`."""
 
     def guard(e: Expr) -> Expr:
+        if along is not None and e.op in ("load", *CHECKED) and along.isdisjoint(e.symbols()):
+            return e
         if e.op == "load":
             m = mask if not e.args else mask & e.args[0]
             return load(e.attr[0], e.attr[1], e.dtype, m)

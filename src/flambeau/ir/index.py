@@ -228,9 +228,12 @@ class Index:
     def can_leave(self, limit: int) -> bool:
         """Whether it can lie outside of [-limit, limit), or what it divides or compares on the way can: sums that wrap
         around come back, quotients do not."""
-        operands = (i for a in self.atoms() if isinstance(a, Op) for i in (a.a, a.b))
         return any(lo is None or hi is None or lo < -limit or hi >= limit
-                   for lo, hi in (i.bounds() for i in (self, *operands)))
+                   for lo, hi in (i.bounds() for i in self.on_the_way()))
+
+    def on_the_way(self) -> Iterable[Index]:
+        """Itself, and all that it divides or compares."""
+        return (self, *(i for a in self.atoms() if isinstance(a, Op) for i in (a.a, a.b)))
 
     def at_most_one(self) -> bool:
         """Whether a size is known to be 0 or 1: no index along it moves, and its stride is a matter of names."""
@@ -429,20 +432,27 @@ def _normal(acc: dict[Monomial, int], const: int) -> Index:
         for k, rest in enumerate(mono):
             joined = _join(rest, mono[:k] + mono[k + 1:], coef, terms) if isinstance(rest, Op) else None
             if joined is not None:
-                partner, whole = joined
-                del terms[mono], terms[partner]
+                partners, whole = joined
+                for gone in (mono, *partners):
+                    del terms[gone]
                 return _normal(terms, const) + whole
     return Index(tuple(sorted(terms.items(), key=_term_key)), const)
 
 
 def _join(rest: Op, factor: Monomial, coef: int, terms: Mapping[Monomial, int]
-          ) -> tuple[Monomial, Index] | None:
-    """The partner of coef * factor * rest among the terms, and what the two are together."""
+          ) -> tuple[tuple[Monomial, ...], Index] | None:
+    """The partners of coef * factor * rest among the terms, and what they are together."""
     x, a = rest.a, rest.b
-    if rest.kind != "mod" or len(a.terms) > 1 or (a.terms and a.const):
+    if rest.kind != "mod":
         return None
+    scale = Index(((factor, 1),), 0) * coef if factor else as_index(coef)
+    if len(a.terms) > 1 or (a.terms and a.const):  # a sum: the quotient is multiplied with each of its terms
+        if not isinstance(q := floordiv(x, a).atom(), Op) or not any(q in mono for mono in terms):
+            return None
+        parts = {tuple(sorted((*factor, q, *by), key=_atom_key)): coef * c for by, c in (*a.terms, ((), a.const)) if c}
+        return (tuple(parts), x * scale) if all(terms.get(m) == c for m, c in parts.items()) else None
     (by, times), = a.terms or (((), a.const),)
-    scale, quotient = Index(((factor, 1),), 0) * coef if factor else as_index(coef), None
+    quotient = None
     for other, c in terms.items():
         left = _without(other, factor + by)
         if c != coef * times or left is None or len(left) != 1:
@@ -450,9 +460,9 @@ def _join(rest: Op, factor: Monomial, coef: int, terms: Mapping[Monomial, int]
         quotient = quotient or floordiv(x, a)
         # x % a is (x + a*t) % a, so the quotients may differ by any plain t.
         if _is_plain(t := from_atom(left[0]) - quotient):
-            return other, (x + t * a) * scale
+            return (other,), (x + t * a) * scale
         if isinstance(left[0], Op) and left[0].kind == "mod" and _is_plain(t := left[0].a - quotient):
-            return other, mod(x + t * a, a * left[0].b) * scale
+            return (other,), mod(x + t * a, a * left[0].b) * scale
     return None
 
 
@@ -491,6 +501,42 @@ def upper(e: Index) -> Index:
         grows = coef > 0 and all(_never_falls(a, last) for a in mono)
         out = out + (term.subs(last) if grows else term)
     return out
+
+
+def largest(e: Index) -> Index | None:
+    """What its absolute value does not exceed, over sizes of the run alone; None where nothing is known."""
+    if not any(s.extent is not None or s.name.startswith(WORD) for s in e.symbols()) \
+            and not any(isinstance(a, Dyn) for a in e.atoms()):
+        return e if is_nonneg(e) else maximum(e, -e)
+    total = as_index(abs(e.const))
+    for mono, coef in e.terms:
+        term = as_index(abs(coef))
+        for a in mono:
+            most = _largest_atom(a)
+            if most is None:
+                return None
+            term = term * most
+        total = total + term
+    return total
+
+
+def _largest_atom(a: Atom) -> Index | None:
+    if a.lo is not None and a.hi is not None:
+        return as_index(max(abs(a.lo), abs(a.hi)))
+    if isinstance(a, Sym):
+        most = None if a.extent is None or a.lo is None or a.lo < 0 else largest(a.extent)
+        return from_atom(a) if a.extent is None and not a.name.startswith(WORD) else None if most is None else most - 1
+    if isinstance(a, Dyn):  # what was checked is below what it was checked against
+        return largest(a.expr.attr.size) if a.expr.op == "check" else None
+    assert isinstance(a, Op)
+    x, y = largest(a.a), largest(a.b)
+    if a.kind == "mod" or a.kind == "min" and is_nonneg(a.a) and is_nonneg(a.b):
+        return y if x is None or a.kind == "mod" and not is_nonneg(a.a) else x if y is None else minimum(x, y)
+    if x is None or y is None:
+        return None
+    if a.kind == "div":  # a floor goes one further below zero
+        return floordiv(x, maximum(a.b, 1)) + int(not is_nonneg(a.a)) if a.b is y else x
+    return maximum(x, y)
 
 
 def _never_falls(a: Atom, syms: Mapping[Sym, Index]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,21 @@ import torch
 from .capabilities import Capabilities
 from .dtypes import DType
 from .expr import Expr, held, load, loads, restart_names, walk
-from .index import ONE, ZERO, Dyn, Index, IndexLike, Sym, as_index, is_positive, product
+from .index import (
+    ONE,
+    ZERO,
+    Atom,
+    Dyn,
+    Index,
+    IndexLike,
+    Op,
+    Sym,
+    as_index,
+    from_atom,
+    is_positive,
+    offset_of,
+    product,
+)
 from .numerics import FAST, Policy
 
 Shape = tuple[Index, ...]
@@ -61,6 +76,22 @@ class Buffer:
     @property
     def numel(self) -> Index:
         return product(self.shape)
+
+    def place(self, index: Sequence[Index]) -> Index:
+        """Where an element lies. Strides of torch have max(1, n) for sizes n: where there is an element, that is n."""
+        assert self.strides is not None, f"buffer {self.name} has no layout yet"
+        return offset_of(index, [self._step(s) for s in self.strides])
+
+    def _step(self, stride: Index) -> Index:
+        if not any(isinstance(a, Op) and a.kind == "max" for a in stride.atoms()):
+            return stride
+        some = {product(sizes) for k in range(1, len(self.shape) + 1) for sizes in combinations(self.shape, k)}
+
+        def positive(a: Atom) -> Index:
+            size = (a.b if a.a is ONE else a.a) if isinstance(a, Op) and a.kind == "max" and ONE in (a.a, a.b) else None
+            return from_atom(a) if size not in some else size
+
+        return sum((product(map(positive, mono)) * coef for mono, coef in stride.terms), as_index(stride.const))
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Param:
     dtype: DType
     written: bool
     aliased: bool = False  # shares memory with another argument
+    reach: Index | None = None  # its elements and those between them, where data say which of them is accessed
 
 
 @dataclass(frozen=True)

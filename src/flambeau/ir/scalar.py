@@ -67,17 +67,19 @@ def fold_over(bounds: Sequence[tuple[IndexLike, IndexLike]], inits: Sequence[Exp
               step: Callable[[tuple[Index, ...], tuple[Expr, ...]], Sequence[Expr]]) -> tuple[Expr, ...]:
     """A small loop nest inside an expression: carries start at `inits` and become step(index, carries).
 
-    bounds: (first, one past the last) per loop.
+    bounds: (first, one past the last) per loop. Loops count from zero: lanes whose ranges begin at different places
+    go through them in step, in as many turns as the longest has.
     """
+    firsts = [as_index(lo) for lo, _ in bounds]
     loops = []
-    for lo, hi in bounds:
-        lo, hi = as_index(lo), as_index(hi)
+    for lo, (_, hi) in zip(firsts, bounds, strict=True):
         top = lo.bounds()[1]  # a lower bound may be below what a symbolic size allows
         if top is not None and top < 0:
             raise ValueError("fold_over: loops start at zero or later; shift the index inside the step")
-        loops.append((fresh_sym(_extent(hi)), lo, hi))
+        count = as_index(hi) - lo
+        loops.append((fresh_sym(_extent(count if count.is_const else as_index(hi))), as_index(0), count))
     carries = tuple(fresh_carry(e.dtype) for e in inits)
-    updates = tuple(step(tuple(as_index(v) for v, _, _ in loops), carries))
+    updates = tuple(step(tuple(lo + v for lo, (v, _, _) in zip(firsts, loops, strict=True)), carries))
     return fold(tuple(loops), carries, tuple(inits), updates)
 
 

@@ -38,6 +38,7 @@ class Tuning:
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
     split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
     split_columns: int = number(64, "columns", "one program computes so many results side by side")
+    asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
     worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
     worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
@@ -50,6 +51,14 @@ class Tuning:
     scattered_result: int = number(16, "times 16 products", "to write one result that is not beside the last")
     expensive_combine: int = number(16, "operations", "of a scan: a cheaper step waits for memory, not for itself")
     scan_side_by_side: int = number(8, "rows", "that a scan takes together, so that no step waits for the one before")
+    # Products of a library. The times are those of an H200, in bfloat16, with a vocabulary of 50257.
+    product_line: int = number(0, "bytes", "of which the lines of all matrices are multiples, or another kernel takes "
+                                           "the product; 0: no matter")
+    product_rate: int = number(600_000, "operations of 16 bits a nanosecond", "of a product whose lines are multiples")
+    product_rate_else: int = number(90_000, "operations of 16 bits a nanosecond", "of one with a line that is none")
+    memory_rate: int = number(4_000, "bytes a nanosecond", "read and written")
+    launch: int = number(4_000, "nanoseconds", "of a kernel that has next to nothing to do")
+    convolved_channels: int = number(64, "channels", "with no more of them a library convolves images as they lie")
 
 
 @dataclass(frozen=True)
@@ -182,6 +191,7 @@ class BlockTuning(Tuning):
     row: int = number(16384, "elements", "of a row that a program holds whole")
     piece: int = number(2048, "elements", "of a row that goes by in pieces")
     columns: int = number(64, "columns", "side by side where they are what is contiguous")
+    lanes: int = number(120, "hundredths", "of the columns: with more lanes than that, columns of all axes are one")
     column_rows: int = number(64, "elements", "of a reduced axis that is held whole above columns")
     few_programs: int = number(16, "programs", "too few to fill a GPU")
     few_columns: int = number(16, "columns", "of a program then")
@@ -205,6 +215,7 @@ class BlockTuning(Tuning):
     scan_longest: int = number(256, "rows", "of a piece of columns")
     scan_in_a_row: int = number(32, "pieces", "that wait for one another, as far as the longest allows")
     scan_group: int = number(64, "pieces", "of columns between two prefixes, where the order is fixed")
+    product_line: int = number(16, "bytes", "the widest access, by which tensor cores are fed")
     # ---- scatters
     tap_values: int = number(4, "values", "of one variable that is written out")
     taps: int = number(16, "values", "of all variables that are written out")

@@ -92,7 +92,7 @@ def product_of(a: Value, b: Value) -> Any:
     return lambda i: total.load(i)
 
 
-@lower(aten.mm.default, aten.bmm.default, library=True)
+@lower(aten.mm.default, aten.bmm.default, library=True, factors=0)
 def mm(a: Value, b: Value) -> Any:
     product = product_of(a, b)
     if product is NotImplemented:
@@ -100,7 +100,7 @@ def mm(a: Value, b: Value) -> Any:
     return build.pointwise((*a.shape[:-1], b.shape[-1]), product, a.dtype)
 
 
-@lower(aten.addmm.default, aten.baddbmm.default, library=True)
+@lower(aten.addmm.default, aten.baddbmm.default, library=True, factors=1)
 def addmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
     product = product_of(a, b) if promote([operand(c), operand(a)]) is c.dtype else NotImplemented
     if product is NotImplemented:

@@ -56,6 +56,7 @@ class Facts:
     library: bool = False  # a machine's library computes it, where it has one and no lowering takes the call
     # On GPUs the library takes its last step in a kernel of its own: the arguments without it, and the step; or None.
     last_step: Callable[..., tuple[tuple[Any, ...], Callable[[Any], Any]] | None] | None = None
+    factors: int | None = None  # of a product of matrices: the place of the first of two arguments that it multiplies
     contracts: bool = False  # a sum of products, mostly a library's: no kernel reaches across it
     number: str | int | None = None  # an argument for which Dynamo would write it out in others, if it is a number
     out: OpOverload | None = None  # the form that writes into memory of the program
@@ -92,6 +93,8 @@ class Facts:
     asks_equality: bool = False  # of two values, which must be computed once: again, they might differ
     # (find, *arguments) -> arguments of which less is kept for the backward; find(op, *args): another call of the graph
     keeps_less: Callable[..., tuple[Any, ...]] | None = None
+    # (call, *arguments) -> its result, made of operators of which less is kept; call(op, *arguments): a new call
+    apart: Callable[..., Any] | None = None
 
     # ---- how its results lie in memory
     view: bool = False  # in the memory of its first argument

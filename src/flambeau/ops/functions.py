@@ -26,11 +26,13 @@ describe("add", number="alpha")
 describe("_foreach_lerp", number=2)
 
 # The order of their arguments in memory means nothing to them, and their results are nobody's views.
-describe("conv2d", "batch_norm", "group_norm", "layer_norm", "linear", "matmul", "bmm", "einsum",
-         "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "sigmoid", "tanh", "leaky_relu",
-         "elu", "celu", "selu", "mish", "softplus", "prelu", "clamp", "exp", "sqrt", "rsqrt", "square", "abs", "neg",
-         "add", "sub", "mul", "div", "truediv", "pow", "maximum", "minimum", "where",
-         "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "lp_pool2d", "interpolate", "pad",
+describe("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "batch_norm", "instance_norm",
+         "group_norm", "layer_norm", "linear", "matmul", "bmm", "einsum", "relu", "relu6",
+         "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "sigmoid", "tanh",
+         "leaky_relu", "elu", "celu", "selu", "mish", "softplus", "prelu", "clamp", "exp", "sqrt", "rsqrt", "square",
+         "abs", "neg", "add", "sub", "rsub", "mul", "div", "truediv", "pow", "maximum", "minimum", "where",
+         "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "lp_pool2d", "max_pool3d",
+         "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "interpolate", "pad",
          "cat", "concat", "mean", "sum", "amax", "amin", "clone", "softmax", "log_softmax", any_order=True, fresh=True)
 # And those that may return, or write to, what they were given.
 describe("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "to", "float", "half", "bfloat16",

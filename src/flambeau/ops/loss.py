@@ -32,7 +32,7 @@ def _class_weight(weight: Value | None, target: Expr, classes: Index, counted: E
     return where(counted, cast(weight.load((check(target, classes, counted, Fault.TARGET),), counted), wide), 0)
 
 
-@lower(aten.nll_loss_forward, aten.nll_loss2d_forward)
+@lower(aten.nll_loss_forward, aten.nll_loss2d_forward, fuses=True)
 def nll_loss(x: Value, target: Value, weight: Value | None, reduction: int, ignore_index: int | Index
              ) -> tuple[Value, Value]:
     """The loss, and the weight of the targets that count: what a mean divides by, 0 for a batch of losses."""
@@ -57,7 +57,7 @@ def nll_loss(x: Value, target: Value, weight: Value | None, reduction: int, igno
     return finish(loss, x.dtype, (), False, lambda e: e / by), to_dtype(total, x.dtype)
 
 
-@lower(aten.nll_loss_backward, aten.nll_loss2d_backward)
+@lower(aten.nll_loss_backward, aten.nll_loss2d_backward, fuses=True, is_map=True)
 def nll_loss_backward(grad: Value, x: Value, target: Value, weight: Value | None, reduction: int,
                       ignore_index: int | Index, total_weight: Value) -> Value:
     """Every element asks whether its class is the target: a map, where writing to targets is a scatter."""

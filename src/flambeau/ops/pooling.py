@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,13 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import DType, accumulator, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, check, computed, const, index_value, where
 from flambeau.ir.faults import Fault
-from flambeau.ir.index import Index, IndexLike, as_index, ceildiv, maximum, minimum, product, unflat
+from flambeau.ir.index import Index, IndexLike, about, as_index, ceildiv, maximum, minimum, product, unflat
 from flambeau.ir.nodes import Value, narrow
 from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
 from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import along_shares, are_long, share_length, share_of, tabled
+from flambeau.ops.separable import along_shares, are_long, share_length, share_lengths, share_of, tabled
 
 aten = torch.ops.aten
 
@@ -53,9 +54,14 @@ class Axis:
         return maximum(start, start % self.dilation)
 
     @property
+    def span(self) -> int:
+        """How many positions a window covers, those between its elements included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
     def candidates(self) -> int:
         """How many windows can hold one position."""
-        return -(-(self.dilation * (self.kernel - 1) + 1) // self.stride)
+        return -(-self.span // self.stride)
 
     def candidate(self, x: Index, j: Index) -> Index:
         """The j-th of them in ascending order; it may lie outside [0, out)."""
@@ -63,7 +69,7 @@ class Axis:
 
     def holds(self, o: Index, x: Index) -> Expr:
         """Whether window o, which starts at or before x, reaches it."""
-        return index_value(x - self.place(o, 0)) < self.dilation * (self.kernel - 1) + 1
+        return index_value(x - self.place(o, 0)) < self.span
 
     def count(self, o: Index, with_padding: bool) -> Index:
         """What ATen divides by in this dimension: padding counts, what lies beyond the padding never does."""
@@ -111,14 +117,17 @@ def greatest(x: Value, lead: Place, bounds: Bounds, place: Callable[[Place], Pla
     return best, cast(at, torch.int64)
 
 
-def max_gradient(grad: Value, x: Value, indices: Value, rank: int,
+def max_gradient(grad: Value, x: Value, indices: Value, rank: int, asked: float,
                  bounds: Callable[[Place], Bounds],
-                 window: Callable[[Place, Place], Place],
+                 window: Callable[[Place, Place], Place] = lambda _, w: w,
                  holds: Callable[[Place, Place], Expr] | None = None) -> Value:
-    """Each position adds the gradients of those candidate windows whose saved index is its own.
+    """Each position adds the gradients of those candidate windows whose saved index is its own; where too many
+    positions would ask a window, windows add theirs to zeros.
 
-    holds: whether a window can reach a position at all."""
-    if build.graph().capabilities.ordered_scatter:
+    asked: how many positions ask a window, about. holds: whether a window can reach a position at all."""
+    caps = build.graph().capabilities
+    atomics = not caps.deterministic and caps.joins("add", x.dtype) and asked > caps.tuning.asked
+    if caps.ordered_scatter or atomics:
         return put_back(to_dtype(grad, x.dtype), indices, x.shape[:-rank], x.shape[-rank:], "add")
     dtype = opmath(x.dtype)
 
@@ -160,7 +169,7 @@ def max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                  ceil_mode: bool, indices: Value) -> Value:
         axes = geometry(x, rank, kernel_size, stride, padding, dilation, ceil_mode)
         return max_gradient(
-            grad, x, indices, rank, lambda _: [(0, a.candidates) for a in axes],
+            grad, x, indices, rank, math.prod(a.span for a in axes), lambda _: [(0, a.candidates) for a in axes],
             lambda here, w: tuple(a.candidate(k, j) for a, k, j in zip(axes, here, w, strict=True)),
             lambda o, here: all_of([a.holds(k, h) for a, k, h in zip(axes, o, here, strict=True)]))
 
@@ -226,17 +235,6 @@ lower(aten.avg_pool1d)(avg_pool(1)[0])
 
 
 # ---- adaptive: window o of m covers [o*n/m, (o+1)*n/m), ends rounded outwards -------------------------
-
-
-def shares(o: Place, n: Sequence[Index], m: Sequence[Index]
-           ) -> tuple[Bounds, Callable[[Place], Place], list[Index]]:
-    """Loop bounds, the place of a loop index, and the window lengths; equal windows get constant bounds."""
-    spans = [share_of(*each) for each in zip(o, n, m, strict=True)]
-    even = [(end - start).is_const for start, end in spans]
-    bounds = [(as_index(0), end - start) if e else (start, end) for e, (start, end) in zip(even, spans)]
-    return (bounds,
-            lambda w: tuple(start + j if e else j for e, (start, _), j in zip(even, spans, w, strict=True)),
-            [end - start for start, end in spans])
 
 
 def sum_all(x: Value, sizes: Sequence[Index]) -> Value:
@@ -335,9 +333,17 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
     def backward(grad: Value, x: Value, indices: Value) -> Any:
         if not (grad.rank == x.rank == indices.rank) or not build.graph().agree(grad.shape, indices.shape):
             return NotImplemented  # eager says what is wrong
-        n, m = x.shape[-rank:], grad.shape[-rank:]
-        return max_gradient(grad, x, indices, rank, lambda here: shares(here, m, n)[0],
-                            lambda here, w: shares(here, m, n)[1](w))
+        pairs = list(zip(grad.shape[-rank:], x.shape[-rank:], strict=True))
+        counts = [share_lengths(m, n)[1] for m, n in pairs]
+
+        def windows(here: Place) -> Bounds:
+            """Constant bounds, where sizes are known: a window that is too far away has not saved the position."""
+            spans = [share_of(k, m, n) for k, (m, n) in zip(here, pairs, strict=True)]
+            known = [m.is_const and n.is_const for m, n in pairs]
+            return [(lo, lo + c if k else hi) for (lo, hi), c, k in zip(spans, counts, known, strict=True)]
+
+        inputs, outputs = (about(product(v.shape), build.graph().typical, 0) for v in (x, grad))
+        return max_gradient(grad, x, indices, rank, math.prod(counts) * inputs / max(outputs, 1), windows)
 
     return forward, backward
 

@@ -14,7 +14,7 @@ from flambeau.ir import build
 from flambeau.ir.build import arg_combine, make_combine, simple_combine
 from flambeau.ir.dtypes import DType, accumulator, int_to_float, is_float, opmath
 from flambeau.ir.expr import Expr, cast, index_value, masked, where
-from flambeau.ir.index import ZERO, Index, is_positive, product
+from flambeau.ir.index import ZERO, Index, about, is_positive, product
 from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
 from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
 from flambeau.ops.facts import EVERYWHERE, describe, of_family
@@ -54,8 +54,13 @@ def outside(i: Sequence[Index], axes: Sequence[int]) -> list[Index]:
 def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tuple[Value, Value]:
     """The mean over `axes`, and the sum of squared deviations from it.
 
-    Two passes: as exact as Welford's update, and the inner loops stay plain sums, which vectorise.
+    Two passes: as exact as Welford's update, and the inner loops stay plain sums, which vectorise. Where a row does not
+    stay in fast memory for the second, and memory is what counts, there is one.
     """
+    g = build.graph()
+    longest, points = g.capabilities.row_elements, about(product(shape[a] for a in axes), g.typical, 0)
+    if g.capabilities.waits_for_memory and longest is not None and points > longest:
+        return moments_at_once(shape, axes, dtype, body)
     n = count(shape, axes, dtype)
     total = accumulate("sum", shape, axes, dtype, body)
     mean = build.pointwise(total.shape, lambda i: total.load(i) / n)
@@ -67,17 +72,17 @@ def moments_at_once(shape: Shape, axes: Sequence[int], dtype: DType, body: Body)
     """The same in one pass: sums of what is left after a typical element is taken away, and of its squares.
 
     How exact the squares are, depends on how far that element is from the mean, in standard deviations: the middle one
-    of three is no outlier, unless two are.
+    of three is no outlier, unless two are; at the ends, where there may be padding, none of them is taken.
     """
     n, there = count(shape, axes, dtype), index_value(product(shape[a] for a in axes)) > 0
 
     def typical(kept: Sequence[Index]) -> Expr:
-        def sample(half: int) -> Expr:
+        def sample(quarter: int) -> Expr:
             rest = iter(kept)
-            place = [(size - 1) * half // 2 if k in axes else next(rest) for k, size in enumerate(shape)]
+            place = [(size - 1) * quarter // 4 if k in axes else next(rest) for k, size in enumerate(shape)]
             return masked(body(tuple(place)), there)
 
-        first, middle, last = map(sample, range(3))
+        first, middle, last = map(sample, (1, 2, 3))
         return maximum(minimum(first, middle), minimum(maximum(first, middle), last))
 
     def powers(i: tuple[Index, ...]) -> tuple[Expr, ...]:

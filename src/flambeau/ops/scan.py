@@ -14,9 +14,10 @@ from flambeau.ir.dtypes import DType, highest, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Combine, Level, Value, narrow
-from flambeau.ir.scalar import abs_, eq, exp2, fma, isnan, log, log2, maximum, rough_log2
+from flambeau.ir.scalar import abs_, eq, exp, exp2, fma, isnan, log1p, maximum, ne, rough_log2
 from flambeau.ops.facts import EVERYWHERE, describe
 from flambeau.ops.registry import lower, to_dtype, wrap_dim
+from flambeau.ops.scattering import scatter
 
 aten = torch.ops.aten
 
@@ -115,6 +116,52 @@ lower(aten.cummax, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_fa
 lower(aten.cummin, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_far, "min"))
 
 
+# torch adds each element of this gradient to its place. But places are in runs, each of which begins at its own place:
+# as one operator it is a scan that begins anew with each run, where additions to one place would wait for one another.
+torch.library.define("flambeau::cummaxmin_backward", "(Tensor grad, Tensor indices, int dim) -> Tensor")
+torch.library.impl("flambeau::cummaxmin_backward", "CompositeExplicitAutograd",
+                   lambda grad, indices, dim: grad.new_zeros(grad.shape).scatter_add(dim, indices, grad))
+describe(aten.cummaxmin_backward.default,
+         traced=lambda grad, x, indices, dim: torch.ops.flambeau.cummaxmin_backward(grad, indices, dim))
+
+
+@torch.library.register_fake("flambeau::cummaxmin_backward")
+def _(grad: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
+    return grad.new_empty(grad.shape)
+
+
+@cache
+def _in_runs(dtype: DType) -> Combine:
+    """The sum of a run, from its end; whether it goes on before the elements so far, and a value that only the last
+    one has."""
+
+    def fn(after: tuple[Expr, ...], here: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return where(ne(here[0], 0), after[0], 0), where(ne(here[0], 0), after[1], 0) + here[1], here[2]
+
+    return make_combine("runs", (dtype,) * 3, (1, 0, 1), fn)
+
+
+@lower(torch.ops.flambeau.cummaxmin_backward)
+def cummaxmin_backward(grad: Value, indices: Value, dim: int) -> Value:
+    if not grad.rank:
+        return grad
+    axis, wide = wrap_dim(dim, grad.rank), running(grad.dtype)
+    if build.graph().capabilities.ordered_scatter:
+        zeros = build.pointwise(grad.shape, lambda i: const(0, grad.dtype))
+        return scatter(zeros, dim, indices, grad, reduce="add")
+
+    def begins(i: tuple[Index, ...], at: Index) -> Expr:
+        inside = index_value(at) < index_value(grad.shape[axis])
+        return where(inside, eq(indices.load((*i[:axis], at, *i[axis + 1:]), inside), index_value(at)), True)
+
+    def element(i: tuple[Index, ...]) -> tuple[Expr, Expr, Expr]:
+        return (where(begins(i, i[axis] + 1), const(0, wide), 1), cast(grad.load(i), wide),
+                where(begins(i, i[axis]), const(1, wide), 0))
+
+    return build.scan(grad.shape, axis, _in_runs(wide), element, reverse=True, dtypes=(grad.dtype,),
+                      finish=lambda c: (cast(where(ne(c[2], 0), c[1], 0), grad.dtype),))[0]
+
+
 @cache
 def _log_sum(dtype: DType) -> Combine:
     """(m, s) stands for m + log(s), m the largest element: the logarithm waits until after the scan."""
@@ -137,19 +184,30 @@ def _log_sum(dtype: DType) -> Combine:
     return replace(whole, level=Level(top, total, m, holds, s * smaller(m - top, eq(m, top)), (top, total)))
 
 
+@cache
+def _log_sum_beyond(dtype: DType) -> Combine:
+    """(m, r) stands for m + log(1 + r), r what comes to the largest element: nothing of it is lost beside the one."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (am, ar), (bm, br) = a, b
+        scale = where(eq(am, bm), 1, exp(-abs_(am - bm)))  # equal infinities: their difference is NaN
+        return maximum(am, bm), where(am >= bm, fma(br + 1, scale, ar), fma(ar + 1, scale, br))
+
+    return make_combine("logsumexp", (dtype, dtype), (-math.inf, -1), fn)
+
+
 @lower(aten.logcumsumexp, group="cumulative")
 def logcumsumexp(x: Value, dim: int) -> Value:
     if not x.rank:
         return x
     wide, axis = running(x.dtype), wrap_dim(dim, x.rank)
 
-    def elements(i: tuple[Index, ...]) -> tuple[Expr, Expr]:
-        return cast(x.load(i), wide), const(1, wide)
-
-    if not build.graph().capabilities.serial_scans:  # a function for every element costs as much as the memory does
-        natural = rough_log2 if wide == torch.float32 else log2
-        return build.scan(x.shape, axis, _log_sum(wide), elements, dtypes=(x.dtype,),
-                          finish=lambda c: (cast(fma(natural(c[1]), const(math.log(2), wide), c[0]), x.dtype),))[0]
-    stored = opmath(x.dtype)  # m is one of the elements, s at least 1: neither loses anything to speak of
-    m, s = build.scan(x.shape, axis, _log_sum(wide), elements, dtypes=(x.dtype, stored))
-    return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log(s.load(i)), x.dtype)
+    if wide is torch.float32 and not build.graph().capabilities.serial_scans:
+        # A function for every element would cost as much as the memory does.
+        return build.scan(x.shape, axis, _log_sum(wide), lambda i: (cast(x.load(i), wide), const(1, wide)),
+                          dtypes=(x.dtype,),
+                          finish=lambda c: (cast(fma(rough_log2(c[1]), const(math.log(2), wide), c[0]), x.dtype),))[0]
+    stored = opmath(x.dtype)  # m is one of the elements, r at least 0: neither loses anything to speak of
+    m, r = build.scan(x.shape, axis, _log_sum_beyond(wide), lambda i: (cast(x.load(i), wide), const(0, wide)),
+                      dtypes=(x.dtype, stored))
+    return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log1p(r.load(i)), x.dtype)

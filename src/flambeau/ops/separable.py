@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, cast, computed, index_value, rewrite, where
-from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, minimum
+from flambeau.ir.index import Index, Op, Sym, about, as_index, ceildiv, minimum
 from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars, narrow
 from flambeau.ir.scalar import fold_over, ne, sum_over
 from flambeau.ops.plane import Place, nearest, together, within
@@ -134,10 +135,9 @@ def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
 
 
 def share_lengths(source: Index, size: Index) -> tuple[int, int]:
-    """The least and the most elements that a share has; the sizes are known."""
-    n, m = int(source), int(size)
-    lengths = [-(-(o + 1) * n // m) - o * n // m for o in range(m)]
-    return min(lengths, default=1), max(lengths, default=1)
+    """The least and the most elements that a share has; about, where sizes are known at the run alone."""
+    n, m = (max(1, about(each, build.graph().typical, 1)) for each in (source, size))
+    return -(-n // m), -((math.gcd(n, m) - n - m) // m)  # shares begin at multiples of gcd / m of an element
 
 
 def share_length(source: Index, size: Index, dtype: DType) -> Callable[[Index], Expr]:

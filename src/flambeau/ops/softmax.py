@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -66,7 +68,18 @@ def softmax_backward(grad: Value, y: Value, dim: int, input_dtype: DType) -> Val
     return build.pointwise(y.shape, lambda i: p(i) * (g(i) - total.load(outside(i, axes))), input_dtype)
 
 
-@lower(aten._log_softmax, group="softmax")
+def _from_statistics(call: Callable[..., Any], x: Any, dim: int, half_to_float: bool) -> Any:
+    """A gradient needs the result, which is a map of x and of two numbers for each row: x itself is often kept anyway,
+    or in fewer bits."""
+    narrow, dtype = x.meta["val"].dtype, torch.float32 if half_to_float else x.meta["val"].dtype
+    x = x if narrow is opmath(narrow) else call(aten._to_copy.default, x, dtype=opmath(narrow))
+    below = call(aten.sub.Tensor, x, call(aten.amax.default, x, [dim], True))
+    total = call(aten.sum.dim_IntList, call(aten.exp.default, below), [dim], True)
+    out = call(aten.sub.Tensor, below, call(aten.log.default, total))
+    return out if opmath(narrow) is dtype else call(aten._to_copy.default, out, dtype=dtype)
+
+
+@lower(aten._log_softmax, group="softmax", apart=_from_statistics)
 def log_softmax(x: Value, dim: int, half_to_float: bool) -> Value:
     wide = opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)

@@ -432,12 +432,20 @@ def gradient_shape(grad: torch.Tensor, output_size: Any, input_size: Any, *rest:
     return grad.new_empty(input_size).to(memory_format=suggest_memory_format(grad))
 
 
+def nearest_shape(x: torch.Tensor, output_size: Any, *rest: Any, **named: Any) -> torch.Tensor:
+    """Eager takes a batch of no images; torch's own rule means to, and fails."""
+    if x.dim() != len(output_size) + 2 or any(n <= 0 for n in (*x.shape[1:], *output_size)):
+        raise RuntimeError(f"Input and output sizes should be greater than 0, but got input {list(x.shape)} and output "
+                           f"{list(output_size)}")
+    return x.new_empty((*x.shape[:2], *output_size)).to(memory_format=suggest_memory_format(x))
+
+
 def lower_resizing(name: str, forward: Callable[..., Any], backward: Callable[..., Any], group: str = "",
                    exact: Exact = NOWHERE) -> None:
     """Both directions; the form with a list of factors is a call of the plain one. Shapes of gradients may be symbolic,
     which torch's own rule does not allow for."""
     packet, gradient = getattr(aten, name), getattr(aten, f"{name}_backward")
-    lower(packet.default, group=group, exact=exact)(forward)
+    lower(packet.default, group=group, exact=exact, traced_shape=nearest_shape if "nearest" in name else None)(forward)
     lower(gradient.default, group=group, traced_shape=gradient_shape)(backward)
     describe(packet.vec, traced=by_factors(packet.default))
 

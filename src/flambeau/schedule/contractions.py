@@ -98,8 +98,9 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
     if cost(d, b, rows, columns, depth, t) > cost(d, a, columns, rows, depth, t):
         a, b, rows, columns = b, a, columns, rows
     d.outer, d.inner = [*batch, *rows, *columns], depth
+    params = params_of(d.accesses(), buffers)
     return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
-                          tuple(d.stores.items()), params_of(d.accesses(), buffers), sizes_of(d),
+                          tuple(d.stores.items()), params, sizes_of(d, params),
                           tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import OPS, Expr, held, index_children, masked, rewrite, walk
-from flambeau.ir.index import ONE, Index, Op, Sym, as_index, volume
+from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
 
@@ -27,6 +28,7 @@ from .one_hot import picked
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
 DEEPEST = 120  # operations that wait for one another: expressions are walked by recursion
 MOST_READS = 24
+SAMPLED = 64  # points of a value for each that is computed again
 EXACT = frozenset(("div", "sqrt", "floor", "ceil", "trunc", "round", "fmod", "copysign", "fmin", "fmax", "bitcast"))
 
 
@@ -39,6 +41,7 @@ class Body:
     size: int
     depth: int
     divisions: int  # in its indices: loops with them do not vectorise
+    points: int
 
 
 def prune(graph: Graph) -> None:
@@ -103,10 +106,31 @@ def is_rough(e: Expr) -> bool:
 def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
     prune(graph)
     hard = materialised(graph)
+    uses, joined = consumers(graph), True
+    while joined:
+        why = _inline_once(graph, caps, uses, hard)
+        prune(graph)
+        before, uses = uses, consumers(graph)
+        joined = any(before[name] > 1 == uses[name] for name in why)  # several consumers have become one
+    alive = {x for n in graph.nodes for x in n.names}
+    for name, reasons in why.items():
+        if name in alive:
+            notes.append(f"{name} is kept: {'; '.join(sorted(reasons))}")
+
+
+def consumers(graph: Graph) -> Counter[str]:
+    """How many nodes read each value, those left out that read few of its points."""
     uses: Counter[str] = Counter()
+    points = {name: about(volume(n.vars), graph.typical, 0) for n in graph.nodes if isinstance(n, Pointwise)
+              for name in n.names}
     for n in graph.nodes:
         for name in n.reads():
-            uses[name] += 1
+            uses[name] += not are_few(points.get(n.names[0], 0) if n.names else 0, points.get(name, 0))
+    return uses
+
+
+def _inline_once(graph: Graph, caps: Capabilities, uses: Counter[str], hard: dict[str, str]) -> dict[str, set[str]]:
+    """In the order of the nodes; what is kept, and why."""
     bodies: dict[str, Body] = {}
     why: dict[str, set[str]] = defaultdict(set)
     nodes: list[Node] = []
@@ -117,36 +141,41 @@ def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
         if isinstance(n, Pointwise):
             everything = list(walk(n.body))
             bodies[n.names[0]] = Body(n, n.body, cost_of([n.body]), sum(e.op == "load" for e in everything),
-                                      len(everything), depth_of(everything), divisions_in(everything))
+                                      len(everything), depth_of(everything), divisions_in(everything),
+                                      about(volume(n.vars), graph.typical, 0))
         nodes.append(n)
     graph.nodes = nodes
-    prune(graph)
-    alive = {x for n in graph.nodes for x in n.names}
-    for name, reasons in why.items():
-        if name in alive:
-            notes.append(f"{name} is kept: {'; '.join(sorted(reasons))}")
+    return why
 
 
 def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Body], uses: Counter[str],
                  hard: dict[str, str], why: dict[str, set[str]]) -> Node:
     seen: dict[str, set[tuple[Index, ...]]] = defaultdict(set)
+    samples: Counter[str] = Counter()  # places where it is computed at few of its points
     inner_only: dict[str, bool] = {}
     domains = domains_of(n)
-    for e in walk(*n.exprs()):
+    everything = list(walk(*n.exprs()))
+    folded = {v for e in everything if e.op == "fold" for v, _, _ in e.attr.loops}
+    for e in everything:
         if e.op == "load" and e.attr[0] in bodies:
+            # Sizes that are known at the run do not change from one point to the next.
+            symbols = {v for i in e.attr[1] for v in i.symbols() if v.extent is not None or v in folded}
+            new = e.attr[1] not in seen[e.attr[0]]
             seen[e.attr[0]].add(e.attr[1])
-            symbols = frozenset().union(*(i.symbols() for i in e.attr[1])) if e.attr[1] else frozenset()
+            if is_sample(symbols, n, bodies[e.attr[0]].points, graph.typical):
+                samples[e.attr[0]] += new
+                continue
             once = any(symbols <= d and all(v in symbols or v.size is ONE for v in d) for d in domains)
             repeated = not once
             inner_only[e.attr[0]] = inner_only.get(e.attr[0], False) or repeated
     chosen: set[str] = set()
-    everything = list(walk(*n.exprs()))
     budget, depth = len(everything), depth_of(everything)
     reads = sum(1 for e in everything if e.op == "load")
     for name, places in seen.items():
         b = bodies[name]
         rows = neighbour_rows(b.node, graph)
-        verdict = _decide(b, n, uses[name], hard.get(name), inner_only[name], len(places), rows, caps.tuning)
+        count = len(places) - samples[name]
+        verdict = _decide(b, n, uses[name], hard.get(name), inner_only.get(name, False), count, rows, caps.tuning)
         if verdict is None and (budget + b.size * len(places) > LARGEST or reads + b.reads > MOST_READS) and b.cost > 1:
             verdict = "the fused body would be too large"
         if verdict is None and depth + b.depth > DEEPEST:
@@ -172,6 +201,19 @@ def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Bo
     made = map_exprs(n, lambda e: rewrite(e, put, None, memo))
     origins = dict.fromkeys(o for name in seen if name in chosen for o in bodies[name].node.origins)
     return replace(made, inlined=(*origins, *n.inlined))
+
+
+def are_few(asked: int, points: int) -> bool:
+    """Whether points of a value are better computed again than all of them written."""
+    return 0 < asked * SAMPLED <= points
+
+
+def is_sample(symbols: Set[Sym], n: Node, points: int, typical: Mapping[Sym, int]) -> bool:
+    """Whether a read is of few points: by a much smaller node, or once for all that a reduction joins."""
+    if not isinstance(n, (Pointwise, Reduce)) or isinstance(n, Segment):
+        return False
+    vars = n.kept if isinstance(n, Reduce) and symbols <= frozenset(n.kept) else n.vars
+    return are_few(about(volume(vars), typical, 0), points)
 
 
 def depth_of(everything: list[Expr]) -> int:
@@ -224,6 +266,8 @@ def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, place
         share = kept.const / max(made.const, 1) if made.is_const and kept.is_const else 1
         if places * rows <= (rows + 2) * share + places:
             return None
+    if places == 0:
+        return None
     if repeated or places > 1:
         return "read more than once by one consumer"
     # Either every consumer reads what it reads; or that is read once, and what comes of it written, and read by each.

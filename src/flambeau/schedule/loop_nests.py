@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -26,7 +26,6 @@ from flambeau.ir.index import (
     about,
     as_index,
     is_positive,
-    offset_of,
     volume,
     walks_as_one,
 )
@@ -41,11 +40,6 @@ _INT64 = torch.int64
 _LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
 
 
-def address_of(buffer: Buffer, index: Sequence[Index]) -> Index:
-    assert buffer.strides is not None, f"buffer {buffer.name} has no layout yet"
-    return offset_of(index, buffer.strides)
-
-
 def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) -> Expr:
     """Reads become addresses; reads of what the kernel computes become locals."""
 
@@ -57,7 +51,7 @@ def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) ->
             return Expr("local", x.dtype, (), name)
         there = has_elements(buffers[name], index)
         mask = x.args if there is None else (there & x.args[0] if x.args else there,)
-        read = Expr("load", x.dtype, mask, (name, (address_of(buffers[name], index),)))
+        read = Expr("load", x.dtype, mask, (name, (buffers[name].place(index),)))
         return held(read, index)  # a stride of zero takes an index out of the address, not its check
 
     return rewrite(e, fn)
@@ -94,6 +88,11 @@ class NestDraft:
     def exprs(self) -> list[Expr]:
         out = exprs_of(self.items)
         return out + list(self.bounds) if self.bounds else out
+
+    def rewritten(self, fn: Callable[[Expr], Expr]) -> NestDraft:
+        memo: dict[Expr, Expr] = {}
+        items = [replace(i, exprs=tuple(rewrite(e, fn, None, memo) for e in i.exprs)) for i in self.items]
+        return replace(self, items=items)
 
     def substitute(self, mapping: dict[Sym, Index]) -> None:
         memo: dict[Expr, Expr] = {}
@@ -140,7 +139,7 @@ def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> NestD
         else:
             items.append(Item(m.node.names, m.level, exprs, combine))
     vars = g.vars
-    stores = {name: address_of(buffers[name], g.written[name][0]) for name in made if name in stored}
+    stores = {name: buffers[name].place(g.written[name][0]) for name in made if name in stored}
     d = NestDraft([v for i, v in enumerate(vars) if i not in axes], [v for i, v in enumerate(vars) if i in axes], items,
               stores)
     if g.segment is not None:
@@ -303,15 +302,28 @@ def distance(step: Index | None, typical: Mapping[Sym, int] | None = None) -> in
     return 0 if step is None else abs(about(step, {**dict.fromkeys(step.symbols(), _LARGE), **(typical or {})}, 0))
 
 
-def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
-    """Neighbours that every access walks as one become one."""
+def merge(vars: list[Sym], d: NestDraft, limits: bool = False) -> list[Sym]:
+    """Neighbours that every access walks as one become one; so do those of which only the first has a limit, if what
+    is compared may be another number."""
     for k in range(len(vars) - 2, -1, -1):
         a, b = vars[k], vars[k + 1]
-        if mergeable(a, b, d):
+        other = d.rewritten(lambda x, a=a, b=b: limit_of_both(x, a, b)) if limits else d  # type: ignore[misc]
+        if mergeable(a, b, other):
+            d.items = other.items
             joint = Sym(f"{a.name}{b.name}", a.size * b.size)
             d.substitute({a: as_index(joint) // b.size, b: as_index(joint) % b.size})
             vars[k:k + 2] = [joint]
     return vars
+
+
+def limit_of_both(e: Expr, a: Sym, b: Sym) -> Expr:
+    """a < n as a * (extent of b) + b < n * (extent of b), which is the same, and walks both as one."""
+    if e.op != "lt" or e.args[0].op != "index" or e.args[1].op not in ("index", "const"):
+        return e
+    i, n = (as_index(x.attr) for x in e.args)
+    if i.coefficient(a) is not ONE or b in i.symbols() or not n.symbols().isdisjoint((a, b)):
+        return e
+    return index_value(i * b.size + b) < index_value(n * b.size)
 
 
 def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
@@ -370,7 +382,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         tile = next((v for k, v in enumerate(d.outer)
                      if volume(d.outer[k + 1:]) is ends), None)
     if g.segment is None:
-        d.inner = merge(d.inner, d)
+        d.inner = merge(d.inner, d, caps.programs > 1)
     if vector is not None and vector not in (*d.outer, *d.inner):
         vector = d.outer[-1] if vector is last_outer else d.inner[-1]
     if tile is not None and (tile not in d.outer or vector not in d.outer):
@@ -395,9 +407,10 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         live = tuple(i for i in stages[t] if any(n in used or n in d.stores for n in i.names))
         if live:
             ordered.append(live)
-    sizes = sizes_of(d)
+    params = params_of(d.accesses(), buffers)
+    sizes = sizes_of(d, params)
     kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(d.stores.items()),
-                        frozenset(scratch), params_of(d.accesses(), buffers), sizes, d.bounds, tile,
+                        frozenset(scratch), params, sizes, d.bounds, tile,
                         tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
                         typical=typical_sizes(sizes, d.typical))
     return kernel, extra
@@ -406,13 +419,20 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
 def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Buffer]) -> tuple[Param, ...]:
     """Pointer arguments in order of first use: text does not depend on buffer names."""
     written = {n for n, _, s in accesses if s}
-    return tuple(Param(n, buffers[n].dtype, n in written) for n in dict.fromkeys(n for n, _, _ in accesses))
+    anywhere = {n for n, a, _ in accesses if any(isinstance(x, Dyn) and x.hi is None for x in a.atoms())}
+    return tuple(Param(n, buffers[n].dtype, n in written, reach=reach_of(buffers[n]) if n in anywhere else None)
+                 for n in dict.fromkeys(n for n, _, _ in accesses))
 
 
-def sizes_of(d: NestDraft) -> tuple[Sym, ...]:
+def reach_of(b: Buffer) -> Index:
+    """How many elements of memory lie between its first and its last, with both."""
+    return b.place([n - 1 for n in b.shape]) + 1
+
+
+def sizes_of(d: NestDraft, params: Sequence[Param]) -> tuple[Sym, ...]:
     """Run-time sizes that the kernel needs."""
     loop = {*d.outer, *d.inner}
-    free: set[Sym] = set()
+    free: set[Sym] = {s for p in params if p.reach is not None for s in p.reach.symbols()}
     for i in d.indices():
         free |= i.symbols()
     for v in loop:
@@ -438,7 +458,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     axis = n.vars[n.axis]
     exprs = tuple(linear(e.subs(ones), buffers, lambda _: False) for e in n.inputs)
     at = tuple(ones.get(v, as_index(v)) for v in n.vars)
-    stores = {name: address_of(buffers[name], at) for name in n.names if name in stored}
+    stores = {name: buffers[name].place(at) for name in n.names if name in stored}
     outer = [v for v in n.vars if v is not axis and v.size is not ONE]
     d = NestDraft(outer, [axis], [Item(n.names, "full", exprs, n.combine)], stores)
     if caps.programs > 1:
@@ -458,9 +478,10 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     if row and d.outer and d.about(d.outer[-1].size, side) >= side and (simple or expensive):
         vector, row = d.outer[-1], False  # rows side by side: one row alone waits for each step of its own chain
     ordered = caps.deterministic and any(map(is_float, n.combine.dtypes))
-    sizes = sizes_of(d)
+    params = params_of(d.accesses(), buffers)
+    sizes = sizes_of(d, params)
     return ScanKernel(tuple(d.outer), axis, None if row else vector, n.combine, d.items[0].exprs, n.finish, n.names,
-                      tuple(sorted(d.stores.items())), n.reverse, params_of(d.accesses(), buffers), sizes,
+                      tuple(sorted(d.stores.items())), n.reverse, params, sizes,
                       n.origins, ordered, typical=typical_sizes(sizes, d.typical))
 
 
@@ -494,8 +515,8 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
             owner, owners = t, n.out_vars[k].size
             break
     b = buffers[out]
-    address = address_of(b, target)
-    init_address = address_of(b, where)
+    address = b.place(target)
+    init_address = b.place(where)
     # The free variable that walks the target contiguously goes innermost.
     assert b.strides is not None
     for t, step in zip(target, b.strides, strict=True):
@@ -520,7 +541,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
     mask = None if mask is None else rest[0]
     address, init_address, *owned = d.stores.values()
     params = params_of([a for a in d.accesses() if a[0] in buffers], buffers)
-    sizes = sizes_of(d)
+    sizes = sizes_of(d, params)
     return ScatterKernel(tuple(d.inner), None if n.covers else init, init_address, tuple(d.outer),
                          frozenset(free & set(d.outer)), address, owned[0] if owned else None, owners, value, mode,
                          mask, out, params, sizes, n.origins, n.unique, typical_sizes(sizes, typical))

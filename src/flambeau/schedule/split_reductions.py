@@ -9,12 +9,26 @@ import operator
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
+from itertools import permutations
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import index_value, loads, masked, walk, where
-from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, flat, offset_of, unflat, volume
-from flambeau.ir.nodes import Contract, Graph, Node, Reduce, Segment, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, flat, unflat, volume, walks_as_one
+from flambeau.ir.nodes import (
+    Contract,
+    Graph,
+    Node,
+    Pointwise,
+    Reduce,
+    Segment,
+    as_indices,
+    contiguous_strides,
+    dim_vars,
+)
 from flambeau.ir.program import CHUNK
+from flambeau.ir.tuning import Tuning
+
+from .loop_nests import distance
 
 
 def split_reductions(graph: Graph, caps: Capabilities) -> None:
@@ -40,8 +54,7 @@ def whole_row(graph: Graph, n: Node) -> Hashable:
     place = flat(n.reduced)
     for e in loads(*n.inputs):
         name, index = e.attr
-        strides = graph.buffers[name].strides
-        at = None if strides is None else offset_of(index, strides)
+        at = graph.buffers[name].place(index) if graph.buffers[name].strides is not None else None
         if at is None or not (at is place or at.is_const):
             return None
     return n.combine, tuple((e.op, e.dtype) for e in walk(*n.inputs))
@@ -56,7 +69,7 @@ def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
     mapping: dict[Sym, Index] = dict(zip(n.kept, as_indices(vars), strict=False))
     mapping.update(zip(n.reduced, unflat(as_index(vars[-1]), [v.size for v in n.reduced]), strict=True))
     row = replace(n, vars=vars, axes=frozenset((len(n.kept),)), inputs=tuple(e.subs(mapping) for e in n.inputs))
-    return cut(graph, row, {vars[-1]: (-(-points // CHUNK), as_index(CHUNK))}, rows=True)
+    return cut(graph, row, {vars[-1]: (ceildiv(points, CHUNK), as_index(CHUNK))}, rows=True)
 
 
 def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
@@ -66,24 +79,65 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     points, results = (about(volume(vars), graph.typical, 0) for vars in (n.reduced, n.kept))
     rows = reduces_contiguous(graph, n)
     t = caps.tuning
-    programs = results if rows else -(-results // t.split_columns)
-    least = t.split_piece if rows else t.split_piece // t.split_columns
+    across = rows and written_across(graph, n, t.vector_least)
+    programs = results if rows and not across else -(-results // t.split_columns)
+    least = t.split_piece if rows and not across else t.split_piece // t.split_columns
     if not 0 < programs * 2 <= caps.programs or points < 4 * least:
         return [n]
-    wanted = min(caps.programs // programs, points // least)
-    cuts: dict[Sym, Cut] = {}
-    for v in n.reduced:
-        pieces = min(wanted, about(v.size, graph.typical, 0))
-        if pieces >= (t.split_more if cuts else 2):
-            length = ceildiv(v.size, pieces)
-            if about(length, graph.typical, 0) > t.split_even:
-                length = ceildiv(length, t.split_even) * t.split_even
-            cuts[v] = (-(-v.size.const // length.const) if v.size.is_const else pieces, length)
-            wanted //= pieces
+    # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
+    wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
+        min(caps.programs // programs, points // least)
+    cuts = pieces_of(graph, n, wanted, t)
+    fixed = all(v.size.is_const for v in n.vars)
+    beside = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
+    if not (beside and all(is_even(v, c) for v, c in cuts.items())):  # no map has its points: they may be counted anew
+        n = joined(graph, n)
+        cuts = pieces_of(graph, n, wanted, t)
     return cut(graph, n, cuts, rows) if cuts else [n]
 
 
-Cut = tuple[int, Index]  # how many pieces, and how long each of them is
+Cut = tuple[Index, Index]  # how many pieces, and how long each of them is
+
+
+def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning) -> dict[Sym, Cut]:
+    cuts: dict[Sym, Cut] = {}
+    at = places(graph, n)
+    for v in n.reduced:
+        pieces = min(wanted, about(v.size, graph.typical, 0))
+        if pieces >= (t.split_more if cuts else 2):
+            length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
+            if about(length, graph.typical, 0) > t.split_even and any(i.coefficient(v) is ONE for i in at):
+                length = ceildiv(length, t.split_even) * t.split_even
+            cuts[v] = (ceildiv(v.size, length) if v.size.is_const or length is ONE else as_index(pieces), length)
+            wanted //= pieces
+    return cuts
+
+
+def is_even(v: Sym, c: Cut) -> bool:
+    return c[0] * c[1] is v.size
+
+
+def joined(graph: Graph, n: Reduce) -> Reduce:
+    """Reduced variables that every read walks as one are one: a piece of it ends anywhere, and needs no division."""
+    found = next(((a, b) for a, b in permutations([v for v in n.reduced if v.size is not ONE], 2)
+                  if all(walks_as_one(i, a, b) for i in places(graph, n))), None)
+    if found is None:
+        return n
+    a, b = found
+    both = Sym(f"{a.name}{b.name}", a.size * b.size)
+    vars = tuple(both if v is a else v for v in n.vars if v is not b)
+    mapping = {a: as_index(both) // b.size, b: as_index(both) % b.size}
+    return joined(graph, replace(n, vars=vars, axes=frozenset(k for k, v in enumerate(vars) if v not in n.kept),
+                                 inputs=tuple(e.subs(mapping) for e in n.inputs)))
+
+
+def places(graph: Graph, n: Reduce) -> list[Index]:
+    """The addresses of what it reads, and all other indices that it computes with."""
+    out: list[Index] = []
+    for e in walk(*n.inputs):
+        b = graph.buffers[e.attr[0]] if e.op == "load" else None
+        out += e.own_indices() if b is None or b.strides is None else [b.place(e.attr[1])]
+    return out
 
 
 def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]:
@@ -91,18 +145,20 @@ def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]
     same may join; results next to each other in memory are those of one piece, unless by `rows`."""
     # Variables, and whether their pieces are counted.
     order = [(v, piece) for v in n.vars for piece in ((True, False) if v in cuts else (False,))]
-    vars = dim_vars([as_index(cuts[v][0]) if piece else cuts[v][1] if v in cuts else v.size for v, piece in order])
+    vars = dim_vars([cuts[v][0] if piece else cuts[v][1] if v in cuts else v.size for v, piece in order])
     at = dict(zip(order, as_indices(vars), strict=True))
     mapping = {v: at[v, False] for v in n.vars}
     inside = []
     for v, (count, length) in cuts.items():
         mapping[v] = at[v, True] * length + at[v, False]
-        if length * count is not v.size:
+        if not is_even(v, (count, length)):
             inside.append(index_value(mapping[v]) < index_value(v.size))
     inputs = tuple(e.subs(mapping) for e in n.inputs)
     if inside:
         there = functools.reduce(operator.and_, inside)
-        inputs = tuple(where(there, masked(e, there), start)
+        # What is the same for all points of a row is there to be read wherever the row has any.
+        moving = frozenset(vars[k] for k, (v, _) in enumerate(order) if v in cuts)
+        inputs = tuple(where(there, masked(e, there, moving), start)
                        for e, start in zip(inputs, n.combine.identity, strict=True))
     kept = [k for k, (v, piece) in enumerate(order) if piece or v in n.kept]
     shape = [vars[k].size for k in kept]
@@ -125,14 +181,26 @@ def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
     places = []
     for e in loads(*n.inputs):
         name, index = e.attr
-        strides = graph.buffers[name].strides
-        if strides is not None:
-            places.append(offset_of(index, strides))
+        if graph.buffers[name].strides is not None:
+            places.append(graph.buffers[name].place(index))
     own = frozenset(v for v in n.vars if v.size is not ONE)
     depths = [len(own & place.symbols()) for place in places]
     score = 0
     for place, depth in zip(places, depths, strict=True):
-        for v in own if depth == max(depths) else ():
-            if place.coefficient(v) is ONE:
-                score += 1 if v in n.reduced else -1
+        steps = {v: distance(place.coefficient(v), graph.typical) for v in n.vars if v in own}
+        near = min((v for v in steps if steps[v]), key=steps.__getitem__, default=None)
+        if near is not None and depth == max(depths):
+            score += 1 if near in n.reduced else -1
     return score >= 0
+
+
+def written_across(graph: Graph, n: Reduce, least: int) -> bool:
+    """Whether a map of the same points that reads what they come to writes so many of different rows side by side."""
+    shape = [v.size for v in n.vars]
+    for m in graph.nodes:
+        if isinstance(m, Pointwise) and [v.size for v in m.vars] == shape and set(n.names) & m.reads():
+            strides = graph.buffers[m.names[0]].strides or ()
+            if any(s is ONE and v in n.kept and about(v.size, graph.typical, least) >= least
+                   for v, s in zip(n.vars, strides, strict=False)):
+                return True
+    return False

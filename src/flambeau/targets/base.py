@@ -158,6 +158,20 @@ class Recorder(ABC):
         self.check()
 
 
+@dataclass(frozen=True)
+class Convolution:
+    """One of a graph, as far as the order of its image in memory matters; `channels`: of the weight, both ways;
+    `moved`: bytes of what it reads and writes."""
+
+    name: str
+    dtype: torch.dtype
+    channels: tuple[int, int]
+    window: tuple[int, ...]
+    groups: int
+    moved: int
+    is_product: bool
+
+
 class Target(ABC):
     """One kind of machine."""
 
@@ -165,7 +179,6 @@ class Target(ABC):
     # For each group of eager operators (eager/operator_forms.py) in which its kernels beat those that torch has for the
     # same device: from how many elements on they do.
     wins: ClassVar[Mapping[str, int]] = {}
-    channels_last: ClassVar[bool] = False  # torch's convolutions there are fastest where channels are contiguous
     addresses: ClassVar[bool] = True  # launches take addresses; otherwise the tensors themselves
     names_kernels: ClassVar[bool] = False  # after what they compute; others put in names of their own
     opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
@@ -185,6 +198,11 @@ class Target(ABC):
     def chip(self) -> str:
         """Which one it is, as far as times on it differ."""
         return self.identity()
+
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
+        """Those of a graph of so many calls that torch's library does fastest where channels are contiguous, and how
+        many bytes of copies are as much as that saves."""
+        return {}
 
     def seconds(self, run: Callable[[], object]) -> float:
         """How long takes what is launched inside."""

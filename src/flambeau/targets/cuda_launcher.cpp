@@ -139,8 +139,11 @@ struct Facts {
   int64_t device;
   bool aligned;
   uint64_t sizes;
+  bool wide;
 
-  bool operator==(const Facts& o) const { return device == o.device && aligned == o.aligned && sizes == o.sizes; }
+  bool operator==(const Facts& o) const {
+    return device == o.device && aligned == o.aligned && sizes == o.sizes && wide == o.wide;
+  }
 };
 
 struct Variant {
@@ -152,11 +155,12 @@ struct Grid {
   unsigned x, y, z;
 };
 
-// How many programs each part has for these sizes, and the bytes of the workspace.
+// How many programs each part has for these sizes, the bytes of the workspace, and whether indices leave 32 bits.
 struct Shape {
   std::vector<int64_t> sizes;
   std::vector<Grid> grids;
   size_t work;
+  bool wide;
 };
 
 struct Kernel {
@@ -168,9 +172,9 @@ struct Kernel {
 
 struct Launch {
   LaunchHead head;
-  PyObject* shape;  // (*sizes) -> (workspace, x, y, z of the first part, ...)
-  PyObject* start;  // (device, aligned, sizes): begin to compile
-  PyObject* make;   // (device, aligned, sizes) -> ((function, warps, shared, scratch), ...)
+  PyObject* shape;  // (*sizes) -> (workspace, wide, x, y, z of the first part, ...)
+  PyObject* start;  // (device, aligned, sizes, wide): begin to compile
+  PyObject* make;   // (device, aligned, sizes, wide) -> ((function, warps, shared, scratch), ...)
   Kernel* kernel;
 };
 
@@ -186,7 +190,7 @@ Facts facts_of(const Work& work, int64_t device) {
   uint64_t bits = 0, sizes = 0;
   for (size_t i = 0; i < work.pointer_count; ++i) bits |= static_cast<uint64_t>(work.p[i]);
   for (size_t i = 0; i < work.size_count && i < 63; ++i) sizes |= uint64_t(work.n[i] % 16 == 0) << i;
-  return {device, bits % 16 == 0, sizes & ~work.launch->kernel->words};
+  return {device, bits % 16 == 0, sizes & ~work.launch->kernel->words, work.shape->wide};
 }
 
 const Variant* known(const Kernel& kernel, const Facts& facts) {
@@ -197,8 +201,8 @@ const Variant* known(const Kernel& kernel, const Facts& facts) {
 }
 
 Owned ask(PyObject* function, const Facts& facts) {
-  return Owned(PyObject_CallFunction(function, "LOK", (long long)facts.device, facts.aligned ? Py_True : Py_False,
-                                     (unsigned long long)facts.sizes));
+  return Owned(PyObject_CallFunction(function, "LOKO", (long long)facts.device, facts.aligned ? Py_True : Py_False,
+                                     (unsigned long long)facts.sizes, facts.wide ? Py_True : Py_False));
 }
 
 const Variant* made(Launch* launch, const Facts& facts) {
@@ -227,12 +231,13 @@ std::shared_ptr<const Shape> shaped(const Work& work) {
   if (auto known = kernel.shapes.find(work, kernel.words)) return known;
   Words words;
   if (!kernel.shapes.ask(work.launch->shape, work, words)) return nullptr;
-  if (size_t(words.count) != 1 + 3 * work.variant->parts.size()) {
-    return PyErr_SetString(PyExc_ValueError, "a shape is (bytes, x, y, z of each part)"), nullptr;
+  if (words.count < 2 || words.count % 3 != 2) {
+    return PyErr_SetString(PyExc_ValueError, "a shape is (bytes, wide, x, y, z of each part)"), nullptr;
   }
   auto shape = std::make_shared<Shape>();
   shape->work = (size_t(words.data[0]) + 255) / 256 * 256;
-  for (Py_ssize_t i = 1; i < words.count; i += 3) {
+  shape->wide = words.data[1] != 0;
+  for (Py_ssize_t i = 2; i < words.count; i += 3) {
     shape->grids.push_back({unsigned(words.data[i]), unsigned(words.data[i + 1]), unsigned(words.data[i + 2])});
   }
   return kernel.shapes.keep(work, std::move(shape));
@@ -304,6 +309,7 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
   if (PyErr_Occurred() || !enter(int(device))) return false;
 
   for (Work& work : works) {
+    if ((work.shape = shaped(work)) == nullptr) return false;
     work.facts = facts_of(work, device);
     work.variant = known(*work.launch->kernel, work.facts);
     // All that is missing is begun before the first is waited for: they compile side by side.
@@ -312,7 +318,9 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
   size_t bytes = 0;
   for (Work& work : works) {
     if (work.variant == nullptr && (work.variant = made(work.launch, work.facts)) == nullptr) return false;
-    if ((work.shape = shaped(work)) == nullptr) return false;
+    if (work.shape->grids.size() != work.variant->parts.size()) {
+      return PyErr_SetString(PyExc_ValueError, "a shape has a grid for each part"), false;
+    }
     work.scratch = scratch_of(work);
     bytes = std::max(bytes, work.shape->work + work.scratch);
   }

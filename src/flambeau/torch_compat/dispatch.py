@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = ["AutoDispatchBelowAutograd", "DisableAutocast", "DisableTorchFunction", "DispatchKey", "DispatchKeySet",
-           "ForceDispatchKeyGuard", "TorchDispatchMode", "all_operator_names", "count_dispatch_modes",
-           "disable_current_modes", "excluded_keys", "has_kernel", "has_kernel_for_key", "included_keys",
-           "key_for_device", "no_python_dispatcher", "untraced"]
+           "ForceDispatchKeyGuard", "TorchDispatchMode", "all_operator_names", "composite",
+           "count_dispatch_modes", "disable_current_modes", "excluded_keys", "has_kernel", "has_kernel_for_key",
+           "included_keys", "key_for_device", "no_python_dispatcher", "untraced"]
 
 all_operator_names = torch._C._dispatch_get_all_op_names
 has_kernel = torch._C._dispatch_has_kernel
@@ -36,6 +37,12 @@ DisableAutocast = torch._C._DisableAutocast
 
 # Whether somebody watches calls (`TorchDispatchMode`): asked at each run of a program, so it is the C function itself.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def composite(op: Any) -> Callable[..., Any]:
+    """Torch's own kernel of an operator that is made of others, whatever stands in its place."""
+    return partial(op._op_dk, DispatchKey.CompositeImplicitAutograd)
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SKIP = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+import flambeau.debug
 from flambeau.codegen.triton import scans
 from flambeau.config import config
 from flambeau.ir.tuning import BLOCKS
@@ -76,3 +78,30 @@ def test_an_extremum_is_carried_with_the_sign_of_its_zero(shape: str, short_piec
         values, indices = run(x)
     assert torch.equal(indices, x.cummax(0).indices)
     assert torch.equal(values.view(torch.int32), x.gather(0, indices).view(torch.int32))
+
+
+@pytest.mark.parametrize("shape", ["row", "columns", "walked"])
+@pytest.mark.parametrize("name", ["cummax", "cummin", "cumprod"])
+def test_gradients_are_scans(name: str, shape: str, short_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three values for each element. Those of extrema begin anew with each run of one place: what another run has
+    (infinity, here) stays out."""
+    x, weight = line("of one size"), torch.arange(1.0, 261.0)
+    weight[x.argmax()] = INF
+    if shape != "row":
+        x, weight = torch.stack((x, x.flip(0), x.abs()), 1), weight[:, None]
+    if shape == "walked":
+        monkeypatch.setattr(scans, "BLOCKS", replace(scans.BLOCKS, scan_programs=0))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.cumprod(0) if name == "cumprod" else getattr(x, name)(0).values
+
+    torch._dynamo.reset()
+    with config.override(graph_cache=False), flambeau.debug.collect() as graphs:
+        run = torch.compile(f, backend="flambeau", options={"target": "interpreter"})
+        grads = [torch.autograd.grad(g(y), y, weight.expand_as(y)) for g, y in (
+            (run, x.clone().requires_grad_()), (f, x.double().requires_grad_()))]
+    torch.testing.assert_close(grads[0][0].double(), grads[1][0], rtol=1e-5, atol=1e-5, equal_nan=True)
+    texts = [s.text for s in graphs[-1].texts]
+    assert not any("atomic_add(p" in text for text in texts)
+    sizes = {int(n) for text in texts for n in re.findall(r"tl.arange\(0, (\d+)\)", text)}
+    assert sizes and all(n & (n - 1) == 0 for n in sizes)  # Triton has no others

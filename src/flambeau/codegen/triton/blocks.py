@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from flambeau.ir.dtypes import DType, is_float
 from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
 from flambeau.ir.faults import LOW, head
-from flambeau.ir.index import Dyn, Index, Sym, volume
+from flambeau.ir.index import WORD, Dyn, Index, Sym, as_index, largest, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Param
+from flambeau.ir.program import LoopKernel, Param, ScanKernel, ScatterKernel
 from flambeau.ir.tuning import BLOCKS
 
 from ..dialect import Pipelined, Steps
@@ -28,17 +29,27 @@ from ..writer import Scope, Writer
 from .dialect import NARROW, TRITON, Triton
 
 
+class Width(NamedTuple):
+    """The type of a kernel's indices: a size's, where what the sizes of a run are decides between 32 and 64 bits."""
+
+    kind: str
+    holds: str = ""  # of the sizes, where theirs is the narrow one: a Python expression
+
+
+NARROWED, WIDE = Width("tl.int32"), Width("tl.int64")
+
+
 class BlockWriter(Writer):
     """Renders expressions over the axes of a tile."""
 
     d: Triton
 
-    def __init__(self, params: Sequence[Param], sizes: Sequence[Sym], wide: bool, part: int = 0) -> None:
+    def __init__(self, params: Sequence[Param], sizes: Sequence[Sym], width: Width, part: int = 0) -> None:
         super().__init__(TRITON)
         self.sizes = {s: f"n{k}" for k, s in enumerate(sizes)}  # as the host knows them
         self.short = {p.name: f"p{k}" for k, p in enumerate(params)}
         self.dtypes = {p.name: p.dtype for p in params}
-        self.wide = wide
+        self.width = width
         self.part = part
         self.blocks: list[int] = []  # size of each axis of the tile
         self.axes: dict[Sym, int] = {}  # variable -> axis
@@ -46,6 +57,7 @@ class BlockWriter(Writer):
         self.gathered: Sym | None = None  # along which rows are read that lie anywhere
         self.places: dict[Sym, str] = {}  # variable -> which of its blocks this is
         self.local_axes: dict[str, frozenset[int]] = {}
+        self.row: int | None = None  # the axis that is reduced or scanned
         self.loop_axes: frozenset[int] = frozenset()  # of the carries of the loop being written
         self.helpers: list[str] = []  # text of functions beside the kernel
         self._combines: dict[Combine, str] = {}
@@ -98,7 +110,7 @@ class BlockWriter(Writer):
             return "0"
         place = ", ".join(":" if k == axis else "None" for k in range(len(self.blocks)))
         text = f"tl.arange(0, {self.blocks[axis]})" + (f"[{place}]" if len(self.blocks) > 1 else "")
-        return f"{text}.to(tl.int64)" if self.wide else text
+        return text if self.width is NARROWED else f"{text}.to({self.width.kind})"
 
     def inside(self, axes: Iterable[int], *more: str) -> str:
         """Where all of these axes are in their range, and whatever else must hold."""
@@ -110,13 +122,13 @@ class BlockWriter(Writer):
         if not isinstance(a, Dyn):
             return super()._atom(a)
         depth, text = self.emit(a.expr)
-        if self.wide:
+        if self.width is WIDE:
             return depth, text
         key = Index((((a,), 1),), 0)
         if (found := self.innermost("indices", key)) is not None:
             return found
         name = self.fresh("i")
-        self.define(self.scopes[depth], "", name, f"tl.cast({text}, tl.int32)")
+        self.define(self.scopes[depth], "", name, f"tl.cast({text}, {self.width.kind})")
         self.scopes[depth].indices[key] = name
         return depth, name
 
@@ -268,7 +280,7 @@ class BlockWriter(Writer):
         """The name of a function of left and right components, for tl.reduce and tl.associative_scan."""
         if c not in self._combines:
             name = self._combines[c] = f"combine{self.part}_{len(self._combines)}"
-            w = BlockWriter((), (), self.wide)
+            w = BlockWriter((), (), self.width)
             left, right = [f"a{k}" for k in range(len(c.left))], [f"b{k}" for k in range(len(c.right))]
             w.scopes[0].known.update(zip((*c.left, *c.right), (*left, *right), strict=True))
             results = [w.value(e) for e in c.result]
@@ -283,9 +295,12 @@ class BlockWriter(Writer):
         self.line(f"{', '.join(names)} = {self.combine(c)}({', '.join((*left, *right))})")
         return names
 
-    def reduced(self, c: Combine, values: Sequence[str], axis: int) -> list[str]:
-        keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
-        return self.over("tl.reduce", c, values, axis, keep)
+    def reduced(self, c: Combine, values: Sequence[str], *axes: int) -> list[str]:
+        """Along these axes, the last of them first; a number where the tile has no others."""
+        keep = ", keep_dims=True" if len(self.blocks) > len(axes) else ""
+        for axis in sorted(axes, reverse=True):
+            values = self.over("tl.reduce", c, values, axis, keep)
+        return list(values)
 
     def over(self, function: str, c: Combine, values: Sequence[str], axis: int, options: str = "") -> list[str]:
         """A reduction or scan of all components together."""
@@ -294,9 +309,9 @@ class BlockWriter(Writer):
         self.line(f"{', '.join(names)} = {function}({what}, {axis}, {self.combine(c)}{options})")
         return names
 
-    def operands(self, c: Combine, exprs: Sequence[Expr], row: int | None) -> list[str]:
-        """What is combined, in the full shape; beyond the end of the row it is the identity."""
-        holds = self.inside([] if row is None else [row])
+    def operands(self, c: Combine, exprs: Sequence[Expr], row: Iterable[int]) -> list[str]:
+        """What is combined, in the full shape; beyond the end of the row, along its axes, it is the identity."""
+        holds = self.inside(row)
         names = []
         for e, identity in zip(exprs, self.identity(c), strict=True):
             text = self.spread(self.value(e), self.full())
@@ -327,10 +342,9 @@ class BlockWriter(Writer):
         """
         grid: list[str] = []
         here = "pid"
-        self.line(f"{here} = {pid}" + (".to(tl.int64)" if self.wide else ""))
-        for v in vars:
-            if v in blocks:
-                self.axes[v] = len(self.axes)
+        self.line(f"{here} = {pid}" + ("" if self.width is NARROWED else f".to({self.width.kind})"))
+        first = int(self.row == 0)
+        self.axes.update((v, first + at) for at, v in enumerate(v for v in vars if v in blocks))
         for v in reversed(vars):
             size, block = v.size, blocks.get(v, 1)
             count = count_text(size, block, self.index)
@@ -378,10 +392,34 @@ def power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def is_wide(exprs: Iterable[Expr], addresses: Iterable[Index], vars: Sequence[Sym]) -> bool:
-    """Whether some index can leave 32 bits."""
-    inside = [i for e in walk(*exprs) for i in e.own_indices()]
-    return any(i.can_leave(NARROW) for i in (*inside, *addresses, volume(vars)))
+def width_of(k: LoopKernel | ScanKernel | ScatterKernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index]],
+             *nests: Sequence[Sym]) -> Width:
+    """How wide the indices of a kernel are that computes these over these loops."""
+    everything = list(walk(*exprs))
+    accesses = [*((e.attr[0], a) for e in everything if e.op == "load" for a in e.attr[1]), *stores]
+    inside = [i for e in everything if e.op != "load" for i in e.own_indices()]
+    points = [n for vars in nests for n in (volume(vars), *(v.size for v in vars))]
+    leaving = [i for i in (*accesses, *((None, i) for i in (*inside, *points))) if i[1].can_leave(NARROW)]
+    if not leaving:
+        return NARROWED
+    names = {s: f"n{n}" for n, s in enumerate(k.sizes)}
+    size = next((names[s] for s in k.sizes if not s.name.startswith(WORD)), None)
+    reach = {p.name: p.reach for p in k.params}
+    windows: dict[Sym, Index] = {}  # their variables, as variables of a known extent
+    for v, _, end in (x for e in everything if e.op == "fold" for x in e.attr.loops):
+        most = largest(end.subs(windows)) if v.extent is None else None
+        windows |= {} if most is None else {v: as_index(Sym(v.name, most))}
+    holds: dict[str, None] = {}
+    for buffer, index in dict.fromkeys(leaving):
+        whole, *operands = (i.subs(windows) for i in index.on_the_way())
+        # Sums that wrap around come back: where an element is accessed, it is in its buffer.
+        ends = [reach.get(buffer) if buffer and (most := largest(whole)) is None else most, *map(largest, operands)]
+        for end in ends:
+            if size is None or end is None or end.is_const and end.const >= NARROW or not end.symbols() <= names.keys():
+                return WIDE
+            if not end.is_const:
+                holds[f"{host_text(end, names)} < {NARROW}"] = None
+    return Width(f"{size}.dtype", " and ".join(holds))
 
 
 class PartDraft:

@@ -13,7 +13,7 @@ from flambeau.ir.tuning import BLOCKS
 
 from ..dialect import Dialect
 
-NARROW = 1 << 31  # indices below it are 32 bits wide
+NARROW = 2**31 - 2**16  # indices below it are 32 bits wide, with room for the last tile
 
 
 class Triton(Dialect):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from flambeau.ir.index import WORD
-from flambeau.ir.program import AnyKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
+from flambeau.ir.index import WORD, Sym
+from flambeau.ir.program import AnyKernel, AnySize, LoopKernel, ScanKernel, ScatterKernel, TableKernel
 from flambeau.ir.tuning import UNSCALED, Scale
 
 from ..source import BlockSource, Part, site_table
+from .blocks import WIDE
 from .dialect import POINTER
 from .loops import LoopBlocks
 from .scans import ScanBlocks
@@ -36,7 +37,16 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
         lines += text
         parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps)))
         workspace = workspace or d.workspace
+    typical = dict(kernel.typical) if isinstance(kernel, AnySize) else {}
+    widths = dict.fromkeys(d.writer.width for d in drafts)
+    narrow = "" if WIDE in widths else " and ".join(w.holds for w in widths if w.holds)
+    sizes = tuple("i32" if narrow and not s.name.startswith(WORD) else "i64" for s in kernel.sizes)
     return BlockSource(name, "\n".join(lines) + "\n", tuple(POINTER[p.dtype] for p in kernel.params),
-                       tuple("i64" for _ in kernel.sizes), tuple(parts), workspace,
+                       sizes, tuple(parts), workspace, narrow,
                        sites=() if isinstance(kernel, TableKernel) else site_table(kernel),
-                       words=sum(1 << k for k, s in enumerate(kernel.sizes[:64]) if s.name.startswith(WORD)))
+                       usual=bits(kernel.sizes[:63], lambda s: typical.get(s, 1) % 16 == 0),
+                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)))
+
+
+def bits(sizes: Sequence[Sym], holds: Callable[[Sym], bool]) -> int:
+    return sum(1 << k for k, s in enumerate(sizes) if holds(s))

@@ -12,21 +12,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flambeau.ir.expr import Expr, cast, walk
-from flambeau.ir.index import Index, Op, Sym, as_index, volume
+from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, unflat, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import AnySize, Item, LoopKernel, exprs_of, reductions_of, sites_of
 from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
 from ..dialect import Pipelined
 from ..stages import StageWriter
-from .blocks import BlockWriter, PartDraft, is_wide, padded_read, power
+from .blocks import WIDE, BlockWriter, PartDraft, count_text, padded_read, power, width_of
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
 
 
-def stages_for(exprs: Iterable[Expr], elements: int, scale: Scale) -> int:
-    """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory."""
-    piece = sum(e.dtype.itemsize * elements for e in {e for e in walk(*exprs) if e.op == "load"})
+def stages_for(k: AnySize, exprs: Iterable[Expr], blocks: Sequence[int], scale: Scale, line: Sym | None) -> int:
+    """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory. There Triton
+    lays out tiles of several axes across the lanes, which then wait for one bank, unless a thread reads several of a
+    line's elements at once: such tiles go to registers."""
+    reads = {e for e in walk(*exprs) if e.op == "load"}
+    sizes = {s: as_index(n) for s, n in k.typical}
+    wide = line is not None and all(is_line(e.attr[1][0].subs(sizes), line, BLOCKS.access) for e in reads
+                                    if line in e.symbols())
+    if len(blocks) > 1 and not wide:
+        return 1
+    piece = sum(e.dtype.itemsize * math.prod(blocks) for e in reads)
     return min(scale.staged(BLOCKS.stages), 1 + BLOCKS.shared_bytes // piece) if piece else 1
 
 
@@ -56,12 +64,13 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         exprs = k.everything()
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
-        super().__init__(k.params, k.sizes, is_wide(exprs, [a for _, a in k.stores], points))
+        super().__init__(k.params, k.sizes, width_of(k, exprs, k.stores, k.outer, points))
         self.sites = sites_of(k)
         self.address = dict(k.stores)
         self.gathered = k.vector if self.rows else None
         self.inner = volume(k.inner)
-        self.row: int | None = None  # the axis that is reduced
+        self.line_axis: int | None = None  # of lines, where a row has several and pieces of it are tiles of these
+        self.line_parts = "1"  # of a line, each of which is one of the tile's
         self.segment = ("", "", "")  # where a segment begins, how long it is, and how long the longest of all
         self.state_dtypes = k.dtype_of()
 
@@ -69,7 +78,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         """The kernel with its rows gathered, or its phases written out, where it has any."""
         self.rows = rows_of(k)
         k = self.rows.kernel if self.rows else k
-        k = k if k.inner else spelled(k)
+        k = side_by_side(k) if k.inner else spelled(k)
         self.phases = written_out(k)
         self.apart = self.phases is not None  # one point for each thread
         return self.phases.kernel if self.phases else k
@@ -110,10 +119,31 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return math.prod(self.blocks)
 
     def tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], row: int | None = None) -> str:
-        self.blocks = [*blocks.values(), *([row] if row else [])]
+        """What lies side by side in memory is the last axis: where it cannot tell, Triton puts lanes along that."""
+        self.blocks = list(blocks.values())
         if row:
-            self.row = len(blocks)
+            self.row = 0 if self.k.vector in self.k.outer and self.k.bounds is None else len(blocks)
+            self.blocks.insert(self.row, row)
+            if (line := self.line_length(row)) is not None:
+                self.blocks[self.row:self.row + 1] = [row // line, line]
+                self.line_axis = self.row + 1
         return self.open_tile(vars, blocks)
+
+    def line_length(self, piece: int) -> int | None:
+        """Lanes along a line of a row that goes by in pieces, if it has lines and they fill the lanes: then only their
+        numbers, and not that of each element, are divided to find where they are."""
+        k = self.k
+        if k.form.name != "rows in pieces" or k.vector is not k.inner[-1] or len(k.inner) < 2:
+            return None
+        size = k.about(k.inner[-1].size, piece)
+        lanes = min(piece, power(size))
+        while lanes > BLOCKS.warp and -(-size // lanes) * lanes * 100 > size * BLOCKS.lanes:
+            lanes //= 2
+        return lanes if lanes >= BLOCKS.warp else None
+
+    def row_axes(self) -> frozenset[int]:
+        """Those that are reduced."""
+        return frozenset(a for a in (self.row, self.line_axis) if a is not None)
 
     def map_tile(self) -> dict[Sym, int]:
         k = self.k
@@ -179,7 +209,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return []
 
     def outer_axes(self) -> frozenset[int]:
-        return self.full() - {self.row} if self.row is not None else self.full()
+        return self.full() - self.row_axes()
 
     def map_item(self, item: Item) -> None:
         text = self.keep_value(item.names[0], item.exprs[0])
@@ -189,7 +219,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
     def take(self, i: Item, states: Carries) -> None:
         """Reduce the tile: accumulate it lane by lane, or, where it is the whole row, finish the reduction."""
         assert self.row is not None
-        values = self.operands(i.joins, i.exprs, self.row)
+        values = self.operands(i.joins, i.exprs, self.row_axes())
         if not states:
             self.finish_item(i, self.reduced(i.joins, values, self.row))
             return
@@ -199,8 +229,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
     def finish(self, reductions: Sequence[Item], states: Carries) -> None:
         """Combine the lanes; variables along the reduced axis go out of scope."""
-        assert self.row is not None
-        self.masks.pop(self.row, None)
+        for axis in self.row_axes():
+            self.masks.pop(axis, None)
         for v in self.k.inner:
             self.axes.pop(v, None)
         for i in reductions:
@@ -208,9 +238,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
     def together(self, i: Item, states: Carries) -> list[str]:
         """Across lanes, once."""
-        assert self.row is not None
         carried = states[i.names[0]]
-        return carried if self.k.bounds is not None else self.reduced(i.joins, carried, self.row)
+        return carried if self.k.bounds is not None else self.reduced(i.joins, carried, *self.row_axes())
 
     def finish_item(self, i: Item, values: Sequence[str]) -> None:
         for name, text in zip(i.names, values, strict=True):
@@ -225,8 +254,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
     def keep(self, name: str, level: str, text: str) -> None:
         axes, address = self.full() if level == "full" else self.outer_axes(), self.address[name]
-        if self.row is not None and self.row not in self.index_axes(address):
-            axes = axes - {self.row}
+        axes = axes - (self.row_axes() - self.index_axes(address))
         self.store(name, address, text, axes)
 
     def elements_together(self, p: Phases) -> None:
@@ -293,14 +321,35 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         (self.in_segment if self.k.bounds is not None else self.in_pieces)(items, states)
 
     def in_pieces(self, items: Sequence[Item], states: Carries) -> None:
-        k, length = self.k, self.blocks[-1]
-        exact = self.inner.is_const and self.inner.const % length == 0
-        first = Sym(f"base{k.stages.index(tuple(items))}", self.inner)
-        ahead = Pipelined(stages_for(exprs_of(items), math.prod(self.blocks), self.scale))
-        with self.loop(first, "0", self.index(self.inner), str(length), how=ahead) as s:
+        assert self.row is not None
+        k, length = self.k, self.blocks[self.row]
+        count, lanes = self.inner, 0 if self.line_axis is None else self.blocks[self.line_axis]
+        if lanes:
+            count = volume(k.inner[:-1]) * ceildiv(k.inner[-1].size, lanes)
+        exact = count.is_const and count.const % length == 0
+        first = Sym(f"base{k.stages.index(tuple(items))}", count)
+        ahead = Pipelined(stages_for(k, exprs_of(items), self.blocks, self.scale, k.vector))
+        with self.loop(first, "0", self.index(count), str(length), how=ahead) as s:
             s.vars.update(k.inner)
-            self.decompose(self.open_row(self.sym(first), "" if exact else self.index(self.inner)), k.inner)
+            at = self.open_row(self.sym(first), "" if exact else self.index(count))
+            self.decompose(self.open_line(at, lanes) if lanes else at, k.inner[:-1] if lanes else k.inner)
             self.body(items, states)
+
+    def open_line(self, at: str, lanes: int) -> str:
+        """The lanes of a line, or of a part of one; `at` counts these. The position of each line among all."""
+        assert self.line_axis is not None
+        v = self.k.inner[-1]
+        self.axes[v] = self.line_axis
+        parts = self.line_parts = count_text(v.size, lanes, self.index)
+        first = ""
+        if parts != "1":
+            first, at, before = f"({at} % {parts}) * {lanes} + ", self.fresh("q"), at
+            self.line(f"{at} = {before} // {parts}")
+        self.line(f"{self.sym(v)} = {first}{self.arange(self.line_axis)}")
+        if not (v.size.is_const and v.size.const % lanes == 0):
+            self.masks[self.line_axis] = self.fresh("m")
+            self.line(f"{self.masks[self.line_axis]} = {self.sym(v)} < {self.index(v.size)}")
+        return at
 
     def open_segment(self) -> None:
         """Points from lo to hi, which each outer point reads for itself."""
@@ -326,14 +375,30 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.body(items, states)
 
     def whole(self, text: str) -> str:
-        return text if self.wide else f"tl.cast({text}, tl.int32)"
+        return text if self.width is WIDE else f"tl.cast({text}, {self.width.kind})"
 
     def axes_of(self, *exprs: Expr) -> frozenset[int]:
         axes = super().axes_of(*exprs)
         if self.k.bounds is not None and self.row in axes:  # where a lane stands depends on its segment's start
             tied = {self.axes[s] for b in self.k.bounds for s in b.symbols() if s in self.axes}
             axes = axes | tied
+        if self.line_axis in axes and self.line_parts != "1":  # which part of a line it is, differs from row to row
+            axes = axes | self.row_axes()
         return axes
+
+
+def side_by_side(k: LoopKernel) -> LoopKernel:
+    """The columns of a reduction as one variable, where a block of the last one has too many lanes without any."""
+    if k.vector not in k.outer or k.bounds is not None or len(k.outer) < 2:
+        return k
+    blocks = spans(k, k.outer, k.form.width)
+    sizes = {v: k.about(v.size, block) for v, block in blocks.items()}
+    lanes = math.prod(-(-sizes[v] // block) * block for v, block in blocks.items())
+    if lanes * 100 <= math.prod(sizes.values()) * BLOCKS.lanes:
+        return k
+    joint = Sym("".join(v.name for v in k.outer), volume(k.outer))
+    places = unflat(as_index(joint), [v.size for v in k.outer])
+    return replace(k.rewritten(lambda x: x, dict(zip(k.outer, places, strict=True))), outer=(joint,), vector=joint)
 
 
 def per_thread(exprs: Iterable[Expr]) -> int:

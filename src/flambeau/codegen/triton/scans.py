@@ -21,7 +21,7 @@ from flambeau.ir.program import ScanKernel, sites_of
 from flambeau.ir.tuning import BLOCKS, Scale
 
 from ..dialect import Pipelined
-from .blocks import BlockWriter, PartDraft, count_text, is_wide, power
+from .blocks import BlockWriter, PartDraft, count_text, power, width_of
 from .loops import spans, stages_for
 
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
@@ -30,7 +30,7 @@ COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 class ScanBlocks(BlockWriter):
     def __init__(self, k: ScanKernel, scale: Scale) -> None:
         self.scale = scale
-        super().__init__(k.params, k.sizes, is_wide(k.exprs, [a for _, a in k.stores], (*k.outer, k.axis)))
+        super().__init__(k.params, k.sizes, width_of(k, k.exprs, k.stores, k.outer, (*k.outer, k.axis)))
         self.k = k
         self.sites = sites_of(k)
         self.addresses = dict(k.stores)
@@ -54,13 +54,13 @@ class ScanBlocks(BlockWriter):
         enough = BLOCKS.scan_programs * (BLOCKS.scan_expensive if self.expensive else 1)
         look_back = length > piece and self.programs(outer, blocks) < enough
         if look_back and rows:
-            piece = min(piece, self.scale.sized(BLOCKS.scan_alone // len(k.combine.left)))
+            piece = min(piece, self.scale.sized(BLOCKS.scan_alone >> (len(k.combine.left) - 1).bit_length()))
             blocks = spans(k, outer, 1)
         elif look_back and not self.expensive:
             # Pieces wait for one another: not too many in a row.
             piece = min(BLOCKS.scan_longest, max(piece, power(-(-length // BLOCKS.scan_in_a_row))))
         self.blocks = [*blocks.values(), piece]
-        self.row = len(blocks)
+        self.row: int = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
 
     def warps(self, elements: int, alone: bool) -> int:
@@ -96,7 +96,7 @@ class ScanBlocks(BlockWriter):
             self.line(f"{self.masks[self.row]} = {self.sym(k.axis)} < {self.index(self.length)}")
         self.inside_text = self.all_inside(first)
         values = self.branched(self.inside_text, (k.axis,), (self.row,),
-                               lambda: self.operands(k.combine, k.exprs, self.row))
+                               lambda: self.operands(k.combine, k.exprs, (self.row,)))
         options = f", reverse={k.reverse}"
         if k.combine.level is None:
             return self.over("tl.associative_scan", k.combine, values, self.row, options)
@@ -202,7 +202,8 @@ class ScanBlocks(BlockWriter):
             carry = self.start(self.k.combine, self.outside())
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
-            ahead = stages_for(self.k.exprs, math.prod(self.blocks), self.scale)
+            line = self.k.axis if self.k.form.name == "rows" else outer[-1]
+            ahead = stages_for(self.k, self.k.exprs, self.blocks, self.scale, line)
             with self.loop(step, "0", count, how=Pipelined(ahead)) as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")

@@ -13,7 +13,7 @@ from flambeau.ir.index import ONE, Index, Sym, as_index, volume
 from flambeau.ir.program import Form, Item, LoopKernel, ScatterKernel, sites_of
 from flambeau.ir.tuning import BLOCKS
 
-from .blocks import BlockWriter, PartDraft, is_wide
+from .blocks import BlockWriter, PartDraft, width_of
 from .loops import LoopBlocks, spans, warps_for
 
 ATOMIC = {"add": "tl.atomic_add", "min": "tl.atomic_min", "max": "tl.atomic_max"}
@@ -45,8 +45,8 @@ def taps_of(k: ScatterKernel) -> list[Sym]:
 class ScatterBlocks(BlockWriter):
     def __init__(self, k: ScatterKernel, part: int) -> None:
         exprs = [e for e in (k.init, k.value, k.mask) if e is not None]
-        super().__init__(k.params, k.sizes, is_wide(exprs, [k.address, k.init_address], k.vars)
-                         or is_wide((), (), k.out_vars), part)
+        width = width_of(k, exprs, [(k.name, k.address), (k.name, k.init_address)], k.vars, k.out_vars)
+        super().__init__(k.params, k.sizes, width, part)
         self.k = k
         self.sites = sites_of(k)
 

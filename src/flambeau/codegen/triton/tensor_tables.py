@@ -8,7 +8,7 @@ from flambeau.ir.program import CHUNK, Item, TableKernel
 from flambeau.ir.tuning import BLOCKS, Scale
 
 from ..stages import StageWriter
-from .blocks import BlockWriter, PartDraft
+from .blocks import NARROWED, BlockWriter, PartDraft
 from .loops import Carries, per_thread
 
 WARPS = BLOCKS.threads // BLOCKS.warp
@@ -19,7 +19,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
     so, which is what accesses of 16 bytes take; the others go element by element."""
 
     def __init__(self, k: TableKernel, scale: Scale) -> None:
-        super().__init__(k.params, k.sizes, wide=False)
+        super().__init__(k.params, k.sizes, NARROWED)
         self.kernel, self.k = k, k.body
         self.scale = scale
         self.steps = k.steps()
@@ -85,7 +85,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
     def take(self, i: Item, states: Carries) -> None:
         """What lies in this piece, lane by lane."""
         slots = states[i.names[0]]
-        self.assign(slots, self.combined(i.joins, slots, self.operands(i.joins, i.exprs, 0)))
+        self.assign(slots, self.combined(i.joins, slots, self.operands(i.joins, i.exprs, (0,))))
 
     def together(self, i: Item, states: Carries) -> list[str]:
         return self.reduced(i.joins, states[i.names[0]], 0)

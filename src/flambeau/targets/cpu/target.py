@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import math
 import mmap
 import os
 import threading
@@ -26,7 +27,7 @@ from flambeau.errors import CompileError
 from flambeau.torch_compat import memory as torch_memory
 
 from ..background import Closing, Pool
-from ..base import Allocator, Build, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
+from ..base import Allocator, Build, Convolution, KeyedSource, Launch, Plan, Source, Step, Target, failed, not_compiled
 from ..cache import DiskCache, shared_cache
 from ..launch import CTYPES, Launcher, build_launcher, stored_launcher
 from ..toolchain import CompilerKilled, Toolchain, find_toolchain
@@ -76,6 +77,13 @@ class CpuTarget(Target):
         from flambeau.ir.capabilities import Capabilities
 
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
+
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
+        """Transposed ones: oneDNN has kernels for that order, and for others a plain loop, beside which copies are
+        nothing. For those that are not transposed it has both, and what follows would often be slower."""
+        known = (torch.float32, torch.bfloat16) if torch.backends.mkldnn.is_available() else ()
+        return {c: math.inf for c in convolutions if c.dtype in known and set(c.window) != {1}
+                and c.name in ("conv_transpose2d", "conv_transpose3d")}
 
     def render(self, kernel: AnyKernel, name: str) -> KernelSource:
         from flambeau.codegen.c.kernel import render

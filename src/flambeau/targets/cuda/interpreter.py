@@ -77,12 +77,12 @@ class InterpreterLaunch:
         module = _module(source.text)
         self._functions = [getattr(module, part.function) for part in source.parts]
         self._shape: Callable[..., tuple[int, ...]] = shape_function(source)
-        self._kinds = list(signature(source).values())
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
         count = len(self._source.sizes)
         sizes, extents = sizes[:count], sizes[count:]
-        work, *grids = self._shape(*sizes)
+        work, wide, *grids = self._shape(*sizes)
+        kinds = signature(self._source, bool(wide)).values()
         memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
         space = [ctypes.addressof(memory)] if self._source.workspace else []
         values = [*pointers, *sizes, *space, ctypes.addressof(bad)]
@@ -97,7 +97,7 @@ class InterpreterLaunch:
         # Infinities and NaN are numbers.
         with np.errstate(all="ignore"), memory_is(given if self._source.bounded else None):
             for k, function in enumerate(self._functions):
-                arguments = [argument(v, kind) for v, kind in zip(values, self._kinds, strict=True)]
+                arguments = [argument(v, kind) for v, kind in zip(values, kinds, strict=True)]
                 try:
                     function[tuple(grids[3 * k : 3 * k + 3])](*arguments)
                 except Exception as error:

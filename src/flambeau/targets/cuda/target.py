@@ -1,7 +1,8 @@
 """NVIDIA GPUs: kernels in Triton, compiled in worker processes, started through the CUDA driver.
 
 Each kernel exists in variants that differ in what they assume of their arguments (`Facts`); every call checks which
-one it may use. The usual one, with aligned pointers, is compiled in the background; others when a call needs them.
+one it may use. That of the capture, with aligned pointers, is compiled in the background; others when a call needs
+them.
 
 Launches are asynchronous, and so are errors: a kernel that finds something wrong with its data (an index out of range)
 says so in memory of the host, and the next launch on any device, which reads it there without waiting, raises.
@@ -27,7 +28,7 @@ from flambeau.torch_compat import cuda as torch_cuda
 from flambeau.torch_compat import memory as torch_memory
 
 from ..background import Pool
-from ..base import Allocator, Build, Launch, Plan, Recorder, Run, Source, Step, Target
+from ..base import Allocator, Build, Convolution, Launch, Plan, Recorder, Run, Source, Step, Target
 from ..cache import DiskCache, shared_cache
 from ..launch import extension
 from ..search import OpenPlan, is_open, offered
@@ -45,7 +46,13 @@ _TIMED = 4  # launches at once: one alone is hardly longer than the clock's step
 _BUSY = 1 << 28  # bytes to write before that
 _GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
 
+_RARE = 50  # calls for each convolution of a graph, beyond which it is not worth the time to look at it
+
 _Codes = tuple["Future[Code | CompileError]", ...]
+
+
+def multiplies_fast(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16) or (dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
 
 
 class BlockTarget(Target):
@@ -69,7 +76,6 @@ class CudaTarget(BlockTarget):
     """`arch` and `driver` are those of the machine, unless a test says otherwise."""
 
     name = "cuda"
-    channels_last = True
     # To start a kernel of ours takes the host some microseconds more than to start torch's: sizes from which on the
     # kernels themselves take longer than that.
     wins: ClassVar[Mapping[str, int]] = {
@@ -105,6 +111,15 @@ class CudaTarget(BlockTarget):
         """Compute capability times ten."""
         return self._arch or _capability(device)
 
+    def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
+        """All plain ones of images, or none: cuDNN multiplies in its fast units then, for which it reorders others
+        itself, and back."""
+        images = [c for c in convolutions if c.name == "conv2d"]
+        few = self.capabilities().tuning.convolved_channels
+        if calls > _RARE * len(images) or not all(multiplies_fast(c.dtype) and c.groups == 1 for c in images):
+            return {}
+        return {c: 0 if c.is_product or max(c.channels) <= few else c.moved for c in images}
+
     @cached_property
     def current_device(self) -> Callable[[], int]:
         torch.cuda.init()
@@ -131,7 +146,7 @@ class CudaTarget(BlockTarget):
         for source in sources:
             assert isinstance(source, BlockSource)
             kernels[source.name] = CudaKernel(self, source)
-            codes[source.name] = kernels[source.name].start(device, True, 0)
+            codes[source.name] = kernels[source.name].start(device, True, source.usual, False)
 
         def made(name: str) -> Launch:
             kernels[name].loaded(codes[name], device)  # what does not load is known now, not at the first call
@@ -266,13 +281,13 @@ class CudaKernel:
         self.source = source
         self._launch: Launch | None = None
 
-    def start(self, device: int, aligned: bool, sizes: int) -> _Codes:
+    def start(self, device: int, *facts: Any) -> _Codes:
         """Begin to compile a variant."""
-        return self.target.codes(self.source, Facts(aligned, sizes), device)
+        return self.target.codes(self.source, Facts(*facts), device)
 
-    def make(self, device: int, aligned: bool, sizes: int) -> list[tuple[int, int, int, int]]:
+    def make(self, device: int, *facts: Any) -> list[tuple[int, int, int, int]]:
         """(function, warps, shared bytes, scratch bytes) of each part of a variant."""
-        return self.loaded(self.start(device, aligned, sizes), device)
+        return self.loaded(self.start(device, *facts), device)
 
     def loaded(self, codes: _Codes, device: int) -> list[tuple[int, int, int, int]]:
         parts = []
@@ -299,11 +314,11 @@ class _Memory:
 
 
 def shape_function(source: BlockSource) -> Callable[..., tuple[int, ...]]:
-    """Of the sizes: the bytes of the workspace, then the grid of each part in three dimensions."""
+    """Of the sizes: the bytes of the workspace, whether they are wide, then each part's grid in three dimensions."""
     names = ", ".join(f"n{k}" for k in range(len(source.sizes)))
     grids = "".join(f"*grid({part.grid}), " for part in source.parts)
     scope: dict[str, Any] = {"grid": grid}
-    exec(f"def shape({names}): return ({source.workspace or 0}, {grids})", scope)
+    exec(f"def shape({names}): return ({source.workspace or 0}, not ({source.narrow or True}), {grids})", scope)
     shape: Callable[..., tuple[int, ...]] = scope["shape"]
     return shape
 

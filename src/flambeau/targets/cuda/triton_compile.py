@@ -50,10 +50,12 @@ MOST_WORKERS = 16
 
 @dataclass(frozen=True)
 class Facts:
-    """What machine code may assume: all pointers, and which of the sizes, are divisible by 16."""
+    """What machine code may assume: all pointers, and which of the sizes, are divisible by 16; and whether indices may
+    leave 32 bits."""
 
     aligned: bool = True
     sizes: int = 0  # a bit for each size
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,10 @@ def divisible(source: BlockSource, facts: Facts) -> list[int]:
     return found + ([pointers + sizes] if source.workspace else [])
 
 
-def signature(source: BlockSource) -> dict[str, str]:
+def signature(source: BlockSource, wide: bool) -> dict[str, str]:
     """The arguments of each of a source's functions, with their types."""
     out = {f"p{k}": kind for k, kind in enumerate(source.pointers)}
-    out |= {f"n{k}": kind for k, kind in enumerate(source.sizes)}
+    out |= {f"n{k}": "i64" if wide else kind for k, kind in enumerate(source.sizes)}
     return out | ({"work": "*i8"} if source.workspace else {}) | {"bad": "*i64"}
 
 
@@ -92,9 +94,9 @@ class TritonCompiler:
         """Start to compile one function, unless that was done before."""
         if self._pid != os.getpid():
             self._start()
-        request = {"text": source.text, "function": part.function, "signature": signature(source), "arch": arch,
-                   "divisible": divisible(source, facts), "options": {**OPTIONS, "num_warps": part.warps},
-                   "library": library()}
+        request = {"text": source.text, "function": part.function, "signature": signature(source, facts.wide),
+                   "arch": arch, "divisible": divisible(source, facts),
+                   "options": {**OPTIONS, "num_warps": part.warps}, "library": library()}
         key = hashlib.sha256(json.dumps([request, identity()]).encode()).hexdigest()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         with self._lock:
