@@ -51,6 +51,7 @@ ENVIRONMENT = [
     ("search", "FLAMBEAU_SEARCH", "on", True),
     ("graphs", "FLAMBEAU_GRAPHS", "1", True),
     ("progress", "FLAMBEAU_PROGRESS", "0", False),
+    ("nvtx", "FLAMBEAU_NVTX", "1", True),
     ("log", "FLAMBEAU_LOG", "debug", "debug"),
     ("log", "FLAMBEAU_LOG", "", "warning"),
 ]

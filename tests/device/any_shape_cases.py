@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flambeau.cli import main
+from flambeau.config import config
 from flambeau.device import operators
 from flambeau.device.enable import enable_device
-from flambeau.eager import any_shape, one_call
+from flambeau.eager import any_shape, one_call, usual
+from flambeau.eager.kept_programs import Kept
+from flambeau.eager.operator_forms import Form
 from flambeau.targets.opencl.compile import ClCompiler
 
 enable_device()
@@ -361,3 +366,51 @@ def test_a_new_shape_is_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
         call(n)
     monkeypatch.setattr(one_call, "graph_of", None)
     assert call(9).shape == (9, 7)
+
+
+# ---- kept on disk ------------------------------------------------------------------------------------------
+
+
+def test_a_later_process_lowers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one with a program that takes numbers, or indices."""
+    def calls(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.softmax(-1), x * 2.5, x.clone().mul_(3.5), x.t().contiguous(), x.gather(0, x.long()), x.sum(0)]
+
+    monkeypatch.setattr(any_shape, "FIXED", {})
+    x, y = torch.rand(6, 7), torch.rand(5, 9)
+    with config.override(verify=False, graph_cache=True):
+        calls(x.to(DEV))
+        monkeypatch.setattr(operators, "PROGRAMS", any_shape.Programs())
+        monkeypatch.setattr(any_shape, "made", None)
+        torch.testing.assert_close([t.cpu() for t in calls(y.to(DEV))], calls(y))
+    assert not any_shape.FIXED
+
+
+def test_warming(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", "--only", "norms"]) == 0
+    assert "1 parts of models on flambeau" in capsys.readouterr().out
+    assert main(["warm", "--only", "weather"]) == 1
+    assert main(["warm", "--dtype", "int32"]) == 1
+
+
+def test_a_model_at_many_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three kernels an operator, whatever the batch and the length."""
+    built: Counter[str] = Counter()
+
+    def counted(form: Form, *call: Any, **options: Any) -> Any:
+        made = one_call.build(form, *call, **options)
+        built[form.name] += 1
+        return made
+
+    monkeypatch.setattr(any_shape, "build", counted)
+    monkeypatch.setattr(operators, "PROGRAMS", any_shape.Programs())
+    monkeypatch.setattr(Kept, "places", lambda self: [])
+    sizes = random.Random(3)
+    for _ in range(8):
+        place = usual.Place(torch.device(DEV), torch.float32, ((sizes.randint(2, 5), sizes.randint(2, 40)),))
+        usual.USUAL["words"](place)
+        (batch, length), = place.sizes
+        q, k, v = usual.data(place, batch, length, 3, 4, 12).permute(2, 0, 3, 1, 4)
+        made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        (made * made).sum().backward()
+    assert max(built.values()) <= 3, built

@@ -24,6 +24,7 @@ COMMANDS = {
     "run": "a method of a package on arrays out of files",
     "inspect": "what is in a package",
     "size": "the bytes of a package, by what they are for",
+    "warm": "build the usual classes of eager programs ahead",
     "cache": "show or clear the kernels kept on disk, or carry them to another machine",
 }
 
