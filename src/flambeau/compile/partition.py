@@ -22,7 +22,7 @@ from flambeau.torch_compat.aot import config, min_cut_rematerialization_partitio
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.patches import CUT
 
-from .padded_products import call, pad_products, views
+from .padded_products import call, pad_products
 
 
 def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bool = False,
@@ -68,8 +68,6 @@ def take_apart(graph: fx.Graph) -> None:
             made.meta["val"] = n.meta["val"]  # its strides
             n.replace_all_uses_with(made)
             graph.erase_node(n)
-            for u in [u for u in views(made) if facts(u.target).same]:  # detached: to torch's cut that is no view
-                u.replace_all_uses_with(u.all_input_nodes[0], delete_user_cb=lambda v: v.op != "output")
 
 
 def keep_less(graph: fx.Graph) -> None:
