@@ -181,3 +181,11 @@ def test_transposed_convolutions_of_a_cpu(sides: int, window: int, ordered: bool
         order = channels.ORDERS[sides + 2]
         images = {channels.name_of(n): value(n.args[0]) for n in after.graph.nodes if channels.convolution(n)}
         assert images[f"conv_transpose{sides}d"].is_contiguous(memory_format=order)
+
+
+def test_gradients_lie_as_in_eager(graphs: list[Any]) -> None:
+    model, x = nn.Sequential(conv(3, 72), nn.ReLU(), conv()), torch.randn(2, 3, 6, 6, requires_grad=True)
+    for run in (model, torch.compile(model, backend="flambeau")):
+        given = torch.autograd.grad(run(x * 2).sum(), [x, *model.parameters()])
+        assert all(g.is_contiguous() for g in given)
+    assert all(orders(graphs[0][1]))

@@ -125,7 +125,12 @@ class Reordered:
     def ordered(self, x: fx.Node, order: torch.memory_format) -> fx.Node:
         if value(x).is_contiguous(memory_format=order):
             return x
-        made = self.graph.call_method("contiguous", (x,), {"memory_format": order})
+        given = x
+        if value(x).requires_grad and value(x).is_contiguous():  # so is its gradient, which a view of a view makes so
+            for shape in ((-1,), tuple(value(x).shape)):
+                given = self.graph.call_method("view", (given, *shape))
+                self.evaluate(given)
+        made = self.graph.call_method("contiguous", (given,), {"memory_format": order})
         self.evaluate(made)
         if not is_computed(x):
             self.copied += value(x).numel() * value(x).itemsize
