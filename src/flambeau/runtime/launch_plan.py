@@ -137,7 +137,8 @@ class LaunchPlan:
     def _plan(self, target: Target, steps: Sequence[Step], loaded: Sequence[Any]) -> Plan:
         launches = [(loaded[s.kernel], s.pointers, s.sizes) for s in steps]
         if ranges.wanted(self.device):
-            return ranges.plan(target, launches, [self._titles()[s.kernel] for s in steps])
+            titles = [self._titles()[s.kernel] for s in steps]
+            return ranges.one_by_one([target.plan([launch]) for launch in launches], titles)
         return target.plan(launches)
 
     def _titles(self) -> list[str]:

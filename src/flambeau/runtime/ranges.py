@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flambeau.config import config
-from flambeau.targets.base import Plan, Target
+from flambeau.targets.base import Plan
 
 
 def wanted(device: torch.device) -> bool:
@@ -33,9 +33,9 @@ def title(names: Sequence[str]) -> str:
     return names[0] + more if names else "flambeau, no kernel"
 
 
-def plan(target: Target, steps: Sequence[Any], names: Sequence[str]) -> Plan:
-    """Launches one by one, where otherwise one native call makes them all."""
-    parts = [around(name, target.plan([step])) for name, step in zip(names, steps, strict=True)]
+def one_by_one(plans: Sequence[Plan], names: Sequence[str]) -> Plan:
+    """Plans of one launch each, where otherwise one native call makes them all."""
+    parts = [around(name, plan) for name, plan in zip(names, plans, strict=True)]
 
     def run(pointers: Any, sizes: Any) -> Any:
         for at, part in enumerate(parts):
