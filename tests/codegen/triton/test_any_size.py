@@ -34,6 +34,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Shapes]] = {  # the first shape is 
     "columns of all axes": (lambda x: x.argmax(1), ((30, 40, 17), (5, 3, 9), (2, 300, 70))),
     "lines": (lambda x: x[:, :, 3:].max(2).values.sum() + x[:, :, 3:].amin((1, 2)),
               ((3, 50, 120), (2, 7, 300), (4, 5, 4), (2, 3, 5000))),
+    "a loss": (lambda x: F.huber_loss(x, x * 0.5 + 1), ((187, 104), (3, 7), (900, 40))),
     "groups": (lambda x: F.group_norm(x, 2), ((2, 4, 89, 53), (3, 8, 5, 5))),
     "scan of rows": (lambda x: x.cumsum(1), ((4, 300), (2, 40_000), (3, 5))),
     "scan of columns": (lambda x: (x * 0.1 + 1).cumprod(0), ((30, 33), (200, 5), (3, 900))),

@@ -411,10 +411,9 @@ def width_of(k: LoopKernel | ScanKernel | ScatterKernel, exprs: Iterable[Expr], 
         windows |= {} if most is None else {v: as_index(Sym(v.name, most))}
     holds: dict[str, None] = {}
     for buffer, index in dict.fromkeys(leaving):
-        whole, *operands = (i.subs(windows) for i in index.on_the_way())
+        most, *ends = (largest(i.subs(windows)) for i in index.on_the_way())
         # Sums that wrap around come back: where an element is accessed, it is in its buffer.
-        ends = [reach.get(buffer) if buffer and (most := largest(whole)) is None else most, *map(largest, operands)]
-        for end in ends:
+        for end in (reach.get(buffer) if most is None and buffer else most, *ends):
             if size is None or end is None or end.is_const and end.const >= NARROW or not end.symbols() <= names.keys():
                 return WIDE
             if not end.is_const:
