@@ -189,3 +189,10 @@ def test_gradients_lie_as_in_eager(graphs: list[Any]) -> None:
         given = torch.autograd.grad(run(x * 2).sum(), [x, *model.parameters()])
         assert all(g.is_contiguous() for g in given)
     assert all(orders(graphs[0][1]))
+
+
+def test_sizes_of_the_run(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuTarget, "channels_last", OWN)
+    layer, x = nn.ConvTranspose2d(3, 4, 3), torch.randn(2, 3, 5, 7)
+    torch.testing.assert_close(torch.compile(layer, backend="flambeau", dynamic=True)(x), layer(x))
+    assert graphs[0][0] is graphs[0][1]

@@ -25,11 +25,13 @@ ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def channels_last(gm: fx.GraphModule, target: Target) -> fx.GraphModule:
     """The graph with the convolutions in that order that the target names, or as it is where that may be wrong."""
-    found = {n: c for n in gm.graph.nodes if (c := convolution(n)) is not None}
-    calls = sum(n.op.startswith("call") for n in gm.graph.nodes)
-    saved = target.channels_last([*found.values()], calls) if found else {}
-    if not any(saved.values()) or not all(
+    convolutions = [n for n in gm.graph.nodes if n.op == "call_function" and named(name_of(n)).contracts]
+    if not convolutions or not all(
             isinstance(s, int) for n in gm.graph.nodes for t in tensors(value(n)) for s in t.shape):
+        return gm
+    found = {n: c for n in convolutions if (c := convolution(n)) is not None}
+    saved = target.channels_last([*found.values()], sum(n.op.startswith("call") for n in gm.graph.nodes))
+    if not any(saved.values()):
         return gm
     wanted = {n: saved[c] for n, c in found.items() if c in saved}
     made = Reordered(gm, wanted)
@@ -46,8 +48,8 @@ class Kept(Exception):
 
 def convolution(n: fx.Node) -> Convolution | None:
     """What the node convolves, if it is a batch of images or volumes."""
-    name = name_of(n) if n.op == "call_function" else ""
-    if not (name.startswith("conv") and named(name).contracts):
+    name = name_of(n)
+    if not name.startswith("conv"):
         return None
     image, weight = (value(x) if isinstance(x, fx.Node) else None for x in operands(n))
     if not isinstance(image, FakeTensor) or not isinstance(weight, FakeTensor) or image.dim() != weight.dim():
