@@ -21,6 +21,7 @@ from flambeau.targets.cuda.target import shape_function
 from flambeau.testing.one_order import one_order
 
 pytestmark = [
+    pytest.mark.filterwarnings("error:flambeau:RuntimeWarning"),  # a kernel that cannot be written runs as ATen
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not set"),
 ]
