@@ -1,4 +1,4 @@
-# Flambeau: `make demo` and `make test` do all their own set-up. They need Python 3.11 or 3.12, g++ and make.
+# Flambeau: `make demo` and `make test` do all their own set-up. They need Python 3.11 to 3.13, g++ and make.
 #
 #   PYTHON       the interpreter that the environment in .venv is made with
 #   CONSTRAINTS  the versions that are installed; pip's own PIP_* variables are honoured as well
@@ -22,7 +22,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 PIP   := $(BIN)/python $(INSTALL) -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside test-metal bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside test-metal test-site bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
@@ -35,7 +35,8 @@ help:
 	@echo "make test-metal  the operator database and small models on a Mac's GPU, for results/metal.json"
 	@echo "make fuzz      COUNT=2000 random programs on TARGET=cpu against eager, seeds drawn anew"
 	@echo "make bench     Flambeau beside eager and Inductor"
-	@echo "make docs      rewrite the generated pages under docs/"
+	@echo "make docs      rewrite the generated pages under docs/, and build the site into build/site"
+	@echo "make test-site  its pages and reports in headless Chromium: errors, phone and dark, accessibility"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
 
 setup: check-compiler $(READY)
@@ -49,10 +50,10 @@ check-compiler:
 # An environment that is there stays, whatever interpreter is on the PATH today; so the checks stand in the recipe.
 $(BIN)/python $(NEWEST)/bin/python: %/bin/python:
 	@command -v "$(PYTHON)" >/dev/null || { \
-	  echo "$(PYTHON) was not found. Install Python 3.11 or 3.12, or name it: make PYTHON=python3.12 ..."; \
+	  echo "$(PYTHON) was not found. Install Python 3.11 to 3.13, or name it: make PYTHON=python3.12 ..."; \
 	  exit 1; } >&2
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \
-	  echo "Flambeau needs Python 3.11 or 3.12, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1)."; \
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "Flambeau needs Python 3.11 to 3.13, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1)."; \
 	  echo "Name another one: make PYTHON=python3.12 ..."; \
 	  exit 1; } >&2
 	@echo "==> making the environment $* with $(PYTHON)"
@@ -66,7 +67,7 @@ $(READY): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "==> installing torch (a large download the first time)"
 	@$(PIP) torch
 	@echo "==> installing Flambeau with its test and lint tools"
-	@$(PIP) -e '.[test,dev]'
+	@$(PIP) -e '.[test,dev,docs]'
 	@touch $@
 
 demo: setup
@@ -130,14 +131,26 @@ bench: setup
 	@$(BIN)/flambeau bench ops --json results/ops-cpu.json
 
 docs: setup
-	@echo "==> docs/settings.md"
-	@$(BIN)/python -m flambeau.report.settings > docs/settings.md
-	@echo "==> docs/exact-operators.md"
-	@$(BIN)/python -m flambeau.report.numerics > docs/exact-operators.md
-	@echo "==> docs/performance.md"
-	@$(BIN)/python -m flambeau.report.performance results docs
-	@echo "==> docs/device.md"
-	@PYTHONPATH=tests $(BIN)/python -m torch_suite.report results/torch-tests.json docs/device.md
+	@echo "==> docs/reference/settings.md"
+	@$(BIN)/python -m flambeau.report.settings > docs/reference/settings.md
+	@echo "==> docs/reference/exact-operators.md"
+	@$(BIN)/python -m flambeau.report.numerics > docs/reference/exact-operators.md
+	@echo "==> docs/reference: Python, options, commands"
+	@$(BIN)/python -m flambeau.cli.reference docs/reference
+	@echo "==> docs/results"
+	@$(BIN)/python -m flambeau.report.performance results docs/results
+	@echo "==> docs/results/fuzzing.md"
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.results results/fuzz.json > docs/results/fuzzing.md
+	@echo "==> docs/guides/device.md"
+	@PYTHONPATH=tests $(BIN)/python -m torch_suite.report results/torch-tests.json docs/guides/device.md
+	@echo "==> build/site"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+test-site: setup
+	@command -v chromium >/dev/null || { echo "test-site needs Chromium (Debian: apt install chromium)."; exit 1; } >&2
+	@echo "==> the site in headless Chromium"
+	@$(PIP) '.[site]'
+	@$(BIN)/python -m pytest -q tests/test_site.py
 
 clean:
 	@echo "==> removing build products and caches"

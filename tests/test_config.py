@@ -45,6 +45,7 @@ ENVIRONMENT = [
     ("target", "FLAMBEAU_TARGET", "interpreter", "interpreter"),
     ("device", "FLAMBEAU_DEVICE", "echo", "echo"),
     ("fallback", "FLAMBEAU_FALLBACK", "error", "error"),
+    ("contractions", "FLAMBEAU_CONTRACTIONS", "own", "own"),
     ("regions", "FLAMBEAU_REGIONS", "0", False),
     ("region_count", "FLAMBEAU_REGION_COUNT", "12", 12),
     ("patches", "FLAMBEAU_PATCHES", "0", False),
@@ -52,6 +53,7 @@ ENVIRONMENT = [
     ("graphs", "FLAMBEAU_GRAPHS", "1", True),
     ("progress", "FLAMBEAU_PROGRESS", "0", False),
     ("nvtx", "FLAMBEAU_NVTX", "1", True),
+    ("debug", "FLAMBEAU_DEBUG", "2", 2),
     ("log", "FLAMBEAU_LOG", "debug", "debug"),
     ("log", "FLAMBEAU_LOG", "", "warning"),
 ]
@@ -65,7 +67,7 @@ def test_environment(name: str, env: str, text: str, value: object) -> None:
 def test_every_setting_is_tested_and_documented() -> None:
     assert {setting.name for setting in SETTINGS} == {row[0] for row in ENVIRONMENT}
     assert all(setting.doc and setting.env.startswith("FLAMBEAU_") for setting in SETTINGS)
-    written = Path(__file__).parents[1] / "docs" / "settings.md"
+    written = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
     assert written.read_text() == page(), "run `make docs`"
 
 

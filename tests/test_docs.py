@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flambeau.report import numerics
+from flambeau.cli import reference
+from flambeau.report import numerics, performance
 from torch_suite import report
 
 README = Path(__file__).parent.parent / "README.md"
@@ -23,7 +24,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-PAGES = [page for page in (README, *sorted((README.parent / "docs").glob("*.md"))) if blocks(page)]
+PAGES = [page for page in (README, *sorted((README.parent / "docs").rglob("*.md"))) if blocks(page)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -37,10 +38,26 @@ def test_examples(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub and MkDocs name them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", [*README.parent.glob("*.md"), *sorted((README.parent / "docs").rglob("*.md"))],
+                         ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    """What a page links to is there, headings included."""
+    for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
 def test_the_page_of_the_architecture_has_the_tree() -> None:
     """Its rooms are the folders that there are, files that it names are there, and no folder is a heap."""
     source = README.parent / "src" / "flambeau"
-    page = (README.parent / "docs" / "architecture.md").read_text()
+    page = (README.parent / "docs" / "concepts" / "architecture.md").read_text()
     rooms = {path.parent.relative_to(source) for path in source.rglob("*.py")} - {Path()}
     tops = {str(room) for room in rooms if len(room.parts) == 1}
     table, beside = re.split(r"\nBeside the line", page, maxsplit=1)
@@ -53,7 +70,7 @@ def test_the_page_of_the_architecture_has_the_tree() -> None:
 
 
 def test_tests_that_the_page_of_the_device_names() -> None:
-    page = (README.parent / "docs" / "device.md").read_text()
+    page = (README.parent / "docs" / "guides" / "device.md").read_text()
     files = {path.name: path.read_text() for path in (README.parent / "tests" / "device").glob("*_cases.py")}
     files |= {name: (README.parent / "tests" / "device" / name).read_text()
               for name in ("device_areas.py", "device_streams.py")}
@@ -65,11 +82,25 @@ def test_tests_that_the_page_of_the_device_names() -> None:
 
 
 def test_the_table_of_torchs_tests_is_as_it_is_written() -> None:
-    page = (README.parent / "docs" / "device.md").read_text()
+    page = (README.parent / "docs" / "guides" / "device.md").read_text()
     assert page == report.page(page, json.loads((README.parent / "results" / "torch-tests.json").read_text()))
+
+
+@pytest.mark.parametrize("file", reference.PAGES)
+def test_pages_of_the_reference_are_as_they_are_written(file: str) -> None:
+    if file == "commands.md" and sys.version_info >= (3, 13):
+        pytest.skip("argparse of Python 3.13 writes its help in another way")
+    assert (README.parent / "docs" / "reference" / file).read_text() == reference.PAGES[file]()  # else: make docs
+
+
+def test_pages_of_results_are_as_they_are_written(tmp_path: Path) -> None:
+    performance.write(README.parent / "results", tmp_path)
+    for page in tmp_path.iterdir():
+        assert (README.parent / "docs" / "results" / page.name).read_text() == page.read_text(), "make docs"
 
 
 @pytest.mark.skipif(f"torch=={torch.__version__.split('+')[0]}" not in CONSTRAINTS,
                     reason="the page lists the operators of the torch in constraints.txt")
 def test_the_page_of_operators_is_as_it_is_written() -> None:
-    assert (README.parent / "docs" / "exact-operators.md").read_text() == numerics.page()  # else: make docs
+    written = README.parent / "docs" / "reference" / "exact-operators.md"
+    assert written.read_text() == numerics.page()  # else: make docs

@@ -1,4 +1,4 @@
-"""The example of docs/new-target.md: installed as a package of its own, it compiles graphs and is a device."""
+"""The example of docs/guides/new-target.md: installed as a package of its own, it compiles graphs and is a device."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ else:
 
 
 def test_the_figure_that_is_published() -> None:
-    (published,) = re.findall(r"\*\*(\d+) lines\*\*", (ROOT / "docs" / "new-target.md").read_text())
+    (published,) = re.findall(r"\*\*(\d+) lines\*\*", (ROOT / "docs" / "guides" / "new-target.md").read_text())
     assert int(published) == len((EXAMPLE / "flambeau_echo.py").read_text().splitlines())
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch_suite import report
 from torch_suite.files import DEVICE, DTYPES, File, chosen, common_name, dtypes_of
 from torch_suite.reasons import UNEXPLAINED
-from torch_suite.runner import LOADING, Settings, State, Suite, in_turn, run_tests
+from torch_suite.runner import BATCH, LOADING, Settings, State, Suite, in_turn, run_tests
 
 # Needs no torch, so that its processes start at once.
 ENDINGS = '''
@@ -93,7 +93,7 @@ def test_names() -> None:
 
 def test_a_stopped_run_is_a_sample_of_every_file() -> None:
     tests = {File(f"{name}.py", "device"): [f"T.{name}{k}" for k in range(count)]
-             for name, count in (("a", 3), ("b", 400), ("c", 2000))}
+             for name, count in (("a", 3), ("b", 13 * BATCH), ("c", 67 * BATCH))}
     batches = in_turn(tests)
     assert {*itertools.chain(*(batch for _, batch in batches))} == {*itertools.chain(*tests.values())}
     half = batches[:len(batches) // 2]

@@ -1,7 +1,7 @@
 """A target for an accelerator that does not exist, complete: what one takes to write, with nothing left out.
 
 Its language is C++, its compiler the C++ compiler, its memory is memory of the process that goes by other addresses.
-docs/new-target.md walks through this file.
+docs/guides/new-target.md walks through this file.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ def __dir__() -> list[str]:
 
 
 def _start_log() -> None:
+    if not _config.is_given("log"):
+        return  # Python's own way with warnings, or TORCH_LOGS
     logger = logging.getLogger(__name__)
     logger.setLevel(_config.log.upper())
     if logger.level < logging.WARNING:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast, overload
 
-from flambeau.errors import OptionError
+from flambeau.errors import OptionError, did_you_mean
 
 T = TypeVar("T")
 
@@ -104,6 +104,12 @@ def _verify(value: object) -> bool | str:
     return "passes" if value == "passes" else _boolean(value)
 
 
+def _debug(value: object) -> int:
+    if str(value) not in ("0", "1", "2", "3"):
+        raise ValueError("0, 1, 2 or 3")
+    return int(str(value))
+
+
 def _optional_text(value: object) -> str | None:
     return None if value is None else _text(value)
 
@@ -128,6 +134,7 @@ def _cpu_count() -> int:
 
 
 _numerics = _one_of("fast", "eager")
+_contractions = _one_of("choose", "library", "own")
 _fallback = _one_of("allow", "error")
 _level = _one_of("debug", "info", "warning", "error")
 _NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
@@ -148,6 +155,7 @@ class Config:
     target         = Setting("FLAMBEAU_TARGET", _optional_text, None, "runs all graphs, in place of their device's own")
     device         = Setting("FLAMBEAU_DEVICE", _text, "opencl", 'target whose machines are torch.device("flambeau")')
     fallback       = Setting("FLAMBEAU_FALLBACK", _fallback, "allow", "allow, or error: no device operator on the CPU")
+    contractions   = Setting("FLAMBEAU_CONTRACTIONS", _contractions, "choose", "products: choose, library or own")
     regions        = Setting("FLAMBEAU_REGIONS", _boolean, True, "compile repeated parts of a graph once")
     region_count   = Setting("FLAMBEAU_REGION_COUNT", _positive, 6, "how often they repeat at least (cuts cost time)")
     search         = Setting("FLAMBEAU_SEARCH", _boolean, False, "time block shapes at first calls, keep the fastest")
@@ -155,11 +163,12 @@ class Config:
     patches        = Setting("FLAMBEAU_PATCHES", _boolean, True, "0: nothing in torch is changed that others could see")
     progress       = Setting("FLAMBEAU_PROGRESS", _boolean, True, "a bar on the terminal while compiles take long")
     nvtx           = Setting("FLAMBEAU_NVTX", _boolean, False, "NVTX ranges around programs and launches (NVIDIA GPUs)")
+    debug          = Setting("FLAMBEAU_DEBUG", _debug, 0, "at exit: 1 what was compiled, 2 each kernel, 3 its text")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
     # fmt: on
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._environ = environ
+        self.environ = environ
         self._values: dict[str, object] = {}
         # A context variable, so that an override holds for one thread (or asyncio task) and no other. Work
         # handed to another thread must take the value along: it does not see the override.
@@ -174,7 +183,7 @@ class Config:
         if setting.name in overrides:
             return overrides[setting.name]
         if setting.name not in self._values:
-            self._values[setting.name] = setting.from_environ(self._environ)
+            self._values[setting.name] = setting.from_environ(self.environ)
         return self._values[setting.name]
 
     def variant(self) -> int:
@@ -185,14 +194,14 @@ class Config:
 
     def is_given(self, name: str) -> bool:
         """Whether somebody chose the value of a setting."""
-        return name in self._overrides.get() or bool(self._environ.get(_BY_NAME[name].env))
+        return name in self._overrides.get() or bool(self.environ.get(_BY_NAME[name].env))
 
     @contextmanager
     def override(self, **values: object) -> Iterator[None]:
         """Give settings other values in this thread until the block ends. Blocks nest."""
         if unknown := values.keys() - _BY_NAME.keys():
             raise OptionError(
-                f"no setting is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(_BY_NAME)}"
+                f"no setting is called {', '.join(sorted(unknown))}", hint=did_you_mean(min(unknown), _BY_NAME)
             )
         checked = {name: _BY_NAME[name].checked(value, name) for name, value in values.items()}
         if not checked.keys().isdisjoint(COMPILED_FOR):
@@ -205,7 +214,7 @@ class Config:
 
 
 SETTINGS: tuple[Setting[Any], ...] = tuple(s for s in vars(Config).values() if isinstance(s, Setting))
-COMPILED_FOR = ("numerics", "target", "search", "verify")
+COMPILED_FOR = ("numerics", "target", "contractions", "search", "verify")
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 config = Config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class Error(RuntimeError):
@@ -68,6 +69,13 @@ class PromiseError(Error):
 
 class GuessedShapeError(UnsupportedError):
     """The data decides a shape, and torch does not know that it does."""
+
+
+def did_you_mean(name: str, there: Iterable[str]) -> str:
+    """A hint for a name that is not there."""
+    known = list(there)
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
 def _shape(shape: tuple[object, ...]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from flambeau.capture.graph import Captured, capture
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.numerics import policy_of
-from flambeau.ir.program import Launch, Program
+from flambeau.ir.program import ContractKernel, Launch, LoopKernel, Program, ScanKernel
+from flambeau.product_choice import own_products
 from flambeau.runtime.executor import write
 from flambeau.runtime.launch_plan import LaunchPlan, Run
 from flambeau.runtime.placement import graph_device, target_of
@@ -24,11 +27,17 @@ from flambeau.runtime.progress import progress
 from flambeau.runtime.recordable import recordable
 from flambeau.runtime.recording import function_now
 from flambeau.runtime.result_checks import promises_of
+from flambeau.runtime.watchers import BOUND
 from flambeau.schedule.plan import schedule
 from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build, Target
 from flambeau.torch_compat.fake import unset_fake_temporarily
+from flambeau.torch_compat.logs import artifact_log
 
+log = logging.getLogger(__name__)
+# What TORCH_LOGS shows by these names of other backends as well.
+ARTIFACTS = {name: artifact_log(__name__, name)
+             for name in ("output_code", "kernel_code", "schedule", "fusion", "perf_hints")}
 LOCK = fork_safe(threading.RLock())  # expressions are interned process-wide: one compile at a time
 
 
@@ -39,12 +48,13 @@ class Options:
     numerics: str = "fast"
     target: str | None = field(default_factory=lambda: config.target)  # None: that of the graph's device
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    contractions: str = field(default_factory=lambda: config.contractions)  # whose kernels: library, own or choose
     search: bool = False  # time other block shapes at the first call
     graphs: bool = False  # record runs, and replay them
     part: bool = False  # of something whose other parts were traced with the strides of torch's metadata
 
 
-@dataclass
+@dataclass(eq=False)
 class Compiled:
     """A graph on its way to being runnable; kernels build in the background until the first call."""
 
@@ -74,7 +84,12 @@ class Compiled:
             if bad:
                 return self.retry(bad)
             self.run = self.package.bind(kernels, self.function)
+            BOUND.add(self)
             return self.run
+
+    def bind_again(self) -> None:
+        if self.package.graphs is None:  # recordings would be lost
+            self.run = self.package.bind(self.package.built(), self.function)
 
     def waited(self, build: Build) -> dict[str, Any]:
         try:
@@ -134,21 +149,37 @@ def compiled(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = fro
         return _compile(gm, options, exclude)
 
 
-def lowered(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = frozenset()
-            ) -> tuple[torch.device, Target, Captured]:
-    """What a graph computes, in the loop language, and where."""
+def lowered(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = frozenset(), target: Target | None = None,
+            own: frozenset[str] | None = None) -> tuple[torch.device, Target, Captured]:
+    """What a graph computes, in the loop language, and where. `target`: rather than that of the options; `own`: the
+    products that are kernels of ours, where that is decided."""
     device = graph_device(gm)
-    target = target_of(device, options.target)
+    target = target or target_of(device, options.target)
     if target is None:
         raise UnsupportedError(f"there is no target for tensors on {device}")
     with LOCK, unset_fake_temporarily(), target.on(device):
         caps = replace(target.capabilities(), deterministic=options.deterministic)
-        return device, target, capture(gm, caps, exclude, device, policy_of(options.numerics, device.type))
+        policy, notes = policy_of(options.numerics, device.type), list[str]()
+        if own is None:
+            own = frozenset(n.name for n in gm.graph.nodes) if options.contractions == "own" else frozenset()
+            # What the clock chooses may round in another way.
+            if options.contractions == "choose" and target.times and not (policy.exact or options.deterministic):
+                own, notes = own_products(gm, target, caps, partial(region_run, options), exclude)
+        captured = capture(gm, caps, exclude, device, policy, frozenset() if policy.exact else own)
+        captured.choices = notes
+        return device, target, captured
 
 
-def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> Compiled:
+def region_run(options: Options, gm: fx.GraphModule, own: frozenset[str]) -> Run:
+    """A part of a graph with these products as kernels of ours, in whose shapes they are fastest."""
+    return boxed(_compile(gm, replace(options, graphs=False), frozenset(), own))
+
+
+def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own: frozenset[str] | None = None
+             ) -> Compiled:
+    """`own`: the products that are kernels of ours, where that is decided and nobody watches."""
     t0 = time.perf_counter()
-    device, target, captured = lowered(gm, options, exclude)
+    device, target, captured = lowered(gm, options, exclude, own=own)
     t1 = time.perf_counter()
     with target.on(device):
         check()
@@ -157,8 +188,11 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
         check()
         written = target.bounded if config.verify is True else target.render
         texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
-        if options.search and not options.deterministic:  # what the clock chooses, may round in another way
-            texts = [target.variants(k, text) for k, text in zip(program.kernels, texts, strict=True)]
+        if not options.deterministic:  # what the clock chooses, may round in another way
+            timed = (LoopKernel, ScanKernel, ContractKernel) if options.search else (
+                ContractKernel,) if options.contractions == "choose" else ()
+            texts = [target.variants(k, text) if isinstance(k, timed) else text
+                     for k, text in zip(program.kernels, texts, strict=True)]
         texts = target.named(program.kernels, texts)
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
@@ -169,9 +203,25 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str]) -> C
         package = replace(package, graphs=recordable(program, gm, positions, device))
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
     made = Compiled(gm, captured, program, texts, build, package, options, seconds, exclude=exclude)
-    for observe in OBSERVERS:
+    for observe in OBSERVERS if own is None else ():
         observe(made)
+    tell(made)
     return made
+
+
+def tell(made: Compiled) -> None:
+    """Torch's logs of what was compiled."""
+    if not any(a.isEnabledFor(logging.DEBUG) for a in (log, *ARTIFACTS.values())):
+        return
+    texts = {t.title or t.name: t.text for t in made.texts}
+    missing = (f"{op} has no lowering, and is called as it is ({n} times)" for op, n in made.captured.externs.items())
+    said = {"output_code": [made.package.source, *texts.values()], "kernel_code": texts.values(),
+            "schedule": [made.program], "fusion": made.program.notes, "perf_hints": missing}
+    for name, parts in said.items():
+        for part in parts:
+            ARTIFACTS[name].debug("%s", part)
+    log.debug("%d operators became %d kernels: %s", len(made.gm.graph.nodes), len(texts),
+              ", ".join(f"{phase} {s:.3f} s" for phase, s in made.seconds.items()))
 
 
 def interpret(gm: fx.GraphModule) -> Run:

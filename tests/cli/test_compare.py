@@ -110,7 +110,7 @@ def test_a_model_of_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bars_are_as_long_as_their_numbers() -> None:
-    first, second, third = histogram({"1": 100, "2-3": 50, "NaN": 1})
+    heading, first, second, third = histogram({"1": 100, "2-3": 50, "NaN": 1})
     assert (first.count("█"), second.count("█"), third.count("█")) == (50, 25, 1)
 
 

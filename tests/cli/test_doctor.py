@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from flambeau.cli import doctor, main
 from flambeau.config import SETTINGS, Config, config
@@ -17,8 +19,39 @@ def findings() -> dict[str, doctor.Finding]:
 def test_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert "Everything that Flambeau needs is here." in printed
+    assert "Everything that Flambeau needs is here." in printed and "FLAMBEAU_JOBS" not in printed
+
+
+def test_settings_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {"settings": doctor._settings})
+    assert main(["doctor", "--settings"]) == 0
+    printed = capsys.readouterr().out
     assert all(setting.name in printed for setting in SETTINGS)
+
+
+def test_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "config", Config({"FLAMBEAU_NUMERICS": "eager"}))
+    monkeypatch.setattr(doctor, "CHECKS", {"Python": doctor._python, "settings": doctor._settings})
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["works"] and found["settings"] == {"FLAMBEAU_NUMERICS": "eager"}
+    assert [(c["check"], c["verdict"]) for c in found["checks"]] == [("Python", "ok"), ("settings", "ok")]
+
+
+def test_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "config", Config({"FLAMBEAU_NUMERIC": "eager"}))
+    found = findings()["settings"]
+    assert (found.verdict, found.remedy) == ("invalid", "did you mean FLAMBEAU_NUMERICS?")
+
+
+def test_the_main_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is wrong, the exit status says so."""
+    monkeypatch.setattr(doctor, "CHECKS", {"compiles": doctor._main_job})
+    assert main(["doctor"]) == 0
+    torch.compiler.reset()
+    monkeypatch.setattr("flambeau.compile.backend.compiled_backend", lambda *_: 1 / 0)
+    assert main(["doctor"]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_missing_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

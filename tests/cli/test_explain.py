@@ -96,7 +96,7 @@ def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [
-    ("example.py", "not FILE:FUNC"), ("nothing.py:act", "no file"), ("example.py:absent", "no function"),
+    ("example", "not FILE:FUNC"), ("nothing.py:act", "no file"), ("example.py:absent", "no function"),
     ("example.py:lonely", "lonely_inputs()")])
 def test_what_is_not_there(name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                            capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,3 +164,43 @@ def test_the_page_of_regions_is_complete(explained: tuple[str, Path]) -> None:
 def test_a_page_needs_regions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--demo", "--html", "page.html"]) != 0
     assert "--regions" in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys
+import torch
+
+step = torch.compile(lambda x: torch.softmax(x * float(sys.argv[2]), -1), backend="flambeau")
+for _ in range(8):
+    step(torch.randn(4, 8))
+print(sys.argv[1:], __name__)
+"""
+
+
+def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, written = tmp_path / "script.py", tmp_path / "all.json"
+    script.write_text(SCRIPT + "sys.exit(4)\n")
+    assert main(["explain", "--text", "--json", str(written), "--trace", str(tmp_path / "out"), str(script),
+                 "--rate", "2"]) == 4
+    page = capsys.readouterr().out
+    assert "['--rate', '2'] __main__" in page and "1 compiled" in page and "int64_t bad" in page
+    graph, = json.loads(written.read_text())["graphs"]
+    assert graph["calls"] == 8 and graph["rows"][0]["kind"] == "kernel"
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert '"steps":3,' in report and (tmp_path / "out" / "trace.json.gz").exists()
+
+
+def test_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    assert main(["explain", str(script)]) == 1
+    assert "Nothing was compiled" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path / "none.py")]) == 1
+    assert "there is no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", ["", "none/file.json"])
+def test_a_place_that_cannot_be_written(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--demo", "--json", str(tmp_path / bad)])
+    assert "is a folder" in (said := capsys.readouterr().err) or "there is no folder" in said

@@ -1,6 +1,6 @@
 """What test_device.py runs in a process of its own: the areas of PyTorch's checklist that device_cases.py leaves open.
 
-Two devices with a context each. docs/device.md says which test stands for which area.
+Two devices with a context each. docs/guides/device.md says which test stands for which area.
 """
 
 from __future__ import annotations

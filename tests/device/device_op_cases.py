@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,10 +87,21 @@ def test_a_tensor_may_be_there_twice() -> None:
     close(a, 2 * x * x)
 
 
-@pytest.mark.usefixtures("falls_back")
-def test_many_tensors_are_joined_piece_by_piece() -> None:
-    xs = [numbers(3, k % 4) for k in range(150)]
-    close(torch.cat([x.to(DEV) for x in xs], 1), torch.cat(xs, 1))
+@pytest.mark.parametrize(("join", "xs"), [
+    (partial(torch.cat, dim=1), [numbers(3, k % 4) for k in range(150)]),
+    (torch.cat, [numbers(0) if k % 3 else numbers(2, 3) for k in range(40)]),
+    (torch.cat, [numbers(3).long() if k < 20 else numbers(3) for k in range(40)]),
+    (partial(torch.cat, dim=-3), [numbers(2, 3, 4, 5).to(memory_format=torch.channels_last) for _ in range(20)]),
+    (partial(torch.stack, dim=-1), [numbers(3, 4) for _ in range(40)]),
+    (torch.stack, [numbers() for _ in range(40)])])
+def test_many_tensors_are_joined_piece_by_piece(join: Callable[..., torch.Tensor], xs: list[torch.Tensor],
+                                                compiled: list[Any]) -> None:
+    want = join(xs)
+    for out in ({}, {"out": torch.empty(0, dtype=want.dtype, device=DEV)}):
+        made = join([x.to(DEV) for x in xs], **out)
+        close(made, want)
+        assert made.stride() == want.stride()
+    assert len(compiled) < 12  # kernels of all parts would take minutes
 
 
 def test_what_overlaps_is_the_cpus() -> None:

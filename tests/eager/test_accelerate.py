@@ -509,7 +509,7 @@ def test_every_operator_of_a_group_has_a_form() -> None:
 
 
 def test_the_example_of_the_page() -> None:
-    page = Path(__file__).parents[2] / "docs" / "accelerate.md"
+    page = Path(__file__).parents[2] / "docs" / "guides" / "accelerate.md"
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(block, str(page), "exec"), {})
     assert not flambeau.accelerated()

@@ -8,6 +8,7 @@ import random
 import sys
 from pathlib import Path
 
+from .results import add
 from .run import LENGTH, TARGETS, fuzz, write
 
 
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("--shrink", type=int, default=4, help="how many findings of a kind are shrunk (4)")
     parser.add_argument("--skip", nargs="*", default=(), metavar="KIND", help="kinds of findings that do not count")
     parser.add_argument("--json", type=Path, help="where the report goes")
+    parser.add_argument("--results", type=Path, help="the results file that this run is added to")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this program here, and show it")
     given = parser.parse_args()
     if given.replay is not None:
@@ -30,6 +32,8 @@ def main() -> int:
     report = fuzz(given.target, first, given.count, given.jobs, given.time, given.limit, given.shrink,
                   lambda text: print(text, flush=True), given.skip)
     print(report.text())
+    if given.results:
+        add(report, given.results)
     if given.json:
         write([report], given.json)
     return int(bool(report.groups))

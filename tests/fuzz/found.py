@@ -58,6 +58,14 @@ FOUND: dict[str, Program] = {
         ["torch.ones(7, n0, n0, n0).contiguous(memory_format=torch.channels_last)",
          "torch.zeros(0, dtype=torch.int64)"], "v0 = a0[a1]", results="v0", exact=True, dynamic=True,
         sizes=(Sizes(n0=2),)),
+    "an empty choice beside a number": written(
+        ["torch.randn(4, 5, 4, 4).transpose(0, 2)", "torch.zeros(0, dtype=torch.int64)"], "v0 = a0[a1, ..., 0]",
+        results="v0", exact=True, dynamic=True),
+    "the gradient of nothing is the argument": written(
+        [("torch.ones(0, 6, 1)", ".expand(0, 6, 2)")], "v0 = a0.cummin(-1)[0]", results="v0", grad=True),
+    "a copy of all that an intermediate lies in": written(
+        ["torch.randn(8, 1)", "torch.zeros(1, 2, dtype=torch.int32)"], "v0 = a0[a1]", "v1 = v0.tile(3, 2, 1)",
+        "v2 = v0[-1:, 2:].mul_(-1)", "v3 = v2.diagonal_scatter(v2.diagonal(0, 0, 1), 0, 0, 1)", results="v3, v1"),
     "a view of what is as long as a sum of sizes": written(
         ["torch.randn(n0, n0)"], "v0 = F.pad(a0, (2, 0, 0, 0))", "v1 = v0.flatten(0, 1)", results="v1, v0", exact=True,
         dynamic=True, sizes=(Sizes(n0=2), Sizes(n0=5))),

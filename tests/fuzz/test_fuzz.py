@@ -76,7 +76,7 @@ def test_views_of_inputs_that_share_memory(tmp_path_factory: pytest.TempPathFact
 class Crashing(Worker):
     """Its process ends with each program; `alone`: findings of torch's own tracing, None where that ends as well."""
 
-    exitcode = -11
+    exitcode, pid = -11, 0
 
     def __init__(self, alone: list[tuple[str, str]] | None) -> None:
         super().__init__("cpu", {}, limit=1.0)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from patience import answers
+
 from .program import Program
 
 LIFE = 400  # programs that a process runs before it is replaced: what Dynamo and the loader keep, they keep for good
@@ -116,11 +118,10 @@ class Worker:
         self.ran += 1
         out = Outcome(task if isinstance(task, int) else task.seed, task if isinstance(task, Program) else None)
         fresh = 60.0 if self.ran == 1 else 0.0  # torch is imported, the device started
-        end = time.monotonic() + self.limit + fresh
         try:
             self.pipe.send(task)
             while True:
-                if not self.pipe.poll(max(0.0, end - time.monotonic())):
+                if not answers(self.process.pid, self.pipe.poll, self.limit + fresh):
                     out.ours = [("hang", f"no result after {self.limit:.0f} s")]
                     self.stop()
                     return out

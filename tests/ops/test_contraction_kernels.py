@@ -20,9 +20,9 @@ from flambeau.pipeline import compile_graph
 from opencl_forms import FORMS
 
 
-@pytest.fixture(params=["cpu-alone", *FORMS])
+@pytest.fixture(params=["cpu-alone", "interpreter", *FORMS])
 def on(request: pytest.FixtureRequest) -> Iterator[str]:
-    with config.override(target=request.param):
+    with config.override(target=request.param, contractions="own"):
         yield request.param
 
 

@@ -1,4 +1,4 @@
-"""docs/performance.md and its chart, from made-up results."""
+"""docs/results/performance.md and its chart, from made-up results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def written(folder: Path, *reports: dict[str, Any]) -> tuple[str, Path]:
     for k, report in enumerate(reports):
         (results / f"{k}-cuda.json").write_text(json.dumps(report))
     performance.write(results, docs)
-    return (docs / "performance.md").read_text(), docs / "performance-cuda.svg"
+    return "".join((docs / page).read_text() for page in performance.PAGES), docs / "performance-cuda.svg"
 
 
 def test_table_of_floors(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_chart_of_compile_times(tmp_path: Path) -> None:
 
 def test_without_results(tmp_path: Path) -> None:
     page, picture = written(tmp_path)
-    assert page == performance.HEAD
+    assert page == "".join(performance.HEAD.format(title) for title, _ in performance.PAGES.values())
     assert not picture.exists()
 
 

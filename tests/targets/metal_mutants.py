@@ -1,113 +1,171 @@
 """Faults planted into Metal texts, one at a time: does the checker or the emulator find each of them?
 
-    PYTHONPATH=tests python -m targets.metal_mutants       # all of them, and what was missed
+    PYTHONPATH=tests python -m targets.metal_mutants --json results/metal-faults.json     # 50 of each kind, by a seed
+
+A text is run with several inputs: sizes that its groups divide and sizes that they do not, memory where wide accesses
+may begin and one element behind, values whose extremes lie at the edges. Fresh memory is not a number before a run.
 """
 
 from __future__ import annotations
 
+import argparse
+import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from flambeau import pipeline
 from flambeau.config import config
 from flambeau.errors import Error
+from flambeau.results_file import write_results
 from flambeau.runtime.executor import write
 from flambeau.targets.metal.checker import check
 
 NAME = "metal-emulator"
 Inputs: TypeAlias = tuple[torch.Tensor, ...]
-PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Inputs]]] = {
-    "softmax of short rows": (lambda x: torch.softmax(x, 1), lambda: (torch.randn(5, 302),)),
-    "softmax of long rows": (lambda x: torch.softmax(x, 1), lambda: (torch.randn(3, 9001),)),
-    "variance and place": (lambda x: (x.var(1), x.argmax(1)), lambda: (torch.randn(9, 2051),)),
-    "scan of rows": (lambda x: x.cumsum(1), lambda: (torch.randn(3, 3001),)),
-    "scan of columns": (lambda x: x.cumprod(0), lambda: (1 + torch.rand(300, 70) / 100,)),
-    "transposition": (lambda x: x.t().contiguous() * 2, lambda: (torch.randn(130, 150),)),
-    "map": (lambda x, y: torch.sigmoid(x) * y, lambda: (torch.randn(20003), torch.randn(20003))),
-    "product": (lambda x, y: torch.relu(x @ y), lambda: (torch.randn(70, 40), torch.randn(40, 66))),
-    "product of integers": (lambda x, y: x @ y, lambda: (torch.randint(9, (70, 40)), torch.randint(9, (40, 66)))),
-    "sums that meet": (lambda i, x: torch.zeros(9, 40).index_add(0, i, x),
-                       lambda: (torch.randint(9, (50,)), torch.randn(50, 40))),
-    "products that meet": (lambda i, x: torch.ones(9, 40).index_reduce(0, i, x, "prod"),
-                           lambda: (torch.randint(9, (50,)), torch.randint(1, 3, (50, 40)).float())),
-    "gather": (lambda x, i: x[i] + 1, lambda: (torch.randn(50, 40), torch.randint(50, (70,)))),
-    "columns": (lambda x: x.sum(0), lambda: (torch.randn(300, 70),)),
+Draw: TypeAlias = Callable[[], Inputs]
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    """Far from zero, so that every rounding matters; the extremes of lines lie at their ends."""
+    x = torch.randn(shape) + 1000
+    for d in range(x.ndim):
+        line = x.movedim(d, 0)
+        line[0].view(-1)[::2] += 100
+        line[-1].view(-1)[::3] += 200
+        line[line.shape[0] // 2].view(-1)[::5] -= 300
+    return x
+
+
+def whole(*shape: int) -> torch.Tensor:
+    """Integers: their sums have one result, in whatever order."""
+    return torch.randint(1, 4, shape).float()
+
+
+def places(count: int, size: int) -> torch.Tensor:
+    i = torch.randint(size, (count,))
+    i[0], i[-1] = size - 1, 0
+    return i
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x / 100, 1)
+
+
+def bags(i: torch.Tensor, w: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return F.embedding_bag(i, w, at, mode="sum")
+
+
+def join(mode: str) -> Callable[..., torch.Tensor]:
+    def f(i: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(9, x.shape[1], dtype=x.dtype).index_reduce(0, i, x, mode)
+
+    return f
+
+
+def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.var(1), x.argmax(1)
+
+
+# What is computed, on which inputs, and whether one text serves them all.
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Draw, ...], bool]] = {
+    "softmax of rows": (softmax, (lambda: (numbers(5, 302),), lambda: (numbers(4, 1024),)), False),
+    "softmax of long rows": (softmax, (lambda: (numbers(3, 70001),), lambda: (numbers(2, 69632),)), False),
+    "softmax of any rows": (softmax, (lambda: (numbers(3, 4097),), lambda: (numbers(5, 4096),)), True),
+    "softmax of short rows": (lambda x: torch.softmax(x / 100, 1), (lambda: (numbers(300, 9),),), False),
+    "moments": (moments, (lambda: (numbers(9, 2051),), lambda: (numbers(3, 2048),)), False),
+    "scan of rows": (lambda x: x.cumsum(1), (lambda: (numbers(3, 3001),), lambda: (numbers(2, 4096),)), False),
+    "scan of columns": (lambda x: x.cumsum(0), (lambda: (numbers(300, 70),), lambda: (numbers(256, 64),)), False),
+    "scan of any rows": (lambda x: x.cumsum(1), (lambda: (numbers(3, 9001),), lambda: (numbers(2, 8192),)), True),
+    "transposition": (lambda x: x.t().contiguous() * 2, (lambda: (numbers(130, 150),), lambda: (numbers(128, 192),)),
+                      False),
+    "map": (lambda x, y: torch.sigmoid(x / 1000) * y,
+            (lambda: (numbers(20003), numbers(20003)), lambda: (numbers(16384), numbers(16384))), False),
+    "map of any size": (lambda x, y: x * y, (lambda: (numbers(16385), numbers(16385)),
+                                             lambda: (numbers(20480), numbers(20480))), True),
+    "product": (lambda x, y: torch.relu(x @ y), (lambda: (numbers(70, 40), numbers(40, 66)),
+                                                 lambda: (numbers(128, 32), numbers(32, 64))), False),
+    "product of integers": (lambda x, y: x @ y, (lambda: (torch.randint(9, (70, 40)), torch.randint(9, (40, 66))),
+                                                 lambda: (torch.randint(9, (64, 32)), torch.randint(9, (32, 64)))),
+                            False),
+    "sums that meet": (lambda i, x: torch.zeros(9, 40).index_add(0, i, x), (lambda: (places(50, 9), whole(50, 40)),
+                                                                            lambda: (places(64, 9), whole(64, 40))),
+                       False),
+    "products that meet": (join("prod"), (lambda: (places(50, 9), whole(50, 40)),), False),
+    "halves that meet": (join("prod"), (lambda: (places(50, 9), whole(50, 41).bfloat16()),), False),
+    "bytes that meet": (join("amax"), (lambda: (places(50, 9), torch.randint(-90, 90, (50, 41), dtype=torch.int8)),),
+                        False),
+    "long integers that meet": (lambda i, x: torch.zeros(9, 40, dtype=torch.int64).index_add(0, i, x),
+                                (lambda: (places(50, 9), torch.randint(-(2**62), 2**62, (50, 40))),), False),
+    "gather": (lambda x, i: x[i] + 1, (lambda: (numbers(50, 40), places(70, 50)),
+                                       lambda: (numbers(50, 64), places(64, 50))), False),
+    "columns": (lambda x: x.sum(0), (lambda: (numbers(200, 5001),), lambda: (numbers(256, 4096),)), False),
+    "columns of any size": (lambda x: (x.amax(0), x.sum(0)), (lambda: (numbers(130, 4100),),
+                                                              lambda: (numbers(128, 4096),)), True),
+    "softmax of columns": (lambda x: torch.softmax(x / 100, 0), (lambda: (numbers(100, 5001),),), False),
+    "bags": (bags, (lambda: (places(200, 50), numbers(50, 70), torch.tensor([0, 3, 3, 10, 150, 199])),
+                    lambda: (places(64, 50), numbers(50, 64), torch.tensor([0, 16, 32, 48]))), False),
 }
 
 # A kind of fault: what is looked for, and what stands there instead.
 KINDS: dict[str, tuple[tuple[str, str], ...]] = {
     "dropped barrier": ((r"threadgroup_barrier\([^;]*\);", ";"),
-                        (r"mem_flags::mem_threadgroup", "mem_flags::mem_none")),
+                        (r"mem_flags::mem_(threadgroup|device)", "mem_flags::mem_none")),
     "wrong address space": ((r"(?<=<)device(?= (const )?\w+\*>)", "threadgroup"),
                             (r"\bthreadgroup (?=\w+ \w+\[)", ""), (r"device (?=\w+\* p)", "constant "),
-                            (r"device const (?=\w+\* p)", "")),
-    "threadgroup memory too large": ((r"(?<=threadgroup float )(\w+)\[\d+\]", r"\1[8200]"),),
+                            (r"device const (?=\w+\* p)", ""), (r"device (?=atomic)", "threadgroup ")),
+    "threadgroup memory too large": ((r"(?<=threadgroup )(\w+) (\w+)\[\d+\]", r"\1 \2[33000]"),),
     "missing thread limit": ((r"\[\[max_total_threads_per_threadgroup\(\d+\)\]\]", ""),
                              (r"max_total_threads_per_threadgroup\(\d+\)", "max_total_threads_per_threadgroup(16)"),
                              (r"max_total_threads_per_threadgroup\(\d+\)", "max_total_threads_per_threadgroup(2048)")),
-    "wrong simd width": ((r"/ 32\b", "/ 64"), (r"% 32\b", "% 16"), (r"int h = 16;", "int h = 8;"),
-                         (r"int h = 16;", "int h = 32;"), (r"int h = 16;", "int h = 4;")),
-    "off-by-one bound": ((r"(?<=\w) < (?=\d+\) \{)", " <= "), (r"(?<=\w) < (?=\d+; )", " <= "),
-                         (r"<= (?=\d+\))", "<= 1 + "), (r" - 1\)\)", "))"), (r"(?<=\w\[)\(", "(1 + "),
-                         (r"int k0 = 0;", "int k0 = 1;")),
+    "wrong simd width": ((r"/ 32\b", "/ 64"), (r"/ 32\b", "/ 16"), (r"% 32\b", "% 16"), (r"% 32\b", "% 64"),
+                         *((r"int h = 16;", f"int h = {other};") for other in (32, 8, 4)),
+                         (r"(?<=; h >= )\d+(?=; h /= 2)", "2")),
+    "off-by-one bound": ((r"(?<=[\w)]) < (?=[\w(])", " <= "), (r"(?<=[\w)]) < (?=[\w(])", " + 1 < "),
+                         (r"(?<=[\w)]) <= (?=[\w(])", " < "), (r"(?<= = )0(?=; \w+ <)", "1"),
+                         (r" - 1\)(?=\))", ")"), (r" - 1\)(?=\))", " - 2)"), (r"(?<=\bp\d\[)(?=\()", "1 + ")),
     "half atomic": ((r"atomic_float\b", "atomic<half>"), (r"atomic_uint\b", "atomic<half>"),
-                    (r"atomic_uint\b", "atomic_ulong")),
-}
-
-
-# Faults that nothing shows, and why.
-UNSEEN = {
-    "variance and place, wrong simd width": "a correction that is zero but for rounding",
-    "product, off-by-one bound": "one matrix too many is set to zero, behind an array of a thread",
-}
-# Changes after which a kernel still does the same: not faults.
-HARMLESS = {
-    r"for \(int (k0|at\d+) = .*  =>  .*\(\?=.d\+; \) ->  <= $": "its steps jump over it, or fill a row's padding",
-    r"for \(int h = 1; h < \d+; h \*= 4.*  =>  .* <= $": "no thread is so far from the first",
-    r"for \(int st\d+ = 0; st\d+ < \d+; \+\+st\d+.*  =>  .* <= $": "what is behind is skipped",
-    r"if \(q\d+ < \d+\) .*  =>  .* <= $": "one beyond is the last one again, not stored; a maximum stays",
-    r"- 1\)\);   =>   .*": "the same: what is computed of it is not stored",
+                    (r"atomic_uint\b", "atomic_ulong"), (r"atomic_int\b", "atomic_half"),
+                    (r"_odd \* \d+u", "_odd"), (r" & ~\(\w+ << \w+\)", "")),
 }
 
 
 @dataclass(frozen=True)
 class Mutant:
     program: str
+    shape: int  # of the program's inputs
     kernel: int
     kind: str
-    place: int
     text: str
-    line: str  # what was changed
+    change: str
 
-    @property
-    def name(self) -> str:
-        return f"{self.program}, {self.kind} {self.place}"
+    def __str__(self) -> str:
+        return f"{self.program} {self.shape}, {self.kind}: {self.change}"
 
 
 @cache
-def made(program: str) -> tuple[Any, tuple[Inputs, ...], list[torch.Tensor]]:
+def made(program: str, shape: int) -> tuple[Any, tuple[Inputs, ...], list[torch.Tensor]]:
     """The compiled graph, its inputs, and what it gives."""
     seen: list[Any] = []
+    f, draws, any_size = PROGRAMS[program]
+    torch.manual_seed(0)
+    drawn = [draw() for draw in (draws if any_size else draws[shape: shape + 1])]
     pipeline.OBSERVERS.append(seen.append)
     try:
-        torch.manual_seed(0)
-        f, draw = PROGRAMS[program]
-        inputs = draw()
         torch._dynamo.reset()
         with config.override(graph_cache=False):
-            torch.compile(f, backend="flambeau", options={"target": NAME}, dynamic=False)(*inputs)
+            torch.compile(f, backend="flambeau", options={"target": NAME}, dynamic=any_size)(*drawn[0])
     finally:
         pipeline.OBSERVERS.remove(seen.append)
-    graph = seen[0]
-    both = (inputs, tuple(map(beside, draw())))
-    return graph, both, run(graph, graph.texts, both)
+    every = tuple(inputs for one in drawn for inputs in (one, tuple(map(beside, one))))
+    return seen[0], every, run(seen[0], seen[0].texts, every)
 
 
 def beside(t: torch.Tensor) -> torch.Tensor:
@@ -115,33 +173,59 @@ def beside(t: torch.Tensor) -> torch.Tensor:
     return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
 
 
-def run(graph: Any, texts: list[Any], both: tuple[Inputs, ...]) -> list[torch.Tensor]:
+def run(graph: Any, texts: list[Any], every: tuple[Inputs, ...]) -> list[torch.Tensor]:
     call = write(graph.program, NAME, texts, torch.device("cpu")).load()
-    return [t.clone() for inputs in both for t in call([*inputs])]
+    torch.use_deterministic_algorithms(True)  # fills fresh memory
+    try:
+        return [t.clone() for inputs in every for t in call(arguments(graph, inputs))]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
-def mutants(program: str, most: int = 4) -> Iterator[Mutant]:
-    """Of each kind of fault, some places of each text."""
-    graph = made(program)[0]
-    for k, source in enumerate(graph.texts):
-        for kind, changes in KINDS.items():
-            place = 0
-            for pattern, new in changes:
-                found = list(re.finditer(pattern, source.text))
-                for one in found[:: max(len(found) // most, 1)][:most]:
-                    changed = one.expand(new) if "\\" in new else new
-                    text = source.text[: one.start()] + changed + source.text[one.end():]
-                    start = source.text.rfind("\n", 0, one.start()) + 1
-                    line = source.text[start: source.text.find("\n", one.end())].strip()
-                    yield Mutant(program, k, kind, place, text, f"{line}   =>   {pattern} -> {new}")
-                    place += 1
+def arguments(graph: Any, inputs: Inputs) -> list[Any]:
+    """In the order of the capture, which has them as they are used; and sizes of the run before their tensors."""
+    nodes = [n.meta["val"] for n in graph.gm.graph.nodes if n.op == "placeholder"]
+    left, given, sizes = list(inputs), {}, {}
+    for k, val in enumerate(nodes):
+        if isinstance(val, torch.Tensor):
+            at = next(j for j, t in enumerate(left) if t.dtype is val.dtype and t.ndim == val.ndim)
+            given[k] = left.pop(at)
+            sizes.update(zip(map(str, val.shape), given[k].shape, strict=True))
+    return [given[k] if k in given else sizes[str(val)] for k, val in enumerate(nodes)]
+
+
+def every_text() -> Iterator[tuple[str, int, int, str]]:
+    for program, (_, draws, any_size) in PROGRAMS.items():
+        for shape in range(1 if any_size else len(draws)):
+            for k, source in enumerate(made(program, shape)[0].texts):
+                yield program, shape, k, source.text
+
+
+@cache
+def candidates(kind: str) -> list[Mutant]:
+    """All places of all texts."""
+    out = {}
+    for program, shape, k, text in every_text():
+        for pattern, new in KINDS[kind]:
+            for one in re.finditer(pattern, text):
+                changed = one.expand(new) if "\\" in new else new
+                start, end = text.rfind("\n", 0, one.start()) + 1, text.find("\n", one.end())
+                after = text[: one.start()] + changed + text[one.end():]
+                line = f"{text[start: one.start()].strip()}⟦{one[0]} → {changed}⟧{text[one.end(): end]}"
+                out.setdefault(after, Mutant(program, shape, k, kind, after, line))
+    return list(out.values())
+
+
+def drawn(kind: str, count: int, seed: int) -> list[Mutant]:
+    found = candidates(kind)
+    return random.Random(f"{seed} {kind}").sample(found, min(count, len(found)))
 
 
 def caught(m: Mutant) -> str:
     """By what; nothing if it was not."""
     if problems := check(m.text):
         return f"checker: {problems[0]}"
-    graph, inputs, wanted = made(m.program)
+    graph, inputs, wanted = made(m.program, m.shape)
     texts = [replace(t, text=m.text) if k == m.kernel else t for k, t in enumerate(graph.texts)]
     try:
         ours = run(graph, texts, inputs)
@@ -151,28 +235,26 @@ def caught(m: Mutant) -> str:
     return "" if same else "emulator: other results"
 
 
-def harmless(m: Mutant) -> str:
-    """Why a change that nobody notices changes nothing."""
-    return next((why for pattern, why in HARMLESS.items() if re.search(pattern, m.line)), "")
-
-
 def main() -> None:
-    total, missed, same = 0, [], Counter()
-    for program in PROGRAMS:
-        for m in mutants(program):
-            total += 1
-            how = caught(m)
-            if not how and (why := harmless(m)):
-                total -= 1
-                same[why] += 1
-            elif not how:
-                missed.append(m)
-                print(f"MISSED {m.name}\n    {m.line[:240]}", flush=True)
-    print(f"{total} faults, {total - len(missed)} found ({(total - len(missed)) / total:.1%})")
-    print(f"beside them {sum(same.values())} changes that are none: {dict(same)}")
-    if "--texts" in sys.argv:
-        for m in missed:
-            print(m.name, m.text)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--each", type=int, default=50, help="faults of each kind")
+    parser.add_argument("--seed", type=int, default=20)
+    args = parser.parse_args()
+    total, how, missed = Counter(), Counter(), []
+    for kind in KINDS:
+        for m in drawn(kind, args.each, args.seed):
+            by = caught(m)
+            total[kind] += 1
+            how[by.partition(":")[0] or "nobody"] += 1
+            if not by:
+                missed.append({k: v for k, v in asdict(m).items() if k != "text"})
+                print(f"MISSED {m}", flush=True)
+        print(kind, total[kind], f"of {len(candidates(kind))};", dict(how), flush=True)
+        found = total.total() - len(missed)
+        write_results(args.json, "metal faults", missed, {
+            "seed": args.seed, "planted": dict(total), "found": found, "rate": round(found / total.total(), 4),
+            "by": dict(how)})
 
 
 if __name__ == "__main__":

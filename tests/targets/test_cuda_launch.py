@@ -192,7 +192,7 @@ def test_numbers_that_are_no_sizes_make_no_variants(machine: Machine, monkeypatc
         return 0, False, sizes[1], 1, 1
 
     numbered = CudaKernel(machine, replace(source(sizes=("i64", "i64")), words=1))
-    monkeypatch.setattr("flambeau.targets.cuda.target.shape_function", lambda _: shape)
+    monkeypatch.setattr("flambeau.targets.cuda.target.shape_function", lambda *_: shape)
     kernel = numbered.launch()
     machine.built.clear()
     for number in (3, 16, 2**60, -32):
@@ -222,8 +222,8 @@ def test_no_points_no_launch(machine: Machine) -> None:
 def test_shapes_are_computed_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def counted(text: BlockSource) -> object:
-        real = shape_function(text)
+    def counted(text: BlockSource, units: int) -> object:
+        real = shape_function(text, units)
         return lambda *sizes: asked.append(sizes) or real(*sizes)
 
     monkeypatch.setattr("flambeau.targets.cuda.target.shape_function", counted)

@@ -1,6 +1,6 @@
-"""results/torch-tests.json, and the table of it in docs/device.md.
+"""results/torch-tests.json, and the table of it in docs/guides/device.md.
 
-    PYTHONPATH=tests python -m torch_suite.report results/torch-tests.json docs/device.md
+    PYTHONPATH=tests python -m torch_suite.report results/torch-tests.json docs/guides/device.md
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _short(path: str) -> str:
 
 
 def page(text: str, found: dict[str, Any]) -> str:
-    """docs/device.md with the table of these results."""
+    """docs/guides/device.md with the table of these results."""
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n\n{table(found)}\n\n{END}{rest.split(END)[1]}"
 

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from patience import answers
+
 from .files import DEVICE, KINDS, File, chosen, common_name
 from .worker import WHERE
 
-BATCH = 30  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
+BATCH = 300  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
 BAD = ("failed", "crashed", "hung")
 LOADING = "file.load"  # stands for all tests of a file that cannot be loaded
 
@@ -36,7 +38,7 @@ class Settings:
     root: Path  # PyTorch's test folder
     state: Path  # what is known so far
     dtypes: tuple[str, ...]
-    limit: float = 120.0  # seconds for a test
+    limit: float = 120.0  # seconds of processors for a test
     start_limit: float = 300.0  # seconds until a worker has loaded its file: the device's core may be compiled there
     time: float = float("inf")  # seconds for all; what is left then is left for another run
     jobs: int = 1  # processes at once
@@ -93,13 +95,18 @@ class Worker:
                 self._lines.put(line)
         self._lines.put(None)
 
-    def next(self, limit: float) -> dict[str, Any] | None:
-        """The next report; None: it has ended. TimeoutError after `limit` seconds."""
-        try:
-            line = self._lines.get(timeout=limit)
-        except queue.Empty:
-            raise TimeoutError from None
-        return None if line is None else json.loads(line)
+    def next(self, limit: float, stop: float) -> dict[str, Any] | None:
+        """The next report; None: it has ended. TimeoutError after `limit` seconds, or at the time `stop`."""
+        got: list[str | None] = []
+
+        def within(seconds: float) -> bool:
+            with suppress(queue.Empty):
+                got.append(self._lines.get(timeout=seconds))
+            return bool(got)
+
+        if not answers(self.process.pid, within, limit, stop):
+            raise TimeoutError
+        return None if got[0] is None else json.loads(got[0])
 
     def end(self) -> int:
         """The exit status; a process that runs, and what it has started, is killed."""
@@ -132,7 +139,7 @@ def run_tests(settings: Settings, file: File, side: str, choose: Callable[[list[
         with tempfile.TemporaryFile() as log:
             worker = Worker(settings, file, side, log)
             try:
-                loaded = worker.next(min(settings.start_limit, max(0, stop - time.monotonic())))
+                loaded = worker.next(settings.start_limit, stop)
             except TimeoutError:
                 loaded = None
             if loaded is None:
@@ -155,7 +162,7 @@ def _follow(settings: Settings, worker: Worker, batch: list[str], ended: Callabl
     left, current, why = dict.fromkeys(batch), "", "hung"
     try:
         while time.monotonic() < stop:
-            report = worker.next(min(settings.limit, max(0, stop - time.monotonic())))
+            report = worker.next(settings.limit, stop)
             if report is None:
                 why = "crashed"
                 break
@@ -193,25 +200,34 @@ class Suite:
 
     def _list(self, file: File, stop: float) -> list[str]:
         """The common names of the tests that are not known; what stands in the report on the file as a whole."""
-        names, state = [], self.states[file, DEVICE]
+        state = self.states[file, DEVICE]
+        found = self._listed(file)
 
-        def take(found: list[str]) -> list[str]:
-            names.extend(common_name(test) for test in chosen(found, self.settings.dtypes, self.settings.shard)
-                         if self.settings.only in test)
+        def take(tests: list[str]) -> list[str]:
+            found.extend(tests)
             return []
 
         try:
-            run_tests(self.settings, file, DEVICE, take, state, stop=stop)
+            if not found:
+                run_tests(self.settings, file, DEVICE, take, state, stop=stop)
         except RuntimeError as error:
             state.add({"test": LOADING, "status": "failed", "seconds": 0, "error": str(error)[-1000:], "trace": ""})
             self.show(f"  {file.path}: {error}")
             return []
         if time.monotonic() >= stop:
             return []
-        state.add({"test": LOADING, "status": "passed", "seconds": 0, "selected": len(names)})
+        names = [common_name(test) for test in chosen(found, self.settings.dtypes, self.settings.shard)
+                 if self.settings.only in test]
+        state.add({"test": LOADING, "status": "passed", "seconds": 0, "selected": len(names), "tests": found})
         left = [test for test in names if not (self._known(file, test) and self._judged(file, test))]
         self.show(f"{file.path}: {len(names)} tests, {len(left)} to run")
         return left
+
+    def _listed(self, file: File) -> list[str]:
+        """All tests of a file as they were when it was loaded, if it has not changed since."""
+        state = self.states[file, DEVICE]
+        known = state.tests.get(LOADING, {}).get("tests", [])
+        return known if known and (self.settings.root / file.path).stat().st_mtime < state.path.stat().st_mtime else []
 
     def _known(self, file: File, test: str) -> bool:
         """Ours, or that there is nothing to compare with."""

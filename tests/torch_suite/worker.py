@@ -4,8 +4,8 @@
 
 Two lines of JSON on standard input: {"root", "file", "side"}, and, after the names came, a list of those to
 run. Reports are lines of JSON on the file descriptor REPORTS: {"tests"}, the names; {"test"}, when one begins; and
-{"test", "status", "seconds", "error", "trace"}, when it has ended. Statuses: passed, failed, skipped, expected (a
-failure that the file expects).
+{"test", "status", "seconds", "error", "trace", "line"}, when it has ended: the line is the last one in a test file.
+Statuses: passed, failed, skipped, expected (a failure that the file expects).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import faulthandler
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -33,9 +34,9 @@ _LENGTH = 1200  # characters kept of an error and of a trace
 
 
 class Reports(unittest.TestResult):
-    def __init__(self, descriptor: int, settle: Callable[[], None]):
+    def __init__(self, descriptor: int, settle: Callable[[], None], root: str):
         super().__init__()
-        self.settle = settle
+        self.settle, self.root = settle, root
         self.out = os.fdopen(descriptor, "w", buffering=1)
         self.reported: set[str] = set()
         self.whole_class: dict[str, dict[str, Any]] = {}  # what happened to a class before its first test
@@ -46,7 +47,7 @@ class Reports(unittest.TestResult):
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
         self.outcome: dict[str, Any] = {"status": "passed"}
-        self.began = time.monotonic()
+        self.began = spent()
         self.write(test=name_of(test))
 
     def stopTest(self, test: unittest.TestCase) -> None:
@@ -59,23 +60,25 @@ class Reports(unittest.TestResult):
             else:
                 self.addError(test, sys.exc_info())
         self.reported.add(name_of(test))
-        self.write(test=name_of(test), seconds=round(time.monotonic() - self.began, 3), **self.outcome)
+        self.write(test=name_of(test), seconds=round(spent() - self.began, 3), **self.outcome)
 
     def stop(self) -> None:
         """PyTorch's test classes stop after some errors of CUDA; here each test counts."""
 
-    def _ended(self, test: Any, status: str, error: str = "", trace: str = "") -> None:
-        outcome = {"status": status, "error": error[:_LENGTH], "trace": trace[-_LENGTH:]}
+    def _ended(self, test: Any, status: str, error: str = "", trace: str = "", line: str = "") -> None:
+        outcome = {"status": status, "error": error[:_LENGTH], "trace": trace[-_LENGTH:], "line": line}
         if not isinstance(test, unittest.TestCase):  # setUpClass
             self.whole_class[re.search(r"\((?:.*\.)?(\w+)\)", str(test))[1]] = outcome  # type: ignore[index]
         elif self.outcome["status"] != "failed":
             self.outcome = outcome
 
     def addError(self, test: Any, err: Any) -> None:
-        _, value, _ = err
+        _, value, frames = err
         chain = [value.__cause__, value] if value.__cause__ is not None else [value]  # what was wrong comes first
         said = "; ".join(f"{type(x).__name__}: {x}" for x in chain)
-        self._ended(test, "failed", said, "".join(traceback.format_exception(*err)))
+        lines = [f"{f.filename.removeprefix(self.root)}:{f.lineno}" for f in traceback.extract_tb(frames)
+                 if f.filename.startswith(self.root)]
+        self._ended(test, "failed", said, "".join(traceback.format_exception(*err)), (lines or [""])[-1])
 
     addFailure = addError
 
@@ -91,6 +94,11 @@ class Reports(unittest.TestResult):
 
     def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
         self._ended(test, "failed", "unexpected success")
+
+
+def spent() -> float:
+    """Seconds of processors: this one's, and of compilers that it has waited for."""
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def name_of(test: unittest.TestCase) -> str:
@@ -143,7 +151,7 @@ def main() -> None:
         tests = tests_of(load(Path(order["root"]), file, side), file)
     except unittest.SkipTest:
         tests = {}  # the file says itself that it is not for us
-    reports = Reports(descriptor, settle)
+    reports = Reports(descriptor, settle, order["root"])
     reports.write(tests=list(tests))
     wanted = json.loads(sys.stdin.readline() or "[]")
     # In unittest's own order: some tests leave things behind for those that come before them by name.

@@ -49,13 +49,15 @@ class Captured:
     graph: Graph
     symbols: Symbols
     externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
+    choices: list[str] = field(default_factory=list)  # of products: whose kernels they are, and why
 
 
 def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = frozenset(),
-            device: torch.device = CPU, policy: Policy = FAST) -> Captured:
-    """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are."""
+            device: torch.device = CPU, policy: Policy = FAST, own: frozenset[str] = frozenset()) -> Captured:
+    """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are, and so are those
+    that a library has, unless they are in `own`."""
     ops_loaded()
-    c = Captured(Graph(capabilities=caps, device=device.type, policy=policy), Symbols())
+    c = Captured(Graph(capabilities=caps, device=device.type, policy=policy, own=own), Symbols())
     Lowering(gm, c, exclude, device).run()
     return c
 

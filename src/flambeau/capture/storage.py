@@ -161,6 +161,8 @@ class Storage:
 
     def called(self, n: fx.Node) -> Value:
         args, named = fx.node.map_aggregate((n.args, n.kwargs), self.argument)
+        if isinstance(args[0], Value):
+            self.g.buffers[args[0].buffer].alone = True
         with build.building(self.g, n.name):
             made: Value = self.lowering.extern(n, args, named)
         return made

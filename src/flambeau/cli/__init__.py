@@ -1,7 +1,8 @@
 """The `flambeau` command: a thin layer that hands over to one module per subcommand.
 
-A subcommand is a module `flambeau.cli.<name>` with `add_arguments(parser)` and `run(args) -> int`. Only the
-module that was asked for is imported, so that `flambeau --help` does not wait for torch.
+A subcommand is a module `flambeau.cli.<name>` with `add_arguments(parser)` and `run(args) -> int`; one that runs
+programs also has `split(arguments)`, which parts theirs (`args.rest`) from its own. Only the module that was asked for
+is imported, so that `flambeau --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the command comes first")
     module = importlib.import_module(f"{__name__}.{chosen}")
     module.add_arguments(subcommands[chosen])
+    rest: list[str] = []
+    if hasattr(module, "split"):  # what follows is not ours
+        arguments, rest = module.split(arguments)
     try:
-        return int(module.run(parser.parse_args(arguments)))
+        return int(module.run(parser.parse_args(arguments, argparse.Namespace(rest=rest))))
     except Error as error:
         print(f"flambeau {chosen}: {error}", file=sys.stderr)
         return 1

@@ -10,12 +10,14 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
+from flambeau.cli.subject import output
 from flambeau.errors import OptionError, UnsupportedError
 from flambeau.results_file import plain, write_results
 
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS, ALL_SECONDS = 3.0, 1.0, 120.0, 240.0
 DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach,fused,flambeau,accelerate",
-            "compiled": "eager,ours,whole,inductor,graphs,reduce"}
+            "compiled": "eager,ours,whole,inductor,graphs,reduce",
+            "contractions": "eager,inductor,autotuned,flambeau,own"}
 PLAIN_WIDTH = 140  # columns of a table that no terminal bounds
 COUNTS = ("done", "planned", "over_eager", "error", "error_of_results")  # of a summary, shown below the table
 Measured: TypeAlias = "Iterator[tuple[list[Any], str, dict[str, Any]]]"  # rows so far, title, summary
@@ -29,19 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "numerics: values that differ from eager's, where none should; "
         "floors: operators beside the memory limit, which is also what ops on cuda are; "
         "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there; "
-        "cliffs: cases drawn at random over all families, and the worst of them")
+        "cliffs: cases drawn at random over all families, and the worst of them; "
+        "contractions: products, what follows them, FP8, attention and experts")
     add("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
     add("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
     add("--backends", metavar="LIST",
         help="separated by commas, eager,inductor,flambeau by default (floors: and flaggems, where it is installed); "
         "options follow a colon: flambeau:numerics=fast; floors: accelerate, eager calls on our kernels")
     add("--size", choices=("small", "large", "tiny"), help="of the models; large for steps on cuda, else small")
-    add("--json", type=Path, metavar="FILE", help="write the measurements and the machine here")
+    add("--json", type=output, metavar="FILE", help="write the measurements and the machine here")
     add("--limit", type=float, metavar="SECONDS",
         help="time for the rounds of one case; floors: the most that one backend may take for a case; "
-        "compiled, numerics and cliffs: for all of it")
+        "compiled, numerics, cliffs and contractions: for all of it")
     add("--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, else all")
-    add("--seed", type=int, default=0, metavar="N", help="numerics, cliffs: of the first case drawn")
+    add("--seed", type=int, default=0, metavar="N", help="numerics, cliffs, contractions: of the first case drawn")
     add("--cases", type=int, default=100, metavar="N", help="cliffs: how many are drawn")
     add("--states", default="cold,warm,primed", metavar="LIST",
         help="compile: of the caches; cold is always measured")
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(console: Console, what: str, rows: Sequence[Any], title: str, summary: dict[str, Any]) -> None:
-    """The tables of docs/performance.md, of what was measured now."""
+    """The tables of docs/results/performance.md, of what was measured now."""
     from flambeau.report.performance import SECTIONS
     from flambeau.report.sheet import Sheet, terminal
 
@@ -219,6 +222,17 @@ def cliffs(args: argparse.Namespace, backends: Sequence[str], console: Console) 
         args.json.with_suffix(".svg").write_text(bench.cliff_chart(rows, title))
 
 
+def contractions(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
+    from flambeau.bench import contractions as bench
+
+    tiny = args.sizes == "tiny" or args.target == "cpu"
+    rows = bench.measure(args.target, args.only, args.seed, 64 if tiny else 1, (3, 9) if tiny else (60, 20), backends,
+                         args.limit or ALL_SECONDS)
+    for state in growing(rows, "Contractions", bench.summarise):
+        console.print(bench.line(state[0][-1]), markup=False, highlight=False, soft_wrap=True)
+        yield state
+
+
 def matching(only: str | None) -> list[str]:
     from flambeau.bench.models import SUITE
 
@@ -227,4 +241,5 @@ def matching(only: str | None) -> list[str]:
 
 KINDS: dict[str, Callable[[argparse.Namespace, Sequence[str], Console], Measured]] = {
     "models": models, "ops": ops, "floors": floors, "compile": compile_times, "optimizers": optimizers,
-    "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps, "cliffs": cliffs}
+    "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps, "cliffs": cliffs,
+    "contractions": contractions}

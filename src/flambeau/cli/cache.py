@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flambeau.cli.subject import output
 from flambeau.config import config
 from flambeau.targets.cache import DiskCache
 from flambeau.targets.cache_file import export, load
@@ -15,7 +16,7 @@ from flambeau.targets.cache_file import export, load
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--clear", action="store_true", help="delete every entry")
-    which.add_argument("--export", metavar="FILE", type=Path, help="write all entries to one file")
+    which.add_argument("--export", metavar="FILE", type=output, help="write all entries to one file")
     which.add_argument("--import", metavar="FILE", type=Path, dest="load", help="take over the entries of such a file")
 
 

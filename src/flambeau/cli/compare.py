@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,7 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from flambeau import Error, OptionError, UnsupportedError
-from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, new_table, page_console
+from flambeau.cli.subject import (
+    FILES,
+    Subject,
+    demo_subject,
+    file_subject,
+    model_subject,
+    new_table,
+    output,
+    page_console,
+)
 
 if TYPE_CHECKING:
     from flambeau.compare.comparison import Comparison
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
 DIFFERENT = 3  # the exit status; 1 is an error, and 2 an error of usage
 SHORT = 12  # rows of a table, unless --full
-BAR = 50  # characters of the longest bar
+BAR, ULPS = 50, "ulps"  # characters of the longest bar; what stands above the names of bars
 EPILOG = f"""\
 MODEL is the name of a model of the bench suite (a training step of it, without dropout), or FILE:FUNC.
 
@@ -53,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-locate", action="store_true", help="do not look for the first operator that differs")
     parser.add_argument("--no-layers", action="store_true", help="do not compile again to see layers")
     parser.add_argument("--full", action="store_true", help="every row, not the first ones")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with tables and a plot")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    parser.add_argument("--html", type=output, metavar="FILE", help="write a page with tables and a plot")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write everything here")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,8 +145,9 @@ def table(rows: Sequence[Difference], limit: int | None) -> Table:
 
 
 def histogram(bins: dict[str, int]) -> list[str]:
-    widest, most = max(map(len, bins)), max(bins.values())
-    return [f"  {name:>{widest}} {'█' * max(1, round(BAR * n / most))} {n:,}" for name, n in bins.items()]
+    widest, most = max(map(len, (*bins, ULPS))), max(bins.values())
+    bars = [f"  {name:>{widest}} {'█' * max(1, round(BAR * n / most))} {n:,}" for name, n in bins.items()]
+    return [f"  [dim]{ULPS:>{widest}} values[/]", *bars]
 
 
 def show_first(console: Console, heading: str, f: First) -> None:

@@ -6,26 +6,31 @@ import argparse
 import ctypes
 import importlib
 import importlib.metadata
+import json
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from flambeau import Error, __version__
-from flambeau.config import SETTINGS, config
+from flambeau.config import SETTINGS, Setting, config
+from flambeau.errors import did_you_mean
 
-PYTHON = ((3, 11), (3, 13))  # from, and the first that is too new
+PYTHON = ((3, 11), (3, 14))  # from, and the first that is too new
 TORCH = (2, 11)
 COMPILE_TIMEOUT_S = 60
-COLOURS = {"ok": "green", "slow": "yellow", "missing": "bold red"}
+ASIDE = {"FLAMBEAU_COMMIT", "FLAMBEAU_SAMPLE", "FLAMBEAU_TEST_ROUNDS", "FLAMBEAU_TEST_SEED"}  # of tests and benches
+COLOURS = {"ok": "green", "slow": "yellow", "missing": "bold red", "invalid": "bold red", "broken": "bold red"}
 # The x86 extensions that decide how wide a vectorised loop is, and the ARM ones, as the kernel names them.
 VECTOR_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
 
@@ -53,29 +58,43 @@ class Finding:
     name: str
     detail: str
     remedy: str = ""
-    needed: bool = True  # else Flambeau works without it, more slowly
+    bad: str = "missing"  # what is wrong then; "slow": Flambeau works without it
 
     @property
     def verdict(self) -> str:
-        return "ok" if not self.remedy else "missing" if self.needed else "slow"
+        return self.bad if self.remedy else "ok"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The doctor takes no arguments."""
+    parser.epilog = "The exit status is 1 if torch.compile(..., backend='flambeau') does not work on the CPU."
+    parser.add_argument("--settings", action="store_true", help="also every setting and its value")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, for a report or a program")
 
 
 def run(args: argparse.Namespace) -> int:
     findings = list(examine())
+    fine = all(finding.verdict not in ("missing", "broken") for finding in findings)
+    if args.json:
+        print(json.dumps(plain(findings, fine), indent=1))
+        return 0 if fine else 1
     console = Console(highlight=False)
     console.print(_checks_table(findings))
-    console.print(_settings_table())
+    if args.settings:
+        console.print(_settings_table())
     for finding in findings:
         if finding.remedy:
-            console.print(f"[{COLOURS[finding.verdict]}]{finding.name}[/]: {escape(finding.remedy)}")
-    if any(finding.verdict == "missing" for finding in findings):
-        return 1
-    console.print("[green]Everything that Flambeau needs is here.[/]")
-    return 0
+            console.print(f"[{COLOURS[finding.verdict]}]{finding.name}[/]: {escape(finding.remedy)}", soft_wrap=True)
+    console.print("[green]Everything that Flambeau needs is here.[/]" if fine else
+                  "[bold red]Flambeau does not work here yet.[/]")
+    return 0 if fine else 1
+
+
+def plain(findings: list[Finding], fine: bool) -> dict[str, object]:
+    """For issues, and for programs."""
+    checks = [{"check": f.name, "verdict": f.verdict, "found": f.detail, "remedy": f.remedy} for f in findings]
+    settings = {s.env: _value(s) for s in SETTINGS if config.is_given(s.name)}
+    return {"flambeau": __version__, "works": fine, "system": platform.platform(), "checks": checks,
+            "settings": settings}
 
 
 def examine() -> Iterator[Finding]:
@@ -84,7 +103,7 @@ def examine() -> Iterator[Finding]:
         try:
             yield check(name)
         except Error as error:
-            yield Finding(name, error.message, error.hint or "correct the setting")
+            yield Finding(name, error.message, error.hint or "correct the setting", "invalid")
 
 
 def _python(name: str) -> Finding:
@@ -133,7 +152,7 @@ def _openmp(name: str) -> Finding:
     try:
         threads = _run_probe("-fopenmp")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return Finding(name, str(error), "install libgomp; without it, kernels run on one thread", needed=False)
+        return Finding(name, str(error), "install libgomp; without it, kernels run on one thread", "slow")
     return Finding(name, f"{threads} threads")
 
 
@@ -217,13 +236,36 @@ def _cache(name: str) -> Finding:
 def _settings(name: str) -> Finding:
     for setting in SETTINGS:
         config.read(setting)  # raises, and so becomes the finding, where the value makes no sense
+    known = {setting.env for setting in SETTINGS}
+    unknown = sorted(v for v in config.environ if v.startswith("FLAMBEAU_") and v not in known | ASIDE)
+    if unknown:
+        return Finding(name, f"{', '.join(unknown)}: no setting has this variable",
+                       did_you_mean(unknown[0], sorted(known)), "invalid")
     return Finding(name, "valid")
+
+
+def _main_job(name: str) -> Finding:
+    """All that is above may be right, and this not."""
+    try:
+        import torch
+
+        from flambeau.compile.backend import flambeau_backend
+
+        x = torch.linspace(-3, 3, PROBE_SIZE)
+        start = time.perf_counter()
+        y = torch.compile(lambda x: torch.softmax(x.sin() * 2, 0), backend=flambeau_backend)(x)
+        seconds = time.perf_counter() - start
+        torch.testing.assert_close(y, torch.softmax(x.sin() * 2, 0))
+    except Exception as error:  # whatever it is, it is what the user would meet
+        return Finding(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                       "mend what is above; if all is well there, report this with `flambeau doctor --json`", "broken")
+    return Finding(name, f"a function was compiled and run, {seconds:.1f} s")
 
 
 CHECKS: dict[str, Callable[[str], Finding]] = {
     "Python": _python, "torch": _torch, "torch.compile": _backend, "C++ compiler": _compiler, "test compile": _compile,
     "OpenMP": _openmp, "vector units": _vector, "device": _device, "libdevice": _functions, "Metal": _metal,
-    "kernel cache": _cache, "settings": _settings}
+    "kernel cache": _cache, "settings": _settings, "compiles": _main_job}
 
 
 def _checks_table(findings: list[Finding]) -> Table:
@@ -240,9 +282,12 @@ def _settings_table() -> Table:
     texts = (Column(name, overflow="fold") for name in ("value", "what it does"))
     table = Table(*names, *texts, title="Settings", title_justify="left")
     for setting in SETTINGS:
-        try:
-            value = str(config.read(setting))
-        except Error as error:
-            value = f"invalid: {error.message}"
-        table.add_row(setting.name, setting.env, escape(value), escape(setting.doc))
+        table.add_row(setting.name, setting.env, escape(_value(setting)), escape(setting.doc))
     return table
+
+
+def _value(setting: Setting[Any]) -> str:
+    try:
+        return str(config.read(setting))
+    except Error as error:
+        return f"invalid: {error.message}"

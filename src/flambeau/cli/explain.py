@@ -15,7 +15,16 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from flambeau import OptionError
-from flambeau.cli.subject import FILES, Subject, demo_subject, file_subject, model_subject, new_table, page_console
+from flambeau.cli.subject import (
+    FILES,
+    Subject,
+    demo_subject,
+    file_subject,
+    model_subject,
+    new_table,
+    output,
+    page_console,
+)
 
 if TYPE_CHECKING:
     from flambeau.compile.regions.cut import Pieces
@@ -25,12 +34,18 @@ if TYPE_CHECKING:
 
 SHORT = 12  # lines of a section, unless --full
 CALLS = 5  # with --graphs: a warm-up, a recording, and what follows
+VALUED = ("--html", "--json", "--trace", "--model")
 PLACES = {"output": 1, "input": 2}  # the order of the memory table; others come first
 EPILOG = f"""\
 {FILES}
 Where a result requires a gradient, the backward graph is compiled and shown as well.
 
   flambeau explain example.py:norm --text
+
+SCRIPT.py is a program of yours, run as `python SCRIPT.py ARGUMENTS` would be: options for explain come before it.
+What FLAMBEAU_DEBUG=2 prints of it is shown (with --text, 3), and with --trace a report is written.
+
+  flambeau explain --trace out train.py --epochs 1
 """
 
 
@@ -39,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("function", nargs="?", metavar="FILE:FUNC", help="a function and its inputs, see below")
+    what.add_argument("function", nargs="?", metavar="FILE:FUNC | SCRIPT.py ARGUMENTS...",
+                      help="a function and its inputs, or a program, see below")
     what.add_argument("--demo", action="store_true", help="a normalisation, an activation and a softmax")
     what.add_argument("--model", metavar="NAME", help="a training step of a model of the bench suite")
     parser.add_argument("--size", choices=("tiny", "small"), default="tiny", help="of the model")
@@ -49,8 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="every section whole, not its first lines")
     parser.add_argument("--regions", action="store_true", help="the parts that repeat, and are compiled once")
     parser.add_argument("--graphs", action="store_true", help="what of several calls was recorded and replayed")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="with --regions: a page of them")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    parser.add_argument("--html", type=output, metavar="FILE", help="with --regions: a page of them")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write everything here")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="of a script: a report and a Perfetto trace")
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Ours, and those of a script."""
+    at = next((k for k, a in enumerate(arguments) if a.endswith(".py") and arguments[k - 1] not in VALUED), None)
+    return (arguments, []) if at is None else (arguments[:at + 1], arguments[at + 1:])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
     from flambeau.report.program import summarise
 
     console = page_console()
+    if args.function and args.function.endswith(".py"):
+        return run_program(console, args)
+    if args.trace:
+        raise OptionError("--trace is for a script", hint="in Python: with flambeau.debug.trace(folder)")
     function, inputs = subject(args)
     if args.html and not args.regions:
         raise OptionError("--html is a page of repeated regions", hint="add --regions")
@@ -84,6 +111,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_program(console: Console, args: argparse.Namespace) -> int:
+    from flambeau.debug.script import run_script
+    from flambeau.report import session
+
+    seen, status = run_script(Path(args.function), args.rest, args.trace)
+    overview = session.overview_of(seen)
+    if not overview.graphs:
+        console.print('Nothing was compiled: does the script call torch.compile(..., backend="flambeau")?')
+        return 1
+    session.show(console, overview, 3 if args.text else 2, args.function)
+    if args.full:
+        for graph in overview.graphs:
+            if graph.summary is not None:
+                show(console, graph.number, graph.summary, None, False)
+    if args.json:
+        args.json.write_text(json.dumps(session.plain(overview), indent=1) + "\n")
+    if args.trace:
+        console.print(f"Written: {args.trace / 'report.html'}")
+    return status
+
+
 def subject(args: argparse.Namespace) -> Subject:
     if args.demo:
         return demo_subject()
@@ -100,6 +148,7 @@ def show(console: Console, number: int, s: Summary, limit: int | None, text: boo
     console.print(steps_table(s, limit))
     externs = [f"{n} x {operator}" for operator, n in s.externs.items()]
     section(console, "Without a lowering: called as ATen", externs, limit)
+    section(console, "Products", [escape(why) for why in s.choices], limit)
     section(console, "Computed once, and never memory",
             [f"a value of {operator}: {escape(why)}" for operator, why in s.local.items()], limit)
     console.print(f"[bold]Memory[/]  intermediates of known size share an arena of {s.arena_bytes:,} bytes")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 
-from flambeau.cli.subject import FILES, file_subject, model_subject
+from flambeau.cli.subject import FILES, file_subject, model_subject, output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = FILES
     parser.add_argument("subject", help="FILE:FUNC, or a model of the bench suite")
-    parser.add_argument("-o", "--output", default="model.flam", help="the package (model.flam)")
-    parser.add_argument("--target", action="append", help='"cpu" (the default), or "cpu:x86-64-v3"; may be repeated')
+    parser.add_argument("-o", "--output", type=output, default="model.flam", help="the package (model.flam)")
+    parser.add_argument("--target", action="append", help='"cpu" (the default), "cpu:x86-64-v3", '
+                        '"cuda:sm_90", "opencl", "opencl:cpu", "opencl:here" or "metal"; may be repeated')
     parser.add_argument("--numerics", choices=("fast", "eager"))
     parser.add_argument("--drop-debug", action="store_true", help="leave programs and texts of kernels out")
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from flambeau.package.container import INDEX, KINDS, TEXT, hash_of, read
-    from flambeau.package.module import read_index, the
+    from flambeau.package.index import read_index, the
 
     console, sections = page_console(), read(args.package)
     index = read_index(the(sections, INDEX, "index").data)

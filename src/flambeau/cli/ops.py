@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections import Counter
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flambeau import OptionError
+from flambeau.cli.subject import output
 from flambeau.config import config
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", metavar="NAME", help="a file of flambeau/ops, such as activation")
     parser.add_argument("--dtype", metavar="D", action="append", help="a column, such as int64; repeatable")
     parser.add_argument("--filter", metavar="TEXT", help="operators whose name contains TEXT")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page here that filters and searches")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write the rows here")
+    parser.add_argument("--html", type=output, metavar="FILE", help="write a page here that filters and searches")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,17 +6,17 @@ import argparse
 from collections import Counter
 from html import escape
 
-from flambeau.cli.subject import new_table, page_console
+from flambeau.cli.subject import new_table, output, page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package")
-    parser.add_argument("--html", metavar="FILE", help="write a treemap")
+    parser.add_argument("--html", type=output, metavar="FILE", help="write a treemap")
 
 
 def run(args: argparse.Namespace) -> int:
     from flambeau.package.container import CODE, INDEX, KINDS, WEIGHTS, read
-    from flambeau.package.module import read_index, the
+    from flambeau.package.index import read_index, the
 
     sections = read(args.package)
     index = read_index(the(sections, INDEX, "index").data)
@@ -36,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     table.add_row("all", "", f"{sum(size for *_, size in rows):,}")
     page_console().print(table)
     if args.html:
-        with open(args.html, "w") as page:
-            page.write(treemap(rows))
+        args.html.write_text(treemap(rows))
     return 0
 
 

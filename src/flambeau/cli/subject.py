@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -27,6 +29,18 @@ inputs(), which returns the arguments to call it with: a tuple, or one tensor.
 
 WIDTH = 160  # of a page that is not a terminal: a file is read without wrapped tables
 Subject = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def output(text: str) -> Path:
+    """The type of an argument that names a file to write: what is wrong with it is said before anything is run."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
 
 
 def page_console() -> Console:

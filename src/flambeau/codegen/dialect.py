@@ -75,6 +75,7 @@ class Dialect:
     # On CPUs, where contractions have vectors: which thread this is, how many there are; the type of several elements,
     # their zeros, a function of a tile, and a line in it from which on a product and its sum are rounded once.
     thread = threads = zeros = inlined = contracted = ""
+    preprocessed = False  # the compiler says in macros which registers there are
 
     def vector(self, kind: str, lanes: int) -> str:
         """The type of several elements side by side."""

@@ -40,12 +40,16 @@ class KernelSource:
     title: str = ""  # the name of the function: what it computes, for profilers, reports and errors
 
 
+# A line of a block kernel that has one form for pointers that are multiples of 16 bytes, and one for others.
+ALIGNED, UNALIGNED = "ALIGNED = tl.constexpr(True)", "ALIGNED = tl.constexpr(False)"
+
+
 @dataclass(frozen=True)
 class Part:
     """One launch of a block kernel: the function, how many programs, how many warps each."""
 
     function: str
-    grid: str  # a Python expression over the sizes n0, n1, ...
+    grid: str  # a Python expression over the sizes n0, n1, ... and `units`, the processors of the device
     warps: int = 4
 
 

@@ -11,10 +11,12 @@ compiled model has there when it also returns it. Results and gradients come fro
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from flambeau.capture.decompositions import table
 from flambeau.compile.backend import check_options
 from flambeau.errors import UnsupportedError
 from flambeau.ops.facts import facts
-from flambeau.targets.base import get_target
 from flambeau.torch_compat import pytree
 from flambeau.torch_compat.dispatch import TorchDispatchMode
 from flambeau.torch_compat.dynamo import innermost_fn
@@ -80,16 +81,35 @@ class Comparison:
         found = [row for row in self.rows if row.ratio is not None and row.ratio > than]
         return sorted(found, key=lambda row: -(row.ratio or 0.0))
 
+    @property
+    def nearness(self) -> float | None:
+        """How many times nearer to float64 compiled values are than eager's: the geometric mean over rows that have
+        an error. None: there is no reference, or nothing to compare with it."""
+        logs = [math.log(row.rms_eager / row.rms_compiled) for row in self.rows if row.rms_eager and row.rms_compiled]
+        return math.exp(sum(logs) / len(logs)) if logs else None
+
     def headline(self) -> str:
         what = f"numerics={self.numerics}, target {self.target}, {self.graphs} graph(s)"
         if self.equal:
             return f"equal: all {self.total:,} values are eager's, bit for bit ({what})"
-        return f"{self.differ:,} of {self.total:,} values differ from eager's ({what})"
+        near = "" if self.nearness is None else f"{nearer(self.nearness)}; "
+        return f"{near}{self.differ:,} of {self.total:,} values differ from eager's ({what})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks. By name: what shows it stands above."""
+        return str(import_module("flambeau.report.comparison").fragment(self))
 
     def __str__(self) -> str:
         first = [f"first: {self.first}"] if self.first else []
         bins = [f"ulps: {', '.join(f'{name}: {n:,}' for name, n in self.histogram.items())}"] if self.histogram else []
         return "\n".join([self.headline(), *bins, *first, *(f"note: {note}" for note in self.notes)])
+
+
+def nearer(times: float) -> str:
+    if f"{times:.2f}" == "1.00":
+        return "compiled is as near to float64 as eager"
+    more = times > 1.0
+    return f"compiled is {'nearer to' if more else 'farther from'} float64 than eager by {max(times, 1 / times):.2f} ×"
 
 
 def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", backward: bool = True,
@@ -102,8 +122,6 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
     """
     options = {"numerics": numerics, **({"target": target} if target is not None else {})}
     check_options(options, None)
-    if target is not None:
-        get_target(target)  # an unknown name raises here; inside Dynamo the error would be wrapped
     function = innermost_fn(getattr(function, "_orig_mod", function))  # the function as it was before torch.compile
     start = states()
     eager = Run(Twin(function, args), start, backward)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,16 +15,17 @@ import torch
 import torch.fx as fx
 
 from flambeau.config import config
-from flambeau.errors import OptionError
+from flambeau.errors import OptionError, did_you_mean
 from flambeau.ir.numerics import wants_bits
 from flambeau.optim.compiled_steps import install
 from flambeau.runtime.placement import common_device, target_of
 from flambeau.runtime.progress import progress
-from flambeau.targets.base import Target
+from flambeau.runtime.watchers import look_on
+from flambeau.targets.base import Target, get_target
 from flambeau.torch_compat.aot import aot_autograd
 from flambeau.torch_compat.aot import config as aot_config
 from flambeau.torch_compat.dynamo import config as dynamo_config
-from flambeau.torch_compat.dynamo import without_runtime_marks
+from flambeau.torch_compat.dynamo import handed_on, without_runtime_marks
 from flambeau.torch_compat.fake import CompileContext, FakeTensor, TracingContext
 
 from .cache_key import held
@@ -40,6 +42,8 @@ OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "target": (None, "runs the graphs, in place of the target of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
     "graphs": ((False, True), "record runs after a warm-up and replay them (NVIDIA GPUs)"),
+    "contractions": (("choose", "library", "own"), "products and attention: a library's, our kernels with what follows "
+                                                   "in them, or what is faster (NVIDIA GPUs)"),
     "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -48,17 +52,20 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
     # Read now: a backward may be compiled later, in a thread where an override does not hold.
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
+                           "contractions": config.contractions,
                            "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
                            "deterministic": torch.are_deterministic_algorithms_enabled(), "part": False}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
-            raise OptionError(f"unknown option {name!r}", hint=f"the options are {', '.join(OPTIONS)}")
+            raise OptionError(f"unknown option {name!r}", hint=did_you_mean(name, OPTIONS))
         allowed, _ = OPTIONS[name]
         if allowed is not None and value not in allowed:
             raise OptionError(f"option {name}={value!r} is not one of {allowed}")
         out[name] = value
     if mode not in MODES:
         raise OptionError(f"unknown mode {mode!r}", hint=f"the modes are {MODES}")
+    if out["target"] is not None:
+        get_target(out["target"])
     return out
 
 
@@ -66,7 +73,10 @@ def flambeau_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
     mode: str | None = None, **_: Any
 ) -> Callable[..., Any]:
-    settings = check_options(options, mode)
+    try:
+        settings = check_options(options, mode)
+    except OptionError as error:
+        raise handed_on(error, inspect.currentframe()) from None
     if CompileContext.try_get() is not None:
         without_runtime_marks()
     # Gradients come laid out as eager's do: torch 2.11 would copy those that are not contiguous, between pieces too,
@@ -188,3 +198,4 @@ def compile_anew(
 
 
 install(flambeau_backend)
+look_on()

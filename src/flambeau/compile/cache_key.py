@@ -32,7 +32,7 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch
              torch.layout, torch.memory_format)
 # Settings that say where and how to work, not what comes out.
 ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "regions", "compiler", "compile_jobs",
-         "compile_timeout", "verify", "log", "nvtx", "progress")
+         "compile_timeout", "debug", "verify", "log", "nvtx", "progress")
 # What a subgraph's meta may hold that changes how it is compiled.
 REGION_META = ("_checkpoint_context_fn", "nested_region_config")
 

@@ -25,6 +25,7 @@ from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.runtime.launch_plan import LaunchPlan, Run
 from flambeau.runtime.plain_data import Unwritable
+from flambeau.runtime.watchers import BOUND
 from flambeau.targets.background import Closing, start
 from flambeau.targets.base import Build, Target
 from flambeau.targets.cache import DiskCache, shared_cache
@@ -64,7 +65,14 @@ class Stored(OutputCode):
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         assert self.package is not None
         self.run: Run = self.package.load()
+        BOUND.add(self)
         self._boxed_call = True  # of the object: wrappers copy its own attributes, not its class's
+
+    def bind_again(self) -> None:
+        if self.package is not None and self.package.graphs is None:  # recordings would be lost
+            self.run = self.package.load()
+
+    __hash__ = object.__hash__  # torch's class has none
 
 
 class GraphCache:
@@ -77,6 +85,7 @@ class GraphCache:
         self.key: str | None = None
         self.free: str | None = None  # the place for a new entry
         wanted = config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches
+        wanted = wanted and config.debug < 2  # an entry has kernels, and not what became of the operators
         if wanted and target is not None:
             try:
                 self.key = graph_key(gm, inputs, settings, target)

@@ -20,6 +20,7 @@ import torch
 from flambeau.config import config
 from flambeau.errors import Error
 from flambeau.runtime.launch_plan import SEEDS
+from flambeau.runtime.watchers import look_on
 from flambeau.targets.base import device_target
 
 from . import compile_interface, exchange, torch_module
@@ -47,6 +48,7 @@ def enable_device() -> None:
             return
         if other := taken():
             raise Error(f"PyTorch takes one device from outside, and {other!r} is there already")
+        look_on()
         target = device_target()
         driver, core = target.driver(), load_core()
         if own := target.on_its_memory() is not None:

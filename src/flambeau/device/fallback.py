@@ -258,7 +258,8 @@ class Fallback:
 
     def _composed(self, op: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Where other operators cannot serve a call either (a dtype that only the CPU has), the CPU computes it."""
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        row = args[0] if args and isinstance(args[0], (list, tuple)) else ()  # indices may be elsewhere
+        tensors = [a for a in (*row, *args, *kwargs.values()) if isinstance(a, Tensor)]
         suits = tensors[0].dtype in SUPPORTED and not tensors[0].is_cpu and len({t.device for t in tensors}) == 1
         out = compute(*args, **kwargs) if suits else NotImplemented
         return self.call(op, *args, **kwargs) if out is NotImplemented else out

@@ -85,6 +85,8 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int
     form = _FORMS[gate]
     try:
         with disable_current_modes(), torch.no_grad(), DisableAutocast():
+            if (most := facts(form.op).parts) and any(isinstance(a, (list, tuple)) and len(a) > most for a in args):
+                return None
             call = described(args, same, numbers=True)
             if error := refusal(form.op, call):
                 REASONS[form.op.name()] = f"the CPU refuses it: {error}"

@@ -31,6 +31,7 @@ from flambeau.ops.facts import facts
 from flambeau.optim.eager_steps import EagerSteps
 from flambeau.runtime.launch_plan import Run, word
 from flambeau.runtime.placement import flat, target_of
+from flambeau.runtime.watchers import look_on
 from flambeau.targets.background import Closing, closing, fork_safe
 from flambeau.torch_compat.dispatch import (
     DisableAutocast,
@@ -73,6 +74,7 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
     forms = wanted(target.wins, only, exclude, UNTRIED)
     key = key_for_device(kind.type)
     usable = {form: size for form, size in forms.items() if has_kernel(form, key)}
+    look_on()
     native = load_gates()  # which may fail: nothing is replaced before
     native.start(ask, hot, None)
     steps = EagerSteps(kind.type) if only is None and target.capabilities().tables else None

@@ -57,6 +57,11 @@ def policy() -> Policy:
     return graph().policy
 
 
+def contracts() -> bool:
+    """Whether the operator that is lowered shall be a kernel where a library has one, too."""
+    return graph().capabilities.contracts or _origin.get() in graph().own
+
+
 def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None, laid: bool = False) -> Value:
     """The value of `shape` whose element i is body(i); `laid`: in memory, the last dimension contiguous."""
     g = graph()
@@ -98,7 +103,8 @@ def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
     return tuple(unsqueeze(v, sorted(reduced)) for v in out) if keepdim else out
 
 
-def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body, right: Body, dtype: DType) -> Value:
+def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body, right: Body, dtype: DType,
+             kind: str = "product") -> Value:
     """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`."""
     g = graph()
     kept = [as_index(n) for n in shape]
@@ -107,7 +113,7 @@ def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body,
     factors = Expr("mul", dtype, (cast(left(i), dtype), cast(right(i), dtype)))
     buffer = g.add_buffer(kept, dtype)
     return g.add(Contract((buffer.name,), vars, frozenset(range(len(kept), len(vars))), simple_combine("sum", dtype),
-                          (factors,), origin=_origin.get()))[0]
+                          (factors,), origin=_origin.get(), tf32=kind in g.capabilities.tf32))[0]
 
 
 def _several(e: Expr | tuple[Expr, ...]) -> tuple[Expr, ...]:

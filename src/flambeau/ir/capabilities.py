@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from .dtypes import SUPPORTED, DType, is_float
 from .tuning import CPU, Tuning
 
+MODES = ("add", "mul", "min", "max")  # of scatters that join a value to what is there
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -19,6 +21,8 @@ class Capabilities:
     # No result may depend on which of two points comes first: on request, and expensive without ordered scatters.
     deterministic: bool = False
     row_elements: int | None = None  # longest row whose values stay in fast memory, whatever their dtype
+    # Registers of 32 bits that the work-items of a group have for a row, where that is what keeps one; 0: it is not.
+    row_registers: int = 0
     # Larger intermediates are allocated one by one: an arena is there all the time, while an allocator that keeps its
     # memory has it for others, such as gradients, as soon as one is dead. None: all share an arena.
     arena_most: int | None = None
@@ -40,14 +44,25 @@ class Capabilities:
     # ATen has GPU kernels here: they save other tensors, step in float32 and do not report a division by zero.
     gpu_eager: bool = False
     contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls
+    # What tiles of a product can be made of, by units that multiply small numbers as they are; None: anything, widened.
+    multiplies: frozenset[DType] | None = None
+    tf32: frozenset[str] = frozenset()  # of "product" and "convolution": those whose float32 factors may be rounded
     tuning: Tuning = CPU  # the numbers by which loops are shaped
     # A number of the run, which comes as the bits of a double, can be read where doubles cannot be computed with.
     reads_doubles: bool = False
     sorts: bool = False  # sorts are kernels too; otherwise library calls
 
+    def holds(self, elements: int, words: int) -> bool:
+        """Whether registers hold so many elements of so many words each; a work-item has a power of two of them."""
+        return elements << max(words - 1, 0).bit_length() <= self.row_registers
+
+    def swaps(self, mode: str, dtype: DType) -> bool:
+        """Whether points that meet can join their values, in any order."""
+        return self.scatters is None or (mode, dtype) in self.scatters
+
     def joins(self, mode: str, dtype: DType) -> bool:
         """Whether a scatter of that mode can be had, as it is or, one point after the other, in a fixed order."""
-        return self.scatters is None or (mode, dtype) in self.scatters or (self.deterministic and rounds(mode, dtype))
+        return self.sorts or self.swaps(mode, dtype) or (self.deterministic and rounds(mode, dtype))
 
 
 def rounds(mode: str, dtype: DType) -> bool:

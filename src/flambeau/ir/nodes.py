@@ -72,6 +72,7 @@ class Buffer:
     shape: Shape
     dtype: DType
     strides: tuple[Index, ...] | None = None  # None: the schedule is free to choose
+    alone: bool = False  # a call looks at all of the memory that it lies in
 
     @property
     def numel(self) -> Index:
@@ -262,6 +263,7 @@ class Contract(Reduce):
     What is computed from its result point by point joins it, and what its factors are computed from is part of them."""
 
     kind: ClassVar[str] = "contract"
+    tf32: bool = field(default=False, kw_only=True)  # factors in float32 may be rounded to what tensor cores take
 
     @property
     def factors(self) -> tuple[Expr, Expr] | None:
@@ -385,6 +387,7 @@ class Graph:
     device: str = "cpu"  # where its tensors are: ATen's kernels save other things for their gradients there
     capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it
     policy: Policy = FAST  # and by what it may compute otherwise than eager
+    own: frozenset[str] = frozenset()  # operators that are kernels, though a library has them too
 
     def __post_init__(self) -> None:
         restart_names()

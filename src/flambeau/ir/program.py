@@ -197,7 +197,7 @@ class ScatterKernel(AnySize):
 
 
 @dataclass(frozen=True)
-class ContractKernel:
+class ContractKernel(AnySize):
     """For every point of batch, rows and columns: left * right summed over `depth`, and then `items`, one by one.
 
     `left` does not depend on the columns and `right` not on the rows. Points next to each other in memory are columns,
@@ -215,6 +215,8 @@ class ContractKernel:
     params: tuple[Param, ...]
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
+    typical: tuple[tuple[Sym, int], ...] = ()
+    tf32: bool = False  # factors in float32 may be rounded to what tensor cores take
 
     def everything(self) -> list[Expr]:
         return [self.left, self.right, *exprs_of(self.items)]

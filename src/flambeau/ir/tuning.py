@@ -11,7 +11,7 @@ field.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -42,6 +42,7 @@ class Tuning:
     asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
     worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
+    product_programs: int = number(0, "programs", "that work on a product at once; 0: as many as on reductions")
     worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
     # The cost of a matrix product, in the time of 16 products: which side vectors run along.
     tile_high: int = number(6, "rows", "of a tile of sums in registers: 6 x 2 vectors leave 4 of 16 for the factors")
@@ -126,7 +127,12 @@ class CpuTuning(Tuning):
     scatter_most: int = number(256, "points", "of such a block, at most")
     # ---- matrix products of our own
     vector_bytes: int = number(32, "bytes", "of a vector that every CPU since 2013 has")
-    tile_vectors: int = number(2, "vectors", "of a tile: its width")
+    tile_vectors: int = number(3, "vectors", "of a tile at most: its width")
+    tile_highest: int = number(14, "rows", "of a tile at most: with two vectors each, 32 registers hold it")
+    tile_sums: int = number(8, "vectors", "of sums, or two multiplications a cycle wait for those four cycles before")
+    panel_bytes: int = number(512 << 10, "bytes", "of a factor that stays in the second-level cache while rows go past")
+    masks: int = number(64, "places of a window", "for which it is found once where a factor is zero")
+    panel_depth: int = number(1024, "elements", "of the depth of one")
     block_columns: int = number(256, "columns of float32", "of a block in the second-level cache")
     block_units: int = number(4, "cores", "that blocks are made for, where kernels go to machines that nobody knows")
     block_depth: int = number(256, "elements", "of the depth of a block")
@@ -149,6 +155,10 @@ class PointTuning(Tuning):
     streamed_points: int = number(1 << 14, "points", "of a map from which on bandwidth counts, and not latency")
     streamed_work: int = number(96, "operations", "at a point, at most: with more, memory does not have to hurry")
     transpose_side: int = number(64, "elements", "of a tile in local memory")
+    group: int = number(256, "work-items", "of a group: enough for every GPU, and few enough for each")
+    groups: int = number(32, "groups", "that run at once, at least: four on each of eight cores")
+    columns: int = number(32, "columns", "of a group that reduces them: a line of memory")
+    segment_step: int = number(2, "elements", "of a segment that a work-item has under way: most segments are short")
     few_rows: int = number(4096, "rows", "leave a GPU idle if each is one work-item's")
     scan_run: int = number(4, "elements", "of a work-item side by side in a row")
     scan_columns: int = number(32, "columns", "of a group that scans them")
@@ -217,6 +227,15 @@ class BlockTuning(Tuning):
     scan_in_a_row: int = number(32, "pieces", "that wait for one another, as far as the longest allows")
     scan_group: int = number(64, "pieces", "of columns between two prefixes, where the order is fixed")
     product_line: int = number(16, "bytes", "the widest access, by which tensor cores are fed")
+    # ---- matrix products of our own (`TILES`)
+    processors: int = number(132, "processors", "of an H200, each of which holds a program or a few")
+    shared_most: int = number(227 << 10, "bytes", "of shared memory that one processor has for its programs")
+    threads_most: int = number(512, "threads", "of one processor that all have registers for sums")
+    tile_reads: int = number(70, "products", "that take as long as to read one element of a tile's row or column: a "
+                                             "processor computes 5.3 TFLOP/s, and reads 75 GB/s of the cache")
+    engine_start: int = number(3_500_000, "products", "that take as long as to tell the copy engine of matrices")
+    worker_side: int = number(128, "rows or columns", "of a tile that keeps a processor busy")
+    product_programs: int = number(132, "programs", "that work on a product at once: one for each processor")
     # ---- scatters
     tap_values: int = number(4, "values", "of one variable that is written out")
     taps: int = number(16, "values", "of all variables that are written out")
@@ -232,11 +251,53 @@ def explain(table: Tuning) -> Iterator[tuple[str, int, str, str]]:
             yield f.name, getattr(table, f.name), f.metadata["unit"], f.metadata["reason"]
 
 
+@dataclass(frozen=True)
+class ProductTile:
+    """The part of a product that one program sums: rows and columns, bytes of the depth that come at once, how many
+    such pieces are on their way, and warps. Tiles go through `group` rows of tiles together, which share columns."""
+
+    high: int
+    wide: int
+    deep: int
+    stages: int
+    warps: int
+    parts: int = 1  # of the columns, in which the sums are finished one after the other
+    engine: bool = True  # what is read comes by the copy engine where it can, and not by pointers
+    group: int = 8
+
+    def shared(self, itemsize: int) -> int:
+        """Bytes of shared memory."""
+        return self.stages * (self.high + self.wide) * max(self.deep, 16 * itemsize)
+
+    def cost(self, sizes: Sequence[int], itemsize: int) -> int:
+        """Of a product, in products of one processor: programs take turns, and each computes, or waits for reads."""
+        rows, columns, depth, batch = sizes
+        tiles, each = -(-rows // self.high) * -(-columns // self.wide) * batch, self.resident(itemsize)
+        turns = max(1, -(-tiles // (each * BLOCKS.processors)) * each if tiles > each * BLOCKS.processors
+                    else -(-tiles // BLOCKS.processors))
+        step = max(self.high * self.wide, BLOCKS.tile_reads * (self.high + self.wide))
+        return turns * depth * step + (BLOCKS.engine_start if self.engine else 0)
+
+    def resident(self, itemsize: int) -> int:
+        """Programs on one processor at once."""
+        return max(1, min(BLOCKS.shared_most // self.shared(itemsize),
+                          BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
+
+
 CPU = CpuTuning()
 CPU_WORK_ITEMS = CpuTuning(shares_rows=False)  # OpenCL on CPUs: work-items do not wait for each other
 POINTS = PointTuning()
 BLOCKS = BlockTuning()
 
+
+# What was fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from 4096
+# rows, columns and depth on.
+TILES = (ProductTile(128, 256, 128, 3, 8), ProductTile(128, 256, 128, 4, 8, parts=2),
+         ProductTile(128, 256, 128, 3, 8, parts=2), ProductTile(128, 256, 128, 4, 8), ProductTile(128, 128, 128, 4, 4),
+         ProductTile(128, 128, 128, 4, 8), ProductTile(256, 128, 128, 3, 8), ProductTile(64, 128, 128, 4, 4),
+         ProductTile(64, 64, 128, 5, 4), ProductTile(64, 128, 128, 4, 4, engine=False),
+         ProductTile(64, 64, 256, 3, 4, engine=False), ProductTile(64, 32, 256, 4, 4, engine=False),
+         ProductTile(64, 16, 256, 4, 4, engine=False))
 
 # ---- block shapes around those of the table ----------------------------------------------------------------
 
@@ -251,6 +312,7 @@ class Scale:
     elements: int = 0
     warps: int = 0
     stages: int = 0
+    tile: int = 0  # of a matrix product: which of its tiles, the best by the table first
 
     def sized(self, elements: int) -> int:
         return max(1, shifted(elements, self.elements))
@@ -271,3 +333,4 @@ UNSCALED = Scale()
 # elements on twice and half of the threads; fewer pieces on their way.
 AROUND = (Scale(elements=1), Scale(elements=-1), Scale(elements=1, warps=1), Scale(elements=-1, warps=-1),
           Scale(warps=1), Scale(warps=-1), Scale(stages=-2))
+OTHER_TILES = tuple(Scale(tile=k) for k in range(1, 7))  # of a product: those that may be as good

@@ -94,7 +94,7 @@ _ODD: set[DType] = {torch.float64} if TORCH < (2, 13) else set()
 
 
 def is_ours(q: Value, k: Value, v: Value, dropout: Any, scale: Any) -> bool:
-    return (build.graph().capabilities.contracts and q.dtype not in _ODD and dropout == 0
+    return (build.contracts() and q.dtype not in _ODD and dropout == 0
             and isinstance(scale, (int, float, type(None))) and q.rank == k.rank == v.rank == 4
             and q.shape[1] is k.shape[1] is v.shape[1])
 

@@ -1,5 +1,5 @@
-"""Operators that the device makes of others: those whose results are as large as data say, and their users; and draws
-that sort. NotImplemented hands a call to the CPU."""
+"""Operators that the device makes of others: those whose results are as large as data say, and their users; draws that
+sort; and many parts in a row. NotImplemented hands a call to the CPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .facts import describe
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 F = TypeVar("F", bound=Callable[..., Any])
+PARTS = 16  # of a row that one kernel joins: what it takes to compile one grows with the square of their number
 
 
-def composed(op: Any) -> Callable[[F], F]:
-    """Register what the device computes in the place of this operator."""
+def composed(op: Any, **more: Any) -> Callable[[F], F]:
+    """Register what the device computes in the place of this operator, and what else is known of it."""
 
     def register(fn: F) -> F:
-        describe(op, composed=fn)
+        describe(op, composed=fn, **more)
         return fn
 
     return register
@@ -237,3 +238,58 @@ def randperm(n: int, generator: torch.Generator | None = None, *, out: Tensor) -
     if out.shape != (n,):
         out.resize_(n)
     return out.copy_(keys.argsort())
+
+
+# ---- many parts --------------------------------------------------------------------------------------------
+
+
+@composed(aten.cat.default, parts=PARTS)
+def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    return joined(aten.cat.default, tensors, dim, lambda t: t)
+
+
+@composed(aten.cat.out, parts=PARTS)
+def cat_out(tensors: list[Tensor], dim: int = 0, *, out: Tensor) -> Tensor:
+    made = cat(tensors, dim)
+    return made if made is NotImplemented else aten.cat.out([made], dim, out=out)
+
+
+@composed(aten.stack.default, parts=PARTS)
+def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    return joined(aten.stack.default, tensors, dim, lambda t: t.unsqueeze(dim))
+
+
+@composed(aten.stack.out, parts=PARTS)
+def stack_out(tensors: list[Tensor], dim: int = 0, *, out: Tensor) -> Tensor:
+    made = stack(tensors, dim)
+    return made if made is NotImplemented else aten.cat.out([made], dim, out=out)
+
+
+def joined(op: Any, tensors: list[Tensor], dim: int, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """Some at a time, each into its place."""
+    if len(tensors) <= PARTS:
+        return NotImplemented
+    first = tensors[0]
+    alike = first.dim() < 4 and all(t.shape == first.shape and t.dtype is first.dtype and t.is_contiguous()
+                                    for t in tensors)
+    try:
+        like = op([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+                   for t in (tensors[:1] if alike else tensors)], dim)
+    except (RuntimeError, IndexError):  # the CPU says so in its words
+        return NotImplemented
+    if alike:
+        shape = [*like.shape]
+        shape[dim] *= len(tensors)
+        like = like.new_empty(shape)
+    if like.dtype not in SUPPORTED:
+        return NotImplemented
+    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=first.device)
+    # Parts of shape (0,) go with any others.
+    parts = [p for t in tensors if (p := part(t)).shape != (0,) or like.dim() == 1]
+    at = 0
+    for k in range(0, len(parts), PARTS):
+        some = parts[k:k + PARTS]
+        size = sum(p.shape[dim] for p in some)
+        aten.cat.out(some, dim, out=out.narrow(dim, at, size))
+        at += size
+    return out

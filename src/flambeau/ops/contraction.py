@@ -85,7 +85,7 @@ def product_of(a: Value, b: Value) -> Any:
     """a @ b as a function of the index, in the dtype of sums; NotImplemented where that is a library's."""
     if is_outer(a, b):
         return lambda i: outer(a, b, i)
-    if not build.graph().capabilities.contracts or is_bool(a.dtype) or a.dtype is not b.dtype:
+    if not build.contracts() or is_bool(a.dtype) or a.dtype is not b.dtype:
         return NotImplemented
     total = build.contract((*a.shape[:-1], b.shape[-1]), a.shape[-1:], lambda i: a.load((*i[:-2], i[-1])),
                            lambda i: b.load((*i[:-3], i[-1], i[-2])), accumulator(a.dtype))
@@ -120,7 +120,7 @@ def int_mm(a: Value, b: Value) -> Any:
 @lower(aten.addbmm.default, library=True)
 def addbmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """beta * c + alpha * the sum of all a[i] @ b[i]"""
-    if not build.graph().capabilities.contracts or is_bool(a.dtype) or len({a.dtype, b.dtype, c.dtype}) > 1:
+    if not build.contracts() or is_bool(a.dtype) or len({a.dtype, b.dtype, c.dtype}) > 1:
         return NotImplemented
     total = build.contract((a.shape[1], b.shape[2]), (a.shape[0], a.shape[2]), lambda i: a.load((i[2], i[0], i[3])),
                            lambda i: b.load((i[2], i[3], i[1])), accumulator(a.dtype))
@@ -131,7 +131,7 @@ def addbmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> An
 def trilinear(x: Value, y: Value, z: Value, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
               sumdim: Sequence[int], unroll_dim: int = 1) -> Any:
     """The sum over some dimensions of x * y * z, each of which is the same along its own `expand`."""
-    if not build.graph().capabilities.contracts or is_bool(x.dtype) or len({x.dtype, y.dtype, z.dtype}) > 1:
+    if not build.contracts() or is_bool(x.dtype) or len({x.dtype, y.dtype, z.dtype}) > 1:
         return NotImplemented
     given = (x, expand1), (y, expand2), (z, expand3)
     rank, wide = x.rank + len(expand1), accumulator(x.dtype)

@@ -33,6 +33,7 @@ from flambeau.ops.registry import lower, to_dtype
 aten = torch.ops.aten
 
 Sizes = tuple[Index, ...]
+CONVOLUTION = "convolution"  # of which torch says by a switch of its own what float32 may be rounded to
 MOST_PARTS = 8  # that places are divided into by a stride
 
 
@@ -92,7 +93,8 @@ def forward(x: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
     end = 3 + len(sizes)
     y = build.contract((x.shape[0], g.groups, w.shape[1], *sizes), w.shape[2:],
                        lambda i: w.load((i[1], i[2], *i[end:])),
-                       lambda i: read(x, i[0], i[1], i[end], places(i[3:end], i[end + 1:], g)), accumulator(x.dtype))
+                       lambda i: read(x, i[0], i[1], i[end], places(i[3:end], i[end + 1:], g)), accumulator(x.dtype),
+                       CONVOLUTION)
     return ungrouped(y, 1)
 
 
@@ -136,7 +138,7 @@ def backward_part(y: Value, w: Value, sizes: Sizes, g: Geometry, r: tuple[int, .
         return read(y, i[0], i[1], i[end], q)
 
     x = build.contract((y.shape[0], g.groups, w.shape[2], *many), (w.shape[1], *steps), weight, source,
-                       accumulator(y.dtype))
+                       accumulator(y.dtype), CONVOLUTION)
     return ungrouped(x, 1)
 
 
@@ -154,7 +156,7 @@ def backward_by_step(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
         return read_where(holds, y, (i[0], i[1], i[end], *q))
 
     x = build.contract((y.shape[0], g.groups, w.shape[2], *sizes), (w.shape[1], *w.shape[3:]),
-                       lambda i: w.load((i[1], i[end], i[2], *i[end + 1:])), source, accumulator(y.dtype))
+                       lambda i: w.load((i[1], i[end], i[2], *i[end + 1:])), source, accumulator(y.dtype), CONVOLUTION)
     return ungrouped(x, 1)
 
 
@@ -164,7 +166,8 @@ def weights(x: Value, y: Value, window: Sizes, g: Geometry) -> Value:
     end = 3 + len(window)
     w = build.contract((g.groups, y.shape[2], x.shape[2], *window), (x.shape[0], *y.shape[3:]),
                        lambda i: y.load((i[end], i[0], i[1], *i[end + 1:])),
-                       lambda i: read(x, i[end], i[0], i[2], places(i[end + 1:], i[3:end], g)), accumulator(x.dtype))
+                       lambda i: read(x, i[end], i[0], i[2], places(i[end + 1:], i[3:end], g)), accumulator(x.dtype),
+                       CONVOLUTION)
     return ungrouped(w, 0)
 
 
@@ -200,7 +203,7 @@ describe(aten.convolution.default, library=True, strides="convolved", last_step=
 def convolution(x: Value, w: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
                 output_padding: Any, groups: Any) -> Any:
     g = Geometry.of(x.rank - 2, stride, padding, dilation, groups)
-    if g is None or not build.graph().capabilities.contracts or is_bool(x.dtype) or x.dtype is not w.dtype:
+    if g is None or not build.contracts() or is_bool(x.dtype) or x.dtype is not w.dtype:
         return NotImplemented
     extra = tuple(output_padding) * (x.rank - 2 if len(output_padding) == 1 else 1)
     total = (backward if transposed else forward)(x, w, out_sizes(x, w, g, transposed, extra), g)
@@ -230,7 +233,7 @@ def gradients(grad: Value, x: Value, w: Value, g: Geometry, transposed: bool, ma
 def convolution_backward(grad: Value, x: Value, w: Value, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
                          transposed: bool, output_padding: Any, groups: Any, output_mask: Sequence[bool]) -> Any:
     g = Geometry.of(x.rank - 2, stride, padding, dilation, groups)
-    if g is None or not build.graph().capabilities.contracts or is_bool(x.dtype) or len(
+    if g is None or not build.contracts() or is_bool(x.dtype) or len(
             {x.dtype, w.dtype, grad.dtype}) > 1:
         return NotImplemented
     return tuple(gradients(grad, x, w, g, transposed, output_mask))

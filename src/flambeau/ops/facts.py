@@ -106,6 +106,7 @@ class Facts:
 
     # ---- on the device
     composed: Callable[..., Any] | None = None  # of other operators; NotImplemented: the CPU computes this call
+    parts: int = 0  # of a list, that one kernel takes: with more it is composed
     instead: Callable[..., Any] | None = None  # what the CPU computes where torch does otherwise on devices like ours
     instead_of_sparse: Callable[..., Any] | None = None  # the same, for sparse tensors
     on_cpu: bool = False  # torch puts it together for the devices that it knows: the CPU computes it

@@ -126,7 +126,7 @@ def max_gradient(grad: Value, x: Value, indices: Value, rank: int, asked: float,
 
     asked: how many positions ask a window, about. holds: whether a window can reach a position at all."""
     caps = build.graph().capabilities
-    atomics = not caps.deterministic and caps.joins("add", x.dtype) and asked > caps.tuning.asked
+    atomics = not caps.deterministic and caps.swaps("add", x.dtype) and asked > caps.tuning.asked
     if caps.ordered_scatter or atomics:
         return put_back(to_dtype(grad, x.dtype), indices, x.shape[:-rank], x.shape[-rank:], "add")
     dtype = opmath(x.dtype)

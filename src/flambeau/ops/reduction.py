@@ -59,7 +59,7 @@ def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tupl
     """
     g = build.graph()
     longest, points = g.capabilities.row_elements, about(product(shape[a] for a in axes), g.typical, 0)
-    if g.capabilities.waits_for_memory and longest is not None and points > longest:
+    if longest is not None and points > longest:
         return moments_at_once(shape, axes, dtype, body)
     n = count(shape, axes, dtype)
     total = accumulate("sum", shape, axes, dtype, body)

@@ -121,8 +121,9 @@ lower(aten.cummin, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_fa
 torch.library.define("flambeau::cummaxmin_backward", "(Tensor grad, Tensor indices, int dim) -> Tensor")
 torch.library.impl("flambeau::cummaxmin_backward", "CompositeExplicitAutograd",
                    lambda grad, indices, dim: grad.new_zeros(grad.shape).scatter_add(dim, indices, grad))
-describe(aten.cummaxmin_backward.default,
-         traced=lambda grad, x, indices, dim: torch.ops.flambeau.cummaxmin_backward(grad, indices, dim))
+describe(aten.cummaxmin_backward.default,  # the gradient of nothing is the argument itself in eager
+         traced=lambda grad, x, indices, dim: torch.ops.flambeau.cummaxmin_backward(grad, indices, dim) if x.numel()
+         else x)
 
 
 @torch.library.register_fake("flambeau::cummaxmin_backward")

@@ -1,1 +1,1 @@
-"""Packages: a compiled model in one file, which runs without compiler, tracer and torch (docs/package-format.md)."""
+"""Packages: a compiled model in one file, without compiler, tracer and torch (docs/reference/package-format.md)."""

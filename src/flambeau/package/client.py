@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import hashlib
 import os
 import tempfile
@@ -31,9 +32,13 @@ _ERROR = ctypes.POINTER(Failure)
 _P, _I, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flam_load": (_P, (_S, _S, _ERROR)),
+    "flam_load_on": (_P, (_S, _S, _I, _ERROR)),
     "flam_unload": (None, (_P,)),
     "flam_shapes": (_I, (_P, _I, _TENSORS, _I, _TENSORS, _I, _ERROR)),
     "flam_run": (_I, (_P, _I, _P, _I, _P, _I, _P)),  # by addresses, which ctypes looks at in half the time
+    "flam_run_on": (_I, (_P, _I, _P, _I, _P, _I, _P, _P)),
+    "flam_add_device": (_I, (_P,)),
+    "flam_device_name": (_S, (_P,)),
     "flam_update_weights": (_I, (_P, ctypes.POINTER(_S), _TENSORS, _I, _ERROR)),
     "flam_set_threads": (None, (_I,)),
     "flam_threads": (_I, ()),
@@ -41,11 +46,48 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flam_hash": (ctypes.c_uint64, (_P, ctypes.c_size_t)),
 }
 _LIBRARIES: dict[bytes, ctypes.CDLL] = {}
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 def runtime_library(data: bytes | memoryview) -> ctypes.CDLL:
     """A runtime, loaded once for as long as the process lives."""
+    library = _once(data)
+    if not hasattr(library, "declared"):
+        for name, (result, arguments) in FUNCTIONS.items():
+            if hasattr(library, name):  # the runtime of an older package has no devices
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+        library.declared = True  # type: ignore[attr-defined]
+    return library
+
+
+def add_device(runtime: ctypes.CDLL, kind: str, data: bytes | memoryview) -> None:
+    """Tell a runtime of a kind of device, whose functions are these."""
+    library = _once(data)
+    if kind == "opencl" and (path := opencl_library()):
+        library.flam_opencl_library(path.encode())
+    table = getattr(library, f"flam_{kind}")
+    table.restype = _P
+    runtime.flam_add_device(table())
+
+
+def opencl_library() -> str:
+    """That which PyOpenCL brought along, where the system has none; empty: the system's."""
+    try:
+        ctypes.CDLL("libOpenCL.so.1")
+        return ""
+    except OSError:
+        pass
+    try:
+        import pyopencl
+    except ImportError:
+        return ""
+    found = glob.glob(os.path.join(os.path.dirname(pyopencl.__file__), ".libs", "libOpenCL*")) + glob.glob(
+        os.path.join(os.path.dirname(os.path.dirname(pyopencl.__file__)), "pyopencl.libs", "libOpenCL*"))
+    return found[0] if found else ""
+
+
+def _once(data: bytes | memoryview) -> ctypes.CDLL:
     digest = hashlib.sha256(data).digest()
     with _LOCK:
         if digest not in _LIBRARIES:
@@ -59,16 +101,11 @@ def _loaded(data: bytes | memoryview) -> ctypes.CDLL:
         file = os.memfd_create("flambeau", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(file), "wb") as out:
             out.write(data)
-        library = ctypes.CDLL(f"/proc/self/fd/{file}")
-    else:
-        with tempfile.NamedTemporaryFile(suffix=".so") as out:
-            out.write(data)
-            out.flush()
-            library = ctypes.CDLL(out.name)
-    for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+        return ctypes.CDLL(f"/proc/self/fd/{file}")
+    with tempfile.NamedTemporaryFile(suffix=".so") as out:
+        out.write(data)
+        out.flush()
+        return ctypes.CDLL(out.name)
 
 
 class PackageError(Error):

@@ -3,7 +3,8 @@
     write("model.flam", [Section(INDEX, "index", data), ...])
     sections = read("model.flam")          # DamagedPackage unless every byte is what was written
 
-docs/package-format.md says what is where. Needs neither torch nor NumPy: a process without them reads packages with it.
+docs/reference/package-format.md says what is where. Needs neither torch nor NumPy: a process without them reads
+packages with it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any
 from flambeau.errors import Error
 
 MAGIC = b"FLAMBEAU"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 ALIGN = 64
-INDEX, WEIGHTS, CODE, RUNTIME, PROGRAM, TEXT = range(1, 7)
-KINDS = {INDEX: "index", WEIGHTS: "weights", CODE: "code", RUNTIME: "runtime", PROGRAM: "program", TEXT: "text"}
+INDEX, WEIGHTS, CODE, RUNTIME, PROGRAM, TEXT, DEVICE = range(1, 8)
+KINDS = {INDEX: "index", WEIGHTS: "weights", CODE: "code", RUNTIME: "runtime", PROGRAM: "program", TEXT: "text",
+         DEVICE: "code of a device"}
 
 _HEADER = struct.Struct("<8sIIQQ32x32s32x")
 _SECTION = struct.Struct("<QQQQ32s64s")

@@ -5,21 +5,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-import torch.fx as fx
-from torch.export.graph_signature import InputKind, OutputKind
 
 import flambeau
-from flambeau.capture.decompositions import table
-from flambeau.capture.eager_strides import settle_strides
-from flambeau.capture.kept_whole import whole_operators
 from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
 from flambeau.ir.numerics import wants_bits
@@ -27,45 +20,29 @@ from flambeau.ir.program import BufferPlan, Program
 from flambeau.pipeline import Options, lowered
 from flambeau.runtime.plain_program import to_plain
 from flambeau.schedule.plan import schedule
-from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_unflatten
 
-from .container import CODE, INDEX, MAJOR, MINOR, PROGRAM, RUNTIME, TEXT, WEIGHTS, Section, packed, text_words, write
-from .machine_code import Kernels, build_runtime, quick_checksum
-from .plan import DTYPES, INPUT, MOST_RANK, WEIGHT, Plan, Role, fault_texts, missing_operators
+from .container import (
+    CODE,
+    DEVICE,
+    INDEX,
+    MAJOR,
+    MINOR,
+    PROGRAM,
+    RUNTIME,
+    TEXT,
+    WEIGHTS,
+    Section,
+    packed,
+    text_words,
+    write,
+)
+from .device_code import CODES, DeviceCode
+from .machine_code import CpuCode, build_device_runtime, build_runtime, quick_checksum
+from .plan import INPUT, WEIGHT, Plan, Role, fault_texts, missing_operators
+from .trace import Method, copied_results, refused, traced
 from .weights import Weights
 
-aten = torch.ops.aten
-MOST = 1 << 40  # a size without an upper end
-ALONE = "cpu-alone"  # the target that calls no library
-NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
-
-
-@dataclass(frozen=True)
-class Port:
-    """An input or output of a method, as the index has it."""
-
-    name: str
-    dtype: torch.dtype
-    type: str
-    ranges: tuple[tuple[int, int], ...] = ()
-    rank: int = 0
-
-    def words(self) -> list[int]:
-        return [*text_words(self.name), *text_words(self.type), DTYPES[self.dtype], self.rank,
-                *(x for pair in self.ranges for x in pair)]
-
-
-@dataclass
-class Method:
-    name: str
-    graph: fx.GraphModule
-    inputs: list[Port]
-    outputs: list[Port]
-    roles: list[Role]
-    structure: dict[str, Any]  # of arguments and results, for Python
-    programs: dict[str, list[int]] = field(default_factory=dict)  # words, by target
-    plain: dict[str, bytes] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+TargetCode: TypeAlias = CpuCode | DeviceCode
 
 
 def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, ...] = (),
@@ -84,16 +61,18 @@ def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, 
     exact = wants_bits(numerics or config.numerics)
     weights = Weights()
     found = [traced(name, weights, exact, *how) for name, how in given.items()]
-    built = {target: Kernels(target) for target in targets}
+    built = {target: code_of(target) for target in targets}
     missing: dict[str, list[str]] = {}
     for method in found:
-        options = Options(numerics=numerics or config.numerics, target=ALONE)
-        program, texts = compiled(method.graph, options)
-        if lacking := missing_operators(program):
-            missing[method.name] = lacking
-            continue
-        for target, kernels in built.items():
-            compile_for(method, target, kernels, program, texts, weights)
+        made: dict[int, tuple[Program, list[Any]]] = {}  # several targets may share a program and its texts
+        for target, code in built.items():
+            if id(code.target) not in made:
+                made[id(code.target)] = compiled(method, code, numerics or config.numerics)
+            program, texts = made[id(code.target)]
+            if lacking := missing_operators(program):
+                missing[f"{method.name}, {target}"] = lacking
+            else:
+                compile_for(method, target, code, program, texts, weights)
     if missing:
         raise refused(missing)
     about = {"producer": f"flambeau {flambeau.__version__}", "format": f"{MAJOR}.{MINOR}",
@@ -103,36 +82,52 @@ def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, 
     return write(path, sections, quick_checksum)
 
 
-def refused(missing: dict[str, list[str]]) -> UnsupportedError:
-    each = "; ".join(f"{', '.join(ops)} (in {name})" for name, ops in missing.items())
-    return UnsupportedError(f"these operators have no kernels of Flambeau's, and a package has no others: {each}",
-                            hint="write them with others, or leave them outside of the exported model")
+def code_of(target: str) -> TargetCode:
+    kinds: dict[str, Callable[[str], TargetCode]] = {"cpu": CpuCode, **CODES}
+    kind = target.partition(":")[0]
+    if kind not in kinds:
+        raise OptionError(f"packages have no target {target!r}", hint=f"there are {', '.join(kinds)}")
+    return kinds[kind](target)
 
 
-def compiled(graph: fx.GraphModule, options: Options) -> tuple[Program, list[Any]]:
-    device, target, captured = lowered(graph, options)
-    if device.type != "cpu":
-        raise UnsupportedError(f"the model is on {device}: packages are made of models on the CPU",
-                               hint='export model.to("cpu"), with arguments there')
-    program = schedule(captured.graph, captured.graph.capabilities, bool(config.verify))
-    return program, [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+def compiled(m: Method, code: TargetCode, numerics: str) -> tuple[Program, list[Any]]:
+    """The program of a method for a target, and the texts of its kernels."""
+    graph = m.graph
+    while True:
+        device, target, captured = lowered(graph, Options(numerics=numerics), target=code.target)
+        if device.type != "cpu":
+            raise UnsupportedError(f"the model is on {device}: packages are made of models on the CPU",
+                                   hint='export model.to("cpu"), with arguments there')
+        program = schedule(captured.graph, captured.graph.capabilities, bool(config.verify))
+        # Copies are memory's own there, piece by piece: what is not one piece, a kernel copies.
+        again = copied_results(graph, program) if code.is_device else None
+        if again is None:
+            texts = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
+            return program, target.named(program.kernels, texts)
+        graph = again
 
 
-def compile_for(m: Method, target: str, kernels: Kernels, program: Program, texts: list[Any], weights: Weights) -> None:
-    entries = [kernels.add(text, len(k.params), len(k.sizes)) for k, text in zip(program.kernels, texts, strict=True)]
+def compile_for(m: Method, target: str, code: TargetCode, program: Program, texts: list[Any], weights: Weights) -> None:
+    entries = [code.add(k, text) for k, text in zip(program.kernels, texts, strict=True)]
     roles = [Role(weights.place(r.which), r.which) if r.place == WEIGHT else r for r in m.roles]
     plan = Plan(program, roles, entries, weights.add_constant)
     by_role = {(r.place, r.which): n for n, r in zip(program.arguments, roles, strict=True)}
     inputs: list[BufferPlan] = [program.places[by_role[INPUT, k]] for k in range(len(m.inputs))]
     m.programs[target] = plan.encoded(inputs)
     m.plain[target] = to_plain(program)
-    m.texts[target] = "\n".join(f"// {entry}: {', '.join(k.origins)}\n{text.text}"
-                                for entry, k, text in zip(entries, program.kernels, texts, strict=True))
+    m.texts[target] = "\n".join(f"// {', '.join(k.origins)}\n{text.text}"
+                                for k, text in zip(program.kernels, texts, strict=True))
+    for k, entry in zip(program.kernels, entries, strict=True):
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in k.params})
+        code.kernels.setdefault(entry, (", ".join(dict.fromkeys(k.origins)), ", ".join(dtypes)))
 
 
-def sections_of(methods: list[Method], built: dict[str, Kernels], weights: Weights, about: dict[str, str], debug: bool
-                ) -> list[Section]:
+def sections_of(methods: list[Method], built: dict[str, TargetCode], weights: Weights, about: dict[str, str],
+                debug: bool) -> list[Section]:
     data, rows = weights.encoded()
+    if debug:
+        about["kernels"] = json.dumps({target: [[*what, code.kernel_bytes(k)] for k, what in code.kernels.items()]
+                                       for target, code in built.items()})
     words: list[int] = [len(about), *(x for pair in about.items() for text in pair for x in text_words(text))]
     words += [len(rows), *(x for row in rows for x in row), len(methods)]
     for m in methods:
@@ -140,13 +135,16 @@ def sections_of(methods: list[Method], built: dict[str, Kernels], weights: Weigh
         for ports in (m.inputs, m.outputs):
             words += [len(ports), *(x for port in ports for x in port.words())]
     words += [len(fault_texts()), *(x for text in fault_texts() for x in text_words(text)), len(built)]
-    for k, (target, kernels) in enumerate(built.items()):
-        words += [*text_words(target), *text_words(kernels.features), 3 + k]
+    for k, (target, code) in enumerate(built.items()):
+        words += [*text_words(target), *text_words(code.features), 3 + k]
         for m in methods:
             words += [len(m.programs[target]), *m.programs[target]]
     out = [Section(INDEX, "index", packed(words)), Section(WEIGHTS, "weights", data),
            Section(RUNTIME, "runtime", build_runtime()),
-           *(Section(CODE, target, kernels.code()) for target, kernels in built.items())]
+           *(Section(DEVICE if code.is_device else CODE, target, code.code) for target, code in built.items())]
+    # Metal's is compiled with the program that uses it: there is no Mac here.
+    kinds = dict.fromkeys(target.partition(":")[0] for target, code in built.items() if code.is_device)
+    out += [Section(RUNTIME, f"runtime {kind}", build_device_runtime(kind)) for kind in kinds if kind != "metal"]
     if debug:
         for m in methods:
             for target in built:
@@ -155,200 +153,3 @@ def sections_of(methods: list[Method], built: dict[str, Kernels], weights: Weigh
     return out
 
 
-# ---- tracing ----------------------------------------------------------------------------------------------
-
-
-class Wrapped(torch.nn.Module):
-    """A function as a module; those of a module bring it along, with its names."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, torch.nn.Module):
-            self.owner = owner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[Any, ...], dynamic_shapes: Any = None,
-           kwargs: Mapping[str, Any] | None = None) -> Method:
-    module = function if isinstance(function, torch.nn.Module) else Wrapped(function)
-    shapes = dynamic_shapes
-    if isinstance(module, Wrapped) and shapes is not None:
-        by_name = shapes if isinstance(shapes, Mapping) else dict(zip(parameters(function), shapes))
-        positional = parameters(function)[: len(args)]
-        shapes = {"args": tuple(by_name.get(p) for p in positional)}
-        shapes |= {"kwargs": {k: by_name.get(k) for k in kwargs}} if kwargs else {}
-    with torch.no_grad(), whole_operators(exact):
-        found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes,
-                                    strict=False).run_decompositions(table(exact))
-    gm = found.graph_module
-    for n in reversed(gm.graph.nodes):  # what torch assumed of inputs, the runtime checks
-        if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
-            gm.graph.erase_node(n)
-    serve_all_sizes(gm, found.range_constraints)
-    signature = found.graph_signature
-    nodes = {n.name: n for n in gm.graph.nodes}
-    written = {t for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION for t in (s.target,)}
-    prefix = "owner." if isinstance(module, Wrapped) else ""
-    roles: list[Role] = []
-    inputs: list[Port] = []
-    shown: dict[str, str] = {}  # what the user calls a symbol of torch's
-    names, dims = argument_names(args, kwargs or {}, function, dynamic_shapes)
-    for spec, place in zip(signature.input_specs, [n for n in gm.graph.nodes if n.op == "placeholder"], strict=True):
-        val = place.meta.get("val")
-        if spec.kind is InputKind.USER_INPUT:
-            if not isinstance(val, torch.Tensor):
-                if isinstance(val, torch.SymInt | torch.SymFloat):
-                    raise UnsupportedError(f"{name}: the number {place.name} is not always the same: give a tensor")
-                roles.append(Role(-1, 0))
-                continue
-            roles.append(Role(INPUT, len(inputs)))
-            inputs.append(port(names[len(inputs)], val, dims[len(inputs)], shown))
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            value = found.constants[spec.target] if spec.target in found.constants else found.state_dict[spec.target]
-            which = weights.add(spec.target.removeprefix(prefix), value.detach(), spec.target in written)
-            roles.append(Role(WEIGHT, which))
-        elif spec.kind is InputKind.TOKEN:  # what orders operators that do more than compute
-            ops = {str(n.args[1]) for n in nodes.values() if "with_effects" in str(n.target)}
-            raise refused({name: sorted(ops)})
-        else:
-            raise UnsupportedError(f"{name}: packages cannot hold the input {spec.arg.name}, a {spec.kind.name}")
-    write_buffers(name, gm, signature, nodes)
-    settle_strides(gm.graph, names_only=False)
-    drop_numbers(gm, roles)
-    results = gm.graph.output_node().args[0]
-    assert isinstance(results, list | tuple)
-    outputs = [output(k, r) for k, r in enumerate(results) if isinstance(r, fx.Node)]
-    structure = {"in": names, "out": structure_of(found, results)}
-    return Method(name, gm, inputs, outputs, [r for r in roles if r.place >= 0], structure)
-
-
-def serve_all_sizes(gm: fx.GraphModule, ranges: Mapping[Any, Any]) -> None:
-    """torch traces as if sizes were at least two, and promises the graph for all of the range that was asked for: no
-    kernel may count on the two."""
-    vals = (n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder")
-    sizes: list[Any] = [s for v in vals if isinstance(v, torch.Tensor) for s in v.shape]
-    for size in (s for s in sizes if isinstance(s, torch.SymInt)):
-        known = size.node.shape_env.var_to_range
-        known.update({s: ranges[s] for s in size.node.expr.free_symbols if s in ranges and s in known})
-
-
-def drop_numbers(gm: fx.GraphModule, roles: list[Role]) -> None:
-    """Numbers that were given to the trace are in it: they are no arguments any more, and results that are numbers are
-    part of the structure."""
-    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for place, role in zip(places, roles, strict=True):
-        if role.place < 0:
-            place.replace_all_uses_with(place.meta.get("val"))
-            gm.graph.erase_node(place)
-    out = gm.graph.output_node()
-    out.args = (tuple(r for r in out.args[0] if isinstance(r, fx.Node)),)  # type: ignore[union-attr]
-    gm.recompile()
-
-
-def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str, fx.Node]) -> None:
-    """What torch.export returns as the new value of a buffer is written there, as a captured graph says it."""
-    out = gm.graph.output_node()
-    results = list(out.args[0])  # type: ignore[arg-type]
-    place_of = {s.target: nodes[s.arg.name] for s in signature.input_specs if s.target}
-    left = []
-    for spec, result in zip(signature.output_specs, results, strict=True):
-        if spec.kind is OutputKind.USER_OUTPUT:
-            left.append(result)
-        elif spec.kind is OutputKind.BUFFER_MUTATION:
-            place = place_of[spec.target]
-            with gm.graph.inserting_before(out):
-                copy = gm.graph.call_function(aten.copy_.default, (place, result))
-            copy.meta["val"] = place.meta["val"]
-        else:
-            raise UnsupportedError(f"{name}: it writes to its input {spec.target}, which a package does not do",
-                                   hint="return the new value instead")
-    out.args = (tuple(left),)
-
-
-def structure_of(found: Any, results: Sequence[Any]) -> Any:
-    """How results are nested, with their positions at the leaves."""
-    count = iter(range(len(results)))
-
-    def leaf(r: Any) -> Any:
-        return {"output": next(count)} if isinstance(r, fx.Node) else {"value": r}
-
-    flat = [leaf(r) for r in results]
-    spec = found.call_spec.out_spec
-    return nested(tree_unflatten(flat, spec)) if spec is not None else nested(tuple(flat))
-
-
-def nested(x: Any) -> Any:
-    if isinstance(x, dict) and set(x) in ({"output"}, {"value"}):
-        return x
-    if isinstance(x, dict):
-        return {"dict": {str(k): nested(v) for k, v in x.items()}}
-    if isinstance(x, list | tuple):
-        return {"tuple" if isinstance(x, tuple) else "list": [nested(y) for y in x]}
-    if x is None:
-        return {"value": None}
-    fields = getattr(x, "__dict__", None)
-    return {"dict": {k: nested(v) for k, v in fields.items()}} if fields else {"value": None}
-
-
-def parameters(function: Any) -> list[str]:
-    """Names of those that are given by position."""
-    call = function.forward if isinstance(function, torch.nn.Module) else function
-    return [p.name for p in inspect.signature(call).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any, dynamic_shapes: Any
-                   ) -> tuple[list[str], list[Any]]:
-    """Names of the tensors among the arguments, in order: those of the parameters, with the places inside; and what
-    `dynamic_shapes` says of each."""
-    leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
-    known = parameters(function)
-    names: list[str] = []
-    dims: list[Any] = []
-    path: Any
-    for path, leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        first, second, *rest = path
-        at = second.idx if first.idx == 0 else second.key
-        base = at if isinstance(at, str) else known[at] if at < len(known) else f"argument{at}"
-        keys = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", ""))) for k in rest]
-        names.append(".".join((base, *map(str, keys))))
-        said = dynamic_shapes
-        for key in (base if isinstance(said, Mapping) else at, *keys):
-            said = said.get(key) if isinstance(said, Mapping) else said[key] if said and isinstance(key, int) else None
-        dims.append(said)
-    return names, dims
-
-
-def output(k: int, node: fx.Node) -> Port:
-    val = node.meta["val"]
-    if not isinstance(val, torch.Tensor) or val.dtype not in DTYPES:
-        raise UnsupportedError(f"result {k} is {val}: packages return tensors of real numbers")
-    return Port(f"output{k}", val.dtype, NAMES[val.dtype], rank=val.dim())
-
-
-def port(name: str, val: torch.Tensor, dims: Any, known: dict[str, str]) -> Port:
-    if val.dtype not in DTYPES or val.dim() > MOST_RANK:
-        raise UnsupportedError(f"input {name!r} is {val.dtype} of {val.dim()} dimensions, which packages do not take")
-    shown: list[str] = []
-    ranges: list[tuple[int, int]] = []
-    for k, size in enumerate(val.shape):
-        if isinstance(size, int):
-            shown.append(str(size))
-            ranges.append((size, size))
-            continue
-        dim = dims.get(k) if isinstance(dims, Mapping) else dims[k] if dims else None
-        expr = str(size.node.expr)
-        known.setdefault(expr, getattr(dim, "__name__", expr))
-        bound = size.node.shape_env.bound_sympy(size.node.expr)
-        lo = max(int(bound.lower), 0)
-        hi = int(bound.upper) if bound.upper.is_Integer and int(bound.upper) < MOST else MOST
-        ranges.append((lo, hi))
-        shown.append(known[expr] if hi == MOST else f"{lo}..{hi}")
-    order = "contiguous" if val.is_contiguous() else f"with strides [{', '.join(map(str, val.stride()))}]"
-    return Port(name, val.dtype, f"{NAMES[val.dtype]} [{', '.join(shown)}] {order}", tuple(ranges), val.dim())

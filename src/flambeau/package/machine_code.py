@@ -9,23 +9,26 @@ import ctypes
 import hashlib
 import platform
 import re
+import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from flambeau.codegen.source import LIBRARY, KernelSource
 from flambeau.config import config
-from flambeau.errors import CompileError, OptionError
-from flambeau.targets.base import KeyedSource
+from flambeau.errors import CompileError
+from flambeau.ir.program import AnyKernel
+from flambeau.targets.base import KeyedSource, Source, get_target
 from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.cpu.target import kernel_key, unit_text
 from flambeau.targets.toolchain import Toolchain, find_toolchain, whole_text
 
+RELATIVE = (8, 1027)  # R_X86_64_RELATIVE, R_AARCH64_RELATIVE
 RUNTIME = Path(__file__).parent / "runtime"
-FILES = ("checksums.c", "threads.c", "machine.c", "read.c", "run.c")
+FILES = ("checksums.c", "threads.c", "machine.c", "read.c", "run.c", "device.c")
 # Equal text gives equal bytes, and nothing that the loader does not need.
 _LINK = ("-Wl,--as-needed,--build-id=none,--hash-style=gnu,-O1,--gc-sections,-z,noseparate-code", "-s")
 _SMALL = ("-fvisibility=hidden", "-ffunction-sections", "-fno-asynchronous-unwind-tables")
@@ -37,9 +40,7 @@ FEATURES = ("sse3", "ssse3", "sse4_1", "sse4_2", "popcnt", "avx", "avx2", "fma",
 
 def toolchain_of(target: str) -> tuple[Toolchain, DiskCache]:
     """The compiler with the flags of a target: "cpu", this machine, or "cpu:x86-64-v3", any like that."""
-    kind, _, march = target.partition(":")
-    if kind != "cpu":
-        raise OptionError(f"packages have no target {target!r} yet", hint='there are "cpu" and, say, "cpu:x86-64-v3"')
+    march = target.partition(":")[2]
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     found = find_toolchain(config.compiler, disk)
     if march:
@@ -70,20 +71,28 @@ def built(text: str, toolchain: Toolchain, disk: DiskCache) -> bytes:
     return data
 
 
-class Kernels:
+class CpuCode:
     """The kernels of all methods for one target, equal ones once."""
 
-    def __init__(self, target: str) -> None:
-        self.toolchain, self.disk = toolchain_of(target)
+    is_device = False
+
+    def __init__(self, name: str) -> None:
+        self.name, self.target = name, get_target("cpu-alone")
+        self.toolchain, self.disk = toolchain_of(name)
         self.features = features(self.toolchain)
         self.found: dict[str, tuple[KeyedSource[KernelSource], int, int, int]] = {}
+        self.kernels: dict[Any, tuple[str, str]] = {}  # operators and dtypes of each entry
 
-    def add(self, source: KernelSource, pointers: int, sizes: int) -> int:
+    def add(self, kernel: AnyKernel, source: Source) -> int:
         """Which entry it has in the table of the code."""
+        assert isinstance(source, KernelSource)
         one = KeyedSource(source, kernel_key(source, self.toolchain.identity()))
-        return self.found.setdefault(one.key, (one, pointers, sizes, len(self.found)))[3]
+        row = (one, len(kernel.params), len(kernel.sizes), len(self.found))
+        return self.found.setdefault(one.key, row)[3]
 
+    @cached_property
     def code(self) -> bytes:
+        """The section: a shared object."""
         kernels = [one for one, *_ in self.found.values()]
         rows = ", ".join(f"{{{one.symbol}, {pointers}, {sizes}}}" for one, pointers, sizes, _ in self.found.values())
         declared = "".join(f"int64_t {one.symbol}(void**, const int64_t*);\n" for one in kernels)
@@ -94,6 +103,30 @@ class Kernels:
         flags = (*self.toolchain.flags, *_SMALL, "-nostartfiles", *_LINK)
         libraries = tuple(x for x in self.toolchain.libraries if x.startswith("-l"))
         return built(text, replace(self.toolchain, flags=flags, libraries=libraries), self.disk)
+
+    def kernel_bytes(self, entry: Any) -> int:
+        """Of machine code, up to where that of the next kernel begins."""
+        starts, end = kernel_places(self.code)
+        if entry >= len(starts):
+            return 0
+        return min([s for s in starts if s > starts[entry]] + [end]) - starts[entry]
+
+
+def kernel_places(library: bytes) -> tuple[list[int], int]:
+    """Where the kernels of a shared object (ELF) begin, in the order of its table, and where executable code ends. All
+    that the loader relocates there are their addresses."""
+    first, size, count = struct.unpack_from("<Q", library, 32)[0], *struct.unpack_from("<HH", library, 54)
+    segments = [struct.unpack_from("<IIQQQQQ", library, first + k * size) for k in range(count)]
+    loaded = [(s[3], s[3] + s[5], s[2] - s[3], s[1] & 1) for s in segments if s[0] == 1]
+    dynamic = next((library[s[2]: s[2] + s[5]] for s in segments if s[0] == 2), b"")
+    tags = dict(struct.iter_unpack("<QQ", dynamic))
+    table, length = tags.get(7, 0), tags.get(8, 0)
+    moved = next((by for begin, end, by, _ in loaded if begin <= table < end), 0)
+    relocations = struct.iter_unpack("<QQq", library[table + moved: table + moved + length])
+    found = [to for _, to in sorted((where, to) for where, kind, to in relocations if kind & 0xFFFFFFFF in RELATIVE)]
+    code = [(begin, end) for begin, end, _, runs in loaded if runs]
+    kernels = [to for to in found if any(begin <= to < end for begin, end in code)]
+    return kernels, max((end for _, end in code), default=0)
 
 
 def runtime_text() -> str:
@@ -106,6 +139,13 @@ def build_runtime(target: str = "cpu", flags: Sequence[str] = ()) -> bytes:
     own = ("-x", "c", "-std=c11", "-Os", "-fPIC", "-shared", "-pthread", "-ftls-model=initial-exec", *_SMALL, *_LINK,
            *flags)
     return built(runtime_text(), replace(toolchain, flags=own, libraries=()), disk)
+
+
+def build_device_runtime(kind: str) -> bytes:
+    """What the runtime has beside itself for a kind of device."""
+    toolchain, disk = toolchain_of("cpu")
+    own = ("-x", "c", "-std=c11", "-Os", "-fPIC", "-shared", "-pthread", *_SMALL, *_LINK)
+    return built(whole_text(RUNTIME / f"flambeau_{kind}.c"), replace(toolchain, flags=own, libraries=()), disk)
 
 
 @cache

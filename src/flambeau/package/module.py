@@ -13,149 +13,17 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .client import CODES, DTYPES, Failure, PackageError, Tensor, failed, runtime_library
-from .container import INDEX, RUNTIME, DamagedPackage, Section, Words, hash_of, read
-
-_WORDS = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-          "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-
-
-@dataclass(frozen=True)
-class Port:
-    """An input or output: its name, its type as a text, its dtype and rank."""
-
-    name: str
-    type: str
-    dtype: str
-    rank: int
-    ranges: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Weight:
-    name: str
-    dtype: str
-    mutable: bool
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One method."""
-
-    name: str
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-
-
-@dataclass(frozen=True)
-class Index:
-    """What a package says of itself."""
-
-    metadata: dict[str, str]
-    weights: tuple[Weight, ...]
-    methods: tuple[Entry, ...]
-    targets: dict[str, tuple[str, int]]  # the features that a CPU must have, and the section of its code
-    programs: dict[tuple[str, str], int]  # words, by method and target
-
-
-def dtype_named(code: int) -> str:
-    if not 1 <= code < len(DTYPES):
-        raise DamagedPackage(f"the package is damaged: no dtype has the number {code}")
-    return DTYPES[code]
-
-
-def read_index(data: bytes | memoryview) -> Index:
-    w = Words(data)
-    metadata = {w.text(): w.text() for _ in w.each()}
-    weights = []
-    for _ in w.each():
-        name, dtype, mutable, _, size, rank = w.text(), *w.take(5)
-        weights.append(Weight(name, dtype_named(dtype), bool(mutable), w.take(rank), w.take(rank), size))
-    methods = []
-    for _ in w.each():
-        name = w.text()
-        sides: list[tuple[Port, ...]] = []
-        for ranged in (True, False):
-            ports = []
-            for _ in w.each():
-                named, kind, dtype, rank = w.text(), w.text(), *w.take(2)
-                limits = w.take(2 * rank) if ranged else ()
-                ports.append(Port(named, kind, dtype_named(dtype), rank, tuple(zip(limits[::2], limits[1::2]))))
-            sides.append(tuple(ports))
-        methods.append(Entry(name, *sides))
-    for _ in w.each():
-        w.text()
-    targets, programs = {}, {}
-    for _ in w.each():
-        target = w.text()
-        targets[target] = w.text(), w.one()
-        for m in methods:
-            programs[m.name, target] = len(w.take(w.one()))
-    w.end()
-    return Index(metadata, tuple(weights), tuple(methods), targets, programs)
-
-
-def the(sections: Sequence[Section], kind: int, what: str) -> Section:
-    for s in sections:
-        if s.kind == kind:
-            return s
-    raise DamagedPackage(f"the package is damaged: it has no {what}")
-
-
-def bfloat16() -> Any:
-    """NumPy's dtype of bfloat16, where a library has brought one; else its bits."""
-    found = sys.modules.get("ml_dtypes")
-    return np.dtype(found.bfloat16) if found else np.dtype("uint16")
-
-
-def array_dtype(name: str) -> Any:
-    return bfloat16() if name == "bfloat16" else np.dtype(name)
-
-
-# ---- arguments --------------------------------------------------------------------------------------------
-
-
-def is_torch(x: Any) -> bool:
-    return type(x).__module__.split(".")[0] == "torch" and hasattr(x, "data_ptr")
-
-
-def fill(t: Tensor, x: Any, name: str) -> Any:
-    """Describe an argument to the runtime; what must stay alive meanwhile."""
-    if is_torch(x):
-        x = x.detach()
-        if x.device.type != "cpu" or x.is_neg() or x.is_conj():
-            raise PackageError(f"input {name!r} is a tensor on {x.device}: this package runs on the CPU")
-        dtype, shape, strides = str(x.dtype).removeprefix("torch."), tuple(x.shape), x.stride()
-        t.data = x.data_ptr()
-    else:
-        if not isinstance(x, np.ndarray):
-            raise PackageError(f"input {name!r}: expected an array, got {type(x).__name__}")
-        dtype, shape = x.dtype.name, x.shape
-        if not x.dtype.isnative:
-            raise PackageError(f"input {name!r}: its bytes are in the order of another machine")
-        item = x.itemsize
-        if any(s % item for s in x.strides):
-            raise PackageError(f"input {name!r}: its elements do not lie at multiples of their size")
-        strides = tuple(s // item for s in x.strides)
-        t.data = x.__array_interface__["data"][0]
-    if len(shape) > len(t.sizes):
-        raise PackageError(f"input {name!r} has {len(shape)} dimensions, and packages take up to {len(t.sizes)}")
-    t.dtype, t.rank = CODES.get(dtype, 0), len(shape)
-    for k, (n, s) in enumerate(zip(shape, strides)):
-        t.sizes[k], t.strides[k] = n, s
-    return x
+from .arguments import fill, flattened, is_torch, maker, nested, paths, safetensors, torch_of
+from .client import Failure, PackageError, Tensor, add_device, failed, runtime_library
+from .container import INDEX, RUNTIME, DamagedPackage, hash_of, read
+from .index import Entry, Weight, read_index, the
 
 
 class Call(threading.local):
@@ -216,17 +84,37 @@ class Method:
         c, (inputs, outputs) = self._call, self._counts
         if len(flat) != inputs:
             raise PackageError(f"method {self.entry.name!r} takes {inputs} inputs, got {len(flat)}")
-        kept = [fill(t, x, name) for t, x, name in zip(c.given, flat, self.names)]
+        device = self.module.device
+        away = device != "cpu" and any(is_torch(x) and x.device.type == device for x in flat)
+        there = f"{device}:{self.module.number}" if away else "cpu"
+        kept = [fill(t, x, name, there) for t, x, name in zip(c.given, flat, self.names)]
         c.key = None
         if self.module.library.flam_shapes(self.module.handle(), self.number, c.inputs, inputs, c.outputs, outputs,
                                            c.error):
             raise failed(c.error)
+        if away:
+            return self.launched_there(there)
         c.made = [maker(t, port.dtype) for t, port in zip(c.results, self.entry.outputs)]
         arrays = all(type(x) is np.ndarray for x in kept)
         made = self.launched()
         if arrays:
             c.key = [(x.shape, x.strides, x.dtype) for x in kept]
         return [torch_of(x, p.dtype) for x, p in zip(made, self.entry.outputs)] if any(map(is_torch, flat)) else made
+
+    def launched_there(self, device: str) -> list[Any]:
+        """The same with tensors on a GPU, in torch's current stream; nobody waits, unless kernels check indices."""
+        c, torch = self._call, sys.modules["torch"]
+        made = []
+        for t, port in zip(c.results, self.entry.outputs):
+            made.append(torch.empty_strided(tuple(t.sizes[: t.rank]), tuple(t.strides[: t.rank]),
+                                            dtype=getattr(torch, port.dtype), device=device))
+            t.data = made[-1].data_ptr() or 64  # without elements it has no address, and needs none
+        given, taken, error = c.places
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if self.module.library.flam_run_on(self.module.handle(), self.number, given, self._counts[0], taken,
+                                           self._counts[1], stream, error):
+            raise failed(c.error)
+        return made
 
     def launched(self) -> list[Any]:
         """The results of the inputs that the runtime was told of."""
@@ -242,71 +130,29 @@ class Method:
         return made
 
 
-def maker(t: Tensor, name: str) -> Callable[[], Any]:
-    """Makes an array for a result."""
-    dtype, shape = array_dtype(name), tuple(t.sizes[: t.rank])
-    strides = tuple(s * dtype.itemsize for s in t.strides[: t.rank])
-    if strides == contiguous(shape, dtype.itemsize):
-        return lambda: np.empty(shape, dtype)
-    order = sorted(range(len(shape)), key=lambda d: -strides[d])
-    back = [order.index(d) for d in range(len(shape))]
-    inner = tuple(shape[d] for d in order)
-    return lambda: np.empty(inner, dtype).transpose(back)
-
-
-def contiguous(shape: Sequence[int], step: int) -> tuple[int, ...]:
-    out: list[int] = []
-    for n in reversed(shape):
-        out.insert(0, step)
-        step *= n
-    return tuple(out)
-
-
-def torch_of(x: Any, dtype: str) -> Any:
-    torch = sys.modules["torch"]
-    return torch.from_numpy(x.view("uint16")).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x)
-
-
-def paths(name: str, x: Any) -> list[tuple[str, Any]]:
-    """Arrays inside lists, tuples and dictionaries, by where they are."""
-    if isinstance(x, Mapping):
-        return [found for k in x for found in paths(f"{name}.{k}", x[k])]
-    if isinstance(x, list | tuple):
-        return [found for k, y in enumerate(x) for found in paths(f"{name}.{k}", y)]
-    return [] if x is None or isinstance(x, bool | int | float | str) else [(name, x)]
-
-
-def flattened(args: Sequence[Any]) -> list[Any]:
-    """Numbers that the model was exported with are part of it, and are left out."""
-    return [x for a in args for _, x in paths("", a)]
-
-
-def nested(structure: Any, results: Sequence[Any]) -> Any:
-    (kind, inside), = structure.items()
-    if kind == "output":
-        return results[inside]
-    if kind == "dict":
-        return {k: nested(v, results) for k, v in inside.items()}
-    if kind in ("tuple", "list"):
-        return (tuple if kind == "tuple" else list)(nested(x, results) for x in inside)
-    return inside
-
-
 # ---- the module -------------------------------------------------------------------------------------------
 
 
 class Module:
     """A loaded package. `forward` and the other methods of the file are attributes of it."""
 
-    def __init__(self, path: str | os.PathLike[str], target: str | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], target: str | None = None, device: int = 0) -> None:
         self.path = os.fspath(path)
         sections = read(self.path, whole=False)  # the runtime checks weights, in less time
         self.index = read_index(the(sections, INDEX, "index").data)
         self.hash = hash_of(self.path)
         self.library = runtime_library(the(sections, RUNTIME, "runtime").data)
+        for s in sections:
+            if s.kind == RUNTIME and s.name.startswith("runtime "):
+                add_device(self.library, s.name.removeprefix("runtime "), s.data)
         error = Failure()
         wanted = target.encode() if target else None
-        self._handle: int | None = self.library.flam_load(self.path.encode(), wanted, error)
+        self.device, self.number = "cpu", device
+        if hasattr(self.library, "flam_load_on"):
+            self._handle: int | None = self.library.flam_load_on(self.path.encode(), wanted, device, error)
+            self.device = self.library.flam_device_name(self._handle).decode() if self._handle else ""
+        else:  # of format 1.0, which has CPUs alone
+            self._handle = self.library.flam_load(self.path.encode(), wanted, error)
         if not self._handle:
             raise failed(error)
         try:
@@ -422,25 +268,7 @@ class Module:
         return f"<flambeau.Module {self.path}: {ports}>"
 
 
-def safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tensors of a safetensors file, as views of the mapped file."""
-    data = np.memmap(path, mode="r")
-    try:
-        length, = struct.unpack("<Q", data[:8].tobytes())
-        header = json.loads(data[8 : 8 + length].tobytes())
-        found = {}
-        for name, one in header.items():
-            if name != "__metadata__" and not name.startswith("__pad__."):
-                begin, end = one["data_offsets"]
-                part = data[8 + length + begin : 8 + length + end]
-                if one["dtype"] == "BF16" and "ml_dtypes" not in sys.modules:
-                    raise PackageError("weights of bfloat16 need ml_dtypes, or torch tensors")
-                found[name] = part.view(array_dtype(_WORDS[one["dtype"]])).reshape(one["shape"])
-        return found
-    except (ValueError, KeyError, TypeError, struct.error) as e:
-        raise PackageError(f"{os.fspath(path)} is no safetensors file: {e}") from e
-
-
-def load(path: str | os.PathLike[str], target: str | None = None) -> Module:
-    """Load a package. `target`: one of those in the file; otherwise the first that runs here."""
-    return Module(path, target)
+def load(path: str | os.PathLike[str], target: str | None = None, device: int = 0) -> Module:
+    """Load a package. `target`: one of those in the file, or its kind ("cuda"); otherwise the first that runs here.
+    `device`: the number of the GPU or OpenCL device, for a target that is one."""
+    return Module(path, target, device)

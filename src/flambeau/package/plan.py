@@ -25,12 +25,13 @@ from flambeau.schedule.memory import lifetimes
 from flambeau.schedule.plan import strided
 
 from .container import text_words
+from .device_code import DeviceKernel
 
 OPS = {name: k for k, name in enumerate((
     "const", "size", "stride", "add", "sub", "mul", "div", "mod", "min", "max",
-    "float", "fadd", "fsub", "fmul", "fdiv", "sqrt"))}
+    "float", "fadd", "fsub", "fmul", "fdiv", "sqrt", "units"))}
 INPUT, WEIGHT, STATE, OUTPUT, TEMPORARY, SEED = range(6)
-LAUNCH, COPY = range(2)
+LAUNCH, COPY, DEVICE_LAUNCH = range(3)
 DTYPES = {dtype: k for k, dtype in enumerate((
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
     torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64), 1)}
@@ -64,6 +65,7 @@ class Numbers:
         self.hosts = {s.name: h for s, h in p.numbers}
         self.positions = positions  # of the inputs, by the names of their buffers
         self.known: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # of the kernel whose texts are read
 
     def add(self, op: str, a: int = 0, b: int = 0) -> int:
         return self.words.setdefault((OPS[op], a, b), len(self.words))
@@ -101,9 +103,31 @@ class Numbers:
             raise UnsupportedError(f"the number {name} follows from itself")
         return self.known[name]
 
+    def text(self, text: str, sizes: Sequence[int]) -> int:
+        """A number that a text over the sizes n0, n1, ... of a kernel says, and `units`, the cores of a device."""
+        self.sizes = {f"n{k}": n for k, n in enumerate(sizes)}
+        try:
+            return self.parsed(ast.parse(text, mode="eval").body)[0]
+        finally:
+            self.sizes = {}
+
     def parsed(self, e: ast.expr) -> tuple[int, bool]:
         """A number that Python would find, and whether it is a double."""
         match e:
+            case ast.Name(id=name) if name in self.sizes:
+                return self.sizes[name], False
+            case ast.Name(id="units"):
+                return self.add("units"), False
+            case ast.Compare(left=a, ops=[ast.Lt() | ast.LtE() as op], comparators=[b]):
+                # One where it holds, and zero elsewhere.
+                more = self.binary("sub", self.parsed(b), self.parsed(a))[0]
+                more = more if isinstance(op, ast.Lt) else self.add("add", more, self.constant(1))
+                return self.add("max", self.constant(0), self.add("min", self.constant(1), more)), False
+            case ast.BoolOp(op=ast.And(), values=[first, *others]):
+                holds = self.parsed(first)[0]
+                for other in others:
+                    holds = self.add("min", holds, self.parsed(other)[0])
+                return holds, False
             case ast.Constant(value=int(value)):
                 return self.constant(int(value)), False
             case ast.Constant(value=float(value)):
@@ -148,11 +172,43 @@ class Numbers:
         return [len(self.words), *(x for entry in self.words for x in entry)]
 
 
+def root(p: Program, name: str) -> str:
+    """The buffer whose memory it lies in."""
+    while (b := p.places[name]).place == "over":
+        name = b.over
+    return name
+
+
+def layout(p: Program, v: Value) -> tuple[tuple[Index, ...], Index]:
+    b = p.places[v.buffer]
+    found = strided(v, Buffer(b.name, b.shape, b.dtype, b.strides))
+    assert found is not None, f"{v} is not a strided view"
+    return found
+
+
+def direct_outputs(p: Program) -> dict[int, str]:
+    """Results that are all of a buffer of their own, which are written there at once; the others are copied at the
+    end."""
+    found: dict[int, str] = {}
+    for k, v in enumerate(p.outputs):
+        name = root(p, v.buffer) if isinstance(v, Value) else ""
+        if not name or p.places[name].place not in ("output", "arena", "alloc") or name in found.values():
+            continue
+        b = p.places[name]
+        strides, offset = layout(p, v)
+        whole = (v.buffer == name or p.places[v.buffer].shape == b.shape) and v.shape == b.shape and all(
+            s is t or n.at_most_one() for s, t, n in zip(strides, b.strides, b.shape, strict=True))
+        if whole and offset is as_index(0):
+            found[k] = name
+    return found
+
+
 class Plan:
     """The words of one program. `roles`: of its arguments; `kernels`: of each of its kernels, which entry it is in the
-    machine code; `held`: adds a constant of the graph to the weights, and says which it is there."""
+    machine code, or what is launched on a device; `held`: adds a constant of the graph to the weights, and says which
+    one it is there."""
 
-    def __init__(self, p: Program, roles: Sequence[Role], kernels: Sequence[int],
+    def __init__(self, p: Program, roles: Sequence[Role], kernels: Sequence[int | DeviceKernel],
                  held: Callable[[torch.Tensor], int]) -> None:
         self.p, self.kernels, self.held = p, kernels, held
         self.roles = dict(zip(p.arguments, roles, strict=True))
@@ -162,7 +218,7 @@ class Plan:
         self.lives = lifetimes(p)
         self.constants: dict[str, int] = {}
         self.outputs: list[Value] = [self.result(o) for o in p.outputs]
-        self.direct: dict[int, str] = {}  # outputs whose memory is that of a buffer
+        self.direct = direct_outputs(p)
         self.steps: list[list[int]] = []
         self.write()
 
@@ -173,12 +229,6 @@ class Plan:
         return o
 
     # ---- memory ----------------------------------------------------------------------------------------
-
-    def root(self, name: str) -> str:
-        """The buffer whose memory it lies in."""
-        while (b := self.p.places[name]).place == "over":
-            name = b.over
-        return name
 
     def bytes_of(self, shape: Sequence[Index], strides: Sequence[Index], dtype: torch.dtype) -> int:
         top = as_index(1)
@@ -194,30 +244,11 @@ class Plan:
         any_ = self.numbers.index(minimum(maximum(count, as_index(0)), as_index(1)))
         return self.numbers.add("mul", any_, self.numbers.add("max", some, self.numbers.constant(0)))
 
-    def layout(self, v: Value) -> tuple[tuple[Index, ...], Index]:
-        b = self.p.places[v.buffer]
-        found = strided(v, Buffer(b.name, b.shape, b.dtype, b.strides))
-        assert found is not None, f"{v} is not a strided view"
-        return found
-
-    def choose_outputs(self) -> None:
-        """A result that is all of a buffer of its own is written there at once; the others are copied at the end."""
-        taken: set[str] = set()
-        for k, v in enumerate(self.outputs):
-            name = self.root(v.buffer)
-            b = self.p.places[name]
-            strides, offset = self.layout(v)
-            whole = (v.buffer == name or self.p.places[v.buffer].shape == b.shape) and v.shape == b.shape and all(
-                s is t or n.at_most_one() for s, t, n in zip(strides, b.strides, b.shape, strict=True))
-            if b.place in ("output", "arena", "alloc") and name not in taken and whole and offset is as_index(0):
-                taken.add(name)
-                self.direct[k] = name
-
     def out_strides(self, k: int) -> Sequence[Index]:
         v = self.outputs[k]
         if k in self.direct:
             return self.p.places[self.direct[k]].strides
-        strides = v.strides or self.layout(v)[0]
+        strides = v.strides or layout(self.p, v)[0]
         # Dense in the order of the view; what is expanded or has gaps becomes rows.
         return strides if self.is_dense(v.shape, strides) else contiguous_strides(v.shape)
 
@@ -237,7 +268,7 @@ class Plan:
         return len(self.buffers) - 1
 
     def buffer(self, name: str) -> int:
-        name = self.root(name)
+        name = root(self.p, name)
         if name not in self.place:
             self.place[name] = self.placed(self.p.places[name])
         return self.place[name]
@@ -255,7 +286,7 @@ class Plan:
         if b.place == "seed":
             return self.add_buffer(SEED, [s for s in self.p.seeds if s in self.p.places].index(b.name), nothing)
         assert b.place in ("arena", "alloc", "output"), f"{b} has no place in a package"
-        names = [x.name for x in self.p.buffers if self.root(x.name) == b.name and x.name in self.lives]
+        names = [x.name for x in self.p.buffers if root(self.p, x.name) == b.name and x.name in self.lives]
         first = min((self.lives[n][0] for n in names), default=0)
         last = max((self.lives[n][1] for n in names), default=len(self.p.steps))
         return self.add_buffer(TEMPORARY, 0, self.bytes_of(b.shape, b.strides, b.dtype), (first, last))
@@ -266,7 +297,6 @@ class Plan:
         for step in self.p.steps:
             if isinstance(step, Call):
                 self.call(step)
-        self.choose_outputs()
         for step in self.p.steps:
             if isinstance(step, Launch):
                 self.launch(step)
@@ -284,14 +314,25 @@ class Plan:
         self.constants[c.names[0]] = self.held(c.target.tensor)
 
     def launch(self, s: Launch) -> None:
-        kernel, numbers = self.p.kernels[s.kernel], self.numbers
+        kernel, numbers, entry = self.p.kernels[s.kernel], self.numbers, self.kernels[s.kernel]
         if isinstance(kernel, TableKernel):
             raise UnsupportedError("a launch along a table of tensors")
-        pointers = [x for name in s.args for x in (self.buffer(name), numbers.constant(0))]
+        places = [(self.buffer(name), numbers.constant(0)) for name in s.args]
+        sizes = [numbers.named(n.name) for n in kernel.sizes]
         sites = [(code, numbers.index(b.size) if self.is_known(b.size) else -1) for b, code in sites_of(kernel).items()]
-        self.steps.append([LAUNCH, *text_words(", ".join(s.origins)), self.kernels[s.kernel], len(s.args), *pointers,
-                           len(kernel.sizes), *(numbers.named(n.name) for n in kernel.sizes),
-                           len(sites), *(x for site in sites for x in site)])
+        given = [len(sizes), *sizes, len(sites), *(x for site in sites for x in site)]
+        origin = text_words(", ".join(s.origins))
+        if isinstance(entry, int):
+            self.steps.append([LAUNCH, *origin, entry, len(places), *(x for place in places for x in place), *given])
+            return
+        pointers = [x for place, size in zip(places, entry.itemsizes, strict=True) for x in (*place, size)]
+        work = numbers.text(entry.workspace, sizes) if entry.workspace else -1
+        words = [DEVICE_LAUNCH, *origin, len(places), *pointers, *given, int(entry.checks), work, len(entry.choices)]
+        for choice in entry.choices:
+            words += [numbers.text(choice.condition, sizes) if choice.condition else -1, len(choice.parts)]
+            words += [x for function, groups in choice.parts
+                      for x in (function, *(numbers.text(g, sizes) for g in groups))]
+        self.steps.append(words)
 
     def is_known(self, i: Index) -> bool:
         return all(s.extent is None and s.name in self.numbers.hosts for s in i.symbols()) and all(
@@ -299,7 +340,7 @@ class Plan:
 
     def copy(self, to: int, at: int, strides: Sequence[Index], v: Value, origin: str) -> None:
         numbers = self.numbers
-        from_strides, offset = self.layout(v)
+        from_strides, offset = layout(self.p, v)
         if len(v.shape) > MOST_RANK:
             raise UnsupportedError(f"a tensor of {len(v.shape)} dimensions, and packages have up to {MOST_RANK}")
         self.steps.append([COPY, *text_words(origin), to, at, self.buffer(v.buffer),

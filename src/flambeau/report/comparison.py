@@ -12,7 +12,7 @@ from flambeau.compare.first_difference import First
 from flambeau.report.sheet import html_page
 
 HEADINGS = ("", "type", "differ", "of", "most ulps", "error of eager", "compiled", "ratio", "")
-BAR, GAP, TALL, LEFT, TOP = 34, 10, 180, 20, 24  # of the plot, in pixels
+BAR, GAP, TALL, LEFT, TOP = 34, 10, 180, 44, 24  # of the plot, in pixels
 
 STYLE = """tr.differs td:first-child { box-shadow: inset 4px 0 #ee6677 }
 tr.equal td:first-child { box-shadow: inset 4px 0 #228833 }
@@ -32,6 +32,15 @@ def cells(d: Difference) -> tuple[str, ...]:
 
 
 def page(report: Comparison, title: str) -> str:
+    return html_page(f"{title}: compiled and eager", STYLE, parts(report))
+
+
+def fragment(report: Comparison) -> str:
+    """The same inside of another page, such as a notebook."""
+    return f"<style>{STYLE}</style>" + "\n".join(parts(report))
+
+
+def parts(report: Comparison) -> list[str]:
     body = [f"<p id=headline>{escape(report.headline())}</p>"]
     for heading, first in [("The first difference", report.first), *(("Also", f) for f in report.also)]:
         body += about(heading, first) if first is not None else []
@@ -44,7 +53,7 @@ def page(report: Comparison, title: str) -> str:
     body += [f"<p class=note>{escape(note)}</p>" for note in report.notes]
     body.append("<p>An error is the root of the mean square of the difference from a float64 reference; the ratio is "
                 "the compiled error as a multiple of eager's.</p>")
-    return html_page(f"{title}: compiled and eager", STYLE, body)
+    return body
 
 
 def about(heading: str, f: First) -> Iterator[str]:
@@ -79,6 +88,10 @@ def plot(bins: Mapping[str, int]) -> str:
                     f'</rect><text x="{middle}" y="{y - 4:.1f}" text-anchor="middle">{n:,}</text>'
                     f'<text x="{middle}" y="{TOP + TALL + 12}" text-anchor="end" '
                     f'transform="rotate(-40 {middle} {TOP + TALL + 12})">{escape(name)}</text>')
-    width, height = LEFT * 2 + step * len(bins) + 20, TOP + TALL + 80
+    width, height, middle = LEFT * 2 + step * len(bins) + 20, TOP + TALL + 100, TOP + TALL / 2
+    bars += [f'<line x1="{LEFT - 6}" x2="{width - LEFT}" y1="{TOP + TALL}" y2="{TOP + TALL}" stroke="currentColor"/>',
+             f'<text x="{LEFT + step * len(bins) / 2}" y="{height - 6}" text-anchor="middle">difference in ulps</text>',
+             f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">values, logarithmic'
+             "</text>"]
     return (f'<svg id=histogram role=img aria-label="differences in ulps" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}">{"".join(bars)}</svg>')

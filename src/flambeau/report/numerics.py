@@ -1,6 +1,6 @@
-"""The page docs/exact-operators.md: which operators keep eager's bits by a lowering, and which by a call.
+"""The page docs/reference/exact-operators.md: which operators keep eager's bits by a lowering, and which by a call.
 
-python -m flambeau.report.numerics > docs/exact-operators.md
+python -m flambeau.report.numerics > docs/reference/exact-operators.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ HEAD = """# Operators with eager's bits
 
 Which operators keep them under `options={"numerics": "eager"}` by a fused lowering, by family. Some that only move
 values (`stack`, `pixel_shuffle`) are taken apart into such; every other one is a call of eager's kernel.
-[Numerics](numerics.md) says how.
+[Numerics](../guides/numerics.md) says how.
 
 | family | fused on CUDA | fused on the CPU |
 |---|---|---|

@@ -1,6 +1,6 @@
-"""docs/performance.md and its chart, written from the files that `flambeau bench ... --json` left in results/.
+"""The pages and charts in docs/results, written from the files that `flambeau bench ... --json` left in results/.
 
-    python -m flambeau.report.performance results docs
+    python -m flambeau.report.performance results docs/results
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from flambeau.report.chart import Series, ratio_chart
 from flambeau.report.sheet import Parts, Sheet, markdown
 from flambeau.results_file import read_results
 
-PAGE, CHART, COMPILE_CHART = "performance.md", "performance-cuda.svg", "compile-time.svg"
-HEAD = """# Performance
+CHART, COMPILE_CHART = "performance-cuda.svg", "compile-time.svg"
+# Pages: a title, and the kinds of results on it.
+PAGES = {"performance.md": ("Performance", ("models", "compiled", "compile", "optimizers", "numerics", "device-steps")),
+         "operators.md": ("Operators", ("floors", "cliffs", "opinfo")),
+         "operators-cpu.md": ("Operators on CPUs", ("ops", "device"))}
+HEAD = """# {}
 
 Every figure below was measured beside its peers in one run, the backends taking turns, and is a median. Ratios are
 one time over the other: below 1 the first is faster. `~` marks a time that varied by more than a quarter, `!` one whose
@@ -277,7 +281,20 @@ def database(report: dict[str, Any]) -> Parts:
     return [f"{what}: {SAMPLES}", sheet, *(["Not counted as agreeing:", "\n".join(reasons)] if reasons else [])]
 
 
+def contractions(report: dict[str, Any]) -> Parts:
+    backends = list(dict.fromkeys(b for row in report["rows"] for b in row["seconds"]))
+    sheet = Sheet(["case", *(f"{b}, us" for b in backends), "best peer over ours"])
+    for row in report["rows"]:
+        took = row["seconds"]
+        peers = [t for b, t in took.items() if b not in ("flambeau", "own")]
+        ratio = f"{min(peers) / took['flambeau']:.2f}" if peers and "flambeau" in took else ""
+        sheet.add(f"{row['group']}: {row['name']}", *(f"{1e6 * took[b]:.1f}" if b in took else "" for b in backends),
+                  ratio)
+    return [sheet, *(f"{name}: {text}" for name, text in report["summary"].items())]
+
+
 SECTIONS = {
+    "contractions": ("Products, their tails and attention", contractions),
     "models": ("Steps of the model suite", steps),
     "compiled": ("Whole models, in pieces and recorded", compiled_steps),
     "compile": ("Compile time, first training step", compile_seconds),
@@ -296,9 +313,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [read_results(f) for f in sorted(folder.glob("*.json"))]
 
 
-def page(reports: list[dict[str, Any]]) -> str:
-    out = [HEAD]
-    for kind, (title, table) in SECTIONS.items():
+def page(reports: list[dict[str, Any]], title: str, kinds: Iterable[str]) -> str:
+    out = [HEAD.format(title)]
+    for kind in kinds:
+        title, table = SECTIONS[kind]
         for report in (r for r in reports if r.get("kind") == kind):
             where = " (CUDA)" if "gpu" in report["machine"] else ""
             origin = f"{machine_line(report['machine'])} `{report['command']}` at {report['commit']}."
@@ -308,7 +326,8 @@ def page(reports: list[dict[str, Any]]) -> str:
 
 def write(results: Path, docs: Path) -> None:
     reports = read(results)
-    (docs / PAGE).write_text(page(reports))
+    for file, (title, kinds) in PAGES.items():
+        (docs / file).write_text(page(reports, title, kinds))
     if (picture := chart(reports)) is not None:
         (docs / CHART).write_text(picture)
     if (picture := compile_chart(reports)) is not None:

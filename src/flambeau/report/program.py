@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,7 @@ class Summary:
     arena_bytes: int
     externs: dict[str, int]
     seconds: dict[str, float]
+    choices: list[str]  # of products: whose kernels they are, and why
     texts: dict[str, str] = field(default_factory=dict)
 
     def count(self, kind: str) -> int:
@@ -71,6 +73,41 @@ class Summary:
     def headline(self) -> str:
         parts = [f"{n} {name}" for kind, name in NAMES.items() if (n := self.count(kind)) or kind == "kernel"]
         return f"{self.direction}: {len(self.operators)} operators became {', '.join(parts)}"
+
+
+@dataclass
+class Explanation:
+    """What `flambeau.debug.explain` found: a `Summary` for each graph, as text and, in notebooks, as tables."""
+
+    graphs: list[Summary]
+
+    def __str__(self) -> str:
+        """Each graph: a headline, and a line for each of its steps."""
+        lines = []
+        for s in self.graphs:
+            lines.append(s.headline())
+            lines += [f"  {step.kind:8} {step.name}: {', '.join(step.operators)}" for step in s.steps]
+        return "\n".join(lines)
+
+    def texts(self) -> dict[str, str]:
+        """The generated kernels, by the names that profilers show."""
+        return {step.title or step.name: s.texts[step.name] for s in self.graphs for step in s.steps
+                if step.kind == "kernel"}
+
+    def _repr_html_(self) -> str:
+        return "".join(graph_html(s) for s in self.graphs)
+
+
+def graph_html(s: Summary) -> str:
+    """A table of steps, whose kernels open to their text."""
+    rows = []
+    for step in s.steps:
+        name, text = html.escape(step.title or step.name), s.texts.get(step.name, "")
+        shown = f"<details><summary>{name}</summary><pre>{html.escape(text)}</pre></details>" if text else name
+        cells = (step.kind, shown, html.escape(", ".join(step.operators)), step.outer, step.inner)
+        rows.append("<tr>" + "".join(f"<td style='text-align:left'>{c}</td>" for c in cells) + "</tr>")
+    heads = "".join(f"<th>{h}</th>" for h in ("", "step", "operators", "outer", "inner"))
+    return f"<p><b>{html.escape(s.headline())}</b></p><table><tr>{heads}</tr>{''.join(rows)}</table>"
 
 
 def summarise(graph: Compiled) -> Summary:
@@ -85,7 +122,7 @@ def summarise(graph: Compiled) -> Summary:
     local = {origins[name]: why for name, why in why.items() if name not in p.places and name in origins}
     return Summary("backward" if backward else "forward", [line(n) for n in calls], steps(graph), memory,
                    local, p.arena_bytes, dict(graph.captured.externs), dict(graph.seconds),
-                   {t.name: t.text for t in graph.texts})
+                   list(graph.captured.choices), {t.name: t.text for t in graph.texts})
 
 
 def reasons(graph: Compiled) -> dict[str, str]:

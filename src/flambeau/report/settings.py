@@ -1,6 +1,6 @@
-"""The page docs/settings.md: tables of settings and of changes to torch, from the lists in the code; what is trusted.
+"""The page docs/reference/settings.md: settings and changes to torch, from the lists in the code; what is trusted.
 
-python -m flambeau.report.settings > docs/settings.md
+python -m flambeau.report.settings > docs/reference/settings.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ HEAD = """# Settings
 
 Each setting is an environment variable, read once at its first use. In a program,
 `flambeau.config.config.override(name=value)` changes it for one thread inside a `with` block.
-`flambeau doctor` prints the values in force.
+`flambeau doctor --settings` prints the values in force.
 
 | setting | variable | default | what it does |
 |---|---|---|---|

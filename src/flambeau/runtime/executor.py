@@ -28,6 +28,7 @@ from .address_tables import Column, Table, counts_of, sizes_of
 from .launch_plan import LaunchPlan, Step, View
 from .operator_calls import TENSOR, Prepared, Strided, by_schema, is_constant, operator_path
 from .result_checks import Promises
+from .traffic import moved
 
 LARGE = 16 << 20  # bytes from which a target is told of fresh memory
 HEAVY = 1 << 20  # bytes that are worth a launch of their own, if others can have them afterwards
@@ -322,7 +323,7 @@ class Writer:
                         names += [text for b in places for text in self.extent(b)]
                 slots = tuple(sizes.setdefault(s, len(sizes)) for s in names)
                 known = step.args if self.bounded and self.bounded[step.kernel] else ()
-                pending.append((Step(step.kernel, pointers, slots), step.origins, known))
+                pending.append((Step(step.kernel, pointers, slots, self.moved(step)), step.origins, known))
             else:
                 flush()
                 self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
@@ -331,6 +332,11 @@ class Writer:
                 flush()
         begin(len(p.steps))
         flush()
+
+    def moved(self, s: Launch) -> str:
+        kernel = self.p.kernels[s.kernel]
+        found, names = moved(s, kernel, self.buffers), {size: f"n{k}" for k, size in enumerate(kernel.sizes)}
+        return host_text(found, names) if found is not None and found.symbols() <= names.keys() else ""
 
     def extent(self, b: BufferPlan) -> tuple[str, str]:
         """The first element of a buffer's memory, counted from its pointer, and the end."""

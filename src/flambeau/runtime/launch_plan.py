@@ -25,12 +25,12 @@ from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, si
 from flambeau.targets.base import Build, Launch, Plan, Run, Source, Target, get_target
 from flambeau.torch_compat.autograd import keeps_graph
 
-from . import ranges
 from .address_tables import AddressTables, Table
 from .operator_calls import EXTENSION, Prepared, operator_named
 from .recordable import Recordable
 from .recording import function_now, recorded
 from .result_checks import kept
+from .watchers import Part, Watcher, one_by_one, title, watched, watching
 
 DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs
 
@@ -62,6 +62,7 @@ class Step:
     kernel: int  # position in LaunchPlan.kernels
     pointers: tuple[tuple[int, int], ...]  # slot of the pointer table (0 is the arena), offset in bytes
     sizes: tuple[int, ...]  # slots of the plan's size table
+    moved: str = ""  # bytes, a Python expression over the sizes n0, n1, ...; empty where it is not known
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,14 @@ class LaunchPlan:
     def _scope(self, kernels: Mapping[str, Launch | CompileError]) -> dict[str, Any]:
         target = get_target(self.target)
         loaded: list[Any] = [kernels[k.name] for k in self.kernels]
+        watchers = watching(self.device) if self.graphs is None else []  # a recording is one launch
+
+        def called(name: str, operator: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+            return watched(watchers, Part(self, str(operator), name), call)
+
         scope: dict[str, Any] = {
             **SCOPE, **self.constants,
-            **{name: self._plan(target, steps, loaded) for name, steps in self.plans.items()},
+            **{name: self._plan(target, name, loaded, watchers) for name in self.plans},
             **{name: AddressTables(target, self.device, tables) for name, tables in self.tables.items()},
             "TARGET": target, "DEVICE": self.device, "empty_strided": target.allocator(self.device),
             "fresh": target.fresh,
@@ -127,26 +133,31 @@ class LaunchPlan:
             "make_views": lambda arena: [view.over(arena.memory) for view in self.views],
         }
         operators = {name: operator_named(c.operator) for name, c in self.calls.items()}
-        scope.update((name, c.python(operators[name])) for name, c in self.calls.items())
+        scope.update((name, called(name, op, self.calls[name].python(op))) for name, op in operators.items())
+        if watchers:
+            scope.update((name, called(name, op, op)) for name, op in self.constants.items()
+                         if callable(op) and not isinstance(op, Held))
         if self.calls:
             EXTENSION.tell(lambda module: scope.update(
-                (name, c.native(module, operators[name])) for name, c in self.calls.items()))
+                (name, called(name, op, self.calls[name].native(module, op))) for name, op in operators.items()))
         exec(compile(self.source, "<flambeau program>", "exec"), scope)
         return scope
 
-    def _plan(self, target: Target, steps: Sequence[Step], loaded: Sequence[Any]) -> Plan:
+    def _plan(self, target: Target, name: str, loaded: Sequence[Any], watchers: Sequence[Watcher]) -> Plan:
+        steps = self.plans[name]
         launches = [(loaded[s.kernel], s.pointers, s.sizes) for s in steps]
-        if ranges.wanted(self.device):
-            titles = [self._titles()[s.kernel] for s in steps]
-            return ranges.one_by_one([target.plan([launch]) for launch in launches], titles)
-        return target.plan(launches)
+        if not watchers:
+            return target.plan(launches)
+        parts = [Part(self, self.title(s.kernel), f"{name} {k}", s) for k, s in enumerate(steps)]
+        return one_by_one([watched(watchers, part, target.plan([launch])) for part, launch in zip(parts, launches)])
 
-    def _titles(self) -> list[str]:
-        return [k.title or k.name for k in self.kernels]
+    def title(self, kernel: int) -> str:
+        """The name that profilers show."""
+        return self.kernels[kernel].title or self.kernels[kernel].name
 
     def _guarded(self, run: Run) -> Run:
-        if ranges.wanted(self.device):
-            run = ranges.around(ranges.title(self._titles()), run)
+        if watchers := watching(self.device):
+            run = watched(watchers, Part(self, title([*map(self.title, range(len(self.kernels)))])), run)
         return get_target(self.target).guarded(run, self.device)
 
 

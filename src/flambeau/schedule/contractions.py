@@ -15,20 +15,28 @@ from flambeau.ir.program import ContractKernel, Item
 from flambeau.ir.tuning import Tuning
 
 from .fuse import Group, member_exprs
-from .loop_nests import NestDraft, draft_group, merge, order, params_of, sizes_of, split_dims
+from .loop_nests import NestDraft, draft_group, merge, order, params_of, sizes_of, split_dims, typical_sizes
 
 
 def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
     """What cannot be tiled becomes an ordinary reduction; what sums long over few results is cut into pieces."""
     nodes: list[Node] = []
     for n in graph.nodes:
-        if isinstance(n, Contract) and n.is_tiled:
+        if isinstance(n, Contract) and n.is_tiled and is_multiplied(n, caps):
             nodes += in_pieces(graph, n, caps)
         elif isinstance(n, Contract):
             nodes.append(Reduce(n.names, n.vars, n.axes, n.combine, n.inputs, origin=n.origin, inlined=n.inlined))
         else:
             nodes.append(n)
     graph.nodes = nodes
+
+
+def is_multiplied(n: Contract, caps: Capabilities) -> bool:
+    """Whether the machine can multiply what the factors are, before they are widened for the sum."""
+    assert n.factors is not None
+    kinds = [f.args[0].dtype if f.op == "cast" else f.dtype for f in n.factors]
+    return caps.multiplies is None or all(f.dtype in caps.multiplies for f in n.factors) or (
+        kinds[0] is kinds[1] and kinds[0] in caps.multiplies)
 
 
 # ---- pieces of long sums ---------------------------------------------------------------------------------
@@ -44,14 +52,15 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     for one, other in (left, right), (right, left):
         tiles *= -(-size_of([v for v in n.kept if v in one and v not in other]) // caps.tuning.worker_side)
     depth = size_of(n.reduced)
-    most = min(caps.programs // max(tiles, 1), depth // caps.tuning.worker_depth)
+    most = min((caps.tuning.product_programs or caps.programs) // max(tiles, 1), depth // caps.tuning.worker_depth)
     longest = max(n.reduced, key=lambda v: size_of([v]))
     size = size_of([longest])
     most = min(most, size)
     if most < 2:
         return [n]
-    # Rather fewer pieces that are all alike.
-    pieces = next((p for p in range(most, most // 2, -1) if size % p == 0), most)
+    # Rather fewer pieces that are all alike, and begin where wide reads can.
+    alike = [p for p in range(most, most // 2, -1) if size % p == 0]
+    pieces = next((p for p in alike if size // p % caps.tuning.split_even == 0), next(iter(alike), most))
     length = -(-size // pieces)
     pieces = -(-size // length)
     kept = [v.size for v in n.kept]
@@ -84,8 +93,10 @@ def size_of(vars: Sequence[Sym], unknown: int = 1) -> int:
 # ---- the kernel ------------------------------------------------------------------------------------------
 
 
-def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tuning) -> ContractKernel:
+def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tuning, typical: dict[Sym, int]
+                   ) -> ContractKernel:
     d = draft_group(g, buffers, stored)
+    d.typical = typical
     first, *rest = d.items
     d.items = [Item(first.names, first.level, first.exprs[0].args, first.combine), *rest]
     rows, columns, batch = roles(d, member_exprs(g.members[0])[0])
@@ -99,9 +110,13 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
         a, b, rows, columns = b, a, columns, rows
     d.outer, d.inner = [*batch, *rows, *columns], depth
     params = params_of(d.accesses(), buffers)
+    sizes = sizes_of(d, params)
+    node = g.members[0].node
+    assert isinstance(node, Contract)
     return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
-                          tuple(d.stores.items()), params, sizes_of(d, params),
-                          tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)))
+                          tuple(d.stores.items()), params, sizes,
+                          tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
+                          typical_sizes(sizes, typical), node.tf32)
 
 
 def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:

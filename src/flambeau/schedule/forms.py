@@ -6,6 +6,7 @@ depends on the text itself (where a loop is split because a mask changes, how la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import loads, walk
 from flambeau.ir.index import ONE, Index, ceildiv, volume
-from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel
+from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel, exprs_of
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
 
@@ -87,10 +88,21 @@ def cpu_scans(k: ScanKernel, t: CpuTuning) -> Form:
 # ---- GPUs in their C languages -----------------------------------------------------------------------------
 
 
+def points_beside(length: int, row: bool, t: PointTuning) -> int:
+    """How many outer points a group has, if each has so many inner ones."""
+    return t.group if length <= t.short_row else 1 if row else t.columns
+
+
 def point_loops(k: LoopKernel, t: PointTuning) -> Form:
-    exprs, short = k.everything(), k.about(volume(k.inner), t.short_row + 1) <= t.short_row
-    if k.vector in k.inner and k.bounds is None and not short:
-        return Form("rows")  # what is contiguous is reduced, and long enough for a group
+    exprs, length = k.everything(), volume(k.inner)
+    if k.inner and not (k.bounds is None and length.is_const and length.const <= t.short_row):
+        if k.vector in k.inner and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
+            return Form("rows")  # what is contiguous is reduced, and long enough for a group
+        few = max(k.about(volume(k.outer), t.columns), 1)
+        return Form("columns", min(t.columns, 1 << (few - 1).bit_length()))
+    stages = Counter(e for stage in k.stages for e in loads(*exprs_of(stage)))
+    if k.inner and max((n for e, n in stages.items() if e.attr[1][0].symbols() & {*k.inner}), default=0) > 1:
+        return Form("columns", t.group)  # a work-item for each point, which holds what it reads more than once
     windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
     many = not k.inner and k.about(volume(k.outer), t.streamed_points) >= t.streamed_points and not windows
     if many and k.transposed_reads():
@@ -105,9 +117,10 @@ def point_scans(k: ScanKernel, t: PointTuning) -> Form:
         return Form("points")
     if any(a.coefficient(k.axis) is ONE for _, a in k.stores):
         return Form("rows")
-    if column is not None and k.about(column.size, t.scan_few_columns) >= t.scan_few_columns:
-        return Form("columns", t.scan_few_columns if few else t.scan_columns)
-    return Form("rows" if few else "points")
+    if column is not None:
+        fitting = 1 << (k.about(column.size, t.scan_columns) - 1).bit_length()
+        return Form("columns", max(min(fitting, t.scan_few_columns if few else t.scan_columns), 1))
+    return Form("rows")
 
 
 # ---- GPUs in Triton ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -31,10 +31,11 @@ from flambeau.ir.index import (
 )
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
-from flambeau.ir.tuning import Tuning
+from flambeau.ir.tuning import PointTuning, Tuning
 
-from .forms import is_shared
+from .forms import is_shared, points_beside
 from .fuse import Group, member_exprs
+from .one_pass import alive, exponentials_at_once
 
 _INT64 = torch.int64
 _LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
@@ -176,9 +177,12 @@ def stage(d: NestDraft, g_has_axes: bool) -> None:
             d.stage_of[name] = t
 
 
-def bring_forward(d: NestDraft, row_bytes: int | None, caps: Capabilities, dtype_of: dict[str, DType]
+def bring_forward(d: NestDraft, row: int | None, caps: Capabilities, dtype_of: dict[str, DType]
                   ) -> tuple[set[str], set[str]]:
     """Full-level values that a later stage reads: computed again, kept in a scratch row, or stored.
+
+    `row`: elements that a worker has in fast memory at once, if that is known. Where registers are that memory, nothing
+    is stored: what they do not hold is computed again, from what is read again anyway.
 
     Returns (names for the scratch row, names that must be stored after all).
     """
@@ -186,30 +190,42 @@ def bring_forward(d: NestDraft, row_bytes: int | None, caps: Capabilities, dtype
     scratch: set[str] = set()
     extra: set[str] = set()
     space = caps.scratch_bytes // 4
+    words = read_words(d)
+
+    def keep(n: str) -> bool:
+        nonlocal space, words
+        if row is None:
+            return False
+        if caps.row_registers:
+            words += -(-dtype_of[n].itemsize // 4)
+            return caps.holds(row, words)
+        need = row * dtype_of[n].itemsize
+        space -= need if (fits := need <= space and (caps.row_elements is None or row <= caps.row_elements)) else 0
+        return fits
+
     for k, i in enumerate(d.items):
         t = d.stage_of[i.names[0]]
-        late = {n for n in locals_in(i.exprs) if n in bodies and d.stage_of[n] < t and n not in d.stores}
-        again = {n for n in late if n not in scratch and n not in extra
-                 and cost_of(bodies[n].exprs) <= caps.tuning.recompute
-                 and not bodies.keys() & locals_in(bodies[n].exprs)}  # to repeat it would repeat those too
-        for n in late - again:
-            if n in scratch or n in extra:
-                continue
-            short = row_bytes is not None and (caps.row_elements is None or row_bytes <= caps.row_elements)
-            need = row_bytes * dtype_of[n].itemsize if row_bytes is not None and short else None
-            if need is not None and need <= space:
-                scratch.add(n)
-                space -= need
-            else:
-                extra.add(n)
-        if again:
+        again = {""}
+        while again:
+            late = {n for n in locals_in(d.items[k].exprs) if n in bodies and d.stage_of[n] < t and n not in d.stores}
+            again = {n for n in late if n not in scratch and n not in extra
+                     and cost_of(bodies[n].exprs) <= caps.tuning.recompute
+                     and not bodies.keys() & locals_in(bodies[n].exprs)}  # to repeat it would repeat those too
+            for n in sorted(late - again - scratch - extra):
+                (scratch if keep(n) else again if caps.row_registers else extra).add(n)
             memo: dict[Expr, Expr] = {}
 
             def put(x: Expr, again: set[str] = again) -> Expr:
                 return bodies[x.attr].exprs[0] if x.op == "local" and x.attr in again else x
 
-            d.items[k] = Item(i.names, i.level, tuple(rewrite(e, put, None, memo) for e in i.exprs), i.combine)
+            d.items[k] = replace(i, exprs=tuple(rewrite(e, put, None, memo) for e in d.items[k].exprs))
     return scratch, extra
+
+
+def read_words(d: NestDraft) -> int:
+    """Of 32 bits, that an inner point reads."""
+    inner = frozenset(d.inner)
+    return sum(-(-e.dtype.itemsize // 4) for e in loads(*d.exprs()) if e.attr[1][0].symbols() & inner)
 
 
 # ---- the shape of the loops ------------------------------------------------------------------------------
@@ -372,10 +388,11 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         tile = None
     dtype_of = {n: dtype for i in d.items for n, dtype in zip(i.names, i.dtypes, strict=True)}
     row: int | None = None
-    if d.inner and vector in d.inner and all(v.size.is_const for v in d.inner):
-        points = volume(d.outer)
+    if d.inner and d.bounds is None and all(v.size.is_const for v in d.inner):
         length = int(volume(d.inner))
-        if not is_shared(points, as_index(length), caps.tuning):
+        if isinstance(caps.tuning, PointTuning):
+            row = length * points_beside(length, vector in d.inner, caps.tuning)
+        elif vector in d.inner and not is_shared(volume(d.outer), as_index(length), caps.tuning):
             row = length
     scratch, extra = bring_forward(d, row, caps, dtype_of)
     if extra:
@@ -383,13 +400,10 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     stages: dict[int, list[Item]] = {}
     for i in d.items:
         stages.setdefault(d.stage_of[i.names[0]], []).append(i)
-    # What only the stages themselves read needs no memory and no item of its own.
-    used = set().union(*(locals_in(i.exprs) for i in d.items)) if d.items else set()
-    ordered = []
-    for t in sorted(stages):
-        live = tuple(i for i in stages[t] if any(n in used or n in d.stores for n in i.names))
-        if live:
-            ordered.append(live)
+    # What nobody reads any more, as it is computed again elsewhere, needs no item of its own.
+    ordered = alive([tuple(stages[t]) for t in sorted(stages)], d.stores)
+    if caps.row_registers and not caps.holds(row or d.about(volume(d.inner), 1), read_words(d)):
+        ordered = exponentials_at_once(ordered, d.stores)
     params = params_of(d.accesses(), buffers)
     sizes = sizes_of(d, params)
     kernel = LoopKernel(tuple(d.outer), tuple(d.inner), vector, tuple(ordered), tuple(d.stores.items()),

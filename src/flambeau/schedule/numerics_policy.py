@@ -8,7 +8,7 @@ import torch
 
 from flambeau.ir.dtypes import DType, is_float
 from flambeau.ir.expr import Expr, cast, const, rewrite, unary, walk, where
-from flambeau.ir.nodes import Graph
+from flambeau.ir.nodes import Contract, Graph
 
 from .inline import map_exprs
 
@@ -31,9 +31,14 @@ def keep_compared(roots: list[Expr], memo: dict[Expr, Expr]) -> None:
     everything = list(walk(*roots))
     compared = {a for e in everything if e.op in _COMPARISONS and all(a.op != "const" for a in e.args) for a in e.args}
     for e in everything:  # operands before users
-        if e in compared and widen(e) is not e:
-            half = e.args[0]
-            memo[e] = cast(cast(rewrite(half.args[0], widen, None, memo), half.dtype), e.dtype)
+        if e in compared:
+            keep_rounded(e, memo)
+
+
+def keep_rounded(e: Expr, memo: dict[Expr, Expr]) -> None:
+    if widen(e) is not e:
+        half = e.args[0]
+        memo[e] = cast(cast(rewrite(half.args[0], widen, None, memo), half.dtype), e.dtype)
 
 
 def narrow(e: Expr, choices: tuple[str, ...] = _CHOICES) -> Expr:
@@ -77,4 +82,7 @@ def apply_policy(graph: Graph) -> None:
         memo: dict[Expr, Expr] = {}
         if rule is widen:
             keep_compared([e for n in graph.nodes for e in n.exprs()], memo)
+            if graph.capabilities.multiplies is not None:  # small numbers: a factor that eager rounds to one, stays so
+                for e in (e for n in graph.nodes if isinstance(n, Contract) for e in n.factors or ()):
+                    keep_rounded(e, memo)
         graph.nodes = [map_exprs(n, lambda e, f=rule, m=memo: rewrite(e, f, None, m)) for n in graph.nodes]

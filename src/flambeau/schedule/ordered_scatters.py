@@ -1,4 +1,5 @@
-"""Scatters with one result: for machines whose points write in no fixed order, where that is asked for.
+"""Scatters with one result: for machines whose points write in no fixed order, where that is asked for, or where points
+that meet could not join their values otherwise (the least of integers of 64 bits, without an atomic for it).
 
 A stable sort brings the points that meet in an element together, in the order of the source. The first of such a run
 does the work of all: it starts from what the element was, takes in one value after the other, and writes once, so that
@@ -12,14 +13,16 @@ A variable that is an index of the target by itself stays out of this: rows are 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities, rounds
+from flambeau.ir.dtypes import DType, highest, lowest
 from flambeau.ir.expr import Expr, binary, cast, computed, const, index_value, loads, masked, where
 from flambeau.ir.index import ONE, Index, Sym, as_index, ceildiv, product, unflat
-from flambeau.ir.nodes import Graph, Scatter, Value, as_indices, dim_vars, narrow
+from flambeau.ir.nodes import Combine, Graph, Scatter, Value, as_indices, dim_vars, narrow
 from flambeau.ir.scalar import floordiv, fold_over, maximum, minimum
 from flambeau.ir.sort import sort
 
@@ -29,14 +32,15 @@ AHEAD = 4  # values that are on their way at once
 
 
 def order_scatters(graph: Graph, caps: Capabilities) -> None:
-    """Rewrite the scatters whose results depend on the order of their points."""
-    if not caps.deterministic or caps.ordered_scatter:
+    """Rewrite the scatters whose results depend on the order of their points, and those that need one."""
+    if caps.ordered_scatter:
         return
     nodes, graph.nodes = graph.nodes, []
     for n in nodes:
-        if isinstance(n, Scatter) and depends_on_order(n):
+        fixed = isinstance(n, Scatter) and caps.deterministic and depends_on_order(n)
+        if isinstance(n, Scatter) and (fixed or needs_order(n, caps)):
             with build.building(graph, n.origin):
-                n = Runs(n).written_once() if meeting(n) else alone(n)
+                n = alone(n) if not meeting(n) else Runs(n).written_once() if fixed else Runs(n).joined_at_the_end()
         graph.nodes.append(n)
 
 
@@ -44,6 +48,10 @@ def depends_on_order(n: Scatter) -> bool:
     if n.mode == "set":  # one value for all points is the same from any of them
         return not n.unique and bool(meeting(n)) and (bool(loads(n.value)) or not n.value.symbols().isdisjoint(n.vars))
     return rounds(n.mode, n.value.dtype)
+
+
+def needs_order(n: Scatter, caps: Capabilities) -> bool:
+    return n.mode != "set" and not n.unique and not caps.swaps(n.mode, n.value.dtype)
 
 
 def alone(n: Scatter) -> Scatter:
@@ -98,10 +106,7 @@ class Runs:
         vars = dim_vars((self.count, *(v.size for v in self.left)))
         p, *others = as_indices(vars)
         rest = dict(zip(self.left, others, strict=True))
-        target = [t.subs(rest) for t in n.target]
-        key = computed(cast(self.keys.load((p,)), torch.int64), 0, most(self.end))
-        for k, i in zip(self.places, unflat(key, self.extents), strict=True):
-            target[k] = i
+        target = self.target(p, rest)
         if n.mode == "set":
             writes = self.counts(p, self.is_last(p))
             value = masked(n.value.subs({**self.point(p), **rest}), writes)
@@ -111,8 +116,36 @@ class Runs:
             writes = length > 0
             start = masked(n.init, writes).subs(dict(zip(n.out_vars, target, strict=True)))
             value = self.joined(self.stretch(start, p, rest, length), p, rest, length, ends)
-        return Scatter(n.names, n.out_vars, n.init, vars, tuple(target), value, "set", writes, True, origin=n.origin,
+        return Scatter(n.names, n.out_vars, n.init, vars, target, value, "set", writes, True, origin=n.origin,
                        inlined=n.inlined)
+
+    def joined_at_the_end(self) -> Scatter:
+        """The same where the order does not matter: values are joined along their runs, all at once, and the last
+        point of a run writes what it came to."""
+        n = self.n
+        sizes = (self.count, *(v.size for v in self.left))
+
+        def element(i: Place) -> tuple[Expr, Expr]:
+            rest = dict(zip(self.left, i[1:], strict=True))
+            return where(self.is_first(i[0]), const(1, torch.int32), 0), n.value.subs({**self.point(i[0]), **rest})
+
+        run = build.scan(sizes, 0, in_runs(n.mode, n.value.dtype), element)[1]
+        vars = dim_vars(sizes)
+        p, *others = as_indices(vars)
+        target = self.target(p, dict(zip(self.left, others, strict=True)))
+        writes = self.counts(p, self.is_last(p))
+        start = masked(n.init, writes).subs(dict(zip(n.out_vars, target, strict=True)))
+        value = binary(n.mode, start, run.load((p, *others)))
+        return Scatter(n.names, n.out_vars, n.init, vars, target, value, "set", writes, True, origin=n.origin,
+                       inlined=n.inlined)
+
+    def target(self, p: Index, rest: dict[Sym, Index]) -> tuple[Index, ...]:
+        """Where the point at p goes."""
+        out = [t.subs(rest) for t in self.n.target]
+        key = computed(cast(self.keys.load((p,)), torch.int64), 0, most(self.end))
+        for k, i in zip(self.places, unflat(key, self.extents), strict=True):
+            out[k] = i
+        return tuple(out)
 
     # ---- the values of a run ---------------------------------------------------------------------------
 
@@ -154,7 +187,7 @@ class Runs:
         There is at most one, the first of a run aside, and it belongs to the run of the first of these positions: that
         of any other run would begin a whole stretch after that run, which begins later.
         """
-        starts = self.edges(last=False)
+        n, starts = self.n, self.edges(last=False)
 
         def body(i: Place) -> Expr:
             at = i[0] * STRETCH
@@ -163,7 +196,7 @@ class Runs:
             p = computed(first + skipped, 0, most(self.count + STRETCH))
             rest = dict(zip(self.left, i[1:], strict=True))
             length = where(self.counts(at, skipped > 0), maximum(end - index_value(p), 0), 0)
-            return self.stretch(const({"add": 0, "mul": 1}[self.n.mode], self.n.value.dtype), p, rest, length)
+            return self.stretch(const({"add": 0, "mul": 1}[n.mode], n.value.dtype), p, rest, length)
 
         return build.pointwise((ceildiv(self.count, STRETCH), *(v.size for v in self.left)), body, laid=True)
 
@@ -199,6 +232,18 @@ class Runs:
     def is_last(self, p: Index) -> Expr:
         inner = index_value(p + 1) < index_value(self.count)
         return ~inner | binary("ne", self.keys.load((p + 1,), inner), self.keys.load((p,)))
+
+
+@cache
+def in_runs(mode: str, dtype: DType) -> Combine:
+    """Values joined since the last beginning of a run."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        begins = binary("ne", b[0], 0)
+        return a[0] | b[0], where(begins, b[1], binary(mode, a[1], b[1]))
+
+    start = {"add": 0, "mul": 1, "min": highest(dtype), "max": lowest(dtype)}[mode]
+    return build.make_combine(f"{mode} in runs", (torch.int32, dtype), (0, start), fn)
 
 
 def most(size: Index) -> int | None:

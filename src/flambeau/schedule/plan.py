@@ -24,6 +24,7 @@ from .numerics_policy import apply_policy
 from .ordered_scatters import order_scatters
 from .split_reductions import split_reductions
 from .tensor_tables import join_launches
+from .wide_windows import share_windows
 
 
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
@@ -90,6 +91,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     if check:
         verify(graph, "after lowering")
     inline(graph, notes, caps)
+    share_windows(graph, caps)
     apply_policy(graph)
     prepare_contractions(graph, caps)
     split_reductions(graph, caps)
@@ -104,7 +106,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     for g in groups:
         kernel: Kernel
         if isinstance(g, Group) and g.is_contract:
-            kernel = shape_contract(g, graph.buffers, stored, caps.tuning)
+            kernel = shape_contract(g, graph.buffers, stored, caps.tuning, graph.typical)
         elif isinstance(g, Group):
             kernel, extra = shape_group(g, graph.buffers, stored, caps, graph.typical)
             stored |= extra
@@ -159,6 +161,6 @@ def place_buffers(p: ProgramDraft, graph: Graph) -> None:
         if name not in used:
             continue
         place = ("input" if name in graph.inputs else "seed" if name in graph.seeds else "extern" if name in from_calls
-                 else "output" if name in returned else "alloc" if name in shared else "arena")
+                 else "output" if name in returned else "alloc" if name in shared or b.alone else "arena")
         assert b.strides is not None
         p.buffers[name] = BufferPlan(name, b.dtype, b.shape, b.strides, place)

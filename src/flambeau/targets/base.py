@@ -181,6 +181,7 @@ class Target(ABC):
     wins: ClassVar[Mapping[str, int]] = {}
     addresses: ClassVar[bool] = True  # launches take addresses; otherwise the tensors themselves
     names_kernels: ClassVar[bool] = False  # after what they compute; others put in names of their own
+    times: ClassVar[bool] = False  # what it runs by itself can be timed beside what a library has for it
     opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
 
     @abstractmethod
@@ -286,6 +287,7 @@ _BUILT_IN = {
     "cpu": "flambeau.targets.cpu.target:CpuTarget",
     "cpu-alone": "flambeau.targets.cpu.alone:LibraryFreeCpu",
     "cuda": "flambeau.targets.cuda.target:CudaTarget",
+    "cuda-alone": "flambeau.targets.cuda.alone:LibraryFreeCuda",
     "interpreter": "flambeau.targets.cuda.interpreter:InterpreterTarget",
     "metal": "flambeau.targets.metal.target:MetalTarget",
     "metal-emulator": "flambeau.targets.metal.emulator.target:EmulatorTarget",

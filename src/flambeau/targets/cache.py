@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -35,6 +36,7 @@ from flambeau.targets.trust import folder_problem, open_file
 
 log = logging.getLogger(__name__)
 
+counts: Counter[str] = Counter()  # of entries that this process has read and written
 _SEAL = b"\n// flambeau sha256 "
 _SEAL_LENGTH = len(_SEAL) + 64 + 1
 _ENTRY = re.compile(r"[0-9a-f]{64}\.[a-z]+")
@@ -82,6 +84,7 @@ class DiskCache:
             path = folder.path / name
             if self._read(folder, name, path not in self._verified) is not None:
                 self._verified.add(path)
+                counts["read"] += 1
                 return path
             self._verified.discard(path)
         return None
@@ -90,6 +93,7 @@ class DiskCache:
         """The data of an entry, without the seal."""
         for folder in self._folders():
             if (data := self._read(folder, key + suffix)) is not None:
+                counts["read"] += 1
                 return data
         return None
 
@@ -109,6 +113,7 @@ class DiskCache:
                 continue
             self._verified.add(path)
             self._account(len(data) + _SEAL_LENGTH, path)
+            counts["written"] += 1
             return path
         return None
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 SUFFIX = ".tuned"
 ROUNDS = 5  # each times all candidates, in turn forwards and backwards: clocks drift
 GAIN = 0.98  # of the heuristic's time, that another must stay below: what is closer is noise
-# Floats of each kind, and how much of the greatest result rounding may make up.
-FLOATS = {"*fp64": ("float64", 1e-12), "*fp32": ("float32", 1e-5), "*fp16": ("float16", 4e-3),
-          "*bf16": ("bfloat16", 3e-2)}
+FLOATS = {"*fp64": torch.float64, "*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16}
+# How much of the greatest result rounding may make up.
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BYTES = {"1": 1, "8": 1, "16": 2, "32": 4, "64": 8}
 
 
@@ -122,21 +122,37 @@ def decide(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequen
     if alike not in choice.decided:
         source = choice.source
         texts = [(s.text, repr(s.parts)) for s in (source, *source.alternatives)]
-        key = hashlib.sha256(json.dumps([texts, alike, target.chip(), identity()]).encode()).hexdigest()
-        disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-        data = disk.read(key, SUFFIX)
-        if data is not None:
-            number = int(data)
-            launch = built(target, source.alternatives[number - 1 : number])[0] if number else choice.launch
-        else:
-            number, launch = search(target, choice, pointers, sizes)
-            disk.put(key, str(number).encode(), SUFFIX)
+        number = int(kept([texts, alike, target.chip(), identity()],
+                          (lambda: str(search(target, choice, pointers, sizes))) if source.results else None) or 0)
+        launch = built(target, source.alternatives[number - 1 : number])[0] if number else choice.launch
         choice.decided[alike] = launch or choice.launch
     return choice.decided[alike]
 
 
-def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequence[int]) -> tuple[int, Launch]:
-    """Number (zero: the heuristic's) and launch of the fastest of those that agree with the heuristic's."""
+def kept(about: Sequence[Any], find: Callable[[], str] | None) -> str:
+    """What was found for such a question in whatever process; found now, if it can be."""
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    disk = shared_cache(config.cache_dir, config.cache_limit_mb)
+    data = disk.read(key, SUFFIX)
+    if data is not None or find is None:
+        return (data or b"").decode()
+    found = find()
+    disk.put(key, found.encode(), SUFFIX)
+    return found
+
+
+def fastest(target: Any, candidates: Mapping[int, Callable[[], object]]) -> tuple[int, dict[int, float]]:
+    """Which of them, zero unless another is faster by more than noise; and the seconds that each took."""
+    best = dict.fromkeys(candidates, float("inf"))
+    for turn in range(ROUNDS):
+        for number in sorted(candidates, reverse=bool(turn % 2)):
+            best[number] = min(best[number], target.seconds(candidates[number]))
+    first = min(best, key=lambda number: best[number])
+    return (first if best[first] < GAIN * best[0] else 0), best
+
+
+def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequence[int]) -> int:
+    """The number (zero: the heuristic's) of the fastest of those that agree with the heuristic's."""
     source = choice.source
     names = {f"n{k}": n for k, n in enumerate(sizes)}
     results = []
@@ -160,20 +176,16 @@ def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequen
         except RuntimeError as error:  # of the driver: more than the machine has for one program
             log.info("%s: candidate %d does not start: %s", source.name, number, error)
             continue
-        if all(agree(kind, memory, want) for (kind, memory), want in zip(results, wanted, strict=True)):
+        if all(agree(floats(kind, memory), floats(kind, want))
+               for (kind, memory), want in zip(results, wanted, strict=True)):
             candidates[number] = launch
         else:
             log.warning("%s: a candidate gives other results than the heuristic's kernel, and is dropped:\n%s",
                         source.name, source.alternatives[number - 1].text)
-    best = dict.fromkeys(candidates, float("inf"))
-    for turn in range(ROUNDS):
-        for number in sorted(candidates, reverse=bool(turn % 2)):
-            best[number] = min(best[number], target.seconds(partial(candidates[number], pointers, sizes)))
-    fastest = min(best, key=lambda number: best[number])
-    winner = fastest if best[fastest] < GAIN * best[0] else 0
+    winner, best = fastest(target, {k: partial(launch, pointers, sizes) for k, launch in candidates.items()})
     log.info("%s: candidate %d of %d, %.1f us instead of %.1f", source.name, winner, len(candidates),
              1e6 * best[winner], 1e6 * best[0])
-    return winner, candidates[winner]
+    return winner
 
 
 def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
@@ -185,10 +197,15 @@ def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
     return [None if isinstance(k := made[s.name], CompileError) else k for s in sources]
 
 
-def agree(kind: str, memory: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if kind not in FLOATS or torch.equal(memory, wanted):
-        return torch.equal(memory, wanted)
-    name, rounding = FLOATS[kind]
-    a, b = (m.view(getattr(torch, name)) for m in (memory, wanted))
-    scale = b.nan_to_num(0, 0, 0).abs().max().item()
-    return torch.allclose(a, b, rtol=rounding, atol=rounding * scale, equal_nan=True)
+def floats(kind: str, memory: torch.Tensor) -> torch.Tensor:
+    """Memory behind a pointer of Triton's, as what it holds, if that is rounded."""
+    return memory.view(FLOATS[kind]) if kind in FLOATS else memory
+
+
+def agree(made: torch.Tensor, wanted: torch.Tensor, least: float = 0) -> bool:
+    """But for what rounding makes up of the greatest: `least`, or more where the dtype has fewer digits."""
+    if wanted.dtype not in ROUNDING or not wanted.numel():
+        return torch.equal(made, wanted)
+    rounding = max(ROUNDING[wanted.dtype], least)
+    scale = wanted.nan_to_num(0, 0, 0).abs().max().item()
+    return torch.allclose(made, wanted, rtol=rounding, atol=rounding * scale, equal_nan=True)

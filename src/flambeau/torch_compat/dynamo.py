@@ -5,7 +5,7 @@ What is public is used by its public name: torch.compiler.reset, disable, assume
 
 from __future__ import annotations
 
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
@@ -13,6 +13,7 @@ from torch._dynamo import config, graph_break
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
 from torch._dynamo.eval_frame import TorchPatcher, innermost_fn, skip_code
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -22,9 +23,9 @@ from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
 
 __all__ = ["SKIP_FRAME", "WRAPPER", "ConstantSource", "DeviceInterface", "TensorVariable",
            "TorchInGraphFunctionVariable", "allow_recompiles", "backend_of", "compilation_time_metrics",
-           "config", "current_translator", "get_eval_frame_callback", "graph_break", "innermost_fn", "is_fullgraph",
-           "may_break", "prepare_optimizers", "register_interface_for_device", "restore_runtime_marks", "skip_code",
-           "unskip_code", "without_runtime_marks"]
+           "config", "current_translator", "get_eval_frame_callback", "graph_break", "handed_on", "innermost_fn",
+           "is_fullgraph", "may_break", "prepare_optimizers", "register_interface_for_device", "restore_runtime_marks",
+           "skip_code", "unskip_code", "without_runtime_marks"]
 
 # An answer to Dynamo's question about a frame: run it as it is, and ask again about what it calls.
 SKIP_FRAME = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)
@@ -56,6 +57,14 @@ def is_fullgraph(wrapper: Any) -> bool:
 def may_break(translator: Any) -> bool:
     """Whether what is being traced may be cut into several graphs. `error_on_graph_break` is there from 2.9 on."""
     return not (translator.one_graph or getattr(translator, "error_on_graph_break", False))
+
+
+def handed_on(error: Exception, frame: FrameType | None) -> Exception:
+    """The error as one that Dynamo does not wrap: still of its class, and shown from this frame on."""
+    kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    made: Exception = kind.__new__(kind, *error.args)
+    vars(made).update(vars(error), first_useful_frame=frame)
+    return made
 
 
 def allow_recompiles(count: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch._inductor import config
 from torch._inductor.output_code import OutputCode
 
-__all__ = ["OutputCode", "config", "name_device"]
+__all__ = ["OutputCode", "aoti_load", "aoti_package", "config", "name_device"]
 
 
 def name_device(device: str) -> None:
@@ -16,3 +16,16 @@ def name_device(device: str) -> None:
 
     overrides: Any = DeviceOpOverrides()
     register_device_op_overrides(device, overrides)
+
+
+def aoti_package(program: Any, path: str) -> str:
+    """AOTInductor's package of an exported program."""
+    from torch._inductor import aoti_compile_and_package
+
+    return aoti_compile_and_package(program, package_path=path)
+
+
+def aoti_load(path: str) -> Any:
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(path)

@@ -1,6 +1,6 @@
 """Every change that Flambeau makes to torch: what, why, for which releases, who sees it, and its undo.
 
-    PATCHES                                  # all of them; docs/settings.md has the table
+    PATCHES                                  # all of them; docs/reference/settings.md has the table
     with WRAPPERS.applied(post_compile):     # within a block
         ...
     FRAMES.apply(passing); FRAMES.undo()     # until somebody undoes it

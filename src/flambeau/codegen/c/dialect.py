@@ -37,6 +37,7 @@ class Cpp(CLike):
     prefetch = "fl::prefetch<{}>(&{});"
     thread, threads = "fl::thread()", "fl::threads()"
     zeros = "{}{{}}"
+    preprocessed = True
     # A function of its own: contraction is allowed for whole functions.
     inlined = 'static __attribute__((noinline, optimize("fp-contract=fast")))'
     unlikely = "__builtin_expect({}, 0)"

@@ -23,8 +23,6 @@ from ..dialect import LANES, TEAM, Dialect
 from .nest import NestWriter
 from .row_invariants import number
 
-JOIN = {"add": "add", "mul": "mul", "min": "min", "max": "max"}
-
 
 class ScatterWriter(NestWriter):
     def __init__(self, dialect: Dialect, kernel: ScatterKernel) -> None:
@@ -234,7 +232,7 @@ class ScatterWriter(NestWriter):
             held = f"((bool){place})" if dtype is torch.bool else place  # they lie in memory as bytes
             old, new = (cast(self.raw(t, dtype), wide) for t in (held, text))
             with self.accessed(k.name, address):
-                self.line(f"{place} = {self.value(cast(Expr(JOIN[k.mode], wide, (old, new)), dtype))};")
+                self.line(f"{place} = {self.value(cast(Expr(k.mode, wide, (old, new)), dtype))};")
             return
         with self.accessed(k.name, address):
             self.line(f"{place} = {text};")

@@ -74,6 +74,16 @@ def sigmoid(x):
 
 
 @triton.jit
+def rough_sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def rough_div(a, b):
+    return a / b
+
+
+@triton.jit
 def isnan(x):
     return x != x
 
@@ -208,6 +218,15 @@ def gcd(a, b):
 @triton.jit
 def lcm(a, b):
     return tl.abs(div(a, gcd(a, b)) * b)
+
+
+@triton.jit
+def place(tile, high, wide, group: tl.constexpr):
+    """Row and column of a tile, where `group` rows of tiles go side by side: the cache holds what they share."""
+    first = tile // (group * wide) * group
+    rows = tl.minimum(high - first, group)
+    rest = tile % (group * wide)
+    return first + rest % rows, rest // rows
 
 
 # ---- random bits -----------------------------------------------------------------------------------------

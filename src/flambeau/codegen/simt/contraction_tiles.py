@@ -20,6 +20,14 @@ from ..dialect import UNROLLED
 from .dialect import LaunchDraft, Shape, SimtDialect, SimtWriter
 
 
+def band(high: int, wide: int) -> int:
+    """How many rows of tiles come together: what groups read that run at once is least, all in all."""
+    def reads(rows: int) -> int:
+        return high * -(-wide // (POINTS.groups // rows)) + wide * -(-high // rows)
+
+    return min(range(1, POINTS.groups + 1), key=reads)
+
+
 class Tiles(SimtWriter, ContractWriter):
     sum = "sums[s]"  # of a work-item, by its number
 
@@ -29,6 +37,8 @@ class Tiles(SimtWriter, ContractWriter):
         self.group = self.side * self.side
         self.tile = POINTS.product_each * self.side
         self.row = self.tile + 1  # neighbours are not in the same bank, whichever way they are written
+        self.band = band(*(-(-n.const // self.tile) if n.is_const else POINTS.groups
+                           for n in (volume(kernel.rows), volume(kernel.columns))))
 
     def write(self) -> LaunchDraft:
         k, long, tile = self.k, self.d.long, self.tile
@@ -40,8 +50,14 @@ class Tiles(SimtWriter, ContractWriter):
         self.line(f"const {long} me = {self.d.lane}, block = {self.d.group};")
         self.line(f"const {long} mine_r = me / {self.side}, mine_c = me % {self.side};")
         with self.scope("{", k.batch):
-            self.line(f"const {long} c0 = block % {self.index(wide)} * {tile}, line = block / {self.index(wide)};")
-            self.line(f"const {long} r0 = line % {self.index(high)} * {tile}, item = line / {self.index(high)};")
+            # Tiles come in bands of some rows, in each of them column by column.
+            band, tiles = self.band, self.index(high * wide)
+            self.line(f"const {long} item = block / {tiles}, place = block % {tiles};")
+            self.line(f"const {long} above = place / {self.index(wide * band)} * {band};")
+            self.line(f"const {long} rest = place % {self.index(wide * band)};")
+            within = self.d.minimum.format(f"({long})({self.index(high)} - above)", f"({long}){band}")
+            self.line(f"const {long} within = {within};")
+            self.line(f"const {long} r0 = (above + rest % within) * {tile}, c0 = rest / within * {tile};")
             self.decompose("item", k.batch)
             self.begin()
             with self.scope(f"for ({long} k0 = 0; k0 < {depth}; k0 += {POINTS.product_depth}) {{"):
@@ -115,13 +131,13 @@ class MatrixTiles(Tiles):
         self.columns_each, self.rows_each = across // self.wide, across * self.wide // steps
 
     def begin(self) -> None:
-        m, count = self.m, self.rows_each * self.columns_each
+        m = self.m
         self.scopes[0].lines.append(f"{self.d.local} {self.kind} whole[{self.tile * self.tile}];")
         self.line(f"const int mine = me / {self.d.step};")
         self.line(f"const int at_r = mine / {self.wide} * {self.rows_each * m.side};")
         self.line(f"const int at_c = mine % {self.wide} * {self.columns_each * m.side};")
-        self.line(f"{m.kind} sums[{count}];")
-        self.line(f"for (int s = 0; s < {count}; ++s) sums[s] = {m.kind}(0.0f);")
+        for s in range(self.rows_each * self.columns_each):  # not an array: they stay in registers
+            self.line(f"{m.kind} sums{s} = {m.kind}(0.0f);")
 
     def multiply(self) -> None:
         m = self.m
@@ -134,12 +150,12 @@ class MatrixTiles(Tiles):
                     self.line(m.load.format(f"{name}{i}", place, self.row, turned))
             for i in range(self.rows_each):
                 for j in range(self.columns_each):
-                    self.line(m.multiply.format(f"sums[{i * self.columns_each + j}]", f"l{i}", f"r{j}"))
+                    self.line(m.multiply.format(f"sums{i * self.columns_each + j}", f"l{i}", f"r{j}"))
 
     def end(self) -> None:
         m = self.m
         for i in range(self.rows_each):
             for j in range(self.columns_each):
                 place = f"whole + (at_r + {i * m.side}) * {self.tile} + at_c + {j * m.side}"
-                self.line(m.store.format(f"sums[{i * self.columns_each + j}]", place, self.tile))
+                self.line(m.store.format(f"sums{i * self.columns_each + j}", place, self.tile))
         self.line(self.d.barrier)

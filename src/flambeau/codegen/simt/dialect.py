@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import DType, is_bool, is_int
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index
 from flambeau.ir.program import Kernel
+from flambeau.ir.tuning import POINTS
 
 from ..dialect import UNSIGNED, CLike
 from ..writer import Writer
@@ -34,6 +36,14 @@ class Shape:
     largest: int = 256  # work-items of a group, where a row needs many
     local: int = 1 << 14  # bytes of local memory that a group may use
     bounded: bool = False  # kernels check their accesses
+
+
+def point_capabilities(name: str, shape: Shape, **more: Any) -> Capabilities:
+    """What all GPUs that these writers write for have in common."""
+    registers = shape.largest * POINTS.registers
+    return Capabilities(name, programs=1024, row_registers=registers, row_elements=registers // 4, serial_scans=False,
+                        masked_reads=True, gathers_rows=True, waits_for_memory=True, contracts=True, sorts=True,
+                        tuning=POINTS, **more)
 
 
 @dataclass(frozen=True)

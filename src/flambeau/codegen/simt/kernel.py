@@ -7,7 +7,9 @@ divide the outermost among themselves (`cpu_threads.py`). On GPUs a work-item is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -20,6 +22,7 @@ from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, 
 from ..c.nest import extent_names
 from ..source import Range, RangeSource, host_text, site_table
 from ..writer import Writer
+from .columns import ColumnLoops
 from .contraction_tiles import MatrixTiles, Tiles
 from .cpu_threads import LOOPS as THREAD_LOOPS
 from .cpu_threads import ThreadBlocks, ThreadScan, ThreadScatter, ThreadStart
@@ -31,9 +34,11 @@ from .transposes import Transpose
 from .wide_access import StreamedPoints
 
 LOOPS: dict[str, type[PointLoops]] = {
-    "points": PointLoops, "rows": RowLoops, "transpose": Transpose, "streamed": StreamedPoints}
+    "points": PointLoops, "rows": RowLoops, "columns": ColumnLoops, "transpose": Transpose, "streamed": StreamedPoints}
 SCANS: dict[str, type[PointScan | RowScan | ColumnScan]] = {
     "points": PointScan, "rows": RowScan, "columns": ColumnScan}
+_WORD, _SEVERAL = re.compile(r"[A-Za-z_]\w*"), re.compile(r", \w+ = ")
+_CONSTANT = re.compile(r"\s*const \w+ (\w+) = (.*);$")
 NARROW = 2**31 - 2**16  # indices below it are 32 bits wide, with room for the last group
 
 
@@ -55,7 +60,7 @@ def render_in(language: type[SimtDialect], kernel: Kernel, name: str, shape: Sha
         lines += [*draft.before, *d.head(kernel, f"KERNEL_NAME_{k}", draft.group, extents),
                   *(f"  const {wide} {draft.writer.sym(s)} = {n};" for s, n in names.items()),
                   *([f"  {wide} bad = 0;"] if reports else []),
-                  *("  " + x for x in draft.writer.scopes[0].lines),
+                  *("  " + x for x in needed(draft.writer.scopes[0].lines)),
                   *([told] if reports else []), "}"]
         items = draft.items if isinstance(draft.items, str) else host_text(draft.items, names)
         ranges.append(Range(f"KERNEL_NAME_{k}", items, draft.group))
@@ -64,6 +69,21 @@ def render_in(language: type[SimtDialect], kernel: Kernel, name: str, shape: Sha
                        len(kernel.sizes) + len(extents), tuple(ranges), checks, d.headers(functions),
                        site_table(kernel), shape.bounded, kernel.origins,
                        isinstance(kernel, ScatterKernel) and kernel.mode == "set" and not kernel.unique)
+
+
+def needed(lines: Sequence[str]) -> list[str]:
+    """Without the constants that nobody reads, such as the place of an element that registers hold."""
+    words = [set(_WORD.findall(line)) for line in lines]
+    depths = [len(line) - len(line.lstrip()) for line in lines]
+    kept: list[int] = []  # from the last line on
+    for at in range(len(lines) - 1, -1, -1):
+        found = _CONSTANT.match(lines[at])
+        if found and "bad" not in words[at] and not _SEVERAL.search(found[2]):
+            inside = takewhile(lambda k, depth=depths[at]: depths[k] >= depth, reversed(kept))  # type: ignore[misc]
+            if not any(found[1] in words[k] for k in inside):
+                continue
+        kept.append(at)
+    return [lines[at] for at in reversed(kept)]
 
 
 def exceeded(w: Writer, pointers: int) -> str:
@@ -119,8 +139,7 @@ def write_points(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDra
         whole = d.matrices is not None and kernel.left.dtype is torch.float32
         return [(MatrixTiles if whole else Tiles)(d, kernel, shape).write()]
     if isinstance(kernel, LoopKernel):
-        # The other forms read several elements at once, which nothing checks.
-        loops = (PointLoops if shape.bounded else LOOPS[kernel.form.name])(d, kernel, shape)
+        loops = LOOPS[kernel.form.name](d, kernel, shape)
         loops.write()
         return [loops.draft()]
     if isinstance(kernel, ScanKernel):

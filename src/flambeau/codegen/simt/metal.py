@@ -13,7 +13,7 @@ import torch
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir.build import is_word
-from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.capabilities import MODES, Capabilities
 from flambeau.ir.dtypes import SUPPORTED, DType
 from flambeau.ir.expr import SPECIAL, walk
 from flambeau.ir.program import Kernel
@@ -21,20 +21,21 @@ from flambeau.ir.tuning import POINTS
 
 from ..dialect import UNROLLED, Steps
 from ..source import RangeSource
-from .dialect import Exchange, Matrices, Shape
+from .dialect import Exchange, Matrices, Shape, point_capabilities
 from .kernel import render_in
-from .opencl import OpenCL
+from .opencl import OpenCL, PartOfWord
 
 BUFFERS = 31
 THREADGROUP_BYTES = 32 << 10
 SIMD_WIDTH = 32  # of every Apple GPU
 LARGEST_GROUP = 1024
-SHAPE = Shape(threads=False, group=256, units=1, largest=LARGEST_GROUP, local=THREADGROUP_BYTES // 2)
+# Of a larger one, threads have too few registers to hold a row.
+SHAPE = Shape(threads=False, group=POINTS.group, units=1, largest=LARGEST_GROUP // 2, local=THREADGROUP_BYTES // 2)
 # Functions that are computed in double elsewhere.
 MISSING = SPECIAL
-JOINS = frozenset({(mode, dtype) for mode in ("add", "mul", "min", "max") for dtype in (torch.float32, torch.int32)}
-                  | {("add", torch.int64)})
 DTYPES = SUPPORTED - {torch.float64}
+# One after the other by compare and swap of the word of 32 bits that holds an element, or by an instruction.
+JOINS = frozenset({(mode, dtype) for mode in MODES for dtype in DTYPES if dtype.itemsize <= 4} | {("add", torch.int64)})
 WORDS = {4: "uint4", 2: "uint2", 1: "uint"}  # several words side by side
 
 
@@ -87,20 +88,21 @@ class Metal(OpenCL):
     def at_once(self, mode: str, dtype: DType, element: str, text: str) -> str:
         if (mode, dtype) == ("add", torch.int64):
             return f"fl_add_long(&{element}, {text});"
-        if mode == "add" or (mode in ("min", "max") and dtype is torch.int32):
+        if (mode, dtype) == ("add", torch.float32) or (mode in ("add", "min", "max") and dtype is torch.int32):
             kind = self.types[dtype]
             place = f"reinterpret_cast<device atomic_{kind}*>(&{element})"
             return f"atomic_fetch_{mode}_explicit({place}, {text}, memory_order_relaxed);"
         return ""
 
     def exchange(self, dtype: DType, element: str, place: str, seen: str, old: str) -> Exchange:
-        assert dtype.itemsize == 4, f"no atomics on {dtype}"
-        before = (f"device atomic_uint* {place} = reinterpret_cast<device atomic_uint*>(&{element});",
+        assert dtype.itemsize <= 4, f"no atomics on {dtype}"
+        part = self.part_of_word(dtype, element, place, seen) if dtype.itemsize < 4 else \
+            PartOfWord((), f"&{element}", f"as_type<{self.types[dtype]}>({seen})", "as_type<uint>({})")
+        before = (*part.before, f"device atomic_uint* {place} = reinterpret_cast<device atomic_uint*>({part.address});",
                   f"uint {old} = atomic_load_explicit({place}, memory_order_relaxed), {seen};", f"bool {place}_done;")
-        attempt = f"{place}_done = atomic_compare_exchange_weak_explicit({place}, &{old}, as_type<uint>({{}}), " \
+        attempt = f"{place}_done = atomic_compare_exchange_weak_explicit({place}, &{old}, {part.replaced}, " \
                   "memory_order_relaxed, memory_order_relaxed);"
-        return Exchange(before, f"{seen} = {old};", attempt, f"}} while (!{place}_done);",
-                        f"as_type<{self.types[dtype]}>({seen})")
+        return Exchange(before, f"{seen} = {old};", attempt, f"}} while (!{place}_done);", part.value)
 
     def head(self, kernel: Kernel, name: str, group: int, extents: Sequence[str]) -> list[str]:
         pointers = [f"device {'' if p.written else 'const '}{self.stored[p.dtype]}* p{k}"
@@ -136,9 +138,7 @@ def direct(pointers: int) -> int:
 
 
 def capabilities(name: str) -> Capabilities:
-    return Capabilities(name, dtypes=DTYPES, programs=1024, scratch_bytes=THREADGROUP_BYTES // 2, serial_scans=False,
-                        missing=MISSING, scatters=JOINS, masked_reads=True, gathers_rows=True, contracts=True,
-                        reads_doubles=True, sorts=True, tuning=POINTS)
+    return point_capabilities(name, SHAPE, dtypes=DTYPES, missing=MISSING, scatters=JOINS, reads_doubles=True)
 
 
 def render(kernel: Kernel, name: str, bounded: bool = False) -> RangeSource:

@@ -7,10 +7,11 @@ those are vectors, and the builtins mostly are not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from flambeau.ir.dtypes import DType
+from flambeau.ir.dtypes import DType, is_bool
 from flambeau.ir.expr import SPECIAL
 from flambeau.ir.program import Kernel
 from flambeau.ir.tuning import CPU
@@ -28,6 +29,17 @@ SUFFIX = {
     torch.float32: "f", torch.float64: "d", torch.int64: "l", torch.int32: "i", torch.int16: "s", torch.int8: "c",
     torch.uint8: "uc", torch.uint16: "us", torch.uint32: "ui", torch.uint64: "ul", torch.bool: "b",
 }
+
+
+@dataclass(frozen=True)
+class PartOfWord:
+    """An element that is smaller than the words that can be swapped: lines that find its place in one, that word's
+    address, the element in a word, and the word with another value in its place."""
+
+    before: tuple[str, ...]
+    address: str
+    value: str
+    replaced: str
 
 
 class OpenCL(SimtDialect):
@@ -102,7 +114,25 @@ class OpenCL(SimtDialect):
     def write_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
         return f"*((__global {kind}{lanes}*)({pointer})) = vload{lanes}(0, {array}){swizzle(lanes, backward)};"
 
+    def part_of_word(self, dtype: DType, element: str, place: str, seen: str) -> PartOfWord:
+        """An element of 8 or 16 bits in the word of 32 that `seen` holds."""
+        many, bits = 4 // dtype.itemsize, 8 * dtype.itemsize
+        mask = f"{(1 << bits) - 1}u"
+        # What lies beside the first or the last element of a tensor is written as it was found.
+        before = (f"const uint {place}_odd = (uint)((ulong)&{element} / {dtype.itemsize}) & {many - 1}u;",
+                  f"const uint {place}_shift = {place}_odd * {bits}u;")
+        part = f"({seen} >> {place}_shift & {mask})"
+        return PartOfWord(before, f"(&{element} - {place}_odd)",
+                          f"({part} != 0)" if is_bool(dtype) else f"(({self.types[dtype]}){part})",
+                          f"({seen} & ~({mask} << {place}_shift)) | ((uint)({{}}) & {mask}) << {place}_shift")
+
     def exchange(self, dtype: DType, element: str, place: str, seen: str, old: str) -> Exchange:
+        if dtype.itemsize < 4:
+            part = self.part_of_word(dtype, element, place, seen)
+            word = f"volatile __global uint* {place} = (volatile __global uint*){part.address};"
+            return Exchange((*part.before, word, f"uint {old} = *{place}, {seen};"), f"{seen} = {old};",
+                            f"{old} = atomic_cmpxchg({place}, {seen}, {part.replaced});",
+                            f"}} while ({old} != {seen});", part.value)
         bits, swap = {4: ("int", "atomic_cmpxchg"), 8: ("long", "atom_cmpxchg")}[dtype.itemsize]
         before = (f"volatile __global {bits}* {place} = (volatile __global {bits}*)&{element};",
                   f"{bits} {old} = *{place}, {seen};")

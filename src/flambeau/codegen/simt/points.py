@@ -19,7 +19,7 @@ from flambeau.ir.tuning import POINTS
 
 from ..c.nest import NestWriter
 from ..c.scans import ScanWriter
-from ..c.scatters import JOIN, ScatterWriter
+from ..c.scatters import ScatterWriter
 from ..dialect import Dialect
 from ..stages import StageWriter
 from ..writer import Scope
@@ -192,6 +192,7 @@ class PointScatter(Points, ScatterWriter):
             self.line(line)
         with self.scope("do {", footer=swap.footer):
             self.line(swap.first)
-            now = self.raw(swap.value, dtype)
-            joined = Expr(JOIN[self.k.mode], opmath(dtype), (now, self.raw(text, dtype)))
+            wide = opmath(dtype)  # small floats join in float32 and round at each write, as ATen's do
+            now, new = (cast(self.raw(t, dtype), wide) for t in (swap.value, text))
+            joined = Expr(self.k.mode, wide, (now, new))
             self.line(swap.attempt.format(self.value(cast(joined, dtype))))

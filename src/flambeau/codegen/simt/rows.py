@@ -7,13 +7,13 @@ of a group is read once, whatever is done with it. Scans of rows are in `scans.p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads
 from flambeau.ir.index import Sym, volume
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Item, Kernel, LoopKernel, exprs_of
+from flambeau.ir.program import Item, Kernel, LoopKernel, ScanKernel, exprs_of
 from flambeau.ir.tuning import POINTS
 
 from ..dialect import Dialect
@@ -30,24 +30,36 @@ def power_below(n: int) -> int:
 class Rows(Several):
     """A group for each point of some variables, a row; its elements, as many as fit into registers at once."""
 
+    wide = 1  # points that a group has side by side
+
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
+        assert isinstance(kernel, LoopKernel | ScanKernel)
+        self.about = kernel.about
         self._arrays: dict[tuple[str, int], str] = {}
+        self._joined = False
 
     def divide(self, shape: Shape, words: int) -> None:
         """How many work-items a group has, and elements each, if an element takes so many registers."""
-        most = max(self.lanes, power_below(max(POINTS.registers // words, 1)))
-        if not self.number.is_const:
-            self.group, self.each = power_below(shape.group), max(self.lanes, min(most, POINTS.step))
-            return
-        limit, lines = shape.group, max(-(-self.number.const // self.lanes), 1)
+        most, limit = max(self.lanes, power_below(max(POINTS.registers // words, 1))), shape.group
+        lines = max(-(-self.about(self.number, 0) // self.lanes), 1)
         while limit <= shape.largest:  # larger ones where a row does not fit otherwise
-            self.group = power_below(max(min(2 * -(-lines // POINTS.lines) - 1, limit), POINTS.smallest_group))
+            # One of any size may be long after all.
+            fitting = 2 * -(-lines // POINTS.lines) - 1 if self.number.is_const else limit
+            self.group = power_below(max(min(fitting, limit), POINTS.smallest_group))
             self.each = -(-lines // self.group) * self.lanes
             if self.each <= most:
+                self.each = self.each if self.number.is_const else max(self.each, min(most, POINTS.step))
                 return
             limit *= 2
+        if self.holds_a_part():  # the largest
+            self.group, self.each = power_below(shape.largest), most
+            return
         self.group, self.each = power_below(shape.group), max(self.lanes, min(most, POINTS.step))
+
+    def holds_a_part(self) -> bool:
+        """Whether the first part of a row that does not fit stays in registers."""
+        return False
 
     def is_held(self) -> bool:
         """Whether the elements of its work-items are all of a row."""
@@ -57,8 +69,8 @@ class Rows(Several):
     def stretches(self) -> Iterator[str]:
         """Where the elements of the work-items begin, from part to part of the row."""
         base = "0" if self.is_held() else self.fresh("base")
-        header = "{" if self.is_held() else f"for ({self.d.long} {base} = 0; {base} < {self.index(self.number)}; " \
-            f"{base} += {self.at_once()}) {{"
+        header = "{" if self.is_held() else \
+            f"for ({self.d.long} {base} = {self.begin()}; {base} < {self.end()}; {base} += {self.at_once()}) {{"
         with self.scope(header):
             yield base
 
@@ -85,6 +97,10 @@ class Rows(Several):
 
 
 class RowLoops(Rows, PointLoops):
+    k: LoopKernel
+    holding = False  # whether what is dealt with now is in registers
+    again: list[Expr]
+
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
         self.flat = kernel.inner
@@ -105,26 +121,35 @@ class RowLoops(Rows, PointLoops):
         time when it is their turn: what all rows read is in a cache, and what only a later stage wants can wait."""
         stages = [self.ahead(exprs_of(s)) for s in self.k.stages]
         first = next((reads for reads in stages if reads), [])
-        return [e for e in dict.fromkeys(e for reads in stages for e in reads)
-                if e.attr[1][0].symbols() & self.around and (e in first or sum(e in reads for reads in stages) > 1)]
+        own = [e for e in dict.fromkeys(e for reads in stages for e in reads) if e.attr[1][0].symbols() & self.around]
+        self.again = [e for e in own if sum(e in reads for reads in stages) > 1]
+        return [e for e in own if e in first or e in self.again]
+
+    def holds_a_part(self) -> bool:
+        return bool(self.again) and not self.k.scratch and self.k.bounds is None
+
+    def begin(self) -> str:
+        return str(self.at_once()) if self.holds_a_part() and not self.is_held() else super().begin()
 
     def write(self) -> None:
         exprs = self.k.everything()
-        held = self.is_held()
-        place = "" if held else f"{self.d.local} "
+        whole = self.is_held()
+        assert whole or not self.k.scratch, "rows that registers do not hold have nothing else"
         for name in sorted(self.k.scratch):
-            size = str(self.each) if held else self.index(volume(self.k.inner))
-            self.line(f"{place}{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{size}];")
+            self.line(f"{self.d.stored[self.dtype_of[name]]} {self.scratch(name)}[{self.each}];")
         self.look(self.ahead(exprs), self.full)
+        if not whole:
+            self.held = self.again if self.holds_a_part() else []
         with self.groups(self.k.outer):
-            if held:
+            if self.held or whole:
                 self.fetch(self.held, "0")
-                self.kept = {name: self.array(self.dtypes[name], "w") for name in self.full}
+                self.first_kept = {name: self.array(self.dtypes[name], "w") for name in self.full}
+            self.first_fetched = dict(self.fetched)
             for stage in self.k.stages:
                 self.stage(stage)
 
     def emit(self, e: Expr) -> tuple[int, str]:
-        if e.op == "local" and self.is_held() and self.local(e.attr) is None:
+        if e.op == "local" and self.holding and self.local(e.attr) is None:
             array = self.scratch(e.attr) if e.attr in self.k.scratch else self.kept[e.attr]
             return len(self.scopes) - 1, self.as_value(f"{array}[{self.current}]", e.dtype)
         return super().emit(e)
@@ -132,24 +157,31 @@ class RowLoops(Rows, PointLoops):
     def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: States) -> None:
         stored = [n for i in items if i.combine is None for n in i.names if n in self.full]
         # A work-item has the same points in every stage, so it may read back what it stored.
-        with self.stretches() as base:
-            reads = self.ahead(exprs_of(items))
-            if self.is_held():
-                reads = [e for e in reads if e not in self.held]
-            else:
-                self.fetched.clear()
+        if self.held or self.is_held():
+            self.fetched, self.kept, self.holding = dict(self.first_fetched), self.first_kept, True
+            with self.scope("{"):
+                self.stretch(items, states, stored, "0")
+            self.holding = False
+        if not self.is_held():
+            with self.stretches() as base:
+                self.fetched = {}
                 self.kept = {name: self.array(self.dtypes[name], "w") for name in stored}
-            for _ in self.in_parts(bool(reads) and self.is_held()):
-                self.fetch(reads, base)
-                with self.every() as self.current, self.element(self.current, base, "skip"):
-                    self.body(items, states)
-                self.flush(stored, base)
+                self.stretch(items, states, stored, base)
         for i in reductions:
             states.update(zip(i.names, self.joined(i.joins, [states[n] for n in i.names]), strict=True))
 
+    def stretch(self, items: Sequence[Item], states: States, stored: Sequence[str], base: str) -> None:
+        """A stage at the elements that work-items have at once."""
+        reads = [e for e in self.ahead(exprs_of(items)) if not (self.holding and e in self.held)]
+        for _ in self.in_parts(bool(reads) and self.holding):
+            self.fetch(reads, base)
+            with self.every() as self.current, self.element(self.current, base, "skip"):
+                self.body(items, states)
+            self.flush(stored, base)
+
     def map_item(self, item: Item) -> None:
         name = item.names[0]
-        if name in self.k.scratch and self.is_held():
+        if name in self.k.scratch:
             text = self.value(item.exprs[0])
             self.scopes[-1].locals[name] = text
             self.line(f"{self.scratch(name)}[{self.current}] = {text};")
@@ -158,51 +190,72 @@ class RowLoops(Rows, PointLoops):
 
     def joined(self, c: Combine, states: Sequence[str]) -> list[str]:
         """All work-items' states in one, known to each of them: four onto one as long as there are so many."""
-        if self.d.step:
-            return self.joined_in_step(c, states)
+        if self.group == self.wide:
+            return list(states)
+        own = self.across(c, states, self.d.step) if self.d.step else states
+        if self.group == self.d.step and self.wide == 1:
+            return list(own)
         arrays = self.shared(c.dtypes)
+        if self._joined:
+            self.line(self.d.barrier)  # the last ones were read
+        self._joined = True
+        return self.joined_in_step(c, own, arrays) if self.d.step else self.joined_in_tree(c, own, arrays)
+
+    def joined_in_tree(self, c: Combine, states: Sequence[str], arrays: Sequence[str]) -> list[str]:
         for array, state in zip(arrays, states, strict=True):
             self.line(f"{array}[{self.me}] = {state};")
         self.line(self.d.barrier)
-        bits = self.group.bit_length() - 1
-        if bits % 2:
+        odd = (self.group // self.wide).bit_length() % 2 == 0
+        if odd:
             self.fold(c, arrays, str(self.group // 2), 2)
-        with self.scope(f"for (int h = {self.group >> bits % 2 + 2}; h > 0; h /= 4) {{"):
+        with self.scope(f"for (int h = {self.group >> odd + 2}; h >= {self.wide}; h /= 4) {{"):
             self.fold(c, arrays, "h", 4)
         names = []
         for array, dtype in zip(arrays, c.dtypes, strict=True):
             names.append(self.fresh("v"))
-            self.line(f"const {self.d.types[dtype]} {names[-1]} = {array}[0];")
-        self.line(self.d.barrier)
+            self.line(f"const {self.d.types[dtype]} {names[-1]} = {array}[{self.point()}];")
         return names
 
-    def joined_in_step(self, c: Combine, states: Sequence[str]) -> list[str]:
-        """The same where work-items run in step: each step by itself, then what the steps came to by every step."""
-        own = self.across(c, states, self.d.step)
-        count = self.group // self.d.step
-        if count <= 1:
-            return own
-        arrays = self.shared(c.dtypes)
-        with self.scope(f"if ({self.me} % {self.d.step} == 0) {{"):
+    def point(self) -> str:
+        """Which of those side by side a work-item has."""
+        return f"{self.me} % {self.wide}" if self.wide > 1 else "0"
+
+    def joined_in_step(self, c: Combine, own: Sequence[str], arrays: Sequence[str]) -> list[str]:
+        """The same where work-items run in step: each step has joined its own, and now every step joins them all."""
+        step, wide = self.d.step, self.wide
+        count, first = self.group // max(step, wide), f"{self.me} / {step}"
+        place = first if wide == 1 else self.me if wide >= step else f"{first} * {wide} + {self.me} % {step}"
+        with nullcontext() if wide >= step else self.scope(f"if ({self.me} % {step} < {wide}) {{"):
             for array, state in zip(arrays, own, strict=True):
-                self.line(f"{array}[{self.me} / {self.d.step}] = {state};")
+                self.line(f"{array}[{place}] = {state};")
         self.line(self.d.barrier)
-        names = self.across(c, [self.as_value(f"{array}[{self.me} % {count}]", dtype)
-                                for array, dtype in zip(arrays, c.dtypes, strict=True)], count)
-        self.line(self.d.barrier)
+
+        def values(at: str) -> list[str]:
+            return [self.as_value(f"{array}[{at}]", dtype) for array, dtype in zip(arrays, c.dtypes, strict=True)]
+
+        if wide == 1:
+            return self.across(c, values(f"{self.me} % {count}"), count)
+        names = [self.fresh("v") for _ in own]
+        for name, text, dtype in zip(names, values(self.point()), c.dtypes, strict=True):
+            self.variable(dtype, name, text)
+        with self.scope(f"for (int h = 1; h < {count}; ++h) {{"):
+            self.combine_into(c, names, values(f"h * {wide} + {self.point()}"))
         return names
 
     def across(self, c: Combine, texts: Sequence[str], count: int) -> list[str]:
         """Texts of so many neighbours joined. Which of two comes first matters for rounding: all take the first's."""
+        if count <= self.wide:
+            return list(texts)
         slots = [self.fresh("v") for _ in texts]
         for slot, text, dtype in zip(slots, texts, c.dtypes, strict=True):
             self.variable(dtype, slot, text)
-        with self.scope(f"for (int h = {count // 2}; h > 0; h /= 2) {{"):
+        with self.scope(f"for (int h = {count // 2}; h >= {self.wide}; h /= 2) {{"):
             others = [self.fresh("o") for _ in slots]
             for other, slot, dtype in zip(others, slots, c.dtypes, strict=True):
                 self.line(f"const {self.d.types[dtype]} {other} = {self.d.across.format(slot, 'h')};")
             self.combine_into(c, slots, others)
-        self.assign(slots, [self.d.first.format(slot) for slot in slots])
+        if self.wide == 1:
+            self.assign(slots, [self.d.first.format(slot) for slot in slots])
         return slots
 
     def fold(self, c: Combine, arrays: Sequence[str], left: str, fan: int) -> None:
@@ -218,5 +271,9 @@ class RowLoops(Rows, PointLoops):
             return
         if name in self.read_too:
             self.line(self.d.finished_reads)
-        with self.scope(f"if ({self.me} == 0) {{"):
+        with self.scope(f"if ({self.first()}) {{"):
             super().keep(name, level, text)
+
+    def first(self) -> str:
+        """Whether a work-item is the one that stores what a point came to."""
+        return f"{self.me} == 0"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, volume
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, is_positive, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
 from flambeau.ir.tuning import POINTS
@@ -64,6 +64,8 @@ class Several(Points):
         lines = [(e.dtype, a) for e in reads if (a := e.attr[1][0]).coefficient(v) is not ZERO]
         lines += [(self.dtypes[name], a) for name, a in stores]
         others = [e for e in loads(*exprs) if e not in reads]
+        if self.d.bounded:
+            return  # nothing checks an access to several
         if any(e.attr[1][0].coefficient(v) is ONE for e in others):
             return  # computed addresses: neighbouring work-items should access neighbouring elements
         lanes = POINTS.access_bytes // max((dtype.itemsize for dtype, _ in lines), default=POINTS.access_bytes)
@@ -92,6 +94,13 @@ class Several(Points):
         beside = f"({s} / {self.lanes} * {self.group} + {self.me}) * {self.lanes} + {s} % {self.lanes}"
         return f"{base} + ({beside})" if self.runs else f"{base} + (wide ? {beside} : {apart})"
 
+    def begin(self) -> str:
+        """The first of the elements that are dealt with part by part, and the end of all."""
+        return "0"
+
+    def end(self) -> str:
+        return self.index(self.number)
+
     def at_once(self) -> int:
         """Elements of a group."""
         return self.each * self.group
@@ -109,10 +118,12 @@ class Several(Points):
         at, text, guard = self.fresh("q"), self.place(s, base), "{"
         if not self.is_whole():
             if beyond == "clamp":
-                end = f"({self.d.long})({self.index(self.number)} - 1)"
+                end = f"({self.d.long})({self.end()} - 1)"
                 text = self.d.minimum.format(f"({self.d.long})({text})", end)
+                if base == "0" and not is_positive(self.number):
+                    guard = f"if ({self.end()} > 0) {{"  # there may be no last one
             else:
-                guard = f"if ({at} < {self.index(self.number)}) {{"
+                guard = f"if ({at} < {self.end()}) {{"
         self.line(f"const {self.d.long} {at} = {text};")
         with self.scope(guard, self.flat) as scope:
             self.bind(at)
@@ -194,7 +205,7 @@ class Several(Points):
         with self.every(self.lanes) as s:
             at, j = self.fresh("q"), self.fresh("j")
             self.line(f"const {self.d.long} {at} = {self.place(s, base)};")
-            inside = "" if self.is_whole() else f" && {at} + {self.lanes} <= {self.index(self.number)}"
+            inside = "" if self.is_whole() else f" && {at} + {self.lanes} <= {self.end()}"
             with self.scope(f"if (wide{inside}) {{", self.flat):
                 self.bind(f"{at} + {self.lanes - 1}" if self.backward else at)
                 wide(s)

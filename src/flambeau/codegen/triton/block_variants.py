@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flambeau.ir.index import Dyn, Index, as_index, upper
-from flambeau.ir.program import AnyKernel, ScatterKernel, TableKernel
-from flambeau.ir.tuning import AROUND
+from flambeau.ir.program import AnyKernel, ContractKernel, Kernel, ScatterKernel, TableKernel
+from flambeau.ir.tuning import AROUND, OTHER_TILES
 
 from ..source import BlockSource, host_text
 from .kernel import render
@@ -17,25 +17,36 @@ def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
 
     Kernels that start from what lies in their own results, as updates in place and scatters do, have none: they cannot
     be launched twice. Neither have those whose results nobody could compare, since no size says how long they are, or
-    since they lie all over memory.
+    since they lie all over memory. Products have some all the same, for what was found elsewhere.
     """
-    if isinstance(kernel, (ScatterKernel, TableKernel)) or any(p.aliased for p in kernel.params):
+    if isinstance(kernel, (ScatterKernel, TableKernel)):
         return source
-    results = []
-    for at, p in enumerate(kernel.params):
-        if p.written:
-            ends = [end_of(a) for name, a in kernel.stores if name == p.name]
-            known = [e for e in ends if e is not None]
-            if not known or len(known) < len(ends):
-                return source
-            names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
-            results.append((at, f"max({', '.join(host_text(e, names) for e in known)}, 0)"))
+    product = isinstance(kernel, ContractKernel)
+    results = results_of(kernel)
+    if not results and not product:
+        return source
     made: list[BlockSource] = []
-    for t in AROUND:
+    for t in OTHER_TILES if product else AROUND:
         other = render(kernel, source.name, t)
         if all((other.text, other.parts) != (s.text, s.parts) for s in (source, *made)):
             made.append(replace(other, name=f"{source.name}.{len(made) + 1}"))
     return replace(source, results=tuple(results), alternatives=tuple(made))
+
+
+def results_of(kernel: Kernel) -> list[tuple[int, str]]:
+    """Which pointers are results, and how many elements each has."""
+    results = []
+    for at, p in enumerate(kernel.params):
+        if p.aliased:
+            return []
+        if p.written:
+            ends = [end_of(a) for name, a in kernel.stores if name == p.name]
+            known = [e for e in ends if e is not None]
+            if not known or len(known) < len(ends):
+                return []
+            names = {s: f"n{k}" for k, s in enumerate(kernel.sizes)}
+            results.append((at, f"max({', '.join(host_text(e, names) for e in known)}, 0)"))
+    return results
 
 
 def end_of(address: Index) -> Index | None:

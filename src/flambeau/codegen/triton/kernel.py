@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flambeau.ir.index import WORD, Sym
-from flambeau.ir.program import AnyKernel, AnySize, LoopKernel, ScanKernel, ScatterKernel, TableKernel
+from flambeau.ir.program import AnyKernel, AnySize, ContractKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
 from flambeau.ir.tuning import UNSCALED, Scale
 
 from ..source import BlockSource, Part, site_table
 from .blocks import WIDE
+from .contractions import ContractBlocks
 from .dialect import POINTER
 from .loops import LoopBlocks
 from .scans import ScanBlocks
@@ -22,8 +23,8 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
     if isinstance(kernel, ScatterKernel):
         drafts = write_scatter(kernel)
     else:
-        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks]] = {
-            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks}
+        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks | ContractBlocks]] = {
+            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks, ContractKernel: ContractBlocks}
         drafts = [kinds[type(kernel)](kernel, scale).render()]
     arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
     arguments += ["work"] if any(d.workspace for d in drafts) else []

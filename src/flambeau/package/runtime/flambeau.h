@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define FLAM_MAJOR 1 /* of the format: a file of a newer one is refused */
-#define FLAM_MINOR 0
+#define FLAM_MINOR 1
 #define FLAM_MAX_RANK 16
 #define FLAM_API __attribute__((visibility("default")))
 
@@ -54,6 +54,8 @@ typedef struct flam_model flam_model;
 
 /* `target`: one of those in the file, or NULL for the first that runs here. The file must not change while it is open. */
 FLAM_API flam_model* flam_load(const char* path, const char* target, flam_error* error);
+/* The same on the device of that number, where the target is one. */
+FLAM_API flam_model* flam_load_on(const char* path, const char* target, int number, flam_error* error);
 /* The same of a file in memory, which must stay where it is until flam_unload, and begin at a multiple of 64. */
 FLAM_API flam_model* flam_load_memory(const void* data, size_t size, const char* target, flam_error* error);
 /* Calls that are under way end as they would have; memory is freed after the last of them. */
@@ -75,6 +77,15 @@ FLAM_API int flam_shapes(flam_model*, int method, const flam_tensor* inputs, int
 FLAM_API int flam_run(flam_model*, int method, const flam_tensor* inputs, int input_count, flam_tensor* outputs,
                       int output_count, flam_error* error);
 FLAM_API void flam_free(void* data);
+/* The same with data on the GPU that the model is on, outputs too (addresses: CUDA alone), put into a stream of the
+   caller's. It does not wait for it, unless kernels have indices to check. */
+FLAM_API int flam_run_on(flam_model*, int method, const flam_tensor* inputs, int input_count, flam_tensor* outputs,
+                         int output_count, void* stream, flam_error* error);
+
+/* Devices beside the CPU: flam_add_device(flam_cuda()), of device.h, before a package is loaded. */
+struct flam_device;
+FLAM_API int flam_add_device(const struct flam_device*); /* 0: it is of another version */
+FLAM_API const char* flam_device_name(const flam_model*); /* "cpu", "cuda", "opencl", "metal" */
 
 /* All of them at once: a call sees all old weights or all new ones. The values are copied. */
 FLAM_API int flam_update_weights(flam_model*, const char* const* names, const flam_tensor* values, int count,

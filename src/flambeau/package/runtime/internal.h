@@ -1,4 +1,4 @@
-/* What the files of the runtime know of each other. docs/package-format.md says what is in a file. */
+/* What the files of the runtime know of each other. docs/reference/package-format.md says what is in a file. */
 #ifndef FLAMBEAU_INTERNAL_H
 #define FLAMBEAU_INTERNAL_H
 #define _GNU_SOURCE
@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
 #include "flambeau.h"
 #include "kernels.h"
 
@@ -25,10 +26,11 @@ int fl_supports(const char* features, char* missing, size_t size); /* of this CP
 enum {
   OP_CONST, OP_SIZE, OP_STRIDE, OP_ADD, OP_SUB, OP_MUL, OP_DIV, OP_MOD, OP_MIN, OP_MAX, /* of whole numbers */
   OP_FLOAT, OP_FADD, OP_FSUB, OP_FMUL, OP_FDIV, OP_SQRT, /* of doubles, as their bits */
+  OP_UNITS,                                              /* cores of the device */
   OP_COUNT
 };
 enum { PLACE_INPUT, PLACE_WEIGHT, PLACE_STATE, PLACE_OUTPUT, PLACE_TEMPORARY, PLACE_SEED, PLACE_COUNT };
-enum { STEP_LAUNCH, STEP_COPY, STEP_COUNT };
+enum { STEP_LAUNCH, STEP_COPY, STEP_DEVICE, STEP_COUNT };
 
 typedef struct {
   int64_t op, a, b;
@@ -45,6 +47,9 @@ typedef struct {
   const int64_t *pointers, *sizes, *sites;               /* (buffer, offset) and numbers; (code, number or -1) */
   int64_t to, to_offset, from, from_offset, itemsize, rank; /* of a copy */
   const int64_t *dims, *to_strides, *from_strides;
+  int64_t checks, work, choice_count; /* of a launch on a device: its pointers are (buffer, offset, itemsize) */
+  const int64_t* choices;             /* (number of a condition or -1, count, (function, three numbers of groups)...) */
+  int64_t record;
   const char* origin;
 } step;
 
@@ -71,10 +76,18 @@ typedef struct context {
   void* arena;
   size_t arena_bytes, needed;
   int ready;
+  struct {                      /* on a device */
+    uint64_t arena, records;
+    flam_place *buffers, *arguments;
+    int64_t* stage;             /* where inputs and outputs lie in the arena, if they are not the device's own */
+    int64_t work, seeds;        /* where those do */
+    size_t staged;              /* bytes, with the stage */
+    void *stream, *mark;
+  } there;
 } context;
 
 typedef struct {
-  int64_t number_count, buffer_count, step_count, shape_count, most_pointers, most_sizes, seed_count;
+  int64_t number_count, buffer_count, step_count, shape_count, most_pointers, most_sizes, seed_count, record_count;
   const number* numbers;
   const buffer* buffers;
   step* steps;
@@ -95,6 +108,7 @@ typedef struct {
   _Atomic int64_t uses;
   void* data;
   int owned;
+  uint64_t there; /* on a device; always its own */
 } block;
 
 /* One value for each weight; a call keeps those that it began with. */
@@ -124,7 +138,13 @@ struct flam_model {
   const char** faults;  /* by kind */
   weight_set* weights;
   void** states;
+  uint64_t* states_there;
   void* library;
+  const flam_device* device; /* NULL: it runs on the CPU */
+  void* opened;
+  flam_function* functions;
+  int64_t function_count;
+  int64_t units;
   uint64_t seed;
   void* allocations; /* a list of all of the above */
 };
@@ -132,4 +152,24 @@ struct flam_model {
 flam_model* fl_read(const uint8_t* data, size_t size, const char* target, flam_error* error);
 void fl_release(flam_model*);
 void* fl_aligned(size_t bytes);
+void* fl_kept(flam_model* m, int64_t count, size_t size); /* memory that goes with the model */
+
+/* ---- device.c ---- */
+const flam_device* fl_device(const char* features, const char** rest); /* that of the first word; NULL: there is none */
+int fl_open_device(flam_model* m, const flam_device* d, const char* features, int number, const uint8_t* code, size_t size,
+                   flam_error* error);
+void fl_close_device(flam_model* m);
+void fl_release_there(const flam_model* m, uint64_t memory);
+int fl_weights_there(flam_model* m, flam_error* error);
+int fl_block_there(const flam_model* m, block* b, size_t bytes, flam_error* error);
+int fl_state_there(const flam_model* m, int64_t k, flam_error* error); /* as m->states has it */
+int fl_lay_out(const flam_model* m, const program* p, const method* of, context* c, const flam_tensor* inputs, flam_error* error);
+int fl_run_there(const flam_model* m, const program* p, const method* of, context* c, const flam_tensor* inputs,
+                 const flam_tensor* outputs, const weight_set* weights, int on_device, void* stream, flam_error* error);
+void fl_drop_context(const flam_model* m, context* c);
+
+/* ---- run.c ---- */
+int64_t fl_extent(const int64_t* sizes, const int64_t* strides, int64_t rank, int64_t itemsize);
+int64_t* fl_seeds(const program* p, const context* c);
+int fl_fault(const flam_model* m, const context* c, const step* s, int64_t code, flam_error* error);
 #endif

@@ -1,5 +1,6 @@
 /* A file becomes a model: every count, offset and number in it is checked before anything is used. */
 #include "internal.h"
+#include "words.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -38,7 +39,7 @@ static pthread_mutex_t loader = PTHREAD_MUTEX_INITIALIZER;
 
 /* ---- memory of a model ---- */
 
-static void* kept(flam_model* m, int64_t count, size_t size) {
+void* fl_kept(flam_model* m, int64_t count, size_t size) {
   void** found = calloc(1, sizeof(void*) * 2 + (size_t)count * size); /* counts are at most the words of the file */
   if (!found) return NULL;
   found[0] = m->allocations;
@@ -46,12 +47,13 @@ static void* kept(flam_model* m, int64_t count, size_t size) {
   return found + 2;
 }
 
-static void release_set(weight_set* s, int64_t count) {
+void fl_release_weights(flam_model* m, weight_set* s) {
   if (!s || atomic_fetch_sub(&s->uses, 1) != 1) return;
-  for (int64_t k = 0; s->blocks && k < count; ++k) {
+  for (int64_t k = 0; s->blocks && k < m->weight_count; ++k) {
     block* b = s->blocks[k];
     if (b && atomic_fetch_sub(&b->uses, 1) == 1) {
       if (b->owned) free(b->data);
+      if (b->there) fl_release_there(m, b->there);
       free(b);
     }
   }
@@ -59,20 +61,20 @@ static void release_set(weight_set* s, int64_t count) {
   free(s);
 }
 
-void fl_release_weights(flam_model* m, weight_set* s) { release_set(s, m->weight_count); }
-
 void fl_release(flam_model* m) {
   if (atomic_fetch_sub(&m->uses, 1) != 1) return;
   for (int64_t k = 0; m->programs && k < m->method_count; ++k) {
     while (m->programs[k].free) {
       context* c = m->programs[k].free;
       m->programs[k].free = c->next;
+      if (m->opened) fl_drop_context(m, c);
       free(c->arena);
       free(c);
     }
   }
-  release_set(m->weights, m->weight_count);
+  fl_release_weights(m, m->weights);
   for (int64_t k = 0; m->states && k < m->weight_count; ++k) free(m->states[k]);
+  fl_close_device(m);
   pthread_mutex_lock(&loader);
   if (m->library) dlclose(m->library);
   if (m->code_file >= 0) close(m->code_file);
@@ -93,51 +95,11 @@ void flam_unload(flam_model* m) {
   if (m) fl_release(m);
 }
 
-/* ---- words ---- */
-
-typedef struct {
-  const int64_t *at, *end;
-  const char* wrong; /* what was found wrong first */
-} cursor;
-
-static int64_t wrong(cursor* c, const char* what) {
-  if (!c->wrong) c->wrong = what;
-  c->at = c->end;
-  return 0;
-}
-static int64_t word(cursor* c) { return c->at < c->end ? *c->at++ : wrong(c, "it ends too early"); }
-static const int64_t* words(cursor* c, int64_t count, int64_t each) {
-  if (count < 0 || count > (c->end - c->at) / each) return wrong(c, "a count is larger than the file"), NULL;
-  c->at += count * each;
-  return c->at - count * each;
-}
-static int64_t below(cursor* c, int64_t most) {
-  int64_t found = word(c);
-  return found >= 0 && found < most ? found : wrong(c, "a number is out of its range");
-}
-static int64_t count_of(cursor* c) { return below(c, c->end - c->at + 1); }
-static const char* string(cursor* c) {
-  int64_t length = below(c, 8 * (c->end - c->at) + 1), size = length / 8 + 1;
-  const char* text = (const char*)words(c, size, 1);
-  if (!text) return "";
-  for (int64_t k = 0; k < size * 8; ++k) {
-    if ((text[k] == 0) != (k >= length)) return wrong(c, "a text is damaged"), "";
-  }
-  return text;
-}
-static const int64_t* references(cursor* c, int64_t count, int64_t least, int64_t most) {
-  const int64_t* found = words(c, count, 1);
-  for (int64_t k = 0; found && k < count; ++k) {
-    if (found[k] < least || found[k] >= most) return wrong(c, "a number is out of its range"), NULL;
-  }
-  return found;
-}
-
 /* ---- the index ---- */
 
 static void read_ports(flam_model* m, cursor* c, int64_t* count, port** ports, int ranged) {
   *count = count_of(c);
-  *ports = kept(m, *count, sizeof(port));
+  *ports = fl_kept(m, *count, sizeof(port));
   if (!*ports) wrong(c, "there is not enough memory");
   for (int64_t k = 0; !c->wrong && k < *count; ++k) {
     port* p = *ports + k;
@@ -185,6 +147,7 @@ static void read_numbers(cursor* c, program* p, const method* of) {
   for (int64_t k = 0; !c->wrong && k < p->number_count; ++k) {
     const number* n = p->numbers + k;
     if (n->op < 0 || n->op >= OP_COUNT) wrong(c, "a number is of an unknown kind");
+    else if (n->op == OP_UNITS) continue;
     else if (n->op == OP_SIZE || n->op == OP_STRIDE) {
       if (n->a < 0 || n->a >= of->input_count || n->b < 0 || n->b >= of->inputs[n->a].rank) {
         wrong(c, "a number is the size of no input");
@@ -196,7 +159,25 @@ static void read_numbers(cursor* c, program* p, const method* of) {
   }
 }
 
-static void read_step(cursor* c, program* p, step* s) {
+/* Of a launch on a device: which functions, under which condition, and how many groups. */
+static void read_choices(cursor* c, program* p, step* s, int64_t functions) {
+  s->checks = below(c, 2);
+  s->record = s->checks ? p->record_count++ : 0;
+  s->work = word(c);
+  if (s->work < -1 || s->work >= p->number_count) wrong(c, "a number is out of its range");
+  s->choice_count = count_of(c);
+  s->choices = c->at;
+  for (int64_t k = 0; !c->wrong && k < s->choice_count; ++k) {
+    int64_t condition = word(c), count = count_of(c);
+    if (condition < -1 || condition >= p->number_count) wrong(c, "a number is out of its range");
+    const int64_t* parts = words(c, count, 4);
+    for (int64_t i = 0; parts && i < 4 * count; ++i) {
+      if (parts[i] < 0 || parts[i] >= (i % 4 ? p->number_count : functions)) wrong(c, "a kernel is not what it was");
+    }
+  }
+}
+
+static void read_step(cursor* c, program* p, step* s, int64_t functions) {
   int64_t numbers = p->number_count, buffers = p->buffer_count;
   s->kind = below(c, STEP_COUNT);
   s->origin = string(c);
@@ -210,11 +191,13 @@ static void read_step(cursor* c, program* p, step* s) {
     s->from_strides = references(c, s->rank, 0, numbers);
     return;
   }
-  s->kernel = word(c);
+  int64_t each = s->kind == STEP_DEVICE ? 3 : 2;
+  if (s->kind == STEP_LAUNCH) s->kernel = word(c);
   s->pointer_count = count_of(c);
-  s->pointers = words(c, s->pointer_count, 2);
+  s->pointers = words(c, s->pointer_count, each);
   for (int64_t k = 0; s->pointers && k < s->pointer_count; ++k) {
-    const int64_t* pointer = s->pointers + 2 * k;
+    const int64_t* pointer = s->pointers + each * k;
+    if (each == 3 && (pointer[2] < 1 || pointer[2] > 16)) wrong(c, "an element has another size");
     if (pointer[0] < 0 || pointer[0] >= buffers || pointer[1] < 0 || pointer[1] >= numbers) {
       wrong(c, "a kernel is given no buffer");
     }
@@ -226,14 +209,15 @@ static void read_step(cursor* c, program* p, step* s) {
   for (int64_t k = 0; s->sites && k < s->site_count; ++k) {
     if (s->sites[2 * k + 1] < -1 || s->sites[2 * k + 1] >= numbers) wrong(c, "a number is out of its range");
   }
+  if (s->kind == STEP_DEVICE) read_choices(c, p, s, functions);
   if (s->pointer_count > p->most_pointers) p->most_pointers = s->pointer_count;
   if (s->size_count > p->most_sizes) p->most_sizes = s->size_count;
 }
 
 static void read_program(flam_model* m, cursor* c, program* p, const method* of) {
   read_numbers(c, p, of);
-  p->input_dims = kept(m, of->input_count, 2 * sizeof(void*));
-  p->output_dims = kept(m, of->output_count, 2 * sizeof(void*));
+  p->input_dims = fl_kept(m, of->input_count, 2 * sizeof(void*));
+  p->output_dims = fl_kept(m, of->output_count, 2 * sizeof(void*));
   if (!p->input_dims || !p->output_dims) wrong(c, "there is not enough memory");
   if (c->wrong) return;
   p->input_strides = p->input_dims + of->input_count;
@@ -263,14 +247,14 @@ static void read_program(flam_model* m, cursor* c, program* p, const method* of)
     }
   }
   p->step_count = count_of(c);
-  p->steps = kept(m, p->step_count, sizeof(step));
+  p->steps = fl_kept(m, p->step_count, sizeof(step));
   if (!p->steps) wrong(c, "there is not enough memory");
-  for (int64_t k = 0; !c->wrong && k < p->step_count; ++k) read_step(c, p, p->steps + k);
+  for (int64_t k = 0; !c->wrong && k < p->step_count; ++k) read_step(c, p, p->steps + k, m->function_count);
 }
 
 /* ---- sections ---- */
 
-enum { INDEX = 1, WEIGHTS = 2, CODE = 3 };
+enum { INDEX = 1, WEIGHTS = 2, CODE = 3, DEVICE = 7 };
 
 typedef struct {
   uint64_t kind, offset, size, hash;
@@ -334,7 +318,7 @@ static int check_file(const uint8_t* data, size_t size, flam_error* error) {
     end = begin + s->size;
     if (flam_hash(data + begin, s->size) != s->hash) return DAMAGED("the checksum of its section '%s' is wrong", s->name);
     /* What runs or is followed; what people read has the other one. */
-    if ((s->kind == INDEX || s->kind == CODE) && !same_sha(data, s)) {
+    if ((s->kind == INDEX || s->kind == CODE || s->kind == DEVICE) && !same_sha(data, s)) {
       return DAMAGED("the checksum of its section '%s' is wrong", s->name);
     }
   }
@@ -377,24 +361,50 @@ static const flam_code* load_code(flam_model* m, const section* s, flam_error* e
   return bind ? bind(&host) : NULL;
 }
 
-static int read_target(flam_model* m, cursor* c, const char* wanted, flam_error* error) {
+/* Whether a target runs here; if not, why. Its code is loaded then. */
+static int begin_target(flam_model* m, const section* s, const char* features, int number, const flam_code** kernels, char* why,
+                        size_t room, flam_error* error) {
+  flam_error said = {0};
+  if (s->kind == CODE) {
+    char missing[64];
+    if (!fl_supports(features, missing, sizeof missing)) return snprintf(why, room, "needs %s", missing), 0;
+    return (*kernels = load_code(m, s, error)) != NULL;
+  }
+  const char* rest = "";
+  const flam_device* d = s->kind == DEVICE ? fl_device(features, &rest) : NULL;
+  if (!d) return snprintf(why, room, "needs a runtime for %.60s", features), 0;
+  if (fl_open_device(m, d, rest, number, m->file + s->offset, s->size, &said)) {
+    if (said.code == FLAM_FILE && error) *error = said;
+    return snprintf(why, room, "%.300s", said.message), 0;
+  }
+  return 1;
+}
+
+/* "cuda" is the first target of that kind. */
+static int is_wanted(const char* wanted, const char* name) {
+  size_t length = strlen(wanted);
+  return !strncmp(wanted, name, length) && (name[length] == 0 || name[length] == ':');
+}
+
+static int read_target(flam_model* m, cursor* c, const char* wanted, int number, flam_error* error) {
   const header* h = (const header*)m->file;
   const section* sections = (const section*)(m->file + sizeof *h);
-  char reasons[700] = "";
+  char reasons[800] = "";
   int64_t count = count_of(c), found = 0;
   for (int64_t t = 0; !c->wrong && t < count; ++t) {
     const char *name = string(c), *features = string(c);
     int64_t code = below(c, (int64_t)h->sections);
-    char missing[64];
+    if (c->wrong) break;
+    char why[320] = "";
     size_t used = strlen(reasons);
-    int runs = 0;
-    if (wanted && strcmp(wanted, name)) snprintf(reasons + used, sizeof reasons - used, " %s;", name);
-    else if (sections[code].kind != CODE || !fl_supports(features, missing, sizeof missing)) {
-      snprintf(reasons + used, sizeof reasons - used, " %s needs %s;", name,
-               sections[code].kind == CODE ? missing : "another runtime");
-    } else runs = !found;
     const flam_code* kernels = NULL;
-    if (runs && !(kernels = load_code(m, sections + code, error))) return error ? error->code : FLAM_FILE;
+    int runs = 0;
+    flam_error said = {0};
+    if (!found && (!wanted || is_wanted(wanted, name))) {
+      runs = begin_target(m, sections + code, features, number, &kernels, why, sizeof why, &said);
+      if (!runs && said.code) return fl_fail(error, said.code, "%s", said.message);
+    }
+    if (!runs) snprintf(reasons + used, sizeof reasons - used, " %.60s%s%s;", name, why[0] ? " " : "", why);
     found |= runs;
     for (int64_t k = 0; !c->wrong && k < m->method_count; ++k) {
       int64_t length = count_of(c);
@@ -404,12 +414,13 @@ static int read_target(flam_model* m, cursor* c, const char* wanted, flam_error*
       if (!runs || c->wrong) continue;
       read_program(m, &inside, p, m->methods + k);
       if (!inside.wrong && inside.at != inside.end) inside.wrong = "a program goes on behind its end";
-      p->kernels = kernels->kernels;
+      p->kernels = kernels ? kernels->kernels : NULL;
       for (int64_t i = 0; !inside.wrong && i < p->step_count; ++i) {
         const step* s = p->steps + i;
+        if (s->kind == STEP_DEVICE && !m->device) inside.wrong = "a kernel is for a device";
         if (s->kind != STEP_LAUNCH) continue;
-        if (s->kernel < 0 || s->kernel >= kernels->count || kernels->kernels[s->kernel].pointers != s->pointer_count
-            || kernels->kernels[s->kernel].sizes != s->size_count) {
+        if (!kernels || s->kernel < 0 || s->kernel >= kernels->count
+            || kernels->kernels[s->kernel].pointers != s->pointer_count || kernels->kernels[s->kernel].sizes != s->size_count) {
           inside.wrong = "a kernel is not what it was";
         }
       }
@@ -417,31 +428,31 @@ static int read_target(flam_model* m, cursor* c, const char* wanted, flam_error*
     }
   }
   if (!c->wrong && !found) {
-    return fl_fail(error, FLAM_MACHINE, "nothing in the package runs here (%s): of its targets,%s", wanted ? wanted : "CPU",
-                   reasons);
+    return fl_fail(error, FLAM_MACHINE, "nothing in the package runs here (%s): of its targets,%s",
+                   wanted ? wanted : "first of all", reasons);
   }
   return 0;
 }
 
-static int read_index(flam_model* m, const char* target, flam_error* error) {
+static int read_index(flam_model* m, const char* target, int number, flam_error* error) {
   const section *index = section_of(m->file, INDEX), *weights = section_of(m->file, WEIGHTS);
   if (!index || !weights || index->size % 8) return DAMAGED("it has no index");
   cursor c = {(const int64_t*)(m->file + index->offset), NULL, NULL};
   c.end = c.at + index->size / 8;
   m->pair_count = count_of(&c);
-  m->pairs = kept(m, m->pair_count, sizeof(pair));
+  m->pairs = fl_kept(m, m->pair_count, sizeof(pair));
   for (int64_t k = 0; m->pairs && !c.wrong && k < m->pair_count; ++k) {
     m->pairs[k].key = string(&c);
     m->pairs[k].value = string(&c);
   }
   m->weight_count = count_of(&c);
-  m->weights_known = kept(m, m->weight_count, sizeof(weight));
+  m->weights_known = fl_kept(m, m->weight_count, sizeof(weight));
   for (int64_t k = 0; m->weights_known && !c.wrong && k < m->weight_count; ++k) {
     read_weight(&c, m->weights_known + k, (int64_t)weights->size);
   }
   m->method_count = count_of(&c);
-  m->methods = kept(m, m->method_count, sizeof(method));
-  m->programs = kept(m, m->method_count, sizeof(program));
+  m->methods = fl_kept(m, m->method_count, sizeof(method));
+  m->programs = fl_kept(m, m->method_count, sizeof(program));
   if (!m->pairs || !m->weights_known || !m->methods || !m->programs) {
     return fl_fail(error, FLAM_MEMORY, "there is not enough memory");
   }
@@ -452,9 +463,9 @@ static int read_index(flam_model* m, const char* target, flam_error* error) {
     read_ports(m, &c, &one->output_count, &one->outputs, 0);
   }
   m->fault_count = count_of(&c);
-  m->faults = kept(m, m->fault_count, sizeof(char*));
+  m->faults = fl_kept(m, m->fault_count, sizeof(char*));
   for (int64_t k = 0; m->faults && !c.wrong && k < m->fault_count; ++k) m->faults[k] = string(&c);
-  int code = c.wrong ? 0 : read_target(m, &c, target, error);
+  int code = c.wrong ? 0 : read_target(m, &c, target, number, error);
   if (code) return code;
   if (!c.wrong && c.at != c.end) wrong(&c, "there is something behind its index");
   return c.wrong ? DAMAGED("%s", c.wrong) : 0;
@@ -462,7 +473,7 @@ static int read_index(flam_model* m, const char* target, flam_error* error) {
 
 static int take_weights(flam_model* m, flam_error* error) {
   const uint8_t* data = m->file + section_of(m->file, WEIGHTS)->offset;
-  m->states = kept(m, m->weight_count, sizeof(void*));
+  m->states = fl_kept(m, m->weight_count, sizeof(void*));
   m->weights = calloc(1, sizeof *m->weights);
   if (m->weights) {
     m->weights->uses = 1;
@@ -478,10 +489,10 @@ static int take_weights(flam_model* m, flam_error* error) {
     b->data = (void*)(data + w->offset);
     if (w->mutable_) memcpy(m->states[k], b->data, (size_t)w->bytes);
   }
-  return 0;
+  return m->device ? fl_weights_there(m, error) : 0;
 }
 
-static flam_model* read_model(const uint8_t* data, size_t size, int mapped, const char* target, flam_error* error) {
+static flam_model* read_model(const uint8_t* data, size_t size, int mapped, const char* target, int number, flam_error* error) {
   flam_model* m = calloc(1, sizeof *m);
   if (!m) {
     fl_fail(error, FLAM_MEMORY, "there is not enough memory");
@@ -497,7 +508,7 @@ static flam_model* read_model(const uint8_t* data, size_t size, int mapped, cons
   pthread_mutex_init(&m->lock, NULL);
   pthread_mutex_init(&m->state_lock, NULL);
   pthread_mutex_init(&m->update_lock, NULL);
-  if (check_file(data, size, error) || read_index(m, target, error) || take_weights(m, error)) {
+  if (check_file(data, size, error) || read_index(m, target, number, error) || take_weights(m, error)) {
     fl_release(m);
     return NULL;
   }
@@ -509,10 +520,12 @@ flam_model* flam_load_memory(const void* data, size_t size, const char* target, 
     fl_fail(error, FLAM_ARGUMENT, "a package in memory must begin at a multiple of 64");
     return NULL;
   }
-  return read_model(data, size, 0, target, error);
+  return read_model(data, size, 0, target, 0, error);
 }
 
-flam_model* flam_load(const char* path, const char* target, flam_error* error) {
+flam_model* flam_load(const char* path, const char* target, flam_error* error) { return flam_load_on(path, target, 0, error); }
+
+flam_model* flam_load_on(const char* path, const char* target, int number, flam_error* error) {
   int file = open(path, O_RDONLY | O_CLOEXEC);
   struct stat status;
   if (file < 0 || fstat(file, &status)) {
@@ -527,5 +540,5 @@ flam_model* flam_load(const char* path, const char* target, flam_error* error) {
     fl_fail(error, FLAM_FILE, size ? "%s cannot be read" : "%s is empty", path);
     return NULL;
   }
-  return read_model(data, size, 1, target, error);
+  return read_model(data, size, 1, target, number, error);
 }

@@ -68,7 +68,7 @@ static int check_input(const port* p, const flam_tensor* t, flam_error* error) {
 }
 
 /* How many bytes from its first element on something of these sizes and strides takes; -1 if that is no number. */
-static int64_t extent(const int64_t* sizes, const int64_t* strides, int64_t rank, int64_t itemsize) {
+int64_t fl_extent(const int64_t* sizes, const int64_t* strides, int64_t rank, int64_t itemsize) {
   int64_t top = 1, reach;
   for (int64_t k = 0; k < rank; ++k) {
     if (sizes[k] < 0 || strides[k] < 0) return -1;
@@ -91,11 +91,11 @@ static int64_t bits_of(double x) {
   return bits;
 }
 
-static int evaluate(const program* p, const flam_tensor* inputs, int64_t* out, flam_error* error) {
+static int evaluate(const program* p, const flam_tensor* inputs, int64_t units, int64_t* out, flam_error* error) {
   for (int64_t k = 0; k < p->number_count; ++k) {
     const number* n = p->numbers + k;
     int bad = 0;
-    int64_t a = n->op > OP_STRIDE ? out[n->a] : 0, b = n->op > OP_STRIDE && n->op != OP_FLOAT && n->op != OP_SQRT ? out[n->b] : 0;
+    int64_t a = n->op > OP_STRIDE && n->op != OP_UNITS ? out[n->a] : 0, b = n->op > OP_STRIDE && n->op != OP_FLOAT && n->op != OP_SQRT && n->op != OP_UNITS ? out[n->b] : 0;
     int64_t* r = out + k;
     switch (n->op) {
       case OP_CONST: *r = n->a; break;
@@ -120,6 +120,7 @@ static int evaluate(const program* p, const flam_tensor* inputs, int64_t* out, f
       case OP_FMUL: *r = bits_of(real(a) * real(b)); break;
       case OP_FDIV: *r = bits_of(real(a) / real(b)); break;
       case OP_SQRT: *r = bits_of(__builtin_sqrt(real(a))); break;
+      case OP_UNITS: *r = units; break;
     }
     if (bad) return fl_fail(error, FLAM_ARGUMENT, "the sizes of the inputs are too large");
   }
@@ -158,7 +159,7 @@ static int64_t bytes_of(const flam_model* m, const program* p, const method* of,
   switch (b->place) {
     case PLACE_INPUT: {
       const flam_tensor* t = inputs + b->which;
-      return extent(t->sizes, t->strides, t->rank, (int64_t)fl_itemsize(t->dtype));
+      return fl_extent(t->sizes, t->strides, t->rank, (int64_t)fl_itemsize(t->dtype));
     }
     case PLACE_OUTPUT: {
       const port* o = of->outputs + b->which;
@@ -166,7 +167,7 @@ static int64_t bytes_of(const flam_model* m, const program* p, const method* of,
         sizes[d] = c->numbers[p->output_dims[b->which][d]];
         strides[d] = c->numbers[p->output_strides[b->which][d]];
       }
-      return extent(sizes, strides, o->rank, (int64_t)fl_itemsize(o->dtype));
+      return fl_extent(sizes, strides, o->rank, (int64_t)fl_itemsize(o->dtype));
     }
     case PLACE_TEMPORARY: return c->numbers[b->bytes];
     case PLACE_SEED: return 16;
@@ -179,9 +180,10 @@ static int check_steps(const flam_model* m, const program* p, const method* of, 
   for (int64_t i = 0; i < p->step_count; ++i) {
     const step* s = p->steps + i;
     int bad = 0;
-    for (int64_t k = 0; s->kind == STEP_LAUNCH && k < s->pointer_count; ++k) {
-      int64_t at = c->numbers[s->pointers[2 * k + 1]];
-      bad |= at < 0 || at > bytes_of(m, p, of, c, inputs, s->pointers[2 * k]);
+    int64_t each = s->kind == STEP_DEVICE ? 3 : 2;
+    for (int64_t k = 0; s->kind != STEP_COPY && k < s->pointer_count; ++k) {
+      int64_t at = c->numbers[s->pointers[each * k + 1]];
+      bad |= at < 0 || at > bytes_of(m, p, of, c, inputs, s->pointers[each * k]);
     }
     for (int side = 0; s->kind == STEP_COPY && side < 2; ++side) {
       int64_t sizes[FLAM_MAX_RANK], strides[FLAM_MAX_RANK];
@@ -189,7 +191,7 @@ static int check_steps(const flam_model* m, const program* p, const method* of, 
         sizes[d] = c->numbers[s->dims[d]];
         strides[d] = c->numbers[(side ? s->from_strides : s->to_strides)[d]];
       }
-      int64_t bytes = extent(sizes, strides, s->rank, s->itemsize), at = c->numbers[side ? s->from_offset : s->to_offset];
+      int64_t bytes = fl_extent(sizes, strides, s->rank, s->itemsize), at = c->numbers[side ? s->from_offset : s->to_offset];
       int64_t most = bytes_of(m, p, of, c, inputs, side ? s->from : s->to);
       bad |= bytes < 0 || at < 0 || (bytes && (at > most || bytes > most - at));
     }
@@ -212,7 +214,7 @@ static int prepare(const flam_model* m, const program* p, const method* of, cont
   }
   if (same) return 0;
   c->ready = 0;
-  int code = evaluate(p, inputs, c->numbers, error);
+  int code = evaluate(p, inputs, m->units, c->numbers, error);
   if (code) return code;
   for (int64_t k = 0; k < of->input_count; ++k) {
     const flam_tensor* t = inputs + k;
@@ -228,7 +230,7 @@ static int prepare(const flam_model* m, const program* p, const method* of, cont
         return refused(of->inputs + k, t, 1, error);
       }
     }
-    if (extent(t->sizes, t->strides, t->rank, 8) < 0) return refused(of->inputs + k, t, 1, error);
+    if (fl_extent(t->sizes, t->strides, t->rank, 8) < 0) return refused(of->inputs + k, t, 1, error);
   }
   for (int64_t k = 0; k < of->output_count; ++k) {
     const port* o = of->outputs + k;
@@ -238,6 +240,7 @@ static int prepare(const flam_model* m, const program* p, const method* of, cont
   }
   code = place_temporaries(p, c, error);
   if (!code) code = check_steps(m, p, of, c, inputs, error);
+  if (!code && m->device) code = fl_lay_out(m, p, of, c, inputs, error);
   if (code) return code;
   shape = c->shape;
   for (int64_t k = 0; k < of->input_count; ++k) {
@@ -252,9 +255,10 @@ static int prepare(const flam_model* m, const program* p, const method* of, cont
 
 /* ---- a call ---- */
 
-static context* new_context(const program* p) {
+static context* new_context(const program* p, const method* of) {
   size_t count = (size_t)(p->number_count + 2 * p->buffer_count + p->shape_count + p->most_pointers + p->most_sizes);
-  context* c = calloc(1, sizeof *c + count * sizeof(int64_t) + (size_t)p->seed_count * 16);
+  size_t ports = (size_t)(of->input_count + of->output_count), places = (size_t)(p->buffer_count + p->most_pointers);
+  context* c = calloc(1, sizeof *c + (count + ports) * sizeof(int64_t) + places * sizeof(flam_place) + (size_t)p->seed_count * 16);
   if (!c) return NULL;
   c->numbers = (int64_t*)(c + 1);
   c->offsets = c->numbers + p->number_count;
@@ -262,13 +266,16 @@ static context* new_context(const program* p) {
   c->words = c->shape + p->shape_count;
   c->pointers = (void**)(c->words + p->most_sizes);
   c->arguments = c->pointers + p->buffer_count;
+  c->there.stage = (int64_t*)(c->arguments + p->most_pointers);
+  c->there.buffers = (flam_place*)(c->there.stage + ports);
+  c->there.arguments = c->there.buffers + p->buffer_count;
   return c;
 }
 
 /* The seeds lie behind everything else. */
-static int64_t* seeds_of(const program* p, const context* c) { return (int64_t*)(c->arguments + p->most_pointers); }
+int64_t* fl_seeds(const program* p, const context* c) { return (int64_t*)(c->there.arguments + p->most_pointers); }
 
-static context* take(flam_model* m, program* p, weight_set** weights) {
+static context* take(flam_model* m, program* p, const method* of, weight_set** weights) {
   pthread_mutex_lock(&m->lock);
   context* c = p->free;
   if (c) p->free = c->next;
@@ -279,12 +286,12 @@ static context* take(flam_model* m, program* p, weight_set** weights) {
   uint64_t seed = m->seed;
   if (weights) m->seed += (uint64_t)p->seed_count * 2 * UINT64_C(0x9E3779B97F4A7C15);
   pthread_mutex_unlock(&m->lock);
-  if (!c) c = new_context(p);
+  if (!c) c = new_context(p, of);
   for (int64_t k = 0; c && weights && k < 2 * p->seed_count; ++k) { /* splitmix64 */
     uint64_t x = seed + (uint64_t)k * UINT64_C(0x9E3779B97F4A7C15);
     x = (x ^ x >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
     x = (x ^ x >> 27) * UINT64_C(0x94D049BB133111EB);
-    seeds_of(p, c)[k] = (int64_t)((x ^ x >> 31) >> 1);
+    fl_seeds(p, c)[k] = (int64_t)((x ^ x >> 31) >> 1);
   }
   return c;
 }
@@ -324,7 +331,7 @@ int flam_shapes(flam_model* m, int k, const flam_tensor* inputs, int input_count
   int code = checked_call(m, k, input_count, output_count, error);
   if (code) return code;
   program* p = m->programs + k;
-  context* c = take(m, p, NULL);
+  context* c = take(m, p, m->methods + k, NULL);
   if (!c) return fl_fail(error, FLAM_MEMORY, "there is not enough memory");
   code = prepare(m, p, m->methods + k, c, inputs, error);
   for (int i = 0; !code && i < output_count; ++i) describe(p, m->methods + k, c, i, outputs + i);
@@ -349,7 +356,7 @@ static int take_outputs(const program* p, const method* of, const context* c, fl
       }
       continue;
     }
-    int64_t size = extent(found.sizes, found.strides, found.rank, (int64_t)fl_itemsize(found.dtype));
+    int64_t size = fl_extent(found.sizes, found.strides, found.rank, (int64_t)fl_itemsize(found.dtype));
     found.data = size < 0 ? NULL : fl_aligned((size_t)size);
     if (!found.data) return fl_fail(error, FLAM_MEMORY, "there is not enough memory for output '%s'", of->outputs[k].name);
     memcpy(given, &found, offsetof(flam_tensor, sizes));
@@ -360,7 +367,7 @@ static int take_outputs(const program* p, const method* of, const context* c, fl
   return 0;
 }
 
-static int fault(const flam_model* m, const context* c, const step* s, int64_t code, flam_error* error) {
+int fl_fault(const flam_model* m, const context* c, const step* s, int64_t code, flam_error* error) {
   int64_t kind = code >> 58, low = (INT64_C(1) << 50) - 1, index = code & low, size = -1;
   if (index >> 49) index -= INT64_C(1) << 50;
   for (int64_t k = 0; k < s->site_count; ++k) {
@@ -419,7 +426,7 @@ static int run_steps(const flam_model* m, const program* p, context* c, flam_err
     }
     for (int64_t k = 0; k < s->size_count; ++k) c->words[k] = c->numbers[s->sizes[k]];
     int64_t code = p->kernels[s->kernel].run(c->arguments, c->words);
-    if (code) return fault(m, c, s, code, error);
+    if (code) return fl_fault(m, c, s, code, error);
   }
   return 0;
 }
@@ -434,24 +441,29 @@ static void find_memory(const flam_model* m, const program* p, context* c, const
       case PLACE_STATE: c->pointers[k] = m->states[b->which]; break;
       case PLACE_OUTPUT: c->pointers[k] = outputs[b->which].data; break;
       case PLACE_TEMPORARY: c->pointers[k] = (char*)c->arena + c->offsets[k]; break;
-      case PLACE_SEED: c->pointers[k] = seeds_of(p, c) + 2 * b->which; break;
+      case PLACE_SEED: c->pointers[k] = fl_seeds(p, c) + 2 * b->which; break;
     }
   }
 }
 
-int flam_run(flam_model* m, int k, const flam_tensor* inputs, int input_count, flam_tensor* outputs, int output_count,
-             flam_error* error) {
+/* `there`: what is given lies on the device, and is put into that stream. */
+static int call(flam_model* m, int k, const flam_tensor* inputs, int input_count, flam_tensor* outputs, int output_count, int there,
+                void* stream, flam_error* error) {
   int code = checked_call(m, k, input_count, output_count, error);
+  if (there && !m->device) return fl_fail(error, FLAM_ARGUMENT, "the package runs on the CPU, and was given memory of a device");
+  for (int i = 0; !code && there && i < output_count; ++i) {
+    if (!outputs[i].data) code = fl_fail(error, FLAM_ARGUMENT, "output %d has no memory on the device", i);
+  }
   if (code) return code;
   program* p = m->programs + k;
   const method* of = m->methods + k;
   weight_set* weights;
   atomic_fetch_add(&m->uses, 1);
-  context* c = take(m, p, &weights);
+  context* c = take(m, p, of, &weights);
   uint8_t few[64] = {0}, *made = output_count > 64 ? calloc((size_t)output_count, 1) : few;
   if (!c || !made) code = fl_fail(error, FLAM_MEMORY, "there is not enough memory");
   if (!code) code = prepare(m, p, of, c, inputs, error);
-  if (!code && c->arena_bytes < c->needed) {
+  if (!code && !m->device && c->arena_bytes < c->needed) {
     free(c->arena);
     c->arena = fl_aligned(c->needed);
     c->arena_bytes = c->arena ? c->needed : 0;
@@ -459,9 +471,9 @@ int flam_run(flam_model* m, int k, const flam_tensor* inputs, int input_count, f
   }
   if (!code) code = take_outputs(p, of, c, outputs, made, error);
   if (!code) {
-    find_memory(m, p, c, inputs, outputs, weights);
+    if (!m->device) find_memory(m, p, c, inputs, outputs, weights);
     if (p->has_state) pthread_mutex_lock(&m->state_lock);
-    code = run_steps(m, p, c, error);
+    code = m->device ? fl_run_there(m, p, of, c, inputs, outputs, weights, there, stream, error) : run_steps(m, p, c, error);
     if (p->has_state) pthread_mutex_unlock(&m->state_lock);
   }
   for (int i = 0; code && made && i < output_count; ++i) {
@@ -475,6 +487,16 @@ int flam_run(flam_model* m, int k, const flam_tensor* inputs, int input_count, f
   fl_release_weights(m, weights);
   fl_release(m);
   return code;
+}
+
+int flam_run(flam_model* m, int k, const flam_tensor* inputs, int input_count, flam_tensor* outputs, int output_count,
+             flam_error* error) {
+  return call(m, k, inputs, input_count, outputs, output_count, 0, NULL, error);
+}
+
+int flam_run_on(flam_model* m, int k, const flam_tensor* inputs, int input_count, flam_tensor* outputs, int output_count,
+                void* stream, flam_error* error) {
+  return call(m, k, inputs, input_count, outputs, output_count, 1, stream, error);
 }
 
 /* ---- new weights ---- */
@@ -527,6 +549,7 @@ int flam_update_weights(flam_model* m, const char* const* names, const flam_tens
     b->data = data;
     b->owned = 1;
     made->blocks[places[i]] = b;
+    if (m->device) code = fl_block_there(m, b, (size_t)w->bytes, error);
   }
   weight_set* old = NULL;
   if (!code) {
@@ -535,6 +558,7 @@ int flam_update_weights(flam_model* m, const char* const* names, const flam_tens
     for (int64_t k = 0; k < m->weight_count; ++k) {
       if (made->blocks[k]) {
         if (m->states[k]) memcpy(m->states[k], made->blocks[k]->data, (size_t)m->weights_known[k].bytes);
+        if (m->states[k] && m->device) fl_state_there(m, k, NULL);
       } else {
         made->blocks[k] = m->weights->blocks[k];
         atomic_fetch_add(&made->blocks[k]->uses, 1);

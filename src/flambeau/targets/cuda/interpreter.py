@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flambeau.codegen.source import LIBRARY, BlockSource
+from flambeau.codegen.source import ALIGNED, LIBRARY, UNALIGNED, BlockSource
 from flambeau.errors import BoundsError, CompileError, UnsupportedError
 from flambeau.ir.program import TableKernel
 
@@ -34,6 +34,9 @@ from .triton_worker import module_of
 if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import AnyKernel
+
+
+UNITS = 2  # processors of the machine that is interpreted
 
 
 class InterpreterTarget(BlockTarget):
@@ -74,9 +77,8 @@ class InterpreterLaunch:
     def __init__(self, source: BlockSource) -> None:
         self.name = source.name
         self._source = source
-        module = _module(source.text)
-        self._functions = [getattr(module, part.function) for part in source.parts]
-        self._shape: Callable[..., tuple[int, ...]] = shape_function(source)
+        self._shape: Callable[..., tuple[int, ...]] = shape_function(source, UNITS)
+        _module(source.text)
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
         count = len(self._source.sizes)
@@ -96,10 +98,12 @@ class InterpreterLaunch:
                               (extents[2 * k + 1] - extents[2 * k]) * width))
         # Infinities and NaN are numbers.
         with np.errstate(all="ignore"), memory_is(given if self._source.bounded else None):
-            for k, function in enumerate(self._functions):
+            aligned = all(p % 16 == 0 for p in pointers)
+            module = _module(self._source.text if aligned else self._source.text.replace(ALIGNED, UNALIGNED))
+            for k, part in enumerate(self._source.parts):
                 arguments = [argument(v, kind) for v, kind in zip(values, kinds, strict=True)]
                 try:
-                    function[tuple(grids[3 * k : 3 * k + 3])](*arguments)
+                    getattr(module, part.function)[tuple(grids[3 * k : 3 * k + 3])](*arguments)
                 except Exception as error:
                     if isinstance(error.__cause__, BoundsError):
                         raise error.__cause__ from None
@@ -226,19 +230,28 @@ def interpreted_triton() -> None:
 
     builder.cast_impl, builder.create_fp_to_fp, interpreter._patch_lang_tensor = cast_impl, create_fp_to_fp, patched
     builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), triton.language.bfloat16)
+    dot = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+        """The interpreter's own multiplies the bits of bfloat16."""
+        single = [interpreter.TensorHandle(from_bfloat16(x.data), triton.language.float32)
+                  if x.dtype.scalar == triton.language.bfloat16 else x for x in (a, b)]
+        return dot(self, *single, d, *how)
+
+    builder.create_dot = create_dot
     load, store, change = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
-    def checked_load(self: Any, addresses: Any, mask: Any, *args: Any) -> Any:
+    def checked_load(self: Any, addresses: Any, mask: Any, *args: Any, **named: Any) -> Any:
         check_accesses(addresses, mask)
-        return load(self, addresses, mask, *args)
+        return load(self, addresses, mask, *args, **named)
 
-    def checked_store(self: Any, addresses: Any, value: Any, mask: Any, *args: Any) -> Any:
+    def checked_store(self: Any, addresses: Any, value: Any, mask: Any, *args: Any, **named: Any) -> Any:
         check_accesses(addresses, mask)
-        return store(self, addresses, value, mask, *args)
+        return store(self, addresses, value, mask, *args, **named)
 
-    def checked_change(self: Any, op: Any, addresses: Any, value: Any, mask: Any, *args: Any) -> Any:
+    def checked_change(self: Any, op: Any, addresses: Any, value: Any, mask: Any, *args: Any, **named: Any) -> Any:
         check_accesses(addresses, mask)
-        return change(self, op, addresses, value, mask, *args)
+        return change(self, op, addresses, value, mask, *args, **named)
 
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
     builder.create_atomic_rmw = checked_change

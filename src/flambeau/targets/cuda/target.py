@@ -24,6 +24,7 @@ import torch
 from flambeau.codegen.source import BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.ir.tuning import BLOCKS
 from flambeau.torch_compat import cuda as torch_cuda
 from flambeau.torch_compat import memory as torch_memory
 
@@ -76,6 +77,7 @@ class CudaTarget(BlockTarget):
     """`arch` and `driver` are those of the machine, unless a test says otherwise."""
 
     name = "cuda"
+    times = True
     # To start a kernel of ours takes the host some microseconds more than to start torch's: sizes from which on the
     # kernels themselves take longer than that.
     wins: ClassVar[Mapping[str, int]] = {
@@ -101,7 +103,10 @@ class CudaTarget(BlockTarget):
     def capabilities(self) -> Capabilities:
         from flambeau.codegen.triton.dialect import CAPABILITIES
 
+        rounded = {"product": torch.backends.cuda.matmul.fp32_precision == "tf32",
+                   "convolution": torch.backends.cudnn.allow_tf32}
         return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
+                       tf32=frozenset(kind for kind, is_rounded in rounded.items() if is_rounded),
                        arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there
 
     def identity(self) -> str:
@@ -110,6 +115,9 @@ class CudaTarget(BlockTarget):
     def arch(self, device: int) -> int:
         """Compute capability times ten."""
         return self._arch or _capability(device)
+
+    def processors(self, device: int) -> int:
+        return BLOCKS.processors if self._arch else _processors(device)
 
     def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
         """All plain ones of images, or none: cuDNN multiplies in its fast units then, for which it reorders others
@@ -300,9 +308,9 @@ class CudaKernel:
 
     def launch(self) -> Launch:
         if self._launch is None:
-            self._launch = self.target.launcher().Launch(
-                self.source.title or self.source.name, shape_function(self.source), self.start, self.make,
-                checks_data(self.source), self.source.words)
+            shape = shape_function(self.source, self.target.processors(self.target.current_device()))
+            self._launch = self.target.launcher().Launch(self.source.title or self.source.name, shape, self.start,
+                                                         self.make, checks_data(self.source), self.source.words)
         return self._launch
 
 
@@ -313,11 +321,11 @@ class _Memory:
         self.__cuda_array_interface__ = interface
 
 
-def shape_function(source: BlockSource) -> Callable[..., tuple[int, ...]]:
+def shape_function(source: BlockSource, units: int = 1) -> Callable[..., tuple[int, ...]]:
     """Of the sizes: the bytes of the workspace, whether they are wide, then each part's grid in three dimensions."""
     names = ", ".join(f"n{k}" for k in range(len(source.sizes)))
     grids = "".join(f"*grid({part.grid}), " for part in source.parts)
-    scope: dict[str, Any] = {"grid": grid}
+    scope: dict[str, Any] = {"grid": grid, "units": units}
     exec(f"def shape({names}): return ({source.workspace or 0}, not ({source.narrow or True}), {grids})", scope)
     shape: Callable[..., tuple[int, ...]] = scope["shape"]
     return shape
@@ -331,6 +339,11 @@ def grid(x: int, y: int = 1, z: int = 1) -> tuple[int, int, int]:
 def checks_data(source: BlockSource) -> bool:
     """Whether some part writes to `bad`, and does not just take it."""
     return source.text.count("bad") > len(source.parts)
+
+
+@cache
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flambeau.codegen.source import LIBRARY, BlockSource, Part
+from flambeau.codegen.source import ALIGNED, LIBRARY, UNALIGNED, BlockSource, Part
 from flambeau.config import config
 from flambeau.errors import CompileError
 
@@ -94,7 +94,8 @@ class TritonCompiler:
         """Start to compile one function, unless that was done before."""
         if self._pid != os.getpid():
             self._start()
-        request = {"text": source.text, "function": part.function, "signature": signature(source, facts.wide),
+        text = source.text if facts.aligned else source.text.replace(ALIGNED, UNALIGNED)
+        request = {"text": text, "function": part.function, "signature": signature(source, facts.wide),
                    "arch": arch, "divisible": divisible(source, facts),
                    "options": {**OPTIONS, "num_warps": part.warps}, "library": library()}
         key = hashlib.sha256(json.dumps([request, identity()]).encode()).hexdigest()

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flambeau.codegen.source import LIBRARY, RangeSource
 from flambeau.errors import CompileError
@@ -130,10 +131,9 @@ class ClCompiler:
         text = unit_text(unit)
         self._began = time.monotonic()
         try:
-            # Its own cache on disk is told to stay out of the way.
-            program = pyopencl.Program(self._device.context, text).build(
-                list(self._device.options), cache_dir=False)  # type: ignore[arg-type]
-            binary = program.get_info(pyopencl.program_info.BINARIES)[0] if self._keep else b""
+            program = self._built(text)
+            binaries: Any = program.get_info(pyopencl.program_info.BINARIES) if self._keep else [b""]
+            binary = binaries[0]
         except pyopencl.Error as error:
             if len(unit) > 1:
                 middle = len(unit) // 2
@@ -151,6 +151,19 @@ class ClCompiler:
             if binary:
                 disk.put(kernel.key, key.encode(), _REFERENCE)
             self._programs[kernel.key].set_result(program)
+
+    def _built(self, text: str) -> pyopencl.Program:
+        import pyopencl
+
+        def built(text: str, *more: str) -> pyopencl.Program:
+            # PyOpenCL's own cache on disk is told to stay out of the way.
+            return pyopencl.Program(self._device.context, text).build(
+                [*self._device.options, *more], cache_dir=False)  # type: ignore[arg-type]
+
+        if self._device.is_cpu and self._device.is_pocl:
+            with suppress(pyopencl.Error):  # what calls other builtins is built as elsewhere
+                return built(library("opencl_declared.h") + text, "-D_OPENCL_H_")
+        return built(text)
 
     def _fail(self, kernel: Kernel, text: str, reason: str, disk: DiskCache) -> None:
         path = disk.put(kernel.key, text.encode(), _TEXT)

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flambeau.codegen.simt.dialect import Shape
+from flambeau.codegen.simt.dialect import Shape, point_capabilities
 from flambeau.codegen.simt.opencl import MISSING, MISSING_WITHOUT_DOUBLES
 from flambeau.errors import UnsupportedError
-from flambeau.ir.capabilities import Capabilities
+from flambeau.ir.capabilities import MODES, Capabilities
 from flambeau.ir.dtypes import SUPPORTED, DType
-from flambeau.ir.tuning import CPU_WORK_ITEMS, POINTS
+from flambeau.ir.tuning import CPU, CPU_WORK_ITEMS, POINTS
 
 if TYPE_CHECKING:
     import pyopencl
 
 NAME = "opencl"
-GROUP = 256  # work-items of a group: enough for every GPU, and few enough for each
 LARGE_GROUP = 1024  # of a long row
 PIECES = 64  # that a reduction of few results is cut into on CPUs: the same on all of them, so that results are
 POCL = "Portable Computing Language"
@@ -35,17 +34,69 @@ _PINNED = "POCL_AFFINITY"
 _FEWER = ("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT")  # threads than cores
 
 
-class ClDevice:
-    """One device with a context and an in-order queue of its own, both made at the first use.
+class DeviceFacts:
+    """What kernels must know of a device: of one that is here, or of any of a kind (packages go to machines that nobody
+    knows). `threads`: whether its work-items are threads; a CPU's are, unless a test says otherwise."""
 
-    `threads`: whether its work-items are threads; a CPU's are, unless a test says otherwise.
-    """
+    name: str
+    threads: bool
+    units: int
+    largest_group: int
+    local_bytes: int
+    extensions: frozenset[str]
+
+    @cached_property
+    def dtypes(self) -> frozenset[DType]:
+        """Half precision is stored as bits and computed in float32: only doubles can be missing."""
+        return SUPPORTED if "cl_khr_fp64" in self.extensions else SUPPORTED - {torch.float64}
+
+    @cached_property
+    def shape(self) -> Shape:
+        most = self.largest_group
+        return Shape(self.threads, min(POINTS.group, most), self.units, min(LARGE_GROUP, most), self.local_bytes // 2)
+
+    def capabilities(self) -> Capabilities:
+        doubles = torch.float64 in self.dtypes
+        missing = MISSING if doubles else MISSING_WITHOUT_DOUBLES
+        if self.threads:
+            return Capabilities(NAME, dtypes=self.dtypes, programs=PIECES, serial_scans=doubles,
+                                ordered_scatter=True, missing=missing, contracts=True, sorts=True,
+                                tuning=CPU_WORK_ITEMS)
+        return point_capabilities(NAME, self.shape, dtypes=self.dtypes, missing=missing, scatters=self.joins)
+
+    @cached_property
+    def joins(self) -> frozenset[tuple[str, DType]]:
+        """What scatters can join: any value in a word that one compare-and-swap can replace."""
+        swapped = [d for d in self.dtypes if d.itemsize <= 4]
+        if "cl_khr_int64_base_atomics" in self.extensions:
+            swapped += [d for d in self.dtypes if d.itemsize == 8]
+        return frozenset((mode, dtype) for mode in MODES for dtype in swapped)
+
+    def check_dtypes(self, used: frozenset[DType]) -> None:
+        if lacking := used - self.dtypes:
+            raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
+                                   target=f"{NAME}, {self.name}")
+
+
+class AnyDevice(DeviceFacts):
+    """A device of a kind: a CPU, or a GPU with what those of all vendors have."""
+
+    def __init__(self, name: str, threads: bool) -> None:
+        self.name, self.threads = f"any {name}", threads
+        self.units, self.largest_group, self.local_bytes = CPU.block_units, POINTS.group, 32 << 10
+        self.extensions = frozenset({"cl_khr_fp64", "cl_khr_int64_base_atomics"})
+
+
+class ClDevice(DeviceFacts):
+    """One device with a context and an in-order queue of its own, both made at the first use."""
 
     def __init__(self, index: int, device: Any, threads: bool | None = None) -> None:
         self.index = index
         self.device = device
         self.threads = self.is_cpu if threads is None else threads
         self.name = f"{device.name.strip()} ({device.platform.name.strip()})"
+        self.units, self.largest_group = int(device.max_compute_units), int(device.max_work_group_size)
+        self.local_bytes, self.extensions = int(device.local_mem_size), frozenset(device.extensions.split())
         self.lock = threading.RLock()
         self._pid = os.getpid()  # drivers start threads when they are asked for devices
 
@@ -73,10 +124,6 @@ class ClDevice:
     # ---- what it has -----------------------------------------------------------------------------------
 
     @cached_property
-    def units(self) -> int:
-        return int(self.device.max_compute_units)
-
-    @cached_property
     def is_cpu(self) -> bool:
         import pyopencl
 
@@ -90,21 +137,6 @@ class ClDevice:
     def shares_host_memory(self) -> bool:
         """Whether it works in any memory of the process as it is. GPUs that could still copy what is not aligned."""
         return self.is_cpu and bool(self.device.host_unified_memory)
-
-    @cached_property
-    def extensions(self) -> frozenset[str]:
-        return frozenset(self.device.extensions.split())
-
-    @cached_property
-    def dtypes(self) -> frozenset[DType]:
-        """Half precision is stored as bits and computed in float32: only doubles can be missing."""
-        return SUPPORTED if "cl_khr_fp64" in self.extensions else SUPPORTED - {torch.float64}
-
-    @cached_property
-    def shape(self) -> Shape:
-        most = int(self.device.max_work_group_size)
-        return Shape(self.threads, min(GROUP, most), self.units, min(LARGE_GROUP, most),
-                     int(self.device.local_mem_size) // 2)
 
     @cached_property
     def options(self) -> tuple[str, ...]:
@@ -124,31 +156,6 @@ class ClDevice:
         d = self.device
         parts = (d.platform.name, d.platform.version, d.name, d.version, d.driver_version, *self.options)
         return "|".join(part.strip() for part in parts)
-
-    def capabilities(self) -> Capabilities:
-        doubles = torch.float64 in self.dtypes
-        missing = MISSING if doubles else MISSING_WITHOUT_DOUBLES
-        if self.threads:
-            return Capabilities(NAME, dtypes=self.dtypes, programs=PIECES, serial_scans=doubles,
-                                ordered_scatter=True, missing=missing, contracts=True, sorts=True,
-                                tuning=CPU_WORK_ITEMS)
-        return Capabilities(NAME, dtypes=self.dtypes, programs=1024,
-                            scratch_bytes=3 * int(self.device.local_mem_size), serial_scans=False, missing=missing,
-                            scatters=self.joins, masked_reads=True, gathers_rows=True, contracts=True, sorts=True,
-                            tuning=POINTS)
-
-    @cached_property
-    def joins(self) -> frozenset[tuple[str, DType]]:
-        """What scatters can join: any value that one compare-and-swap can replace."""
-        swapped = [torch.float32, torch.int32]
-        if "cl_khr_int64_base_atomics" in self.extensions:
-            swapped += [d for d in (torch.float64, torch.int64) if d in self.dtypes]
-        return frozenset((mode, dtype) for mode in ("add", "mul", "min", "max") for dtype in swapped)
-
-    def check_dtypes(self, used: frozenset[DType]) -> None:
-        if lacking := used - self.dtypes:
-            raise UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
-                                   target=f"{NAME}, {self.name}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ..base import Build, Launch, Plan, Source, Step, Target
 from ..cache import shared_cache
 from ..cpu.target import in_large_pages
 from .compile import ClCompiler, Kernel
-from .device import NAME, ClDevice, host_device
+from .device import NAME, ClDevice, DeviceFacts, host_device
 
 if TYPE_CHECKING:
     import pyopencl
@@ -41,6 +41,16 @@ def _device_side() -> ClDeviceTarget:
     from .eager import ClDeviceTarget
 
     return ClDeviceTarget()
+
+
+def rendered(kernel: AnyKernel, name: str, device: DeviceFacts, bounded: bool = False) -> RangeSource:
+    from flambeau.codegen.simt.kernel import dtypes_of
+    from flambeau.codegen.simt.opencl import render
+    from flambeau.ir.program import TableKernel
+
+    assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
+    device.check_dtypes(dtypes_of(kernel))
+    return render(kernel, name, replace(device.shape, bounded=bounded))
 
 
 class OpenClTarget(Target):
@@ -74,14 +84,7 @@ class OpenClTarget(Target):
         return self.render(kernel, name, True)
 
     def render(self, kernel: AnyKernel, name: str, bounded: bool = False) -> RangeSource:
-        from flambeau.codegen.simt.kernel import dtypes_of
-        from flambeau.codegen.simt.opencl import render
-        from flambeau.ir.program import TableKernel
-
-        assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
-
-        self.device.check_dtypes(dtypes_of(kernel))
-        return render(kernel, name, replace(self.device.shape, bounded=bounded))
+        return rendered(kernel, name, self.device, bounded)
 
     def build(self, sources: Sequence[Source]) -> Build:
         device = self.device

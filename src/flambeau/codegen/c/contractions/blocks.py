@@ -1,13 +1,17 @@
 """Contractions on CPUs: a thread takes blocks of the result, and computes them in tiles that registers hold.
 
 For each block and each stretch of the depth both factors are brought into small arrays, whatever expressions they are,
-in the order in which tiles read them. A tile is some rows times two vectors: each step of the depth reads two vectors
-of the right factor, and one number of the left factor for each row.
+in the order in which tiles read them. A tile is some rows times some vectors: each step of the depth reads the vectors
+of the right factor, and one number of the left factor for each row. How large tiles and blocks are, `tiles.py` says,
+for each kind of registers; the compiler knows which there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
 
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Index, Sym, volume
@@ -16,51 +20,42 @@ from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import CPU
 
 from ...dialect import LANES, TEAM, Dialect
-from .range_guards import guard_of
+from .range_guards import MASK, Masks, guard_of, masks_of
+from .tiles import USUAL, WIDE, Cut, cut
 from .writer import ContractWriter
+
+HIGH, ACROSS, ROWS, COLUMNS = (f"KERNEL_NAME_{x}" for x in ("high", "wide", "rows", "columns"))
 
 
 class Blocks(ContractWriter):
     def __init__(self, dialect: Dialect, kernel: ContractKernel, units: int = CPU.block_units) -> None:
         super().__init__(dialect, kernel)
-        size = self.dtype.itemsize
-        self.lanes = CPU.vector_bytes // size
-        self.vector = dialect.vector(self.kind, self.lanes)
-        self.wide = CPU.tile_vectors * self.lanes
         rows, columns, depth = (volume(vars) for vars in (kernel.rows, kernel.columns, kernel.depth))
-        self.high = best_height(rows.const) if rows.is_const else CPU.tile_high
-        self.most_columns = CPU.block_columns * 4 // size
-        self.block_rows = fitted(rows.const if rows.is_const else CPU.block_rows, self.high, CPU.block_rows)
-        self.block_columns = fitted(columns.const if columns.is_const else self.most_columns, self.wide,
-                                    self.most_columns)
-        if rows.is_const and columns.is_const:
-            self.balance(rows.const, columns.const, units)
+        batch = volume(kernel.batch)
         self.depth = self.stretch(depth)
-        self.small = all(n.is_const for n in (rows, columns, depth, volume(kernel.batch))) and \
-            (rows * columns * depth * volume(kernel.batch)).const < CPU.small_product
-        gap = CPU.block_gap // size
+        # The right factor stays while blocks of rows go past, if all of its depth fits beside them.
+        self.stays = depth.is_const and depth.const <= CPU.panel_depth
+        self.panel = depth.const if self.stays else self.depth
+        self.small = all(n.is_const for n in (rows, columns, depth, batch)) and \
+            (rows * columns * depth * batch).const < CPU.small_product
+        items = batch.const if batch.is_const else 1
+        self.cuts = [cut(registers, self.dtype.itemsize, rows, columns, self.panel, items, units)
+                     for registers in ((WIDE, USUAL) if dialect.preprocessed else (USUAL,))]
+        self.gap = CPU.block_gap // self.dtype.itemsize
         self.deep_left = is_deep(kernel.left, kernel.rows, kernel.depth)
-        self.left_row = (self.depth if self.deep_left else self.block_rows) + gap
-        self.right_row = self.block_columns + gap
+        self.left_row = f"{self.depth + self.gap}" if self.deep_left else f"({ROWS} + {self.gap})"
+        self.right_row = f"({COLUMNS} + {self.gap})"
+        deep = is_deep(kernel.right, kernel.columns, kernel.depth)
+        self.masks = None if deep else masks_of(kernel.right, kernel.columns, kernel.depth)
 
     def stretch(self, depth: Index) -> int:
-        """Of the depth at once: whole lines of the innermost variable, if they are short."""
+        """Of the depth at once: parts of about equal length, in whole lines of the innermost variable, if they are
+        short."""
         n = depth.const if depth.is_const and depth.const else CPU.block_depth
         line = volume(self.k.depth[-1:])
         whole = line.const if line.is_const and 1 < line.const < CPU.block_depth else 1
-        return min(n, CPU.block_depth // whole * whole)
-
-    def balance(self, rows: int, columns: int, units: int) -> None:
-        """Smaller blocks where there would be too few for all cores."""
-        batch = volume(self.k.batch)
-        known = batch.const if batch.is_const else 1
-        while known * -(-rows // self.block_rows) * -(-columns // self.block_columns) < 4 * units:
-            if self.block_columns >= max(self.block_rows, 8 * self.wide):
-                self.block_columns = fitted(self.block_columns // 2, self.wide, self.most_columns)
-            elif self.block_rows >= 8 * self.high:
-                self.block_rows = fitted(self.block_rows // 2, self.high, self.block_rows)
-            else:
-                return
+        parts = max(1, round(n / CPU.block_depth))
+        return min(n, -(-n // (parts * whole)) * whole)
 
     # ---- the whole -------------------------------------------------------------------------------------
 
@@ -70,39 +65,55 @@ class Blocks(ContractWriter):
         return self.scopes[0].lines
 
     def blocks(self) -> None:
-        """Those of one thread."""
+        """Those of one thread: rows first, for which the right factor stays."""
         k = self.k
-        arrays = {"lefts": (self.block_rows if self.deep_left else self.depth) * self.left_row,
-                  "rights": self.depth * self.right_row, "sums": self.block_rows * self.block_columns}
+        arrays = {"lefts": f"{ROWS} * {self.left_row}" if self.deep_left else f"{self.depth} * {self.left_row}",
+                  "rights": f"{self.panel} * {self.right_row}", "sums": f"{ROWS} * {COLUMNS}"}
         for name, length in arrays.items():
             self.line(f"alignas(64) {self.kind} {name}[{length}];")
+        if self.masks is not None:
+            kind = self.d.types[torch.int32 if self.dtype.itemsize <= 4 else torch.int64]
+            self.line(f"alignas(64) {kind} masks[{self.masks.count} * {COLUMNS}];")
         rows, columns = self.length(k.rows), self.length(k.columns)
-        high, wide = (f"(({n} + {b - 1}) / {b})" for n, b in ((rows, self.block_rows), (columns, self.block_columns)))
+        high, wide = (f"(({n} + {b} - 1) / {b})" for n, b in ((rows, ROWS), (columns, COLUMNS)))
         self.line(f"const {self.d.long} all = {high} * {wide} * {self.length(k.batch)};")
         self.line(f"const {self.d.long} last = all * ({self.d.thread} + 1) / {self.d.threads};")
         first = f"all * {self.d.thread} / {self.d.threads}"
+        if self.stays:
+            self.line(f"{self.d.long} there = -1;")
         with self.scope(f"for ({self.d.long} block = {first}; block < last; ++block) {{", k.batch):
-            self.line(f"const {self.d.long} c0 = block % {wide} * {self.block_columns}, line = block / {wide};")
-            self.line(f"const {self.d.long} r0 = line % {high} * {self.block_rows};")
-            self.line(f"const {self.d.long} r1 = {self.fl}imin(r0 + {self.block_rows}, {rows});")
-            self.line(f"const {self.d.long} c1 = {self.fl}imin(c0 + {self.block_columns}, {columns});")
-            self.line(f"const {self.d.long} item = line / {high};")
+            self.line(f"const {self.d.long} r0 = block % {high} * {ROWS}, line = block / {high};")
+            self.line(f"const {self.d.long} c0 = line % {wide} * {COLUMNS};")
+            self.line(f"const {self.d.long} r1 = {self.fl}imin(r0 + {ROWS}, {rows});")
+            self.line(f"const {self.d.long} c1 = {self.fl}imin(c0 + {COLUMNS}, {columns});")
+            self.line(f"const {self.d.long} item = line / {wide};")
             self.decompose("item", k.batch)
             self.multiply()
             with self.walk(self.rows, "r0", "r1") as r, self.walk(self.columns, "c0", "c1", LANES) as c:
-                self.finish(f"sums[{r} * {self.block_columns} + {c}]")
+                self.finish(f"sums[{r} * {COLUMNS} + {c}]")
 
     def multiply(self) -> None:
         """The sums of a block, stretch by stretch of the depth."""
         depth = self.length(self.k.depth)
+        if self.stays:
+            with self.scope("if (there != line) {"):
+                self.line(f"const {self.d.long} k0 = 0, k1 = {depth};")
+                self.line("there = line;")
+                if self.masks is not None:
+                    self.find_masks(self.masks)
+                self.bring_right()
+        elif self.masks is not None:
+            self.find_masks(self.masks)
         with self.scope(f"for ({self.d.long} k0 = 0; k0 < {self.fl}imax({depth}, 1); k0 += {self.depth}) {{"):
             self.line(f"const {self.d.long} k1 = {self.fl}imin(k0 + {self.depth}, {depth});")
             self.bring_left()
-            self.bring_right()
-            with self.scope(f"for ({self.d.long} c = 0; c < c1 - c0; c += {self.wide}) "
-                            f"for ({self.d.long} r = 0; r < r1 - r0; r += {self.high}) {{"):
+            if not self.stays:
+                self.bring_right()
+            begin = f" + k0 * {self.right_row}" if self.stays and self.depth < self.panel else ""
+            with self.scope(f"for ({self.d.long} c = 0; c < c1 - c0; c += {ACROSS}) "
+                            f"for ({self.d.long} r = 0; r < r1 - r0; r += {HIGH}) {{"):
                 left = f"r * {self.left_row}" if self.deep_left else "r"
-                self.line(f"KERNEL_NAME_tile(sums + r * {self.block_columns} + c, lefts + {left}, rights + c, "
+                self.line(f"KERNEL_NAME_tile(sums + r * {COLUMNS} + c, lefts + {left}, rights{begin} + c, "
                           "k1 - k0, k0 == 0);")
 
     # ---- factors ---------------------------------------------------------------------------------------
@@ -110,14 +121,14 @@ class Blocks(ContractWriter):
     def bring_left(self) -> None:
         deep = self.deep_left
         place = f"lefts[{{r}} * {self.left_row} + {{k}}]" if deep else f"lefts[{{k}} * {self.left_row} + {{r}}]"
-        self.bring(self.k.left, self.k.rows, "r", place, self.high, deep, not deep)
+        self.bring(self.k.left, self.k.rows, "r", place, HIGH, deep, not deep)
 
     def bring_right(self) -> None:
         place = f"rights[{{k}} * {self.right_row} + {{c}}]"
         deep = is_deep(self.k.right, self.k.columns, self.k.depth)
-        self.bring(self.k.right, self.k.columns, "c", place, self.wide, deep, True)
+        self.bring(self.k.right, self.k.columns, "c", place, ACROSS, deep, True)
 
-    def bring(self, factor: Expr, own: Sequence[Sym], name: str, place: str, step: int, deep: bool, lined: bool
+    def bring(self, factor: Expr, own: Sequence[Sym], name: str, place: str, step: str, deep: bool, lined: bool
               ) -> None:
         """A factor of the block into its array; what fills the last tile up is zero.
 
@@ -128,6 +139,9 @@ class Blocks(ContractWriter):
             self.line(f"for ({long} k = 0; k < k1 - k0; ++k) for ({long} x = {hi} - {lo}; x % {step} != 0; ++x) "
                       f"{place.format(**{name: 'x', 'k': 'k'})} = 0;")
         lanes = LANES if deep != lined else None
+        if own is self.k.columns and self.masks is not None:
+            self.bring_masked(place, self.masks)
+            return
         own, (factor,) = joined(own, factor)
         depth, (factor,) = joined(self.k.depth, factor)
         outer, inner = ((own, lo, hi), (depth, "k0", "k1"))[::1 if deep else -1]
@@ -138,6 +152,20 @@ class Blocks(ContractWriter):
             for begin, until, value in self.parts(factor, v, first, end):
                 with self.loop(v, begin, until, how=lanes):
                     self.line(f"{place.format(**{name: at, 'k': k})} = {'0' if value is None else self.value(value)};")
+
+    def bring_masked(self, place: str, m: Masks) -> None:
+        """The right factor, in lines that go on where its mask changes."""
+        with self.walk(m.depth, "k0", "k1") as k, self.walk(m.own, "c0", "c1", LANES) as c:
+            self.scopes[-1].locals[MASK] = f"(masks[{self.index(m.which)} * {COLUMNS} + {c}] != 0)"
+            self.line(f"{place.format(c=c, k=k)} = {self.value(m.factor)};")
+
+    def find_masks(self, m: Masks) -> None:
+        """Where the right factor is not zero, for each value of the variables that say so beside its own points."""
+        with ExitStack() as loops:
+            for u in m.vars:
+                loops.enter_context(self.loop(u, "0", self.extent(u)))
+            c = loops.enter_context(self.walk(self.k.columns, "c0", "c1", LANES))
+            self.line(f"masks[{self.index(m.which)} * {COLUMNS} + {c}] = {self.value(m.mask)};")
 
     def parts(self, factor: Expr, v: Sym, first: str, end: str) -> list[tuple[str, str, Expr | None]]:
         """A line from first to end, divided where a factor begins and ends to be zero (None), if it is at all."""
@@ -158,36 +186,34 @@ class Blocks(ContractWriter):
     # ---- a tile ----------------------------------------------------------------------------------------
 
     def tile(self) -> list[str]:
-        """A function: rows times vectors of sums in registers, while the depth goes past."""
-        v, each = self.vector, [(r, c) for r in range(self.high) for c in range(CPU.tile_vectors)]
-        left = "l[{} * " + str(self.left_row) + " + k]" if self.deep_left else "l[k * " + str(self.left_row) + " + {}]"
-        place = f"*({v}*)(sums + {{}} * {self.block_columns} + {{}})"
-        out = [f"{self.d.inlined} void KERNEL_NAME_tile({self.kind}* sums, const {self.kind}* l, const {self.kind}* r, "
+        """A function: rows times vectors of sums in registers, while the depth goes past. One for each kind of them."""
+        out: list[str] = []
+        for k, one in enumerate(self.cuts):
+            if len(self.cuts) > 1:
+                out.append(f"#{'elif' if k else 'if'} defined({one.registers.condition})" if one.registers.condition
+                           else "#else")
+            out += self.tile_of(one)
+        return [*out, "#endif"] if len(self.cuts) > 1 else out
+
+    def tile_of(self, one: Cut) -> list[str]:
+        t = one.tile
+        v, each = self.d.vector(self.kind, t.lanes), [(r, c) for r in range(t.high) for c in range(t.vectors)]
+        row, right = (self.depth if self.deep_left else one.rows) + self.gap, one.columns + self.gap
+        left = f"l[{{}} * {row} + k]" if self.deep_left else f"l[k * {row} + {{}}]"
+        place = f"*({v}*)(sums + {{}} * {one.columns} + {{}})"
+        out = [f"enum {{ {HIGH} = {t.high}, {ACROSS} = {t.wide}, {ROWS} = {one.rows}, {COLUMNS} = {one.columns} }};",
+               f"{self.d.inlined} void KERNEL_NAME_tile({self.kind}* sums, const {self.kind}* l, const {self.kind}* r, "
                f"{self.d.long} n, bool first) {{", f"  {self.d.contracted}"]
         zeros = self.d.zeros.format(v)
-        out += [f"  {v} s{r}_{c} = first ? {zeros} : {place.format(r, c * self.lanes)};" for r, c in each]
+        out += [f"  {v} s{r}_{c} = first ? {zeros} : {place.format(r, c * t.lanes)};" for r, c in each]
         out.append(f"  for ({self.d.long} k = 0; k < n; ++k) {{")
-        out += [f"    const {v} v{c} = *(const {v}*)(r + k * {self.right_row} + {c * self.lanes});"
-                for c in range(CPU.tile_vectors)]
+        out += [f"    const {v} v{c} = *(const {v}*)(r + k * {right} + {c * t.lanes});" for c in range(t.vectors)]
         out += [f"    s{r}_{c} += {left.format(r)} * v{c};" for r, c in each]
         out.append("  }")
-        out += [f"  {place.format(r, c * self.lanes)} = s{r}_{c};" for r, c in each]
+        out += [f"  {place.format(r, c * t.lanes)} = s{r}_{c};" for r, c in each]
         return [*out, "}"]
 
 
 def is_long(v: Sym) -> bool:
     """Whether it pays to find out where a line begins and ends, rather than to ask for each element."""
     return not v.size.is_const or v.size.const >= CPU.vector_bytes // 2
-
-
-def best_height(rows: int) -> int:
-    """Of a tile: that which wastes the least of its last one."""
-    return min(range(CPU.tile_high, 0, -1), key=lambda h: -(-rows // h) * (h + 1))
-
-
-def fitted(size: int, step: int, most: int) -> int:
-    """The side of blocks of about equal size, none above `most`, in whole steps."""
-    size = max(size, 1)
-    blocks = -(-size // most)
-    each = -(-size // blocks)
-    return -(-each // step) * step

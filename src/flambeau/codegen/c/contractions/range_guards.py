@@ -1,13 +1,18 @@
-"""Expressions that are zero outside a range of a variable: the range can be walked without asking."""
+"""Expressions that are zero somewhere: the range of a variable can be walked without asking; or what is asked is found
+once for all that ask it, and points are walked in the lines of memory, whatever the mask."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from flambeau.ir.expr import Expr, chosen, conjuncts, const, loads, rewrite
 from flambeau.ir.index import Index, Sym, as_index
+from flambeau.ir.lines import joined
+from flambeau.ir.tuning import CPU
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,45 @@ class Guard:
     lows: tuple[Index, ...]
     highs: tuple[Index, ...]
     inside: Expr
+
+
+MASK = "mask"  # the name of what was found
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Of a factor: `mask` depends on its points and the few variables `vars` of the depth, `which` of whose `count`
+    values is asked for. With what was found in its place (`factor`), the points are walked as `own`."""
+
+    mask: Expr
+    vars: tuple[Sym, ...]
+    which: Index
+    count: int
+    own: tuple[Sym, ...]
+    depth: tuple[Sym, ...]
+    factor: Expr
+
+
+def masks_of(e: Expr, own: Sequence[Sym], depth: Sequence[Sym]) -> Masks | None:
+    """As of a convolution whose images are as large as its results: all of a plane is one line in memory, in which the
+    borders are zero. None where that would not make lines longer."""
+    found = chosen(e)
+    if found is None:
+        return None
+    mask, _ = found
+    vars = tuple(u for u in depth if u in mask.symbols())
+    sizes = [u.size.const if u.size.is_const else CPU.masks + 1 for u in vars]
+    if math.prod(sizes) > CPU.masks:
+        return None
+    known = Expr("local", torch.bool, (), MASK)
+    factor = rewrite(e, lambda x: known if x is mask else x)
+    lines, (factor,) = joined(own, factor)
+    if len(lines) >= len(joined(own, e)[0]):
+        return None
+    which = as_index(0)
+    for u, size in zip(vars, sizes, strict=True):
+        which = which * size + u
+    return Masks(mask, vars, which, math.prod(sizes), lines, tuple(depth), factor)
 
 
 def guard_of(e: Expr, v: Sym) -> Guard | None:

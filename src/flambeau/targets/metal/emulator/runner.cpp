@@ -144,15 +144,23 @@ void diverged(int size) {
   }
 }
 
+// All of them, from anyone on, upward or downward: a kernel may count on no order.
+void enter_all(int from, int to) {
+  static uint32_t drawn = 1;
+  drawn = drawn * 1664525u + 1013904223u;
+  const int count = to - from, first = (int)(drawn >> 8) % count, up = drawn >> 31 ? 1 : count - 1;
+  for (int k = 0, at = first; k < count && !failed; ++k, at = (at + up) % count) enter(from + at);
+}
+
 void run_group(int size) {
-  for (int k = 0; k < size && !failed; ++k) enter(k);
+  enter_all(0, size);
   while (!failed) {
     bool moved = false;
     for (int first = 0; first < size && !failed; first += WIDTH) {
       const int end = first + WIDTH < size ? first + WIDTH : size;
       while (!failed && alike(first, end, SIMD)) {
         moved = true;
-        for (int k = first; k < end && !failed; ++k) enter(k);
+        enter_all(first, end);
       }
     }
     if (failed || alike(0, size, DONE)) break;
@@ -162,7 +170,7 @@ void run_group(int size) {
     if (alike(0, size, BARRIER)) {
       passed_device += barrier_flags & 1;
       passed += barrier_flags >> 1 & 1;
-      for (int k = 0; k < size && !failed; ++k) enter(k);
+      enter_all(0, size);
     } else if (!moved) {
       diverged(size);
     }
@@ -190,6 +198,7 @@ void touch(Access& a, uint32_t me, bool write, bool device, uint32_t now, const 
   if (write && a.reader && a.reader != me && !ordered(a.reader, a.read, now, device))
     fail("race: writes byte %ld of %s, which thread %ld read with no barrier between", (long)at, what,
          a.reader == MANY ? -1L : (long)a.reader - 1);
+  if (write && a.writer == me && !a.reader && !collides) fail("writes byte %ld of %s twice, which nobody read", (long)at, what);
   if (write) a.writer = me, a.wrote = now, a.reader = 0;
   else if (device && a.reader && a.reader != me && (a.reader == MANY ? a.read < group_begin : (a.reader - 1) / (uint32_t)part->group != ids.group))
     a.reader = MANY, a.read = 0;  // of several groups, which wait for nobody
@@ -215,15 +224,17 @@ void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false
   }
   for (int tries = 0, k = last_region; tries < region_count; ++tries, k = k + 1 == region_count ? 0 : k + 1) {
     Region& r = regions[k];
-    if (at < r.from || at >= r.to) continue;
+    // A word that holds a small element may begin before the first one, or end behind the last.
+    const uintptr_t around = atomic ? bytes - 1 : 0;
+    if (at + around < r.from || at >= r.to) continue;
     last_region = k;
-    if (at + bytes > r.to) break;
+    if (at + bytes > r.to + around) break;
     if (at % (bytes < 16 ? bytes : 16)) fail("misaligned: an access of %u bytes at a multiple of %u", bytes, (unsigned)(at & -at));
     if (write && !r.written) fail("writes a buffer that it only reads");
     if (!r.seen) return;
     const uint32_t me = atomic ? ATOMIC : ids.group * (uint32_t)part->group + (uint32_t)current + 1;
     for (uint32_t j = 0; j < bytes; j += (uint32_t)r.granule)
-      touch(r.seen[(at - r.from + j) / (uint32_t)r.granule], me, write, true, passed_device, "a buffer", (int64_t)(at - r.from + j));
+      if (at + j >= r.from && at + j < r.to) touch(r.seen[(at - r.from + j) / (uint32_t)r.granule], me, write, true, passed_device, "a buffer", (int64_t)(at - r.from + j));
     return;
   }
   int64_t nearest = INT64_MAX;

@@ -1,0 +1,146 @@
+"""Contractions to measure: products of drawn shapes, products with tails, FP8, attention with masks, experts.
+
+Shapes are drawn from a seed; `scale` divides them, for machines on which only the results matter.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Make = Callable[..., Tensor]
+HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    group: str
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]  # of its arguments, which are bfloat16 unless `made` says otherwise
+    operations: float
+    gradient: bool = False
+    dynamic: bool = False
+    aligned: bool = True
+    made: Callable[[str], list[Tensor]] | None = None
+    peers: tuple[str, ...] = ()  # the only ones that can do it, where not all can
+
+    def tensors(self, device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        given = self.made(device) if self.made else [
+            torch.randn(s, device=device).to(HALF) * (s[-1] ** -0.25) for s in self.shapes]
+        return [t.requires_grad_(self.gradient and t.dtype is HALF and t.dim() > 1) for t in given]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.t()
+
+
+def swiglu(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.silu(x @ a.t()) * (x @ b.t())
+
+
+def quantised(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.linear(x, w, b).relu()
+    return y.to(FP8), y.abs().amax()
+
+
+def dropped(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
+    return r + F.dropout(F.linear(x, w, b), 0.1)
+
+
+# Name: the function, and how many matrices of the result's shape it has beside x, w and b.
+TAILS: dict[str, tuple[Callable[..., Any], int]] = {
+    "bias + tanh": (lambda x, w, b: torch.tanh(F.linear(x, w, b)), 0),
+    "bias + sigmoid": (lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), 0),
+    "bias + exp": (lambda x, w, b: torch.exp(F.linear(x, w, b)), 0),
+    "bias + gelu": (lambda x, w, b: F.gelu(F.linear(x, w, b)), 0),
+    "bias + gelu tanh": (lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"), 0),
+    "residual": (lambda x, w, b, r: r + F.linear(x, w, b), 1),
+    "residual + dropout": (dropped, 1),
+    "cast to FP8 with amax": (quantised, 0),
+}
+
+
+def products(draw: random.Random, count: int, scale: int) -> Iterator[Case]:
+    """Square, tall and skinny ones; one in six with odd sizes."""
+    for k in range(count):
+        m, n, depth = (2 ** draw.uniform(6, 13), 2 ** draw.uniform(6, 13), 2 ** draw.uniform(6, 14))
+        if k % 3 == 1:
+            m = 2 ** draw.uniform(4, 7)
+        unit = 1 if k % 6 == 5 else 8
+        sizes = [max(unit, round(s / scale / unit) * unit) for s in (m, n, depth)]
+        m, n, depth = sizes
+        yield Case(f"{m} x {n} x {depth}", "products", product, ((m, depth), (n, depth)), 2.0 * m * n * depth,
+                   aligned=unit == 8)
+
+
+def tails(draw: random.Random, count: int, scale: int) -> Iterator[Case]:
+    shapes = [(8192, 4096, 8192)] * (len(TAILS) + 1)
+    shapes += [(round(2 ** draw.uniform(9, 14) / 64) * 64, round(2 ** draw.uniform(9, 13) / 64) * 64,
+                round(2 ** draw.uniform(9, 13) / 64) * 64) for _ in range(count)]
+    names = [*TAILS, "SwiGLU"]
+    for k, (m, n, depth) in enumerate(shapes):
+        m, n, depth = (max(16, s // scale) for s in (m, n, depth))
+        name = names[k % len(names)]
+        two = name == "SwiGLU"
+        function, matrices = (swiglu, 0) if two else TAILS[name]
+        given = ((m, depth), (n, depth), (n, depth) if two else (n,), *((m, n) for _ in range(matrices)))
+        yield Case(f"{name}, {m} x {n} x {depth}{', dynamic' if k % 4 == 3 else ''}", "tails", function, given,
+                   2.0 * m * n * depth * (2 if two else 1), dynamic=k % 4 == 3)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+
+
+def padding(batch: int, length: int, device: str) -> Tensor:
+    lengths = torch.linspace(0.3 * length, length, batch, device=device).int()
+    return (torch.arange(length, device=device)[None] < lengths[:, None])[:, None, None]
+
+
+def sliding(length: int, device: str) -> Tensor:
+    at = torch.arange(length, device=device)
+    return ((at[:, None] >= at) & (at[:, None] - at < length // 8))[None, None]
+
+
+def documents(length: int, device: str) -> Tensor:
+    at = torch.arange(length, device=device)
+    which = (at * 7 // length + at * 3 // length)
+    return ((which[:, None] == which) & (at[:, None] >= at))[None, None]
+
+
+def attentions(scale: int) -> Iterator[Case]:
+    batch, heads, length, size = (4, 16, 4096, 128) if scale == 1 else (2, 2, 4096 // scale, 32)
+    shape = batch, heads, length, size
+    whole = 4.0 * prod(shape) * length * 3.5  # forward and backward
+    masks: dict[str, Callable[[str], Tensor]] = {
+        "padding": partial(padding, batch, length), "sliding window": partial(sliding, length),
+        "documents": partial(documents, length),
+        "additive bias": lambda device: torch.randn(1, heads, length, length, device=device).to(HALF)}
+
+    def made(mask: Callable[[str], Tensor] | None, device: str) -> list[Tensor]:
+        given = [torch.randn(shape, device=device).to(HALF) for _ in range(3)]
+        return given if mask is None else [*given, mask(device).detach()]
+
+    for causal in (False, True):
+        yield Case("causal" if causal else "plain", "attention", partial(attend, causal=causal), (),
+                   whole / (2 if causal else 1), gradient=True, made=partial(made, None))
+    for name, mask in masks.items():
+        yield Case(name, "attention", attend, (), whole, gradient=True, made=partial(made, mask))
+
+
+def cases(seed: int, scale: int = 1, count: int = 60, tailed: int = 20) -> list[Case]:
+    draw = random.Random(seed)
+    return [*products(draw, count, scale), *tails(draw, tailed, scale), *attentions(scale)]

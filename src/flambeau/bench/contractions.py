@@ -1,0 +1,179 @@
+"""Products, their tails, FP8, attention and experts: ours beside the library, eager and Inductor, in one run.
+
+    flambeau bench contractions --target cuda --seed 18 --json results/contractions-cuda.json
+
+Calls are recorded in CUDA graphs, so that times are the device's; backends take turns, and times are medians. `own` has
+kernels of ours alone, `flambeau` the choice between those and the library; `autotuned` is Inductor's max-autotune.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flambeau.bench.contraction_cases import Case, cases
+from flambeau.bench.harness import geometric_mean, message, own_code, wanted
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "eager": {}, "inductor": {"backend": "inductor"},
+    "autotuned": {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
+    "flambeau": {"backend": "flambeau"},
+    "own": {"backend": "flambeau", "options": {"contractions": "own", "search": True}}}
+AIM = 2e-3  # seconds of one recording
+ROUNDS = 9
+
+
+@dataclass
+class ContractionRow:
+    name: str
+    group: str
+    operations: float
+    aligned: bool
+    seconds: dict[str, float] = field(default_factory=dict)
+    first_s: dict[str, float] = field(default_factory=dict)  # until the first call was done
+    error: dict[str, float] = field(default_factory=dict)  # of the results, against those of the first backend
+    choices: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def ratio(self, name: str = "flambeau") -> float | None:
+        """The fastest peer's time over ours."""
+        peers = [t for b, t in self.seconds.items() if b not in ("flambeau", "own")]
+        return min(peers) / self.seconds[name] if peers and name in self.seconds else None
+
+
+def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
+    def call(*inputs: Tensor) -> Any:
+        return case.function(*inputs)
+
+    how = BACKENDS[backend]
+    own_code(call, f"{case.group}_{backend}".replace(" ", "_"))
+    run = torch.compile(call, dynamic=case.dynamic or None, **how) if how else call
+    grads: list[Tensor] = []
+
+    def forward(*inputs: Tensor) -> list[Tensor]:
+        out = run(*inputs)
+        made = [out] if isinstance(out, Tensor) else list(out)
+        if not case.gradient:
+            return made
+        grads.extend(torch.randn_like(t) for t in made if not grads)
+        leaves = [t for t in inputs if t.requires_grad]
+        return [*made, *torch.autograd.grad(made, leaves, grads)]
+
+    return forward
+
+
+def recorded(call: Callable[[], Any], device: str) -> tuple[Callable[[], Any], int]:
+    """A replay of so many calls; the call itself where it cannot be recorded."""
+    if device != "cuda":
+        return call, 1
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    count = max(1, min(50, int(AIM / max(start.elapsed_time(end) / 1e3, 1e-6))))
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    try:
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            for _ in range(count):
+                call()
+    except Exception:  # it waits for the device, or asks the host
+        torch.cuda.synchronize()
+        return call, 1
+    return graph.replay, count
+
+
+def error(made: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest over all results of |made - exact| / |exact|, in norms."""
+    return max((float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+                for a, b in zip(made, exact, strict=True) if a.is_floating_point()), default=0.0)
+
+
+def measure_case(case: Case, backends: Sequence[str], device: str) -> ContractionRow:
+    import flambeau.debug
+
+    row = ContractionRow(case.name, case.group, case.operations, case.aligned)
+    inputs = case.tensors(device)
+    calls: dict[str, tuple[Callable[[], Any], int]] = {}
+    want: list[Tensor] | None = None
+    draws = "dropout" in case.name
+    for backend in backends:
+        if case.peers and backend not in case.peers:
+            continue
+        begin = time.perf_counter()
+        try:
+            torch.manual_seed(1)
+            run = step(case, backend)
+            with flambeau.debug.collect() as graphs:
+                made = [t.detach() for t in run(*inputs)]
+            if device == "cuda":
+                torch.cuda.synchronize()
+            row.first_s[backend] = time.perf_counter() - begin
+            want = made if want is None else want
+            row.error[backend] = float("nan") if draws else error(made, want)
+            if backend == "flambeau":
+                row.choices = [c for g in graphs for c in g.captured.choices]
+            if not draws and not row.error[backend] < 0.1:
+                raise ValueError(f"off by {row.error[backend]:.1e}")
+            calls[backend] = recorded(partial(run, *inputs), device)
+        except Exception as e:
+            row.errors[backend] = message(e)
+    if device != "cuda":
+        return row
+    times: dict[str, list[float]] = {b: [] for b in calls}
+    for turn in range(ROUNDS):
+        for backend in [*calls][:: 1 if turn % 2 == 0 else -1]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            calls[backend][0]()
+            end.record()
+            end.synchronize()
+            times[backend].append(start.elapsed_time(end) / 1e3 / calls[backend][1])
+    row.seconds = {b: statistics.median(t) for b, t in times.items()}
+    return row
+
+
+def measure(target: str, only: str | None, seed: int, scale: int, counts: tuple[int, int], backends: Sequence[str],
+            limit: float) -> Iterator[ContractionRow]:
+    end = time.perf_counter() + limit
+    for case in cases(seed, scale, *counts):
+        if wanted(f"{case.group} {case.name}", only) and time.perf_counter() < end:
+            yield measure_case(case, backends, target)
+            torch.compiler.reset()
+            if target == "cuda":
+                torch.cuda.empty_cache()
+
+
+def summarise(rows: Sequence[ContractionRow]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for group in dict.fromkeys(r.group for r in rows):
+        mine = [r for r in rows if r.group == group]
+        ratios = [x for r in mine if (x := r.ratio()) is not None]
+        out[group] = {"cases": len(mine), "mean over the best peer": geometric_mean(ratios) if ratios else None,
+                      "least over the best peer": min(ratios, default=None)}
+    own = [x for r in rows if r.group == "products" and r.aligned and depth_of(r) >= 512
+           and (x := r.ratio("own")) is not None]
+    out["own kernels over the library, aligned, depth 512 and more"] = geometric_mean(own) if own else None
+    return out
+
+
+def depth_of(row: ContractionRow) -> int:
+    return int(row.name.rpartition(" ")[2])
+
+
+def line(row: ContractionRow) -> str:
+    times = "  ".join(f"{b} {1e6 * t:.1f}" for b, t in row.seconds.items())
+    bad = "  ".join(f"{b}: {e}" for b, e in row.errors.items())
+    ratio = row.ratio()
+    return f"{row.group:10} {row.name:42} {'' if ratio is None else f'{ratio:.2f}':>5}  us: {times}  {bad}".rstrip()

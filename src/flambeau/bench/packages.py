@@ -1,0 +1,212 @@
+"""Packages beside eager, our own compiler, AOTInductor and ONNX Runtime: steps, loads, and what one call costs.
+
+    measure(["gpt"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
+    served("model.flam")                                    # latencies and throughput of `flambeau bench model.flam`
+
+With one thread (OMP_NUM_THREADS=1) times are the thread's own, so that a machine with other work still tells.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flambeau.bench import harness
+from flambeau.bench.harness import Row
+from flambeau.bench.models import SUITE
+from flambeau.package.arguments import array_dtype
+from flambeau.package.export import export
+from flambeau.package.module import Module, load
+from flambeau.torch_compat.inductor import aoti_load, aoti_package
+
+Step = Callable[[], Any]
+SEED = 1
+ROUNDS = (7, 200)
+LOAD_BYTES = 1 << 30
+LOADS = 5
+
+
+def eager_step(model: nn.Module, args: tuple[Any, ...], folder: Path) -> Step:
+    return lambda: model(*args)
+
+
+def jit_step(model: nn.Module, args: tuple[Any, ...], folder: Path) -> Step:
+    compiled = torch.compile(model, backend="flambeau")
+    return lambda: compiled(*args)
+
+
+def package_step(model: nn.Module, args: tuple[Any, ...], folder: Path) -> Step:
+    export(model, args, folder / "model.flam", debug=False)
+    method = load(folder / "model.flam").load_method("forward")
+    arrays = [x.numpy() for x in args]
+    return lambda: method(*arrays)
+
+
+def aoti_step(model: nn.Module, args: tuple[Any, ...], folder: Path) -> Step:
+    found = aoti_load(aoti_package(torch.export.export(model, args), str(folder / "model.pt2")))
+    return lambda: found(*args)
+
+
+def onnx_step(model: nn.Module, args: tuple[Any, ...], folder: Path) -> Step:
+    import onnxruntime
+
+    torch.onnx.export(model, args, str(folder / "model.onnx"), dynamo=True, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), args)}
+    return lambda: session.run(None, feeds)
+
+
+PEERS: dict[str, Callable[[nn.Module, tuple[Any, ...], Path], Step]] = {
+    "eager": eager_step, "flambeau": jit_step, "aotinductor": aoti_step, "onnxruntime": onnx_step,
+    "package": package_step}
+
+
+def available(peers: Sequence[str]) -> list[str]:
+    return [p for p in peers if p != "onnxruntime" or (find_spec("onnxruntime") and find_spec("onnxscript"))]
+
+
+def steps_of(model: nn.Module, args: tuple[Any, ...], peers: Sequence[str], folder: Path, row: Row) -> dict[str, Step]:
+    """What each of them runs; one that cannot is noted in the row."""
+    made = {}
+    for peer in available(peers):
+        inside = folder / peer
+        inside.mkdir()
+        try:
+            made[peer] = PEERS[peer](model, args, inside)
+        except Exception as error:  # a failing peer is a result to report, not the end of the run
+            row.errors[peer] = harness.message(error)
+    return made
+
+
+def clock() -> Callable[[], float]:
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def measure(names: Sequence[str], size: str, peers: Sequence[str], limit: float) -> Iterator[Row]:
+    for name in names:
+        built = SUITE[name].build(size)
+        model, row = built.module.eval(), Row(name, "step", "infer")
+        args = tuple(built.make_inputs(seed=SEED)[:-1])
+        with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
+            yield harness.timed(row, steps_of(model, args, peers, Path(folder), row), limit, clock())
+
+
+# ---- from the file to the first result -------------------------------------------------------------------------------
+
+
+class Large(nn.Module):
+    """So many bytes of weights, each read once."""
+
+    def __init__(self, nbytes: int, parts: int = 16) -> None:
+        super().__init__()
+        rows = nbytes // 4 // parts // 1024
+        self.parts = nn.ParameterList(nn.Parameter(torch.ones(rows, 1024)) for _ in range(parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for p in self.parts:
+            x = x + p.sum(0) * 1e-6
+        return x
+
+
+LOADERS = {
+    "package": "import numpy, flambeau\nx = numpy.ones(1024, 'float32')\nstart = time.perf_counter()\n"
+               "flambeau.load({!r})(x)",
+    "aotinductor": "import torch\nfrom flambeau.torch_compat.inductor import aoti_load\nx = torch.ones(1024)\n"
+                   "start = time.perf_counter()\naoti_load({!r})(x)",
+}
+
+
+def measure_load(nbytes: int = LOAD_BYTES) -> Row:
+    """Seconds from a file of so many bytes in the page cache to the first result, in processes of their own that have
+    imported what they need, by turns."""
+    row, times = Row(f"load {nbytes >> 20} MiB", "load", "load"), dict[str, list[float]]()
+    with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
+        model, x = Large(nbytes).eval(), (torch.ones(1024),)
+        files = {"package": f"{folder}/model.flam", "aotinductor": f"{folder}/model.pt2"}
+        export(model, x, files["package"], debug=False)
+        aoti_package(torch.export.export(model, x), files["aotinductor"])
+        for turn in range(LOADS + 1):
+            for name, text in LOADERS.items():
+                script = f"import time\n{text.format(files[name])}\nprint(time.perf_counter() - start)"
+                done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+                if done.returncode:
+                    row.errors[name] = done.stderr.strip().splitlines()[-1][:200]
+                elif turn:  # the first brings files into the page cache
+                    times.setdefault(name, []).append(float(done.stdout))
+    for name, found in times.items():
+        row.seconds[name], row.best[name] = sorted(found)[len(found) // 2], min(found)
+    return row
+
+
+# ---- one package -----------------------------------------------------------------------------------------------------
+
+
+def drawn_inputs(module: Module, method: str, size: int) -> list[Any]:
+    """Arrays that a method takes: sizes of the run are about `size`, indices small."""
+    rng, out = np.random.default_rng(0), []
+    for port in module.load_method(method).entry.inputs:
+        shape = [min(max(size, lo), hi) for lo, hi in port.ranges]
+        dtype = array_dtype(port.dtype)
+        floats = port.dtype.startswith(("float", "bfloat"))
+        out.append((rng.standard_normal(shape) if floats else rng.integers(0, 2, shape)).astype(dtype))
+    return out
+
+
+def latencies(step: Step, seconds: float) -> list[float]:
+    """Of calls one after the other."""
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    step()
+    while not found or time.perf_counter() < end:
+        start = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def throughput(step: Step, threads: int, seconds: float) -> float:
+    """Calls a second of so many threads that call at once."""
+    counts, stop = [0] * threads, time.perf_counter() + seconds
+
+    def work(k: int) -> None:
+        while time.perf_counter() < stop:
+            step()
+            counts[k] += 1
+
+    workers = [threading.Thread(target=work, args=(k,)) for k in range(threads)]
+    start = time.perf_counter()
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    return sum(counts) / (time.perf_counter() - start)
+
+
+Served = tuple[str, list[float], dict[int, float]]
+
+
+def served(path: str, method: str, size: int, seconds: float, threads: Sequence[int], model: nn.Module | None = None,
+           args: tuple[Any, ...] = (), target: str | None = None) -> Iterator[Served]:
+    """Of the package, and of its peers if the model is given: the name, latencies, calls a second by threads."""
+    module = load(path, target)
+    one, given = module.load_method(method), [x.numpy() for x in args] or drawn_inputs(module, method, size)
+    steps: dict[str, Step] = {"package": lambda: one.run(given)}
+    with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
+        if model is not None:
+            steps |= steps_of(model, args, [p for p in PEERS if p != "package"], Path(folder), Row("", "", ""))
+        for name, step in steps.items():
+            yield name, latencies(step, seconds), {k: throughput(step, k, seconds) for k in threads}

@@ -1,0 +1,95 @@
+"""On GPUs columns that lie side by side are the work of one group, and so are segments: columns of any length.
+
+Of each column some work-items have every so many-th element; what they come to is joined as in a row (`rows.py`).
+No work-item goes through a long column alone, however few there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from flambeau.ir.expr import Expr
+from flambeau.ir.index import Index, Sym, ceildiv, volume
+from flambeau.ir.program import LoopKernel
+from flambeau.ir.tuning import POINTS
+
+from ..dialect import Dialect
+from ..writer import Scope
+from .dialect import Shape
+from .rows import RowLoops, power_below
+
+
+class ColumnLoops(RowLoops):
+    def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
+        self.wide = min(kernel.form.width, power_below(shape.group))
+        self.points_in_all = volume(kernel.outer)
+        super().__init__(dialect, kernel, shape)
+
+    def choose_lanes(self, exprs: Sequence[Expr], stores: Iterable[tuple[str, Index]]) -> None:
+        """Elements of a column do not lie side by side."""
+
+    def divide(self, shape: Shape, words: int) -> None:
+        """As few elements each as a group allows, if they are held; else some, for the sake of memory."""
+        self.group, most = power_below(shape.group), power_below(max(POINTS.registers // words, 1))
+        self.each = min(most, POINTS.part if self.k.bounds is None else POINTS.segment_step)
+        length = self.about(self.number, 0)
+        if self.k.bounds is not None or not length or not (self.again or self.k.scratch):
+            return
+        self.each = -(-length * self.wide // self.group)
+        while self.each > min(most, POINTS.step) and 2 * self.group <= shape.largest:
+            self.group *= 2
+            self.each = -(-length * self.wide // self.group)
+        self.each = min(self.each if self.number.is_const else max(self.each, POINTS.part), most)
+
+    def is_held(self) -> bool:
+        return self.k.bounds is None and super().is_held()
+
+    def is_whole(self) -> bool:
+        return self.k.bounds is None and super().is_whole()
+
+    def place(self, s: str, base: str) -> str:
+        return f"{base} + {s} * {self.group // self.wide} + {self.me} / {self.wide}"
+
+    def at_once(self) -> int:
+        return self.each * self.group // self.wide
+
+    @contextmanager
+    def stretches(self) -> Iterator[str]:
+        if self.k.bounds is not None:
+            self._begin, self._end = (self.value(b) for b in self.k.bounds)
+        with super().stretches() as base:
+            yield base
+
+    def begin(self) -> str:
+        return super().begin() if self.k.bounds is None else self._begin
+
+    def end(self) -> str:
+        return super().end() if self.k.bounds is None else self._end
+
+    @contextmanager
+    def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
+        long, count = self.d.long, self.index(self.points_in_all)
+        self.total = ceildiv(self.points_in_all, self.wide) * self.group
+        self.line(f"const int {self.me} = {self.d.lane};")
+        self.line(f"const {long} column = ({long}){self.d.group} * {self.wide} + {self.me} % {self.wide};")
+        with self.scope("{", vars) as s:
+            # Work-items beyond the last column go along with it, and touch no element.
+            self.decompose("column" if self.is_even() else self.d.minimum.format("column", f"({long})({count} - 1)"),
+                           vars)
+            yield s
+
+    def is_even(self) -> bool:
+        return self.points_in_all.is_const and self.points_in_all.const % self.wide == 0
+
+    @contextmanager
+    def element(self, s: str, base: str, beyond: str) -> Iterator[Scope]:
+        with nullcontext() if self.is_even() else self.scope(f"if ({self.inside()}) {{"), \
+                super().element(s, base, beyond) as scope:
+            yield scope
+
+    def inside(self) -> str:
+        return f"column < {self.index(self.points_in_all)}"
+
+    def first(self) -> str:
+        return f"{self.me} < {self.wide}" if self.is_even() else f"{self.me} < {self.wide} && {self.inside()}"

@@ -1,0 +1,357 @@
+"""What a kernel of the GPU writers costs, without running it: bytes moved, passes, how full a core is, serial work.
+
+    cost, = costs(kernel, Metal, SHAPE)
+    cost.moved / cost.must        # 1.0: each byte that must move does so once
+
+The model. Memory moves lines. The points of a kernel come in the order of its groups; what is touched again is still
+there if what was touched in between fits into a cache (`CACHE`), and is moved again otherwise. Between passes of a
+kernel over its rows nothing is counted as cached: only what work-items hold in registers is read once. Data decide
+where a gather reads: it counts as if each row were read once. What is masked out counts as read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from flambeau.ir.expr import Expr, loads, walk
+from flambeau.ir.index import ZERO, Dyn, Index, Sym, about, as_index, volume
+from flambeau.ir.program import (
+    ContractKernel,
+    Kernel,
+    Launch,
+    LoopKernel,
+    Program,
+    ScanKernel,
+    ScatterKernel,
+    TableKernel,
+    exprs_of,
+    reductions_of,
+)
+from flambeau.ir.tuning import POINTS
+
+from .columns import ColumnLoops
+from .contraction_tiles import Tiles
+from .dialect import Shape, SimtDialect, SimtWriter
+from .kernel import write_points
+from .points import PointLoops, PointScan, PointStart
+from .rows import RowLoops
+from .scans import ColumnScan
+from .transposes import Transpose
+
+LINE = 64  # bytes that memory moves at once
+CACHE = 768 << 10  # bytes: the second level of the smallest of Apple's desktop GPUs
+CORE_THREADS, CORE_LOCAL = 1024, 32 << 10  # what a core holds at least
+UNKNOWN = 1 << 10  # elements: a size that nothing is known of
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one launch."""
+
+    must: int  # bytes: each that is read or written, once
+    moved: int  # bytes
+    passes: int  # over what is read the most often
+    groups: int
+    threads: int  # of a group
+    local: int  # bytes of memory that a group shares
+    alone: int  # elements that one work-item reduces, at most, while no other helps it
+
+    @property
+    def ratio(self) -> float:
+        return self.moved / self.must if self.must else 1.0
+
+    @property
+    def occupancy(self) -> float:
+        """Of the threads that a core holds at once, as far as shared memory allows."""
+        return min(1.0, (CORE_LOCAL // max(self.local, 1)) * self.threads / CORE_THREADS)
+
+    def __str__(self) -> str:
+        return f"{self.moved:,} bytes ({self.ratio:.2f} x), {self.passes} pass{'es' * (self.passes != 1)}, " \
+               f"{self.groups} x {self.threads} threads"
+
+
+def program_costs(program: Program, language: type[SimtDialect], shape: Shape) -> Iterator[tuple[Kernel, Cost]]:
+    """Of all launches. What a kernel writes for nobody but itself need not move."""
+    read = Counter(name for step in program.steps for name in set(step.args if isinstance(step, Launch) else ()))
+    for step in program.steps:
+        kernel = program.kernels[step.kernel] if isinstance(step, Launch) else None
+        if kernel is not None and not isinstance(kernel, TableKernel):
+            own = {p.name for p in kernel.params if program.places[p.name].place == "arena" and read[p.name] == 1}
+            for cost in costs(kernel, language, shape, own):
+                yield kernel, cost
+
+
+def costs(kernel: Kernel, language: type[SimtDialect], shape: Shape, own: Collection[str] = ()) -> list[Cost]:
+    """Of the launches of a kernel, which alone uses some of its buffers."""
+    drafts = write_points(language(), kernel, shape)
+    typical = dict(getattr(kernel, "typical", ()))
+    out = []
+    for draft in drafts:
+        items = draft.items if isinstance(draft.items, Index) else as_index(1)
+        m = Model(kernel, draft.writer, typical, own)
+        out.append(Cost(m.must(), m.moved(), m.passes(), -(-about(items, typical, UNKNOWN) // draft.group), draft.group,
+                        m.local(), m.alone()))
+    return out
+
+
+@dataclass(frozen=True)
+class Access:
+    """A place that is read or written at every point of some loops."""
+
+    name: str
+    itemsize: int
+    at: Index
+
+    def touches(self, loops: Iterable[Sym]) -> int:
+        """Bytes of the lines that it touches while these go round and the others stand still."""
+        mine = [s for s in loops if s in self.at.symbols()]
+        part = Index(tuple((m, c) for m, c in self.at.terms if any(a.symbols() & set(mine) for a in m)), 0)
+        lo, hi = part.bounds()
+        bytes = self.count(mine) * self.step(mine)
+        return bytes if lo is None or hi is None else max(self.itemsize, min(bytes, (hi - lo + 1) * self.itemsize))
+
+    def count(self, loops: Sequence[Sym]) -> int:
+        """Of elements. Loops whose steps fit into what others cover, as in overlapping windows, only add to it."""
+        runs: list[list[int]] = []
+        for step, s in sorted(((abs(c.const), s) for s in loops if (c := linear(self.at, s))), key=lambda x: x[0]):
+            for run in runs:
+                if step % run[0] == 0 and step // run[0] <= run[1]:
+                    run[1] += (s.size.const - 1) * (step // run[0])
+                    break
+            else:
+                runs.append([step, s.size.const])
+        return prod(n for _, n in runs) * prod(s.size.const for s in loops if not linear(self.at, s))
+
+    def step(self, loops: Sequence[Sym]) -> int:
+        """Bytes that each of their points touches beside those of the last."""
+        near = [abs(c.const) for s in loops if (c := linear(self.at, s))]
+        nowhere = any(isinstance(a, Dyn) for a in self.at.atoms())
+        stride = min(near, default=LINE if nowhere else 1) * self.itemsize
+        return max(self.itemsize, min(stride, LINE))
+
+    def apart(self, other: Access) -> float:
+        """How much of it the other does not touch."""
+        left, whole = other.at - self.at, 1.0
+        if not left.is_const:
+            return 0.0
+        rest = left.const
+        steps = {s: abs(c.const) for s in self.at.symbols() if (c := linear(self.at, s))}
+        for s in sorted(steps, key=lambda s: -steps[s]):
+            by = max(-s.size.const, min(round(rest / steps[s]), s.size.const))
+            rest -= by * steps[s]
+            whole *= 1 - min(abs(by) / s.size.const, 1)
+        return 1 - whole if rest == 0 else 1.0
+
+
+def linear(at: Index, s: Sym) -> Index | None:
+    """How far a step of this loop goes, if it does and that is always as far."""
+    c = at.coefficient(s)
+    return c if c is not None and c.is_const and c.const else None
+
+
+class Model:
+    def __init__(self, kernel: Kernel, writer: SimtWriter, typical: Mapping[Sym, int], own: Collection[str]) -> None:
+        self.k, self.w, self.typical, self.own = kernel, writer, typical, own
+        self.given = {e.attr[0] for e in loads(*kernel.everything())}  # what it reads that it did not write itself
+        self.itemsizes = {p.name: p.dtype.itemsize for p in kernel.params}
+        self.mapping: dict[Sym, Index] = {s: as_index(n) for s, n in typical.items()}
+        self.loops = [s for k, v in enumerate(self.order()) if (s := self.loop(v, k)).size.const > 1]
+        self.windows = {v: self.window(v, hi - lo) for e in walk(*kernel.everything()) if e.op == "fold"
+                        for v, lo, hi in e.attr.loops}
+
+    # ---- loops, from the slowest to the fastest ----------------------------------------------------------
+
+    def order(self) -> list[tuple[Sym, int, bool]]:
+        """(variable, points at once, whether these are what is counted)."""
+        k, w = self.k, self.w
+        if isinstance(k, ContractKernel):
+            assert isinstance(w, Tiles)
+            # Groups that run at once are a part of a band, and go through the depth together.
+            sides = [*self.spread(k.rows, w.tile * w.band),
+                     *self.spread(k.columns, w.tile * (POINTS.groups // w.band))]
+            return [*((v, 1, False) for v in k.batch), *((v, n, False) for v, n in sides),
+                    *((v, 1, False) for v in k.depth), *((v, n, True) for v, n in sides)]
+        if isinstance(k, ScatterKernel):
+            return [(v, 1, False) for v in (k.out_vars if isinstance(w, PointStart) else k.vars)]
+        inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
+        if isinstance(w, Transpose):
+            both = ((w.along, w.long), (w.across, w.high))
+            return [*((v, 1, False) for v in k.outer if v not in (w.along, w.across)),
+                    *((v, n, False) for v, n in both), *((v, n, True) for v, n in both)]
+        if isinstance(w, RowLoops) and not isinstance(w, ColumnLoops) or not k.outer:
+            return [(v, 1, False) for v in (*k.outer, *inner)]
+        # Neighbours go through their inner points side by side.
+        wide = w.wide if isinstance(w, ColumnLoops | ColumnScan) else \
+            w.group if isinstance(w, PointLoops | PointScan) else 1
+        last = self.spread([w.column] if isinstance(w, ColumnScan) else k.outer, wide)
+        return [*((v, 1, False) for v in k.outer if v not in dict(last)), *((v, n, False) for v, n in last),
+                *((v, 1, False) for v in inner), *((v, n, True) for v, n in last)]
+
+    def spread(self, vars: Sequence[Sym], points: int) -> list[tuple[Sym, int]]:
+        """So many points of some variables, the last ones first."""
+        out = []
+        for v in reversed(vars):
+            out.append((v, max(1, min(points, self.about(v.size)))))
+            points = max(1, points // out[-1][1])
+        return out[::-1]
+
+    def loop(self, order: tuple[Sym, int, bool], number: int) -> Sym:
+        v, at_once, inside = order
+        size = self.about(v.size)
+        at_once = max(1, min(at_once, size))
+        s = Sym(f"L{number}", at_once if inside else max(-(-size // at_once), 1))
+        here = as_index(s) * (1 if inside else at_once) if s.size.const > 1 else ZERO
+        self.mapping[v] = self.mapping.get(v, ZERO) + here
+        return s
+
+    def about(self, size: Index) -> int:
+        return about(size, self.typical, UNKNOWN)
+
+    def window(self, v: Sym, length: Index) -> int:
+        """How many places a window has, at a point in the middle."""
+        middle = {s: as_index(s.size.const // 2) for s in self.loops}
+        length = length.subs(self.mapping).subs(middle)
+        return length.const if length.is_const else UNKNOWN if v.hi is None else v.hi + 1
+
+    def access(self, name: str, at: Index) -> Access:
+        for s in at.symbols():  # the places in a window
+            if s not in self.mapping:
+                self.mapping[s] = as_index(Sym(f"W{len(self.mapping)}", self.windows.get(s, UNKNOWN)))
+        return Access(name, self.itemsizes[name], at.subs(self.mapping))
+
+    def around(self, a: Access) -> list[Sym]:
+        """The loops, with those of windows innermost."""
+        return [*self.loops, *sorted(a.at.symbols() - set(self.loops), key=lambda s: s.name)]
+
+    # ---- memory --------------------------------------------------------------------------------------------
+
+    def reads(self) -> Iterator[tuple[list[Access], float]]:
+        """What is read in each pass over the points, and how much of it."""
+        k, w = self.k, self.w
+        if not isinstance(k, LoopKernel):
+            exprs = k.everything() if not isinstance(k, ScatterKernel) else \
+                [k.init] if isinstance(w, PointStart) else [k.value, k.mask, *places(k)]
+            yield self.accesses(loads(*(e for e in exprs if e is not None))), 1.0
+            return
+        held = w.held if isinstance(w, RowLoops) else []
+        yield self.accesses([*held, *loads(*(k.bounds or ()))]), 1.0
+        # Of a row that registers do not hold, each pass but the first reads what lies beyond their part.
+        beyond = max(0.0, 1 - w.at_once() / max(self.about(volume(k.inner)), 1)) if isinstance(w, RowLoops) else 1.0
+        before, stored = set[Expr](), dict(k.stores)
+        for stage in k.stages:
+            exprs, made = exprs_of(stage), {n for i in stage for n in i.names}
+            found = loads(*exprs)
+            yield self.accesses(e for e in found if e not in held), 1.0
+            back = {e.attr for e in walk(*exprs) if e.op == "local" and e.attr in stored and e.attr not in made
+                    and {*k.inner} & stored[e.attr].symbols()}
+            yield [*self.accesses(e for e in found if e in held and e in before),
+                   *(self.access(name, stored[name]) for name in sorted(back))], beyond
+            before.update(found)
+
+    def accesses(self, found: Iterable[Expr]) -> list[Access]:
+        return list(dict.fromkeys(self.access(e.attr[0], e.attr[1][0]) for e in found))
+
+    @cached_property
+    def every_read(self) -> list[tuple[list[Access], float]]:
+        return [(r, share) for r, share in self.reads() if r and share]
+
+    @cached_property
+    def writes(self) -> list[Access]:
+        k = self.k
+        if isinstance(k, ScatterKernel):
+            return [self.access(k.name, k.init_address if isinstance(self.w, PointStart) else k.address)]
+        return [self.access(name, at) for name, at in k.stores]
+
+    def joins(self) -> list[Access]:
+        """What is written only after it was read: elements of a scatter that others may meet in."""
+        k = self.k
+        meet = isinstance(k, ScatterKernel) and not isinstance(self.w, PointStart) and k.mode != "set"
+        return self.writes if meet else []
+
+    def must(self) -> int:
+        every = [a for r, _ in self.every_read for a in r if a.name in self.given]
+        reads, writes = self.once(dict.fromkeys([*every, *self.joins()])), self.once(
+            a for a in self.writes if a.name not in self.own)
+        if isinstance(self.k, ContractKernel):
+            # No order of products reads less, with a cache of so many elements (Hong and Kung, 1981).
+            k, size = self.k, self.k.left.dtype.itemsize
+            products = prod(self.about(volume(v)) for v in (k.batch, k.rows, k.columns, k.depth))
+            reads = max(reads, round(2 * products * size / float(CACHE / size) ** 0.5))
+        return reads + writes
+
+    def once(self, found: Iterable[Access]) -> int:
+        """Bytes of all that is touched, each once."""
+        alike: dict[str, list[Access]] = {}
+        for a in found:
+            alike.setdefault(a.name, []).append(a)
+        total = 0.0
+        for those in alike.values():
+            seen: list[Access] = []
+            for a in sorted(those, key=lambda a: -a.touches(self.around(a))):
+                total += a.touches(self.around(a)) * min((a.apart(b) for b in seen), default=1.0)
+                seen.append(a)
+        return round(total)
+
+    def moved(self) -> int:
+        reads = sum(round(self.traffic(r) * share) for r, share in self.every_read)
+        return reads + self.traffic(self.joins()) + self.traffic(self.writes)
+
+    def traffic(self, found: Sequence[Access]) -> int:
+        """Bytes of one pass: what is touched again after more than the cache holds is moved again."""
+        total = 0.0
+        seen: dict[tuple[str, tuple[Index | None, ...]], list[Access]] = {}
+        for a in sorted(found, key=lambda a: -a.touches(self.around(a))):  # side by side they share their lines
+            beside = seen.setdefault((a.name, tuple(map(a.at.coefficient, self.loops))), [])
+            total += a.touches(self.around(a)) * self.times(a, found) * min((a.apart(b) for b in beside), default=1.0)
+            beside.append(a)
+        return round(total)
+
+    def times(self, a: Access, found: Sequence[Access]) -> float:
+        times = 1.0
+        for k, s in enumerate(self.loops):
+            if sum(b.touches(self.around(b)[k + 1:]) for b in found) <= CACHE:
+                break
+            c = a.at.coefficient(s)
+            if c is ZERO:
+                times *= s.size.const
+            elif c is not None and c.is_const and abs(c.const) * a.itemsize < LINE:
+                near = min((abs(d.const) for x in self.around(a)[k + 1:] if (d := linear(a.at, x))), default=LINE)
+                if near > abs(c.const):  # the rest of a line is for later rounds
+                    times *= min(s.size.const, LINE // (abs(c.const) * a.itemsize))
+        return times
+
+    # ---- the rest ------------------------------------------------------------------------------------------
+
+    def passes(self) -> int:
+        counts: dict[Access, int] = {}
+        for r, _ in self.every_read:
+            for a in r:
+                if any(s in a.at.symbols() for s in self.loops):
+                    counts[a] = counts.get(a, 0) + 1
+        return max(counts.values(), default=1)
+
+    def local(self) -> int:
+        sizes = {name: dtype.itemsize for dtype, name in self.w.d.stored.items()}
+        found = [(kind, names) for line in self.w.scopes[0].lines
+                 for kind, names in re.findall(rf"^{self.w.d.local} (\w+) (.*);", line)]
+        return sum(sizes[kind] * int(n) for kind, names in found for n in re.findall(r"\[(\d+)\]", names))
+
+    def alone(self) -> int:
+        k, w = self.k, self.w
+        steps = max((prod(self.windows[v] for v, _, _ in e.attr.loops)
+                     for e in walk(*k.everything()) if e.op == "fold"), default=0)
+        if isinstance(k, LoopKernel) and reductions_of(k.items):
+            shared = isinstance(w, RowLoops) and w.group > w.wide
+            return max(steps, 0 if shared else UNKNOWN if k.bounds is not None else self.about(volume(k.inner)))
+        if isinstance(k, ScanKernel) and isinstance(w, PointScan):
+            return max(steps, self.about(k.axis.size))
+        return steps
+
+
+def places(k: ScatterKernel) -> list[Expr]:
+    return [a.expr for a in k.address.atoms() if isinstance(a, Dyn)]

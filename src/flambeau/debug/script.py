@@ -1,0 +1,110 @@
+"""A whole script under a session, as `python script.py args` would run it; with a folder, also a trace of some steps.
+
+What is traced are three steps that are like the others: they begin where the first program is called again after all
+have run twice, and end with its fourth call from there on. A script without such steps is traced by clocks alone.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import profile
+
+from flambeau.config import config
+from flambeau.errors import OptionError
+from flambeau.runtime.watchers import Part
+
+from .profile import Profile, Ranges, read
+from .session import Session
+from .trace import TRACE, activities, made_folder, settle, write_report
+
+STEPS = 3
+
+
+class Window:
+    """A watcher that starts torch's profiler and stops it."""
+
+    def __init__(self, session: Session, ranges: Ranges) -> None:
+        self.session, self.ranges = session, ranges
+        ranges.on = False
+        self.first: Any = None  # the plan of the program that ran first
+        self.profiler: profile | None = None
+        self.left, self.wall, self.start = STEPS, 0.0, 0.0
+
+    def __call__(self, part: Part, call: Callable[..., Any]) -> Callable[..., Any]:
+        if part.where:
+            return call
+
+        def run(args: list[Any]) -> Any:
+            if self.first is None:
+                self.first = part.plan
+            if self.first is part.plan and not self.wall:
+                self.turn()
+            return call(args)
+
+        return run
+
+    def turn(self) -> None:
+        """A step begins."""
+        if self.profiler is not None:
+            self.left -= 1
+            if not self.left:
+                self.stop()
+        elif self.steady():
+            self.profiler = profile(activities=activities(), profile_memory=True)
+            settle()
+            self.profiler.start()
+            self.ranges.on = True
+            self.start = time.perf_counter()
+
+    def steady(self) -> bool:
+        ran = self.session.clocks.programs
+        return all(id(g.package) in ran and ran[id(g.package)].calls >= 2 for g in self.session.graphs)
+
+    def stop(self) -> None:
+        if self.profiler is not None and not self.wall:
+            settle()
+            self.wall, self.ranges.on = time.perf_counter() - self.start, False
+            self.profiler.stop()
+
+
+def run_script(script: Path, arguments: Sequence[str], folder: Path | None = None) -> tuple[Session, int]:
+    """What was seen, and the exit status of the script."""
+    if not script.is_file():
+        raise OptionError(f"there is no file {script}")
+    out = None if folder is None else made_folder(folder)
+    session, ranges = Session(), Ranges()
+    window = Window(session, ranges)
+    if out is not None:
+        session.watchers += [ranges, window]  # the window stands around the others
+    with config.override(graph_cache=False), session:
+        status = executed(script, arguments)
+    if out is not None:
+        window.stop()
+        found = Profile(session.clocks.read())
+        if window.profiler is not None:
+            window.profiler.export_chrome_trace(str(out / TRACE))
+            found = read(out / TRACE, ranges, window.wall)
+        write_report(out, session, found)
+    return session, status
+
+
+def executed(script: Path, arguments: Sequence[str]) -> int:
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [str(script), *arguments], [str(script.parent.resolve()), *sys.path]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1 if end.code else 0
+    except Exception:  # of the script: what was seen until then is shown
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.argv, sys.path = before
+    return 0

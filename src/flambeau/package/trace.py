@@ -1,0 +1,283 @@
+"""Methods of a package: functions and modules as torch.export traces them, with names, ranges and nesting."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.export.graph_signature import InputKind, OutputKind
+
+from flambeau.capture.decompositions import table
+from flambeau.capture.eager_strides import settle_strides
+from flambeau.capture.kept_whole import whole_operators
+from flambeau.errors import UnsupportedError
+from flambeau.ir.program import Program
+from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_unflatten
+
+from .container import text_words
+from .plan import DTYPES, INPUT, MOST_RANK, WEIGHT, Role, direct_outputs
+from .weights import Weights
+
+aten = torch.ops.aten
+MOST = 1 << 40  # a size without an upper end
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of a method, as the index has it."""
+
+    name: str
+    dtype: torch.dtype
+    type: str
+    ranges: tuple[tuple[int, int], ...] = ()
+    rank: int = 0
+
+    def words(self) -> list[int]:
+        return [*text_words(self.name), *text_words(self.type), DTYPES[self.dtype], self.rank,
+                *(x for pair in self.ranges for x in pair)]
+
+
+@dataclass
+class Method:
+    name: str
+    graph: fx.GraphModule
+    inputs: list[Port]
+    outputs: list[Port]
+    roles: list[Role]
+    structure: dict[str, Any]  # of arguments and results, for Python
+    programs: dict[str, list[int]] = field(default_factory=dict)  # words, by target
+    plain: dict[str, bytes] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+class Wrapped(torch.nn.Module):
+    """A function as a module; those of a module bring it along, with its names."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, torch.nn.Module):
+            self.owner = owner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[Any, ...], dynamic_shapes: Any = None,
+           kwargs: Mapping[str, Any] | None = None) -> Method:
+    module = function if isinstance(function, torch.nn.Module) else Wrapped(function)
+    shapes = dynamic_shapes
+    if isinstance(module, Wrapped) and shapes is not None:
+        by_name = shapes if isinstance(shapes, Mapping) else dict(zip(parameters(function), shapes))
+        positional = parameters(function)[: len(args)]
+        shapes = {"args": tuple(by_name.get(p) for p in positional)}
+        shapes |= {"kwargs": {k: by_name.get(k) for k in kwargs}} if kwargs else {}
+    with torch.no_grad(), whole_operators(exact):
+        found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes,
+                                    strict=False).run_decompositions(table(exact))
+    gm = found.graph_module
+    for n in reversed(gm.graph.nodes):  # what torch assumed of inputs, the runtime checks
+        if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
+            gm.graph.erase_node(n)
+    serve_all_sizes(gm, found.range_constraints)
+    signature = found.graph_signature
+    nodes = {n.name: n for n in gm.graph.nodes}
+    written = {t for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION for t in (s.target,)}
+    prefix = "owner." if isinstance(module, Wrapped) else ""
+    roles: list[Role] = []
+    inputs: list[Port] = []
+    shown: dict[str, str] = {}  # what the user calls a symbol of torch's
+    names, dims = argument_names(args, kwargs or {}, function, dynamic_shapes)
+    for spec, place in zip(signature.input_specs, [n for n in gm.graph.nodes if n.op == "placeholder"], strict=True):
+        val = place.meta.get("val")
+        if spec.kind is InputKind.USER_INPUT:
+            if not isinstance(val, torch.Tensor):
+                if isinstance(val, torch.SymInt | torch.SymFloat):
+                    raise UnsupportedError(f"{name}: the number {place.name} is not always the same: give a tensor")
+                roles.append(Role(-1, 0))
+                continue
+            roles.append(Role(INPUT, len(inputs)))
+            inputs.append(port(names[len(inputs)], val, dims[len(inputs)], shown))
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            value = found.constants[spec.target] if spec.target in found.constants else found.state_dict[spec.target]
+            which = weights.add(spec.target.removeprefix(prefix), value.detach(), spec.target in written)
+            roles.append(Role(WEIGHT, which))
+        elif spec.kind is InputKind.TOKEN:  # what orders operators that do more than compute
+            ops = {str(n.args[1]) for n in nodes.values() if "with_effects" in str(n.target)}
+            raise refused({name: sorted(ops)})
+        else:
+            raise UnsupportedError(f"{name}: packages cannot hold the input {spec.arg.name}, a {spec.kind.name}")
+    write_buffers(name, gm, signature, nodes)
+    settle_strides(gm.graph, names_only=False)
+    drop_numbers(gm, roles)
+    results = gm.graph.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    outputs = [output(k, r) for k, r in enumerate(results) if isinstance(r, fx.Node)]
+    structure = {"in": names, "out": structure_of(found, results)}
+    return Method(name, gm, inputs, outputs, [r for r in roles if r.place >= 0], structure)
+
+
+def refused(missing: dict[str, list[str]]) -> UnsupportedError:
+    each = "; ".join(f"{', '.join(ops)} (in {name})" for name, ops in missing.items())
+    return UnsupportedError(f"these operators have no kernels of Flambeau's, and a package has no others: {each}",
+                            hint="write them with others, or leave them outside of the exported model")
+
+
+def copied_results(gm: fx.GraphModule, program: Program) -> fx.GraphModule | None:
+    """The graph with copies of those results that would share memory with something else, or be written out of order;
+    None if there are none left."""
+    results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    direct = direct_outputs(program)
+    shared = [k for k, node in enumerate(results) if k not in direct and not is_copy(node)]
+    if not shared:
+        return None
+    new = fx.GraphModule(gm, fx.Graph())
+    new.graph.output(new.graph.graph_copy(gm.graph, {}))
+    out = new.graph.output_node()
+    found = list(out.args[0])  # type: ignore[arg-type]
+    for k in shared:
+        node: fx.Node = found[k]
+        with new.graph.inserting_before(out):
+            found[k] = new.graph.call_function(aten.clone.default, (node,))
+        found[k].meta["val"] = results[k].meta["val"].clone()
+    out.args = (tuple(found),)
+    new.recompile()
+    return new
+
+
+def is_copy(node: fx.Node) -> bool:
+    return node.target is aten.clone.default
+
+
+def serve_all_sizes(gm: fx.GraphModule, ranges: Mapping[Any, Any]) -> None:
+    """torch traces as if sizes were at least two, and promises the graph for all of the range that was asked for: no
+    kernel may count on the two."""
+    vals = (n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder")
+    sizes: list[Any] = [s for v in vals if isinstance(v, torch.Tensor) for s in v.shape]
+    for size in (s for s in sizes if isinstance(s, torch.SymInt)):
+        known = size.node.shape_env.var_to_range
+        known.update({s: ranges[s] for s in size.node.expr.free_symbols if s in ranges and s in known})
+
+
+def drop_numbers(gm: fx.GraphModule, roles: list[Role]) -> None:
+    """Numbers that were given to the trace are in it: they are no arguments any more, and results that are numbers are
+    part of the structure."""
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for place, role in zip(places, roles, strict=True):
+        if role.place < 0:
+            place.replace_all_uses_with(place.meta.get("val"))
+            gm.graph.erase_node(place)
+    out = gm.graph.output_node()
+    out.args = (tuple(r for r in out.args[0] if isinstance(r, fx.Node)),)  # type: ignore[union-attr]
+    gm.recompile()
+
+
+def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str, fx.Node]) -> None:
+    """What torch.export returns as the new value of a buffer is written there, as a captured graph says it."""
+    out = gm.graph.output_node()
+    results = list(out.args[0])  # type: ignore[arg-type]
+    place_of = {s.target: nodes[s.arg.name] for s in signature.input_specs if s.target}
+    left = []
+    for spec, result in zip(signature.output_specs, results, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            left.append(result)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            place = place_of[spec.target]
+            with gm.graph.inserting_before(out):
+                copy = gm.graph.call_function(aten.copy_.default, (place, result))
+            copy.meta["val"] = place.meta["val"]
+        else:
+            raise UnsupportedError(f"{name}: it writes to its input {spec.target}, which a package does not do",
+                                   hint="return the new value instead")
+    out.args = (tuple(left),)
+
+
+def structure_of(found: Any, results: Sequence[Any]) -> Any:
+    """How results are nested, with their positions at the leaves."""
+    count = iter(range(len(results)))
+
+    def leaf(r: Any) -> Any:
+        return {"output": next(count)} if isinstance(r, fx.Node) else {"value": r}
+
+    flat = [leaf(r) for r in results]
+    spec = found.call_spec.out_spec
+    return nested(tree_unflatten(flat, spec)) if spec is not None else nested(tuple(flat))
+
+
+def nested(x: Any) -> Any:
+    if isinstance(x, dict) and set(x) in ({"output"}, {"value"}):
+        return x
+    if isinstance(x, dict):
+        return {"dict": {str(k): nested(v) for k, v in x.items()}}
+    if isinstance(x, list | tuple):
+        return {"tuple" if isinstance(x, tuple) else "list": [nested(y) for y in x]}
+    if x is None:
+        return {"value": None}
+    fields = getattr(x, "__dict__", None)
+    return {"dict": {k: nested(v) for k, v in fields.items()}} if fields else {"value": None}
+
+
+def parameters(function: Any) -> list[str]:
+    """Names of those that are given by position."""
+    call = function.forward if isinstance(function, torch.nn.Module) else function
+    return [p.name for p in inspect.signature(call).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any, dynamic_shapes: Any
+                   ) -> tuple[list[str], list[Any]]:
+    """Names of the tensors among the arguments, in order: those of the parameters, with the places inside; and what
+    `dynamic_shapes` says of each."""
+    leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
+    known = parameters(function)
+    names: list[str] = []
+    dims: list[Any] = []
+    path: Any
+    for path, leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        first, second, *rest = path
+        at = second.idx if first.idx == 0 else second.key
+        base = at if isinstance(at, str) else known[at] if at < len(known) else f"argument{at}"
+        keys = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", ""))) for k in rest]
+        names.append(".".join((base, *map(str, keys))))
+        said = dynamic_shapes
+        for key in (base if isinstance(said, Mapping) else at, *keys):
+            said = said.get(key) if isinstance(said, Mapping) else said[key] if said and isinstance(key, int) else None
+        dims.append(said)
+    return names, dims
+
+
+def output(k: int, node: fx.Node) -> Port:
+    val = node.meta["val"]
+    if not isinstance(val, torch.Tensor) or val.dtype not in DTYPES:
+        raise UnsupportedError(f"result {k} is {val}: packages return tensors of real numbers")
+    return Port(f"output{k}", val.dtype, NAMES[val.dtype], rank=val.dim())
+
+
+def port(name: str, val: torch.Tensor, dims: Any, known: dict[str, str]) -> Port:
+    if val.dtype not in DTYPES or val.dim() > MOST_RANK:
+        raise UnsupportedError(f"input {name!r} is {val.dtype} of {val.dim()} dimensions, which packages do not take")
+    shown: list[str] = []
+    ranges: list[tuple[int, int]] = []
+    for k, size in enumerate(val.shape):
+        if isinstance(size, int):
+            shown.append(str(size))
+            ranges.append((size, size))
+            continue
+        dim = dims.get(k) if isinstance(dims, Mapping) else dims[k] if dims else None
+        expr = str(size.node.expr)
+        known.setdefault(expr, getattr(dim, "__name__", expr))
+        bound = size.node.shape_env.bound_sympy(size.node.expr)
+        lo = max(int(bound.lower), 0)
+        hi = int(bound.upper) if bound.upper.is_Integer and int(bound.upper) < MOST else MOST
+        ranges.append((lo, hi))
+        shown.append(known[expr] if hi == MOST else f"{lo}..{hi}")
+    order = "contiguous" if val.is_contiguous() else f"with strides [{', '.join(map(str, val.stride()))}]"
+    return Port(name, val.dtype, f"{NAMES[val.dtype]} [{', '.join(shown)}] {order}", tuple(ranges), val.dim())

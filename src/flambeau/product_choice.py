@@ -1,0 +1,236 @@
+"""Whose kernel computes a product: a library's, with a kernel of ours for what follows, or ours with that in it.
+
+A product and what kernels of ours make of it, up to the next call of a library, are a graph by themselves (`Region`).
+Products that meet in one kernel, as those of a gated unit do, are one region. It is compiled both ways and timed on
+random data of its own shapes, and what was faster is kept on disk (`targets/search.py`), by the region's text, the chip
+and the releases, so that later processes time nothing and choose the same. Of what is about as fast, the library's is
+taken; so it is where a rule says beforehand that nothing can be gained.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from flambeau.capture.storage import hint, is_view
+from flambeau.ir.capabilities import Capabilities
+from flambeau.ops.facts import LOWERINGS, facts
+from flambeau.runtime.placement import flat
+from flambeau.targets.base import Run, Target
+from flambeau.targets.identity import Uncacheable, identity
+from flambeau.targets.search import agree, fastest, kept
+
+log = logging.getLogger(__name__)
+
+ROUNDED = 3e-2  # of the greatest result: a library's product is rounded before what follows
+WORTH = 0.02  # of a product's time, that fusion must save to be worth a look
+MOST_NODES = 48  # of a region: what is farther away has kernels of its own
+MOST_PRODUCTS = 3  # of a region that may become kernels of ours: the last ones
+SMALL = (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+Compile = Callable[[fx.GraphModule, frozenset[str]], Run]  # a region with these products as kernels of ours
+
+
+@dataclass
+class Region:
+    products: list[fx.Node]
+    nodes: list[fx.Node] = field(default_factory=list)  # in the order of the graph, products among them
+
+
+def own_products(gm: fx.GraphModule, target: Target, caps: Capabilities, compiled: Compile, exclude: frozenset[str]
+                 ) -> tuple[frozenset[str], list[str]]:
+    """The names of the products that are kernels of ours, and for each product whose it is, and why."""
+    own: set[str] = set()
+    notes: list[str] = []
+    whose = "the library's"
+    for region in regions(gm):
+        region.products = [p for p in region.products if p.name not in exclude]
+        refused = {p: why for p in region.products if (why := refusal(p, region, caps)) is not None}
+        notes += [f"{p.name} is {whose}: {why}" for p, why in refused.items()]
+        left = [p for p in region.products if p not in refused][-MOST_PRODUCTS:]
+        if left:
+            chosen, why = choice(region, left, target, compiled)
+            own |= chosen
+            notes += [f"{p.name} is {'ours' if p.name in chosen else whose}: {why}" for p in left]
+    return frozenset(own), notes
+
+
+# ---- what belongs together ---------------------------------------------------------------------------------
+
+
+def is_product(n: fx.Node) -> bool:
+    return n.op == "call_function" and facts(n.target).library
+
+
+def is_ours(n: fx.Node) -> bool:
+    return n.op == "call_function" and (n.target is operator.getitem or is_view(n.target) or n.target in LOWERINGS
+                                        and not facts(n.target).library)
+
+
+def regions(gm: fx.GraphModule) -> list[Region]:
+    """Each product with what follows it, unless that waits for a call that itself waits for the product."""
+    number: dict[fx.Node, int] = {}  # of each call that is no kernel of ours
+    near: dict[fx.Node, int] = {}  # bits: the calls whose results a node has from kernels of ours alone
+    far: dict[fx.Node, int] = {}  # bits: those it has by way of another call, too
+    home: dict[int, Region] = {}
+    for n in gm.graph.nodes:
+        if n.op != "call_function":
+            continue
+        beyond = _all(far.get(i, 0) for i in n.all_input_nodes)
+        before = _all(near.get(i, 0) for i in n.all_input_nodes)
+        if is_ours(n):
+            far[n], near[n] = beyond, before & ~beyond
+            found = [home[k] for k in home if near[n] >> k & 1]
+            if found:
+                first, *others = dict.fromkeys(map(id, found))
+                region = next(r for r in found if id(r) == first)
+                for other in (r for r in found if id(r) in others):
+                    _join(region, other, home)
+                region.nodes.append(n)
+            continue
+        far[n] = beyond | before
+        near[n] = 1 << len(number)
+        if is_product(n):
+            home[len(number)] = Region([n], [n])
+        number[n] = len(number)
+    order = {n: k for k, n in enumerate(gm.graph.nodes)}
+    out = list({id(r): r for r in home.values()}.values())
+    for r in out:
+        r.nodes = sorted(set(r.nodes), key=order.__getitem__)
+        r.products.sort(key=order.__getitem__)
+    return out
+
+
+def _all(bits: Any) -> int:
+    out = 0
+    for b in bits:
+        out |= b
+    return out
+
+
+def _join(region: Region, other: Region, home: dict[int, Region]) -> None:
+    if region is not other:
+        region.products += [p for p in other.products if p not in region.products]
+        region.nodes += other.nodes
+        home.update((k, region) for k, r in home.items() if r is other)
+
+
+def refusal(n: fx.Node, region: Region, caps: Capabilities) -> str | None:
+    """Why a product is the library's without a look at the clock; None if it may be ours."""
+    val, t = n.meta.get("val"), caps.tuning
+    given = [v for i in n.all_input_nodes for v in flat(i.meta.get("val")) if isinstance(v, torch.Tensor)]
+    if n.target not in LOWERINGS or not isinstance(val, torch.Tensor) or not given:
+        return "there is no kernel of ours for it"
+    kind = "convolution" if facts(n.target).family == "convolution" else "product"
+    if any(v.dtype not in SMALL and not (v.dtype is torch.float32 and kind in caps.tf32) for v in given[-2:]):
+        return f"tensor cores do not take {', '.join(sorted({str(v.dtype) for v in given}))}"
+    if not any(n in u.all_input_nodes for u in region.nodes if not is_view(u.target)):
+        return "no kernel of ours follows"
+    size = prod(map(hint, val.shape))
+    depth = max(1, prod(map(hint, given[-1].shape)) // max(1, hint(val.shape[1 if kind == "convolution" else -1])))
+    depth = depth if val.dim() < 3 or kind == "convolution" else max(1, depth // hint(val.shape[0]))
+    nanoseconds = max(size * depth * val.itemsize / t.product_rate, size * val.itemsize / t.memory_rate)
+    if 2 * size * val.itemsize / t.memory_rate + t.launch < WORTH * nanoseconds:
+        return "its sums take fifty times as long as what follows"
+    return None
+
+
+# ---- the choice --------------------------------------------------------------------------------------------
+
+
+def choice(region: Region, products: Sequence[fx.Node], target: Target, compiled: Compile
+           ) -> tuple[frozenset[str], str]:
+    """The products that are ours, and the times."""
+    gm = graph_of(region)
+    try:
+        about = [*identity(target), target.chip(), *lines(gm, products)]
+        found = json.loads(kept(about, lambda: json.dumps(measured(gm, products, target, compiled))))
+    except Uncacheable as why:
+        found = {"own": [], "why": str(why)}
+    return frozenset(products[k].name for k in found["own"]), found["why"]
+
+
+def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, compiled: Compile) -> dict[str, Any]:
+    """Positions of the products that are ours, and why; the last alone, or all."""
+    names = [p.name for p in products]
+    sets = [frozenset[str](), frozenset(names[-1:]), *([frozenset(names)] if len(names) > 1 else [])]
+    try:
+        runs = [compiled(gm, own) for own in sets]  # kernels build side by side
+        args = [example(n.meta["val"]) for n in gm.graph.nodes if n.op == "placeholder"]
+        wanted, draws = runs[0](list(args)), any(facts(n.target).random for n in gm.graph.nodes if is_ours(n))
+        candidates: dict[int, Callable[[], object]] = {0: partial(call, runs[0], args)}
+        for k, run in enumerate(runs[1:], 1):
+            if draws or all(is_alike(a, b) for a, b in zip(run(list(args)), wanted, strict=True)):
+                candidates[k] = partial(call, run, args)
+            else:
+                log.warning("a product of ours gives other results than the library's, and is not used: %s", names)
+        best, seconds = fastest(target, candidates)
+    except Exception as error:  # whatever it is, the library computes it
+        log.info("%s: not measured: %s: %s", names, type(error).__name__, error)
+        return {"own": [], "why": f"kernels of ours could not be timed: {type(error).__name__}"}
+    times = ", ".join(f"{'library' if not own else 'ours' if len(own) == len(names) else 'the last one ours'} "
+                      f"{1e6 * seconds[k]:.1f} us" for k, own in enumerate(sets) if k in seconds)
+    return {"own": [k for k, name in enumerate(names) if name in sets[best]], "why": times}
+
+
+def call(run: Run, args: Sequence[Any]) -> object:
+    return run(list(args))
+
+
+def is_alike(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b)
+    if a.is_floating_point() and a.itemsize == 1:
+        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    return a.shape == b.shape and agree(a, b, max(ROUNDED, torch.finfo(a.dtype).eps) if a.is_floating_point() else 0)
+
+
+def graph_of(region: Region) -> fx.GraphModule:
+    """The region's nodes as a graph; its results are what others read."""
+    inside = dict.fromkeys(region.nodes[:MOST_NODES])
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for i in dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside):
+        env[i] = graph.placeholder(i.name)
+        env[i].meta = dict(i.meta)
+    for n in inside:
+        env[n] = graph.node_copy(n, env.__getitem__)
+    graph.output(tuple(env[n] for n in inside if any(u not in inside for u in n.users)
+                       and isinstance(n.meta.get("val"), torch.Tensor)))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def lines(gm: fx.GraphModule, products: Sequence[fx.Node]) -> list[str]:
+    """A line for each node: names do not matter, positions do; of sizes of the run, only how large they are, about."""
+    place, open = {n: f"%{k}" for k, n in enumerate(gm.graph.nodes)}, {p.name for p in products}
+    return [f"{n.op} {'?' if n.name in open else ''}{n.target if n.op == 'call_function' else ''} "
+            f"{fx.node.map_arg((n.args, n.kwargs), lambda x: place[x])} "
+            f"{[shape_text(v) for v in flat(n.meta.get('val'))]}" for n in gm.graph.nodes]
+
+
+def shape_text(v: Any) -> str:
+    def size(n: Any) -> str:
+        return f"~{hint(n).bit_length()}" if isinstance(n, torch.SymInt) else str(n)
+
+    if isinstance(v, torch.Tensor):
+        return f"{v.dtype} {[*map(size, v.shape)]} {[*map(size, v.stride())]} {v.device}"
+    return size(v) if isinstance(v, (int, torch.SymInt)) else type(v).__name__
+
+
+def example(v: Any) -> Any:
+    """Random data that lie as a value does; of integers, which may be indices, zeros."""
+    if not isinstance(v, torch.Tensor):
+        return hint(v) if isinstance(v, torch.SymInt) else v
+    shape, strides = [*map(hint, v.shape)], [*map(hint, v.stride())]
+    count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if prod(shape) else 0
+    if not v.dtype.is_floating_point:
+        return torch.zeros(count, dtype=v.dtype, device=v.device).as_strided(shape, strides)
+    small = max([1, *shape[-2:]]) ** -0.25 if len(shape) > 1 else 1  # so that products are about one
+    return (small * torch.randn(count, device=v.device)).to(v.dtype).as_strided(shape, strides)

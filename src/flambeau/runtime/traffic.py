@@ -1,0 +1,35 @@
+"""The bytes that a launch has to move: of each buffer what it asks for, once, however often it reads it.
+
+It is the floor of a kernel's time: no kernel is done before its bytes have come over the bus once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flambeau.ir.expr import loads
+from flambeau.ir.index import ONE, ZERO, Index, as_index, minimum, product
+from flambeau.ir.program import AnyKernel, BufferPlan, Launch, TableKernel
+
+
+def moved(launch: Launch, kernel: AnyKernel, places: Mapping[str, BufferPlan]) -> Index | None:
+    """Bytes, over sizes of the run; None where only the lists that the launch is given say."""
+    if isinstance(kernel, TableKernel):
+        steps, elements = kernel.steps(), sum(launch.lengths)
+        each = [-(-elements // steps[p.name]) * p.dtype.itemsize for p in kernel.columns if p.name in steps]
+        return as_index(sum(each)) if launch.lengths else None
+    asked: dict[str, Index] = {}
+    reads = [(e.attr[0], e.attr[1][0]) for e in loads(*kernel.everything())]
+    for name, at in dict.fromkeys([*reads, *kernel.stores]):
+        points = product(v.extent for v in at.symbols() if v.extent is not None)
+        asked[name] = asked.get(name, ZERO) + points
+    total = ZERO
+    for p, name in zip(kernel.params, launch.args, strict=True):
+        there = elements_of(places[name])
+        total += minimum(asked.get(p.name, there), there) * p.dtype.itemsize
+    return total
+
+
+def elements_of(b: BufferPlan) -> Index:
+    """How many a buffer has in memory: dimensions that were expanded count once."""
+    return product(n if not (s.is_const and s.const == 0) else ONE for n, s in zip(b.shape, b.strides, strict=True))

@@ -1,0 +1,91 @@
+"""Who looks on while programs run: NVTX ranges with FLAMBEAU_NVTX=1, and what flambeau.debug puts into `WATCHERS`.
+
+Asked once, where a program is bound: without a watcher, nothing is left of it in a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
+
+import torch
+
+from flambeau.config import config
+from flambeau.targets.base import Plan
+
+if TYPE_CHECKING:
+    from .launch_plan import LaunchPlan, Step
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What a watcher stands around: a program, one of its launches (`step`), or a call of an operator."""
+
+    plan: LaunchPlan
+    title: str
+    where: str = ""  # of a launch or call: the name that runs it in the source, and the position there
+    step: Step | None = None
+
+
+Watcher: TypeAlias = Callable[[Part, Callable[..., Any]], Callable[..., Any]]
+WATCHERS: list[Watcher] = []
+BOUND: WeakSet[Any] = WeakSet()  # what holds the function of a program, and can bind it again
+
+
+def bind_anew() -> None:
+    """There are other watchers now than when programs were bound."""
+    for holder in list(BOUND):
+        holder.bind_again()
+
+
+def watching(device: torch.device) -> list[Watcher]:
+    nvtx = config.nvtx and device.type == "cuda"
+    return [*([ranged(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)] if nvtx else ()), *WATCHERS]
+
+
+def look_on() -> None:
+    """With FLAMBEAU_DEBUG, what runs in this process is shown at its end. By name: that stands above the doors."""
+    if config.debug:
+        import_module("flambeau.debug.levels").start()
+
+
+def ranged(push: Callable[[str], Any], pop: Callable[[], Any]) -> Watcher:
+    def watch(part: Part, call: Callable[..., Any]) -> Callable[..., Any]:
+        def ranged(*args: Any, **given: Any) -> Any:
+            push(part.title)
+            try:
+                return call(*args, **given)
+            finally:
+                pop()
+
+        return ranged
+
+    return watch
+
+
+def title(names: Sequence[str]) -> str:
+    """Of a program with these kernels."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return names[0] + more if names else "flambeau, no kernel"
+
+
+def watched(watchers: Sequence[Watcher], part: Part, call: Callable[..., Any]) -> Callable[..., Any]:
+    for watch in watchers:
+        call = watch(part, call)
+    return call
+
+
+def one_by_one(launches: Sequence[Plan]) -> Plan:
+    """Plans of one launch each, where otherwise one native call makes them all."""
+
+    def run(pointers: Any, sizes: Any) -> Any:
+        for at, launch in enumerate(launches):
+            if (bad := launch(pointers, sizes)) is not None:
+                where, code = bad
+                return (where + at if where >= 0 else where), code
+        return None
+
+    return run

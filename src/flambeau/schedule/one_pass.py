@@ -1,0 +1,79 @@
+"""The largest element of a row, and the sum of exponentials below it, in one pass over the row.
+
+A softmax goes over its rows three times: for the largest element, for the sum, and for the results. Where a row does
+not stay in registers, each pass reads it from memory. The first two can be one: what was summed so far is scaled
+whenever a larger element comes (Milakov and Gimelshein, 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from flambeau.ir.build import make_combine, simple_combine
+from flambeau.ir.dtypes import DType
+from flambeau.ir.expr import Expr, const, rewrite, walk, where
+from flambeau.ir.nodes import Combine
+from flambeau.ir.program import Item
+from flambeau.ir.scalar import abs_, eq, exp, fma, maximum
+
+Stage = tuple[Item, ...]
+
+
+def exponentials_at_once(stages: Sequence[Stage], stored: Collection[str]) -> list[Stage]:
+    """The stages, of which some have become one."""
+    for at, stage in enumerate(stages):
+        for top in stage:
+            later = [(k, i) for k in range(at + 1, len(stages)) for i in stages[k] if is_sum_below(i, stages[k], top)]
+            if top.combine is not simple_combine("max", torch.float32) or not later:
+                continue
+            place, total = later[0]
+            both = replace(top, names=(top.names[0], f"{total.names[0]}_at_once"), combine=_scaled_sum(torch.float32),
+                           exprs=(top.exprs[0], const(1, torch.float32)))
+            m, s = (Expr("local", torch.float32, (), n) for n in both.names)
+            # As in two passes: infinities below themselves are no numbers.
+            result = Item(total.names, "outer", (where(eq(abs_(m), math.inf), math.nan, s),))
+            out = list(stages)
+            out[place] = tuple(i for i in out[place] if i is not total)
+            out[at] = tuple(both if i is top else i for i in stage)
+            out.insert(at + 1, (result,))
+            return exponentials_at_once(alive(out, stored), stored)
+    return list(stages)
+
+
+def is_sum_below(i: Item, stage: Stage, top: Item) -> bool:
+    """Whether it sums exp(x - m), m the largest x."""
+    if i.combine is not simple_combine("sum", torch.float32):
+        return False
+    maps = {j.names[0]: j.exprs[0] for j in stage if j.combine is None and j.level == "full"}
+    below = exp(top.exprs[0] - Expr("local", torch.float32, (), top.names[0]))
+    return rewrite(i.exprs[0], lambda x: maps.get(x.attr, x) if x.op == "local" else x) is below
+
+
+def alive(stages: Sequence[Stage], stored: Collection[str]) -> list[Stage]:
+    """Without what nobody reads."""
+    used, out = set(stored), []
+    for stage in reversed(stages):
+        kept: Stage = ()
+        for i in reversed(stage):
+            if used & set(i.names):
+                used |= {e.attr for e in walk(*i.exprs) if e.op == "local"}
+                kept = (i, *kept)
+        out += [kept] if kept else []
+    return out[::-1]
+
+
+@cache
+def _scaled_sum(dtype: DType) -> Combine:
+    """(m, s) stands for a sum s of exponentials below m."""
+
+    def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        (am, asum), (bm, bsum) = a, b
+        scale = where(eq(am, bm), 1, exp(-abs_(am - bm)))  # equal infinities: their difference is NaN
+        return maximum(am, bm), where(am >= bm, fma(bsum, scale, asum), fma(asum, scale, bsum))
+
+    return make_combine("scaled sum", (dtype, dtype), (-math.inf, 0), fn)

@@ -1,0 +1,38 @@
+"""Torch's logs: TORCH_LOGS="+flambeau" for our loggers, and its names of artifacts for what we generate.
+
+    log = artifact_log(__name__, "output_code")      # shown with TORCH_LOGS="output_code"
+
+Torch has no public way for a backend to give its logger a handler, or to say that a message is an artifact.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from torch._logging import _internal as internal
+from torch._logging import getArtifactLogger
+
+NAME = "flambeau"
+
+
+def _announce() -> None:
+    """Make our logger one of torch's: as when torch registers its own, but without a reset of those."""
+    wanted = os.environ.get("TORCH_LOGS", "")
+    if NAME in wanted:  # torch does so itself, maybe later: it looks at our modules first
+        return
+    internal.log_registry.register_log(NAME, NAME)
+    log = logging.getLogger(NAME)
+    if wanted and not log.handlers:  # FLAMBEAU_LOG may have set one
+        internal._setup_handlers(logging.StreamHandler, log)
+        log.propagate = False
+
+
+def artifact_log(module: str, artifact: str) -> logging.Logger:
+    """Not every release has every artifact: then it is a log of that name."""
+    if artifact not in internal.log_registry.artifact_names:
+        return logging.getLogger(f"{module}.{artifact}")
+    return getArtifactLogger(module, artifact)
+
+
+_announce()

@@ -1,0 +1,113 @@
+"""The static model of cost: what it says of kernels whose bytes can be counted by hand, and that all kernels of the
+suites keep to what is promised: no more than 1.5 times the bytes that must move, no long reduction in one work-item."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from codegen.c.test_loops import softmax, sums, swapped
+from codegen.programs import graph_of
+from flambeau.bench.models import SUITE
+from flambeau.codegen.simt.cost import Cost, costs, program_costs
+from flambeau.codegen.simt.metal import SHAPE, Metal, capabilities
+from flambeau.ir import build
+from flambeau.ir.nodes import Value
+from flambeau.ir.program import Form, Kernel
+from flambeau.schedule.plan import schedule
+from targets.metal_costs import MOST, SERIAL, cliffs, models
+
+MACHINE = capabilities("metal")
+
+
+def kernels(make: Callable[..., Sequence[Value]], *shapes: tuple[int, ...]) -> list[Kernel]:
+    graph = graph_of(make, *(torch.empty(shape, device="meta") for shape in shapes))
+    return [k for k in schedule(graph, MACHINE).kernels if not hasattr(k, "body")]
+
+
+def one(make: Callable[[Value], Value], *shape: int) -> Cost:
+    kernel, = kernels(lambda x: [make(x)], shape)
+    cost, = costs(kernel, Metal, SHAPE)
+    return cost
+
+
+def doubled(x: Value) -> Value:
+    return build.pointwise(x.shape, lambda i: x.load(i) * 2)
+
+
+def test_bytes_of_a_map() -> None:
+    cost = one(doubled, 256, 1000)
+    assert (cost.must, cost.moved, cost.passes, cost.alone) == (2_048_000, 2_048_000, 1, 0)
+    assert cost.groups * cost.threads == 256_000 / 4
+
+
+def test_what_all_rows_read_counts_once() -> None:
+    kernel, = kernels(lambda x, y: [build.pointwise(x.shape, lambda i: x.load(i) + y.load(i[1:]))], (5000, 512), (512,))
+    cost, = costs(kernel, Metal, SHAPE)
+    assert cost.must == cost.moved == 2 * 5000 * 512 * 4 + 512 * 4
+
+
+def test_a_transposition_by_tiles_moves_lines_once_and_one_by_points_many_times() -> None:
+    kernel, = kernels(lambda x: [swapped(x)], (20_000, 20_000))
+    tiled, = costs(kernel, Metal, SHAPE)
+    by_points, = costs(replace(kernel, form=Form("points")), Metal, SHAPE)
+    assert tiled.ratio == 1 and by_points.ratio > 4
+
+
+def test_rows_in_registers_are_read_once() -> None:
+    assert one(lambda x: softmax(x, 1), 2000, 5000).ratio == 1
+    long = one(lambda x: softmax(x, 1), 2000, 200_000)  # a pass for the statistics, and one for the results
+    assert long.passes == 2 and 1.3 < long.ratio <= 1.5
+    kernel, = kernels(lambda x: [softmax(x, 1)], (2000, 5000))
+    by_points, = costs(replace(kernel, form=Form("points"), scratch=frozenset()), Metal, SHAPE)
+    assert by_points.passes == 3 and by_points.ratio == 2 and by_points.alone == 5000
+
+
+def test_columns_are_shared() -> None:
+    assert one(lambda x: sums(x, [0]), 1000, 200_000).alone == 0
+    assert one(lambda x: sums(x, [0]), 60, 200_000).alone == 60
+    kernel, = kernels(lambda x: [sums(x, [0])], (1000, 200_000))
+    by_points, = costs(replace(kernel, form=Form("points")), Metal, SHAPE)
+    assert by_points.alone == 1000
+
+
+def test_products_are_held_against_what_a_cache_allows() -> None:
+    for make, shapes in ((product, ((4096, 4096), (4096, 4096))), (product, ((64, 64), (64, 64)))):
+        kernel, = kernels(lambda x, y, make=make: [make(x, y)], *shapes)
+        cost, = costs(kernel, Metal, SHAPE)
+        assert cost.ratio <= MOST and 0 < cost.occupancy <= 1 and cost.local > 0
+
+
+def product(x: Value, y: Value) -> Value:
+    return build.contract((x.shape[0], y.shape[1]), (x.shape[1],), lambda i: x.load((i[0], i[2])),
+                          lambda i: y.load((i[2], i[1])), torch.float32)
+
+
+def test_a_scan_goes_over_its_rows_once() -> None:
+    for axis in (0, 1):
+        cost = one(lambda x, axis=axis: build.scan(x.shape, axis, build.simple_combine("sum", x.dtype), x.load)[0],
+                   3072, 3072)
+        assert cost.ratio == 1 and cost.alone == 0
+
+
+def keeps(programs: list) -> None:
+    found = [(name, kernel, cost) for name, program in programs
+             for kernel, cost in program_costs(program, Metal, SHAPE)]
+    assert found
+    for name, kernel, cost in found:
+        assert cost.ratio <= MOST and cost.alone <= SERIAL, (name, kernel.origins, str(cost), cost.alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(900, 1000))
+def test_random_cases_keep_to_it(seed: int) -> None:
+    keeps(cliffs(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUITE)
+def test_models_keep_to_it(name: str) -> None:
+    keeps(models(name))

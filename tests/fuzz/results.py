@@ -1,0 +1,62 @@
+"""Runs of the fuzzer in a results file, and the page that shows them.
+
+    python -m fuzz --target cpu --count 1000 --results results/fuzz.json      # adds a run
+    python -m fuzz.results results/fuzz.json > docs/results/fuzzing.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from flambeau.results_file import machine, origin, read_results, write_results
+
+from .run import TARGETS, Report
+
+HEAD = """# Random programs
+
+Written by `make docs` from `results/fuzz.json`. Each run of the fuzzer (`make fuzz`) drew its seed when it began, and
+compared each of its programs with eager. *Findings* are ours: a wrong value, missing or extra aliasing, strides unlike
+eager's, another error, a crash or a hang. *Torch's own*: what `backend="aot_eager"` does in the same way,
+or cannot run.
+"""
+
+
+def row(report: Report) -> dict[str, Any]:
+    """What a results file says of a run."""
+    said = report.json()
+    return {**origin(), "date": machine()["date"], **{k: said[k] for k in ("target", "seed", "programs", "torch")},
+            "seconds": round(report.seconds), "findings": {name: len(rows) for name, rows in said["groups"].items()}}
+
+
+def add(report: Report, path: Path) -> None:
+    rows = [*(read_results(path)["rows"] if path.exists() else ()), row(report)]
+    write_results(path, "fuzz", rows, {t: programs(rows, t) for t in TARGETS})
+
+
+def programs(rows: list[dict[str, Any]], target: str) -> int:
+    return sum(r["programs"] for r in rows if r["target"] == target)
+
+
+def page(found: dict[str, Any]) -> str:
+    m = found["machine"]
+    lines = [HEAD, f"torch {m['torch']}, Python {m['python']}.", "",
+             "| target | programs | runs | findings | torch's own | commits |", "|---|---|---|---|---|---|"]
+    for target in TARGETS:
+        rows = [r for r in found["rows"] if r["target"] == target]
+        theirs = sum((Counter(r["torch"]) for r in rows), Counter[str]())
+        commits = ", ".join(dict.fromkeys(f"`{r['commit']}`" for r in rows))
+        ours = sum(sum(r["findings"].values()) for r in rows)
+        lines.append(f"| {target} | {programs(rows, target):,} | {len(rows)} | {ours} | {theirs.total()} | {commits} |")
+    kinds = sum((Counter(r["torch"]) for r in found["rows"]), Counter[str]())
+    lines += ["", "| torch's own | programs |", "|---|---|", *(f"| {kind} | {n} |" for kind, n in kinds.most_common())]
+    if any(r["findings"] for r in found["rows"]):
+        lines += ["", "| finding | target | seed of the run |", "|---|---|---|"]
+        lines += [f"| {name} | {r['target']} | {r['seed']} |" for r in found["rows"] for name in r["findings"]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page(read_results(Path(sys.argv[1]))))
