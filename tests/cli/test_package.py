@@ -21,7 +21,7 @@ def test_from_a_function_to_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     assert np.array_equal(np.load(tmp_path / "y0.npy")[0], np.maximum(np.arange(16) - 7.5, 0).astype(np.float32))
     assert main(["inspect", package, "--texts"]) == 0
     shown = capsys.readouterr().out
-    assert "forward(x: float32 [4, 16] contiguous) -> float32" in shown and "KERNEL_NAME" in shown
+    assert "forward(x: float32 [4, 16] contiguous) -> float32" in shown and "flambeau_mean_sub_relu_" in shown
     assert main(["size", package, "--html", f"{tmp_path}/size.html"]) == 0
     assert "code of kernels" in capsys.readouterr().out and "code of kernels" in (tmp_path / "size.html").read_text()
     np.save(tmp_path / "x.npy", np.zeros(3))

@@ -6,6 +6,8 @@ from dataclasses import fields
 
 import pytest
 
+from flambeau.codegen.c.contractions.tiles import USUAL, best_tile
+from flambeau.ir.index import Sym, as_index
 from flambeau.ir.tuning import BLOCKS, CPU, POINTS, Tuning, explain
 
 
@@ -16,5 +18,6 @@ def test_units_and_reasons(table: Tuning) -> None:
 
 
 def test_numbers_that_must_agree_are_derived_from_one_another() -> None:
-    assert CPU.tile_wide == CPU.tile_vectors * CPU.vector_bytes // 4  # float32
+    large = best_tile(USUAL, 4, as_index(Sym("rows")), as_index(Sym("columns")))  # float32, of any size
+    assert (CPU.tile_high, CPU.tile_wide) == (large.high, large.wide)
     assert BLOCKS.split_columns == BLOCKS.columns  # pieces are counted as programs are

@@ -17,7 +17,7 @@ from flambeau import pipeline
 from flambeau.codegen.source import BlockSource
 from flambeau.compile.disk_cache import keepers, stats
 from flambeau.ir.tuning import BLOCKS
-from flambeau.schedule import ordered_scatters
+from flambeau.schedule.rewrites import ordered_scatters
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),

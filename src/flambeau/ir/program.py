@@ -127,6 +127,18 @@ class LoopKernel(AnySize):
                        for stage in self.stages)
         return replace(self, stages=stages, stores=tuple((name, at.subs(mapping or {})) for name, at in self.stores))
 
+    def read_back(self, stage: Iterable[Item]) -> set[str]:
+        """What this stage reads of what earlier ones stored at inner points."""
+        items = list(stage)
+        made = {n for i in items for n in i.names}
+        stored = {name for name, at in self.stores if name not in made and at.symbols() & {*self.inner}}
+        return {e.attr for e in walk(*exprs_of(items)) if e.op == "local"} & stored
+
+    def reads_again(self) -> bool:
+        """Whether inner points are read, or read back, by more than one stage."""
+        reads = [e for stage in self.stages for e in loads(*exprs_of(stage)) if e.attr[1][0].symbols() & {*self.inner}]
+        return len({*reads}) < len(reads) or any(map(self.read_back, self.stages))
+
     def transposed_reads(self) -> list[Expr]:
         """What a map reads along the second variable of its tiles, at places that need no computing."""
         if self.tile is None or self.vector is None:

@@ -6,7 +6,6 @@ depends on the text itself (where a loop is split because a mask changes, how la
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import loads, walk
 from flambeau.ir.index import ONE, Index, ceildiv, volume
-from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel, exprs_of
+from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
 
@@ -100,9 +99,8 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
             return Form("rows")  # what is contiguous is reduced, and long enough for a group
         few = max(k.about(volume(k.outer), t.columns), 1)
         return Form("columns", min(t.columns, 1 << (few - 1).bit_length()))
-    stages = Counter(e for stage in k.stages for e in loads(*exprs_of(stage)))
-    if k.inner and max((n for e, n in stages.items() if e.attr[1][0].symbols() & {*k.inner}), default=0) > 1:
-        return Form("columns", t.group)  # a work-item for each point, which holds what it reads more than once
+    if k.inner and k.reads_again():
+        return Form("columns", t.group)  # registers hold what is read more than once
     windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
     many = not k.inner and k.about(volume(k.outer), t.streamed_points) >= t.streamed_points and not windows
     if many and k.transposed_reads():

@@ -23,7 +23,7 @@ from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
 
-from .one_hot import picked
+from .rewrites.one_hot import picked
 
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
 DEEPEST = 120  # operations that wait for one another: expressions are walked by recursion

@@ -35,7 +35,7 @@ from flambeau.ir.tuning import PointTuning, Tuning
 
 from .forms import is_shared, points_beside
 from .fuse import Group, member_exprs
-from .one_pass import alive, exponentials_at_once
+from .rewrites.one_pass import alive, exponentials_at_once
 
 _INT64 = torch.int64
 _LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared

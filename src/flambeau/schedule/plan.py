@@ -21,10 +21,10 @@ from .layout import settle_layouts
 from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import ProgramDraft, lifetimes, plan_memory, values_in
 from .numerics_policy import apply_policy
-from .ordered_scatters import order_scatters
+from .rewrites.ordered_scatters import order_scatters
+from .rewrites.wide_windows import share_windows
 from .split_reductions import split_reductions
 from .tensor_tables import join_launches
-from .wide_windows import share_windows
 
 
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:

@@ -16,7 +16,7 @@ from flambeau.codegen.simt.cost import Cost, costs, program_costs
 from flambeau.codegen.simt.metal import SHAPE, Metal, capabilities
 from flambeau.ir import build
 from flambeau.ir.nodes import Value
-from flambeau.ir.program import Form, Kernel
+from flambeau.ir.program import Form, Kernel, Launch, TableKernel
 from flambeau.schedule.plan import schedule
 from targets.metal_costs import MOST, SERIAL, cliffs, models
 
@@ -96,7 +96,8 @@ def test_a_scan_goes_over_its_rows_once() -> None:
 def keeps(programs: list) -> None:
     found = [(name, kernel, cost) for name, program in programs
              for kernel, cost in program_costs(program, Metal, SHAPE)]
-    assert found
+    launched = [program.kernels[s.kernel] for _, program in programs for s in program.steps if isinstance(s, Launch)]
+    assert {id(kernel) for _, kernel, _ in found} == {id(k) for k in launched if not isinstance(k, TableKernel)}
     for name, kernel, cost in found:
         assert cost.ratio <= MOST and cost.alone <= SERIAL, (name, kernel.origins, str(cost), cost.alone)
 

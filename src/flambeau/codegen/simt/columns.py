@@ -34,7 +34,7 @@ class ColumnLoops(RowLoops):
         self.group, most = power_below(shape.group), power_below(max(POINTS.registers // words, 1))
         self.each = min(most, POINTS.part if self.k.bounds is None else POINTS.segment_step)
         length = self.about(self.number, 0)
-        if self.k.bounds is not None or not length or not (self.again or self.k.scratch):
+        if self.k.bounds is not None or not length or not (self.k.reads_again() or self.k.scratch):
             return
         self.each = -(-length * self.wide // self.group)
         while self.each > min(most, POINTS.step) and 2 * self.group <= shape.largest:

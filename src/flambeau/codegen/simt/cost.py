@@ -244,13 +244,10 @@ class Model:
         beyond = max(0.0, 1 - w.at_once() / max(self.about(volume(k.inner)), 1)) if isinstance(w, RowLoops) else 1.0
         before, stored = set[Expr](), dict(k.stores)
         for stage in k.stages:
-            exprs, made = exprs_of(stage), {n for i in stage for n in i.names}
-            found = loads(*exprs)
+            found = loads(*exprs_of(stage))
             yield self.accesses(e for e in found if e not in held), 1.0
-            back = {e.attr for e in walk(*exprs) if e.op == "local" and e.attr in stored and e.attr not in made
-                    and {*k.inner} & stored[e.attr].symbols()}
             yield [*self.accesses(e for e in found if e in held and e in before),
-                   *(self.access(name, stored[name]) for name in sorted(back))], beyond
+                   *(self.access(name, stored[name]) for name in sorted(k.read_back(stage)))], beyond
             before.update(found)
 
     def accesses(self, found: Iterable[Expr]) -> list[Access]:

@@ -1,0 +1,1 @@
+"""Passes that put other nodes or stages in the place of some, by what they compute."""
