@@ -216,6 +216,7 @@ class BlockTuning(Tuning):
     scan_piece: int = number(2048, "elements", "of a tile of columns")
     scan_alone: int = number(8192, "elements", "of a piece of a single row")
     scan_row: int = number(16384, "elements", "of a row that is scanned in one piece")
+    scan_row_apart: int = number(4096, "elements", "of one whose elements are accesses of their own: all are under way")
     scan_columns: int = number(32, "columns", "side by side where they are what is contiguous")
     scan_programs: int = number(200, "programs", "fill a GPU where each has several pieces on their way")
     scan_expensive: int = number(8, "times as many programs", "are worth a look-back where a combine takes the time")

@@ -231,11 +231,11 @@ def read_words(d: NestDraft) -> int:
 # ---- the shape of the loops ------------------------------------------------------------------------------
 
 
-def split_dims(d: NestDraft, lists: Sequence[list[Sym]]) -> None:
-    """x // k and x % k of a variable: two variables instead, where k divides its size."""
+def split_dims(d: NestDraft, lists: Sequence[list[Sym]], whole: Sym | None = None) -> None:
+    """x // k and x % k of a variable, unless it stays whole: two variables instead, where k divides its size."""
     for _ in range(16):
         found = next(((v, k) for i in d.indices() for v, k in i.quotients() if any(v in vs for vs in lists)
-                      and k is not v.size and (v.size // k) * k is v.size), None)
+                      and v is not whole and k is not v.size and (v.size // k) * k is v.size), None)
         if found is None:
             return
         v, k = found
@@ -245,6 +245,15 @@ def split_dims(d: NestDraft, lists: Sequence[list[Sym]]) -> None:
             if v in vs:
                 at = vs.index(v)
                 vs[at:at + 1] = [big, small]
+
+
+def long_lines(d: NestDraft, t: Tuning) -> Sym | None:
+    """A variable along which a transposition reads, in lines that parts of it would make too short for that: the
+    channels of a normalisation, whose statistics are those of some channels together."""
+    vector = choose_vector(d, d.outer, t)
+    tile = choose_tile(d, d.outer, vector, t)
+    parts = [d.about(k, t.vector_least) for i in d.indices() for v, k in i.quotients() if v is tile]
+    return tile if parts and min(parts) < t.vector_least else None
 
 
 def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | None:
@@ -287,10 +296,12 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
 
 
 def span(v: Sym, d: NestDraft) -> Index:
-    """The extent of a variable together with those that will be merged with it, each a step of all that it has."""
+    """The extent of a variable together with those that what is read at inner points walks as one with it, each a step
+    of all that it has."""
     left = [w for w in (d.inner if v in d.inner else d.outer) if w is not v]
-    length = v.size
-    while (before := next((w for w in left if mergeable(w, v, d)), None)) is not None:
+    length, inner = v.size, frozenset(d.inner)
+    main = [i for i in d.indices() if inner & i.symbols()] if inner and v not in inner else list(d.indices())
+    while (before := next((w for w in left if all(walks_as_one(i, w, v) for i in main)), None)) is not None:
         left.remove(before)
         length, v = length * before.size, before
     return length
@@ -365,7 +376,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         d.typical = typical
     stage(d, has_axes)
     lists = [d.outer, d.inner]
-    split_dims(d, lists)
+    split_dims(d, lists, None if has_axes or not d.outer else long_lines(d, caps.tuning))
     # A segment's ends are read before its lanes: they may not differ from lane to lane.
     tied = set().union(*(e.symbols() for e in d.bounds)) if d.bounds else set()
     candidates = [*d.outer, *d.inner] if g.segment is None else [v for v in d.outer if v not in tied]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from itertools import permutations
 
@@ -77,8 +77,11 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     if graph.policy.exact and not all(v.size.is_const for v in n.vars):
         return [n]
     points, results = (about(volume(vars), graph.typical, 0) for vars in (n.reduced, n.kept))
-    rows = reduces_contiguous(graph, n)
     t = caps.tuning
+    short = None if graph.policy.exact else short_line(graph, n, t)
+    if short is not None:  # each of its elements is a column, beside those of the variable along which lines go on
+        points, results = points // short.size.const, results * short.size.const
+    rows = short is None and reduces_contiguous(graph, n)
     across = rows and written_across(graph, n, t.vector_least)
     programs = results if rows and not across else -(-results // t.split_columns)
     least = t.split_piece if rows and not across else t.split_piece // t.split_columns
@@ -87,24 +90,27 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
     wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
         min(caps.programs // programs, points // least)
-    cuts = pieces_of(graph, n, wanted, t)
+    alone: dict[Sym, Cut] = {} if short is None else {short: (short.size, ONE)}
+    cuts = pieces_of(graph, n, wanted, t, alone)
     fixed = all(v.size.is_const for v in n.vars)
     beside = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
-    if not (beside and all(is_even(v, c) for v, c in cuts.items())):  # no map has its points: they may be counted anew
+    # Where no map has its points, they may be counted anew.
+    if short is None and not (beside and all(is_even(v, c) for v, c in cuts.items())):
         n = joined(graph, n)
-        cuts = pieces_of(graph, n, wanted, t)
-    return cut(graph, n, cuts, rows) if cuts else [n]
+        cuts = pieces_of(graph, n, wanted, t, alone)
+    return cut(graph, n, cuts, rows, alone) if len(cuts) > len(alone) else [n]
 
 
 Cut = tuple[Index, Index]  # how many pieces, and how long each of them is
 
 
-def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning) -> dict[Sym, Cut]:
-    cuts: dict[Sym, Cut] = {}
+def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, Cut]) -> dict[Sym, Cut]:
+    """What lies farthest apart is cut first: pieces are stretches of memory. `alone`: what is cut already."""
+    cuts = dict(alone)
     at = places(graph, n)
-    for v in n.reduced:
+    for v in sorted(n.reduced, key=lambda v: -max((distance(i.coefficient(v), graph.typical) for i in at), default=0)):
         pieces = min(wanted, about(v.size, graph.typical, 0))
-        if pieces >= (t.split_more if cuts else 2):
+        if v not in alone and pieces >= (t.split_more if len(cuts) > len(alone) else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
             if about(length, graph.typical, 0) > t.split_even and any(i.coefficient(v) is ONE for i in at):
                 length = ceildiv(length, t.split_even) * t.split_even
@@ -140,9 +146,10 @@ def places(graph: Graph, n: Reduce) -> list[Index]:
     return out
 
 
-def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]:
+def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool, alone: Collection[Sym] = ()) -> list[Node]:
     """Reduce pieces of variables' points, and then what they come to. The order of points stays, so that maps of the
-    same may join; results next to each other in memory are those of one piece, unless by `rows`."""
+    same may join; results next to each other in memory are those of one piece (and of elements `alone`), unless by
+    `rows`."""
     # Variables, and whether their pieces are counted.
     order = [(v, piece) for v in n.vars for piece in ((True, False) if v in cuts else (False,))]
     vars = dim_vars([cuts[v][0] if piece else cuts[v][1] if v in cuts else v.size for v, piece in order])
@@ -166,7 +173,8 @@ def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]
                      frozenset(range(len(vars))) - frozenset(kept), n.combine, inputs, origin=n.origin,
                      inlined=n.inlined)
     pieces = [k for k, t in enumerate(kept) if order[t][1]]
-    outer = sorted(range(len(shape)), key=lambda k: (k in pieces) is rows)
+    apart = {k for k in pieces if order[kept[k]][0] not in alone}
+    outer = sorted(range(len(shape)), key=lambda k: (k in apart) is rows)
     dense = dict(zip(outer, contiguous_strides([shape[k] for k in outer]), strict=True))
     for name in partial.names:
         graph.buffers[name].strides = tuple(dense[k] for k in range(len(shape)))
@@ -176,22 +184,34 @@ def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool) -> list[Node]
     return [partial, final]
 
 
-def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
-    """Whether what is read next to each other is reduced together, in what is read at the most points."""
-    places = []
-    for e in loads(*n.inputs):
-        name, index = e.attr
-        if graph.buffers[name].strides is not None:
-            places.append(graph.buffers[name].place(index))
+def main_places(graph: Graph, n: Reduce) -> list[Index]:
+    """The addresses of what is read at the most points."""
     own = frozenset(v for v in n.vars if v.size is not ONE)
-    depths = [len(own & place.symbols()) for place in places]
+    found = [b.place(e.attr[1]) for e in loads(*n.inputs) if (b := graph.buffers[e.attr[0]]).strides is not None]
+    depths = [len(own & place.symbols()) for place in found]
+    return [place for place, depth in zip(found, depths, strict=True) if depth == max(depths)]
+
+
+def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
+    """Whether what is read next to each other is reduced together."""
     score = 0
-    for place, depth in zip(places, depths, strict=True):
-        steps = {v: distance(place.coefficient(v), graph.typical) for v in n.vars if v in own}
+    for place in main_places(graph, n):
+        steps = {v: distance(place.coefficient(v), graph.typical) for v in n.vars if v.size is not ONE}
         near = min((v for v in steps if steps[v]), key=steps.__getitem__, default=None)
-        if near is not None and depth == max(depths):
+        if near is not None:
             score += 1 if near in n.reduced else -1
     return score >= 0
+
+
+def short_line(graph: Graph, n: Reduce, t: Tuning) -> Sym | None:
+    """A reduced variable that is the short end of lines which go on along one that is kept, as the channels of one
+    group do beside those of the next."""
+    at = main_places(graph, n)
+    for v in n.reduced:
+        if v.size.is_const and 1 < v.size.const < t.vector_least and at and all(
+                i.coefficient(v) is ONE and any(i.coefficient(w) is v.size for w in n.kept) for i in at):
+            return v
+    return None
 
 
 def written_across(graph: Graph, n: Reduce, least: int) -> bool:

@@ -14,7 +14,7 @@ import math
 from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import Expr, cast, loads, rewrite
-from flambeau.ir.index import ONE, Index, Sym
+from flambeau.ir.index import ONE, Index, Sym, as_index
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine, Level
 from flambeau.ir.program import ScanKernel, sites_of
@@ -45,7 +45,9 @@ class ScanBlocks(BlockWriter):
             side = next((v for v in outer if any(a.coefficient(v) is ONE for a in self.addresses.values())), outer[-1])
             outer.remove(side)
             outer.append(side)
-        most = self.scale.sized(BLOCKS.scan_row if rows else BLOCKS.scan_piece // BLOCKS.scan_columns)
+        self.apart = self.is_apart(rows)
+        row = BLOCKS.scan_row_apart if self.apart else BLOCKS.scan_row
+        most = self.scale.sized(row if rows else BLOCKS.scan_piece // BLOCKS.scan_columns)
         length = k.about(self.length, most + 1)
         piece = min(max(2, power(length)), most)
         blocks = spans(k, outer, max(1, self.scale.sized(BLOCKS.scan_piece) // piece))
@@ -67,13 +69,19 @@ class ScanBlocks(BlockWriter):
         """What a thread scans by itself costs least, as far as its registers hold it; with the state of others to
         look at they hold less."""
         k = self.k
-        steps = [a.coefficient(k.axis) for a in self.addresses.values()]
-        if any(c is not ONE and c is not None and c.is_const and c.const % BLOCKS.access for c in steps):
-            # More threads have more accesses on their way.
+        if self.apart:  # more threads have more accesses on their way
             return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * BLOCKS.scan_thread_apart)))
         small = all(d.itemsize <= 4 for d in k.combine.dtypes)
         each = BLOCKS.scan_thread if small and (alone or len(k.combine.left) == 1) else BLOCKS.scan_thread // 2
         return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
+
+    def is_apart(self, rows: bool) -> bool:
+        """Whether each element is an access of its own: steps are odd, or so are the places where rows begin."""
+        k, sizes = self.k, {s: as_index(n) for s, n in self.k.typical}
+        steps = [a.coefficient(k.axis) for a in self.addresses.values()]
+        read = [a for e in loads(*k.exprs) for a in e.attr[1] if k.axis in a.symbols()]
+        return any(c is not ONE and c is not None and c.is_const and c.const % BLOCKS.access for c in steps) or (
+            rows and not all(is_line(a.subs(sizes), k.axis, BLOCKS.access) for a in (*read, *self.addresses.values())))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
         """How many programs there are if the axis is not cut; sizes of the run count as large."""
