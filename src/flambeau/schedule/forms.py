@@ -96,7 +96,9 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
     exprs, length = k.everything(), volume(k.inner)
     if k.inner and not (k.bounds is None and length.is_const and length.const <= t.short_row):
         if k.vector in k.inner and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
-            return Form("rows")  # what is contiguous is reduced, and long enough for a group
+            # What is contiguous is reduced, and long enough for a group.
+            if k.scratch or k.reads_again() or not (k.crosses_rows() and k.about(length, 0) > t.crossed_row):
+                return Form("rows")
         few = max(k.about(volume(k.outer), t.columns), 1)
         return Form("columns", min(t.columns, 1 << (few - 1).bit_length()))
     if k.inner and k.reads_again():
@@ -110,15 +112,16 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
 
 
 def point_scans(k: ScanKernel, t: PointTuning) -> Form:
-    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.contiguous()
+    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.column()
     if k.about(k.axis.size, t.short_row + 1) <= t.short_row:
         return Form("points")
-    if any(a.coefficient(k.axis) is ONE for _, a in k.stores):
+    long = k.about(k.axis.size, t.crossed_row + 1) > t.crossed_row
+    if column is None or not long and any(a.coefficient(k.axis) is ONE for _, a in k.stores):
         return Form("rows")
-    if column is not None:
-        fitting = 1 << (k.about(column.size, t.scan_columns) - 1).bit_length()
-        return Form("columns", max(min(fitting, t.scan_few_columns if few else t.scan_columns), 1))
-    return Form("rows")
+    wide = t.scan_few_columns if few else t.scan_columns
+    if long:  # the rest of a line would be gone when the next columns have their turn
+        wide = max(wide, min(t.scan_columns, t.line_bytes // min(p.dtype.itemsize for p in k.params)))
+    return Form("columns", max(min(1 << (k.about(column.size, wide) - 1).bit_length(), wide), 1))
 
 
 # ---- GPUs in Triton ----------------------------------------------------------------------------------------

@@ -296,9 +296,12 @@ def span(v: Sym, d: NestDraft) -> Index:
     return length
 
 
-def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
-    """Largest step of the main access outermost, the vector variable innermost."""
+def order(vars: list[Sym], d: NestDraft, vector: Sym | None, shared: bool = False) -> list[Sym]:
+    """Largest step of the main access outermost, the vector variable innermost. The main access is a store or, if rows
+    that come one after the other are to have their lines `shared`, what leaves most of its lines to other rows."""
     main = [a for _, a, _ in sorted(d.accesses(), key=lambda access: not access[2])]  # reads, where no store has a step
+    if shared and d.inner:
+        main.sort(key=lambda a: lines_to_share(a, d, vector))
     steps = {v: next((c for a in main if (c := a.coefficient(v)) is not None and c is not ZERO), None) for v in vars}
     placed = list(vars)
     if None not in steps.values():
@@ -307,6 +310,16 @@ def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
         placed.remove(vector)
         placed.append(vector)
     return placed
+
+
+def lines_to_share(address: Index, d: NestDraft, vector: Sym | None) -> int:
+    """For comparing: less, the more lines of it are left to the neighbours of a row. What a row has only one of hardly
+    counts, nor does what fills its lines by itself."""
+    own = address.symbols()
+    if own.isdisjoint(d.inner):
+        return 1
+    return 0 if vector is None or address.coefficient(vector) in (ONE, ZERO) \
+        else -d.about(volume(v for v in (*d.outer, *d.inner) if v in own), _LARGE)
 
 
 def distance(step: Index | None, typical: Mapping[Sym, int] | None = None) -> int:
@@ -370,8 +383,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     tied = set().union(*(e.symbols() for e in d.bounds)) if d.bounds else set()
     candidates = [*d.outer, *d.inner] if g.segment is None else [v for v in d.outer if v not in tied]
     vector = choose_vector(d, candidates, caps.tuning) if candidates else None
-    d.outer = order(d.outer, d, vector if vector in d.outer else None)
-    d.inner = order(d.inner, d, vector if vector in d.inner else None)
+    d.outer, d.inner = (order(vars, d, vector, caps.tuning.shared_lines) for vars in (d.outer, d.inner))
     tile = choose_tile(d, d.outer, vector, caps.tuning) if not has_axes else None
     last_outer = d.outer[-1] if d.outer else None
     before = list(d.outer)
@@ -463,7 +475,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     split_dims(d, [d.outer])
     vector = choose_vector(d, [*d.outer, axis], caps.tuning)
     row = vector is axis or vector is None
-    d.outer = order(d.outer, d, None if row else vector)
+    d.outer = order(d.outer, d, axis if row else vector, caps.tuning.shared_lines)
     last = d.outer[-1] if d.outer else None
     d.outer = merge(d.outer, d)
     if not row and vector not in d.outer:

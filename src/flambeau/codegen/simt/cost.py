@@ -44,7 +44,7 @@ from .rows import RowLoops
 from .scans import ColumnScan
 from .transposes import Transpose
 
-LINE = 64  # bytes that memory moves at once
+LINE = POINTS.line_bytes
 CACHE = 768 << 10  # bytes: the second level of the smallest of Apple's desktop GPUs
 CORE_THREADS, CORE_LOCAL = 1024, 32 << 10  # what a core holds at least
 UNKNOWN = 1 << 10  # elements: a size that nothing is known of
