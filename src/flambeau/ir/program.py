@@ -139,12 +139,12 @@ class LoopKernel(AnySize):
         reads = [e for stage in self.stages for e in loads(*exprs_of(stage)) if e.attr[1][0].symbols() & {*self.inner}]
         return len({*reads}) < len(reads) or any(map(self.read_back, self.stages))
 
-    def crosses_rows(self) -> bool:
-        """Whether something lies the other way than its rows: neighbours share its lines."""
-        last = self.outer[-1] if self.outer else None
-        return last is not None and any(at.coefficient(last) is ONE and at.symbols() & {*self.inner}
-                                        and at.coefficient(self.vector) not in (ONE, ZERO)
-                                        for _, at in self.accesses() if self.vector is not None)
+    def across_rows(self) -> list[str]:
+        """What lies the other way than its rows, by name: rows that come one after the other share its lines."""
+        v, last = self.vector, self.outer[-1] if self.outer else None
+        return [] if v is None or last is None else [
+            name for name, at in self.accesses()
+            if at.symbols() & {*self.inner} and at.coefficient(last) is ONE and at.coefficient(v) not in (ONE, ZERO)]
 
     def transposed_reads(self) -> list[Expr]:
         """What a map reads along the second variable of its tiles, at places that need no computing."""

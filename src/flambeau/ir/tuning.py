@@ -153,8 +153,7 @@ class PointTuning(Tuning):
     step: int = number(16, "elements", "of a work-item in each part of a row that does not fit into registers")
     access_bytes: int = number(16, "bytes", "of the widest access")
     line_bytes: int = number(64, "bytes", "that memory moves at once")
-    crossed_row: int = number(4096, "elements", "of a row, as many lines of which, crossed by it, a cache still holds "
-                                                "when the next row has its turn")
+    row_lines: int = number(512 << 10, "bytes", "of lines that a row leaves to the next: a cache still holds them then")
     registers: int = number(64, "registers of 32 bits", "that hold what a work-item has read")
     part: int = number(8, "elements", "for which a work-item reads what it does not keep")
     streamed_points: int = number(1 << 14, "points", "of a map from which on bandwidth counts, and not latency")

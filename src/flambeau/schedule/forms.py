@@ -6,13 +6,13 @@ depends on the text itself (where a loop is split because a mask changes, how la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import loads, walk
-from flambeau.ir.index import ONE, Index, ceildiv, volume
+from flambeau.ir.index import ONE, Index, Sym, ceildiv, volume
 from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
@@ -96,9 +96,10 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
     exprs, length = k.everything(), volume(k.inner)
     if k.inner and not (k.bounds is None and length.is_const and length.const <= t.short_row):
         if k.vector in k.inner and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
-            # What is contiguous is reduced, and long enough for a group.
-            if k.scratch or k.reads_again() or not (k.crosses_rows() and k.about(length, 0) > t.crossed_row):
-                return Form("rows")
+            across = [] if k.scratch or k.reads_again() else k.across_rows()
+            if not leaves_cache(length, len(across), k, t):
+                return Form("rows")  # what is contiguous is reduced, and long enough for a group
+            return Form("columns", line_of(across, k.outer[-1], k, t))
         few = max(k.about(volume(k.outer), t.columns), 1)
         return Form("columns", min(t.columns, 1 << (few - 1).bit_length()))
     if k.inner and k.reads_again():
@@ -115,13 +116,24 @@ def point_scans(k: ScanKernel, t: PointTuning) -> Form:
     few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.column()
     if k.about(k.axis.size, t.short_row + 1) <= t.short_row:
         return Form("points")
-    long = k.about(k.axis.size, t.crossed_row + 1) > t.crossed_row
+    long = leaves_cache(k.axis.size, len(k.params), k, t)
     if column is None or not long and any(a.coefficient(k.axis) is ONE for _, a in k.stores):
         return Form("rows")
     wide = t.scan_few_columns if few else t.scan_columns
-    if long:  # the rest of a line would be gone when the next columns have their turn
-        wide = max(wide, min(t.scan_columns, t.line_bytes // min(p.dtype.itemsize for p in k.params)))
+    if long:
+        wide = max(wide, min(t.scan_columns, line_of([p.name for p in k.params], column, k, t)))
     return Form("columns", max(min(1 << (k.about(column.size, wide) - 1).bit_length(), wide), 1))
+
+
+def leaves_cache(length: Index, accesses: int, k: LoopKernel | ScanKernel, t: PointTuning) -> bool:
+    """Whether lines that rows of some length share are gone before the next row has its turn."""
+    return k.about(length, t.row_lines) * accesses * t.line_bytes > t.row_lines
+
+
+def line_of(names: Sequence[str], v: Sym, k: LoopKernel | ScanKernel, t: PointTuning) -> int:
+    """How many points of a variable fill lines of all of these."""
+    most = t.line_bytes // min(p.dtype.itemsize for p in k.params if p.name in names)
+    return 1 << (max(1, min(most, t.columns, k.about(v.size, most))) - 1).bit_length()
 
 
 # ---- GPUs in Triton ----------------------------------------------------------------------------------------

@@ -80,8 +80,7 @@ def program_costs(program: Program, language: type[SimtDialect], shape: Shape) -
     """Of all launches. What a kernel writes for nobody but itself need not move."""
     read = Counter(name for step in program.steps for name in set(step.args if isinstance(step, Launch) else ()))
     for step in program.steps:
-        kernel = program.kernels[step.kernel] if isinstance(step, Launch) else None
-        if kernel is not None and not isinstance(kernel, TableKernel):
+        if isinstance(step, Launch) and not isinstance(kernel := program.kernels[step.kernel], TableKernel):
             # Launches of one kernel have buffers of their own: the names in the kernel are those of the first.
             own = {p.name for p, name in zip(kernel.params, step.args, strict=True)
                    if program.places[name].place == "arena" and read[name] == 1}
@@ -280,9 +279,9 @@ class Model:
         for stage in k.stages:
             found = loads(*exprs_of(stage))
             along = [e for e in found if e.attr[1][0].symbols() & {*k.inner}]
-            beside = self.accesses([*held, *along, *before])
+            once = self.accesses(e for e in found if e not in held and e not in along)
             yield [*self.accesses(e for e in along if e not in held),
-                   *self.not_just_read(self.accesses(e for e in found if e not in held and e not in along), beside)], 1.0
+                   *self.not_just_read(once, self.accesses([*held, *along, *before]))], 1.0
             yield [*self.accesses(e for e in found if e in held and e in before),
                    *(self.access(name, stored[name]) for name in sorted(k.read_back(stage)))], beyond
             before.update(found)
