@@ -33,8 +33,10 @@ class Tuning:
     vector_least: int = number(8, "elements", "a variable shorter than this is a poor vector")
     table_reads: int = number(64, "reads", "of each element of a table: where it lies hardly matters")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
-    shared_lines: bool = False  # rows that come one after the other share lines: what crosses rows orders them
     flat_tiles: bool = False  # short lines are transposed, and walked as one
+    line_bytes: int = number(64, "bytes", "that memory moves at once")
+    row_lines: int = number(0, "bytes", "of lines that a row leaves to the next: a cache still holds them then; 0: loops "
+                                        "are ordered by what they write")
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
     split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
@@ -145,15 +147,13 @@ class CpuTuning(Tuning):
 class PointTuning(Tuning):
     """GPUs in their C languages: work-items, groups and local memory."""
 
-    shared_lines: bool = True
+    row_lines: int = number(512 << 10, "bytes", "of lines that a row leaves to the next: a cache still holds them then")
     cascade: int = number(128, "elements", "that a work-item reduces on their own: errors of their sum do not pile up")
     short_row: int = number(64, "elements", "a row up to it is one work-item's: a group would mostly wait")
     smallest_group: int = number(32, "work-items", "run in step on every GPU")
     lines: int = number(4, "accesses", "of a work-item under way at once; with more work-items there is more to join")
     step: int = number(16, "elements", "of a work-item in each part of a row that does not fit into registers")
     access_bytes: int = number(16, "bytes", "of the widest access")
-    line_bytes: int = number(64, "bytes", "that memory moves at once")
-    row_lines: int = number(512 << 10, "bytes", "of lines that a row leaves to the next: a cache still holds them then")
     registers: int = number(64, "registers of 32 bits", "that hold what a work-item has read")
     part: int = number(8, "elements", "for which a work-item reads what it does not keep")
     streamed_points: int = number(1 << 14, "points", "of a map from which on bandwidth counts, and not latency")

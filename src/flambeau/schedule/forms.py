@@ -25,6 +25,11 @@ def formed(kernel: Kernel, t: Tuning) -> Kernel:
     return replace(kernel, form=choose(kernel, t))
 
 
+def leaves_cache(length: int, accesses: int, t: Tuning) -> bool:
+    """Whether lines that rows of some length share are gone before the next row has its turn."""
+    return length * accesses * t.line_bytes > t.row_lines
+
+
 def is_shared(points: Index, length: Index, t: Tuning) -> bool:
     """Few outer points and long rows: threads must share a row."""
     return points.is_const and points.const < t.enough_points and (not length.is_const or length.const >= t.long_row)
@@ -97,7 +102,7 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
     if k.inner and not (k.bounds is None and length.is_const and length.const <= t.short_row):
         if k.vector in k.inner and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
             across = [] if k.scratch or k.reads_again() else k.across_rows()
-            if not leaves_cache(length, len(across), k, t):
+            if not leaves_cache(k.about(length, t.row_lines), len(across), t):
                 return Form("rows")  # what is contiguous is reduced, and long enough for a group
             return Form("columns", line_of(across, k.outer[-1], k, t))
         few = max(k.about(volume(k.outer), t.columns), 1)
@@ -116,18 +121,13 @@ def point_scans(k: ScanKernel, t: PointTuning) -> Form:
     few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.column()
     if k.about(k.axis.size, t.short_row + 1) <= t.short_row:
         return Form("points")
-    long = leaves_cache(k.axis.size, len(k.params), k, t)
+    long = leaves_cache(k.about(k.axis.size, t.row_lines), len(k.params), t)
     if column is None or not long and any(a.coefficient(k.axis) is ONE for _, a in k.stores):
         return Form("rows")
     wide = t.scan_few_columns if few else t.scan_columns
     if long:
         wide = max(wide, min(t.scan_columns, line_of([p.name for p in k.params], column, k, t)))
     return Form("columns", max(min(1 << (k.about(column.size, wide) - 1).bit_length(), wide), 1))
-
-
-def leaves_cache(length: Index, accesses: int, k: LoopKernel | ScanKernel, t: PointTuning) -> bool:
-    """Whether lines that rows of some length share are gone before the next row has its turn."""
-    return k.about(length, t.row_lines) * accesses * t.line_bytes > t.row_lines
 
 
 def line_of(names: Sequence[str], v: Sym, k: LoopKernel | ScanKernel, t: PointTuning) -> int:

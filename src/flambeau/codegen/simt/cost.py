@@ -108,6 +108,7 @@ class Access:
     name: str
     itemsize: int
     at: Index
+    ends: bool = False  # comes once for an outer point, when its inner ones are done
 
     def touches(self, loops: Iterable[Sym]) -> int:
         """Bytes of the lines that it touches while these go round and the others stand still."""
@@ -191,9 +192,11 @@ class Model:
         order = self.order()
         made = [self.loop(v, k) for k, v in enumerate(order)]
         self.loops = [s for s in made if s.size.const > 1]
-        inner = {*kernel.inner} if isinstance(kernel, LoopKernel) else set()
-        self.outer = [s for s, (v, _, inside) in zip(made, order, strict=True)
-                      if s in self.loops and not inside and v not in inner]  # those of groups
+        self.inner = {*(kernel.inner if isinstance(kernel, LoopKernel) else kernel.depth
+                        if isinstance(kernel, ContractKernel) else ())}
+        self.inner_loops = {s for s, (v, _, _) in zip(made, order, strict=True) if v in self.inner}
+        self.outer = [s for s, (_, _, inside) in zip(made, order, strict=True)
+                      if s in self.loops and not inside and s not in self.inner_loops]  # those of groups
         self.windows = {v: self.window(v, hi - lo) for e in walk(*kernel.everything()) if e.op == "fold"
                         for v, lo, hi in e.attr.loops}
 
@@ -251,11 +254,11 @@ class Model:
         length = length.subs(self.mapping).subs(middle)
         return length.const if length.is_const else UNKNOWN if v.hi is None else v.hi + 1
 
-    def access(self, name: str, at: Index) -> Access:
+    def access(self, name: str, at: Index, ends: bool = False) -> Access:
         for s in at.symbols():  # the places in a window
             if s not in self.mapping:
                 self.mapping[s] = as_index(Sym(f"W{len(self.mapping)}", self.windows.get(s, UNKNOWN)))
-        return Access(name, self.itemsizes[name], at.subs(self.mapping))
+        return Access(name, self.itemsizes[name], at.subs(self.mapping), ends)
 
     def around(self, a: Access) -> list[Sym]:
         """The loops, with those of windows innermost."""
@@ -266,6 +269,10 @@ class Model:
     def reads(self) -> Iterator[tuple[list[Access], float]]:
         """What is read in each pass over the points, and how much of it."""
         k, w = self.k, self.w
+        if isinstance(k, ContractKernel):
+            yield self.accesses(loads(k.left, k.right)), 1.0
+            yield self.accesses(loads(*exprs_of(k.items)), ends=True), 1.0
+            return
         if not isinstance(k, LoopKernel):
             exprs = k.everything() if not isinstance(k, ScatterKernel) else \
                 [k.init] if isinstance(w, PointStart) else [k.value, k.mask, *(a.expr for a in places(k.address))]
@@ -292,8 +299,8 @@ class Model:
             return [*found]
         return [a for a in found if not any(a.name == b.name and a.is_beside(b, self.outer) for b in rows)]
 
-    def accesses(self, found: Iterable[Expr]) -> list[Access]:
-        return list(dict.fromkeys(self.access(e.attr[0], e.attr[1][0]) for e in found))
+    def accesses(self, found: Iterable[Expr], ends: bool = False) -> list[Access]:
+        return list(dict.fromkeys(self.access(e.attr[0], e.attr[1][0], ends) for e in found))
 
     @cached_property
     def every_read(self) -> list[tuple[list[Access], float]]:
@@ -304,7 +311,7 @@ class Model:
         k = self.k
         if isinstance(k, ScatterKernel):
             return [self.access(k.name, k.init_address if isinstance(self.w, PointStart) else k.address)]
-        return [self.access(name, at) for name, at in k.stores]
+        return [self.access(name, at, self.inner.isdisjoint(at.symbols())) for name, at in k.stores]
 
     def joins(self) -> list[Access]:
         """What is written only after it was read: elements of a scatter that others may meet in."""
@@ -362,7 +369,7 @@ class Model:
         for k, s in enumerate(uncached[:-1]):
             c = a.at.coefficient(s)
             if c is ZERO:
-                times *= s.size.const
+                times *= 1 if a.ends and s in self.inner_loops else s.size.const
             elif c is not None and c.is_const and abs(c.const) * a.itemsize < LINE:
                 near = min((abs(d.const) for x in self.around(a)[k + 1:] if (d := linear(a.at, x))), default=LINE)
                 if near > abs(c.const):  # the rest of a line is for later rounds
