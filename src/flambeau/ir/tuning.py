@@ -35,8 +35,8 @@ class Tuning:
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
     line_bytes: int = number(64, "bytes", "that memory moves at once")
-    row_lines: int = number(0, "bytes", "of lines that a row leaves to the next: a cache still holds them then; 0: loops "
-                                        "are ordered by what they write")
+    row_lines: int = number(0, "bytes", "of lines that a row leaves to the next: a cache still holds them then; 0: "
+                                        "loops are ordered by what they write")
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
     split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")

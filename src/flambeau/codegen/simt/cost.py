@@ -270,8 +270,7 @@ class Model:
         """What is read in each pass over the points, and how much of it."""
         k, w = self.k, self.w
         if isinstance(k, ContractKernel):
-            yield self.accesses(loads(k.left, k.right)), 1.0
-            yield self.accesses(loads(*exprs_of(k.items)), ends=True), 1.0
+            yield [*self.accesses(loads(k.left, k.right)), *self.accesses(loads(*exprs_of(k.items)), ends=True)], 1.0
             return
         if not isinstance(k, LoopKernel):
             exprs = k.everything() if not isinstance(k, ScatterKernel) else \
