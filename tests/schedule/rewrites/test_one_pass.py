@@ -15,7 +15,8 @@ def test_values_of_other_dtypes_beside_them() -> None:
     x = Expr("local", torch.float32, (), "x")
     top = Item(("m",), "full", (x,), simple_combine("max", torch.float32))
     narrow = Item(("n",), "full", (cast(x, torch.bfloat16),))
-    total = Item(("s",), "full", (exp(x - Expr("local", torch.float32, (), "m")),), simple_combine("sum", torch.float32))
+    below = exp(x - Expr("local", torch.float32, (), "m"))
+    total = Item(("s",), "full", (below,), simple_combine("sum", torch.float32))
     first, second = exponentials_at_once([(narrow, top), (total,)], {"n", "s"})
     assert first[0] is narrow and first[1].names == ("m", "s_at_once")
     assert [i.names for i in second] == [("s",)] and second[0].combine is None
