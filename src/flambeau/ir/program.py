@@ -139,6 +139,13 @@ class LoopKernel(AnySize):
         reads = [e for stage in self.stages for e in loads(*exprs_of(stage)) if e.attr[1][0].symbols() & {*self.inner}]
         return len({*reads}) < len(reads) or any(map(self.read_back, self.stages))
 
+    def across_rows(self) -> list[str]:
+        """What lies the other way than its rows, by name: rows that come one after the other share its lines."""
+        v, last = self.vector, self.outer[-1] if self.outer else None
+        return [] if v is None or last is None else [
+            name for name, at in self.accesses()
+            if at.symbols() & {*self.inner} and at.coefficient(last) is ONE and at.coefficient(v) not in (ONE, ZERO)]
+
     def transposed_reads(self) -> list[Expr]:
         """What a map reads along the second variable of its tiles, at places that need no computing."""
         if self.tile is None or self.vector is None:
@@ -171,9 +178,11 @@ class ScanKernel(AnySize):
     form: Form = Form()
     typical: tuple[tuple[Sym, int], ...] = ()
 
-    def contiguous(self) -> Sym | None:
-        """An outer variable along which all results are contiguous."""
-        return next((v for v in self.outer if all(a.coefficient(v) is ONE for _, a in self.stores)), None)
+    def column(self) -> Sym | None:
+        """An outer variable along which all results are contiguous, or else something that is read across them."""
+        crossing = [e.attr[1][0] for e in loads(*self.exprs) if e.attr[1][0].coefficient(self.axis) not in (ONE, ZERO)]
+        return next((v for v in self.outer if all(a.coefficient(v) is ONE for _, a in self.stores)),
+                    next((v for v in self.outer for a in crossing if a.coefficient(v) is ONE), None))
 
     def everything(self) -> list[Expr]:
         return [*self.exprs, *self.finish]

@@ -34,6 +34,9 @@ class Tuning:
     table_reads: int = number(64, "reads", "of each element of a table: where it lies hardly matters")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
+    line_bytes: int = number(64, "bytes", "that memory moves at once")
+    row_lines: int = number(0, "bytes", "of lines that a row leaves to the next: a cache still holds them then; 0: "
+                                        "loops are ordered by what they write")
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
     split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
@@ -144,6 +147,7 @@ class CpuTuning(Tuning):
 class PointTuning(Tuning):
     """GPUs in their C languages: work-items, groups and local memory."""
 
+    row_lines: int = number(512 << 10, "bytes", "of lines that a row leaves to the next: a cache still holds them then")
     cascade: int = number(128, "elements", "that a work-item reduces on their own: errors of their sum do not pile up")
     short_row: int = number(64, "elements", "a row up to it is one work-item's: a group would mostly wait")
     smallest_group: int = number(32, "work-items", "run in step on every GPU")

@@ -6,13 +6,13 @@ depends on the text itself (where a loop is split because a mask changes, how la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flambeau.ir.cost import cost_of
 from flambeau.ir.expr import loads, walk
-from flambeau.ir.index import ONE, Index, ceildiv, volume
+from flambeau.ir.index import ONE, Index, Sym, ceildiv, volume
 from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
@@ -23,6 +23,11 @@ def formed(kernel: Kernel, t: Tuning) -> Kernel:
         return kernel
     choose = next(choose for kind, choose in CHOICES[type(kernel)].items() if isinstance(t, kind))
     return replace(kernel, form=choose(kernel, t))
+
+
+def leaves_cache(length: int, accesses: int, t: Tuning) -> bool:
+    """Whether lines that rows of some length share are gone before the next row has its turn."""
+    return length * accesses * t.line_bytes > t.row_lines
 
 
 def is_shared(points: Index, length: Index, t: Tuning) -> bool:
@@ -96,7 +101,10 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
     exprs, length = k.everything(), volume(k.inner)
     if k.inner and not (k.bounds is None and length.is_const and length.const <= t.short_row):
         if k.vector in k.inner and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
-            return Form("rows")  # what is contiguous is reduced, and long enough for a group
+            across = [] if k.scratch or k.reads_again() else k.across_rows()
+            if not leaves_cache(k.about(length, t.row_lines), len(across), t):
+                return Form("rows")  # what is contiguous is reduced, and long enough for a group
+            return Form("columns", line_of(across, k.outer[-1], k, t))
         few = max(k.about(volume(k.outer), t.columns), 1)
         return Form("columns", min(t.columns, 1 << (few - 1).bit_length()))
     if k.inner and k.reads_again():
@@ -110,15 +118,22 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
 
 
 def point_scans(k: ScanKernel, t: PointTuning) -> Form:
-    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.contiguous()
+    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.column()
     if k.about(k.axis.size, t.short_row + 1) <= t.short_row:
         return Form("points")
-    if any(a.coefficient(k.axis) is ONE for _, a in k.stores):
+    long = leaves_cache(k.about(k.axis.size, t.row_lines), len(k.params), t)
+    if column is None or not long and any(a.coefficient(k.axis) is ONE for _, a in k.stores):
         return Form("rows")
-    if column is not None:
-        fitting = 1 << (k.about(column.size, t.scan_columns) - 1).bit_length()
-        return Form("columns", max(min(fitting, t.scan_few_columns if few else t.scan_columns), 1))
-    return Form("rows")
+    wide = t.scan_few_columns if few else t.scan_columns
+    if long:
+        wide = max(wide, min(t.scan_columns, line_of([p.name for p in k.params], column, k, t)))
+    return Form("columns", max(min(1 << (k.about(column.size, wide) - 1).bit_length(), wide), 1))
+
+
+def line_of(names: Sequence[str], v: Sym, k: LoopKernel | ScanKernel, t: PointTuning) -> int:
+    """How many points of a variable fill lines of all of these."""
+    most = t.line_bytes // min(p.dtype.itemsize for p in k.params if p.name in names)
+    return 1 << (max(1, min(most, t.columns, k.about(v.size, most))) - 1).bit_length()
 
 
 # ---- GPUs in Triton ----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
 from flambeau.ir.tuning import PointTuning, Tuning
 
-from .forms import is_shared, points_beside
+from .forms import is_shared, leaves_cache, points_beside
 from .fuse import Group, member_exprs
 from .rewrites.one_pass import alive, exponentials_at_once
 
@@ -307,9 +307,12 @@ def span(v: Sym, d: NestDraft) -> Index:
     return length
 
 
-def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
-    """Largest step of the main access outermost, the vector variable innermost."""
+def order(vars: list[Sym], d: NestDraft, vector: Sym | None, t: Tuning | None = None) -> list[Sym]:
+    """Largest step of the main access outermost, the vector variable innermost. The main access is a store or, if the
+    machine's numbers ask for it, what leaves most of its lines to other rows than its own."""
     main = [a for _, a, _ in sorted(d.accesses(), key=lambda access: not access[2])]  # reads, where no store has a step
+    if t is not None and t.row_lines:
+        main.sort(key=lambda a: lines_to_share(a, d, vector, t))
     steps = {v: next((c for a in main if (c := a.coefficient(v)) is not None and c is not ZERO), None) for v in vars}
     placed = list(vars)
     if None not in steps.values():
@@ -318,6 +321,32 @@ def order(vars: list[Sym], d: NestDraft, vector: Sym | None) -> list[Sym]:
         placed.remove(vector)
         placed.append(vector)
     return placed
+
+
+def lines_to_share(address: Index, d: NestDraft, vector: Sym | None, t: Tuning) -> int:
+    """For comparing: less, the more lines of it are left to the neighbours of a row. What a row has only one of hardly
+    counts, nor does what fills its lines by itself, or lies in a cache as a whole."""
+    if d.inner and address.symbols().isdisjoint(d.inner):
+        return 1
+    points = d.about(volume(v for v in (*d.outer, *d.inner) if v in address.symbols()), t.row_lines)
+    return -points if jumps(address, vector) and leaves_cache(points, 1, t) else 0
+
+
+def jumps(address: Index, v: Sym | None) -> bool:
+    """Whether neighbours along a variable are none in memory."""
+    return v is not None and address.coefficient(v) not in (ONE, ZERO)
+
+
+def shortest_across(d: NestDraft, vector: Sym, candidates: Sequence[Sym], t: Tuning) -> Sym:
+    """The variable to go innermost instead of a long one, if something lies the other way: those of a short one are
+    soon over, and the rest of the lines of either is still in a cache."""
+    jumping = [a for _, a, _ in d.accesses() if jumps(a, vector)]
+
+    def leaves(v: Sym) -> bool:
+        return leaves_cache(d.about(v.size * volume(d.inner), t.row_lines), len(jumping), t)
+
+    found = [v for v in candidates if v in d.outer and not leaves(v) and any(a.coefficient(v) is ONE for a in jumping)]
+    return found[0] if found and leaves(vector) else vector
 
 
 def distance(step: Index | None, typical: Mapping[Sym, int] | None = None) -> int:
@@ -380,10 +409,14 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     # A segment's ends are read before its lanes: they may not differ from lane to lane.
     tied = set().union(*(e.symbols() for e in d.bounds)) if d.bounds else set()
     candidates = [*d.outer, *d.inner] if g.segment is None else [v for v in d.outer if v not in tied]
-    vector = choose_vector(d, candidates, caps.tuning) if candidates else None
-    d.outer = order(d.outer, d, vector if vector in d.outer else None)
-    d.inner = order(d.inner, d, vector if vector in d.inner else None)
-    tile = choose_tile(d, d.outer, vector, caps.tuning) if not has_axes else None
+    t = caps.tuning
+    vector = choose_vector(d, candidates, t) if candidates else None
+    d.outer, d.inner = (order(vars, d, vector) for vars in (d.outer, d.inner))
+    tile = choose_tile(d, d.outer, vector, t) if not has_axes else None
+    if t.row_lines and tile is None:
+        if vector in d.outer:
+            vector = shortest_across(d, vector, candidates, t)
+        d.outer, d.inner = (order(vars, d, vector, t) for vars in (d.outer, d.inner))
     last_outer = d.outer[-1] if d.outer else None
     before = list(d.outer)
     d.outer = merge(d.outer, d)
@@ -401,9 +434,9 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     row: int | None = None
     if d.inner and d.bounds is None and all(v.size.is_const for v in d.inner):
         length = int(volume(d.inner))
-        if isinstance(caps.tuning, PointTuning):
-            row = length * points_beside(length, vector in d.inner, caps.tuning)
-        elif vector in d.inner and not is_shared(volume(d.outer), as_index(length), caps.tuning):
+        if isinstance(t, PointTuning):
+            row = length * points_beside(length, vector in d.inner, t)
+        elif vector in d.inner and not is_shared(volume(d.outer), as_index(length), t):
             row = length
     scratch, extra = bring_forward(d, row, caps, dtype_of)
     if extra:
@@ -474,7 +507,7 @@ def shape_scan(n: Scan, buffers: dict[str, Buffer], stored: set[str], caps: Capa
     split_dims(d, [d.outer])
     vector = choose_vector(d, [*d.outer, axis], caps.tuning)
     row = vector is axis or vector is None
-    d.outer = order(d.outer, d, None if row else vector)
+    d.outer = order(d.outer, d, axis if row else vector, caps.tuning)
     last = d.outer[-1] if d.outer else None
     d.outer = merge(d.outer, d)
     if not row and vector not in d.outer:

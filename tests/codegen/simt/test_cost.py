@@ -93,6 +93,36 @@ def test_a_scan_goes_over_its_rows_once() -> None:
         assert cost.ratio == 1 and cost.alone == 0
 
 
+def both_ways(x: Value, y: Value) -> Value:
+    return build.pointwise(x.shape, lambda i: x.load(i) * y.load(i[::-1]))
+
+
+def test_what_lies_across_the_rows_moves_once() -> None:
+    for rows, length in ((300, 3000), (3000, 60_000), (5, 400_000)):
+        for cost in (cost for k in kernels(lambda x, y: [sums(both_ways(x, y), [1])], (rows, length), (length, rows))
+                     for cost in costs(k, Metal, SHAPE)):
+            assert cost.ratio <= MOST and cost.alone <= SERIAL, (rows, length, str(cost))
+    kernel, = kernels(lambda x, y: [sums(both_ways(x, y), [1])], (3000, 60_000), (60_000, 3000))
+    by_rows, = costs(replace(kernel, form=Form("rows")), Metal, SHAPE)
+    assert kernel.form.name == "columns" and by_rows.ratio > 4
+
+
+def test_a_scan_across_its_rows_moves_lines_once() -> None:
+    x = torch.empty((100_000, 300), device="meta").t()
+    graph = graph_of(lambda v: [build.scan(v.shape, 1, build.simple_combine("sum", v.dtype), v.load)[0]], x)
+    for kernel in schedule(graph, MACHINE).kernels:
+        cost, = costs(kernel, Metal, SHAPE)
+        assert cost.ratio <= 1.1 and cost.alone == 0
+
+
+def test_what_a_cache_holds_is_read_once() -> None:
+    def with_itself(x: Value) -> Value:
+        return build.contract((3, 4, 4), (8,), lambda i: x.load((i[0], i[1], i[3])),
+                              lambda i: x.load((i[0], i[2], i[3])), torch.float32)
+
+    assert one(with_itself, 3, 4, 8).moved == 4 * 3 * (4 * 8 + 4 * 4)
+
+
 def keeps(programs: list) -> None:
     found = [(name, kernel, cost) for name, program in programs
              for kernel, cost in program_costs(program, Metal, SHAPE)]

@@ -243,6 +243,35 @@ def test_scans_in_lines_parts_and_columns(reverse: bool) -> None:
             close(y, exact(x, axis))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("rows", [3, 17, 40])
+def test_scans_of_long_rows_that_are_read_across(rows: int, reverse: bool) -> None:
+    x = torch.randn(9000, rows).t()
+    b = built(lambda v: [laid(running(v, 1, reverse))], x, on=POINTS)
+    assert any(k.form.name == "columns" for k in b.program.kernels)
+    e = x.double()
+    torch.testing.assert_close(b(x)[0], (e.flip(1).cumsum(1).flip(1) if reverse else e.cumsum(1)).float(),
+                               rtol=1e-5, atol=1e-3)
+
+
+def laid(x: Value) -> Value:
+    return build.pointwise(x.shape, lambda i: x.load(i) + 0)
+
+
+@pytest.mark.parametrize("shape", [(40, 9000), (3, 70_000), (70, 300), (300, 9, 31)])
+def test_sums_of_what_lies_both_ways(shape: tuple[int, ...]) -> None:
+    """Long rows become columns, short ones share their lines."""
+    x, y = torch.randn(shape), torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+
+    def both(x: Value, y: Value) -> Value:
+        return build.pointwise(x.shape, lambda i: x.load(i) * y.load(i))
+
+    for axes in ([len(shape) - 1], [0], [*range(len(shape))]):
+        ours, mapped = run(lambda x, y, axes=axes: [sums(both(x, y), axes), both(x, y)], x, y, on=POINTS)
+        close_sum(ours, x.double() * y.double(), tuple(axes))
+        assert torch.equal(mapped, x * y)
+
+
 @pytest.mark.parametrize("on", [THREADS, "cpu"])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scans_strip_by_strip(reverse: bool, on: str) -> None:

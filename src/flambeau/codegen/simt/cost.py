@@ -5,8 +5,9 @@
 
 The model. Memory moves lines. The points of a kernel come in the order of its groups; what is touched again is still
 there if what was touched in between fits into a cache (`CACHE`), and is moved again otherwise. Between passes of a
-kernel over its rows nothing is counted as cached: only what work-items hold in registers is read once. Data decide
-where a gather reads: it counts as if each row were read once. What is masked out counts as read.
+kernel over its rows nothing is counted as cached: only what work-items hold in registers is read once, and what is
+read once for a row, in a line that the row itself reads before or after it. Data decide where a gather reads: it
+counts as if each row were read once. What is masked out counts as read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import cached_property
 from math import prod
 
 from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import ZERO, Dyn, Index, Sym, about, as_index, volume
+from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.program import (
     ContractKernel,
     Kernel,
@@ -43,7 +44,7 @@ from .rows import RowLoops
 from .scans import ColumnScan
 from .transposes import Transpose
 
-LINE = 64  # bytes that memory moves at once
+LINE = POINTS.line_bytes
 CACHE = 768 << 10  # bytes: the second level of the smallest of Apple's desktop GPUs
 CORE_THREADS, CORE_LOCAL = 1024, 32 << 10  # what a core holds at least
 UNKNOWN = 1 << 10  # elements: a size that nothing is known of
@@ -79,9 +80,10 @@ def program_costs(program: Program, language: type[SimtDialect], shape: Shape) -
     """Of all launches. What a kernel writes for nobody but itself need not move."""
     read = Counter(name for step in program.steps for name in set(step.args if isinstance(step, Launch) else ()))
     for step in program.steps:
-        kernel = program.kernels[step.kernel] if isinstance(step, Launch) else None
-        if kernel is not None and not isinstance(kernel, TableKernel):
-            own = {p.name for p in kernel.params if program.places[p.name].place == "arena" and read[p.name] == 1}
+        if isinstance(step, Launch) and not isinstance(kernel := program.kernels[step.kernel], TableKernel):
+            # Launches of one kernel have buffers of their own: the names in the kernel are those of the first.
+            own = {p.name for p, name in zip(kernel.params, step.args, strict=True)
+                   if program.places[name].place == "arena" and read[name] == 1}
             for cost in costs(kernel, language, shape, own):
                 yield kernel, cost
 
@@ -106,6 +108,7 @@ class Access:
     name: str
     itemsize: int
     at: Index
+    ends: bool = False  # comes once for an outer point, when its inner ones are done
 
     def touches(self, loops: Iterable[Sym]) -> int:
         """Bytes of the lines that it touches while these go round and the others stand still."""
@@ -134,6 +137,15 @@ class Access:
         stride = min(near, default=LINE if nowhere else 1) * self.itemsize
         return max(self.itemsize, min(stride, LINE))
 
+    def is_beside(self, other: Access, around: Iterable[Sym]) -> bool:
+        """Whether both move alike when these loops go round, and the other goes past this one, or to its line."""
+        if any(self.at.coefficient(s) is not other.at.coefficient(s) for s in around) or places(self.at) != \
+                places(other.at):
+            return False
+        lo, hi = (unclamped(self.at) - unclamped(other.at)).bounds()
+        near = LINE // self.itemsize
+        return lo is not None and hi is not None and lo < near and hi > -near
+
     def apart(self, other: Access) -> float:
         """How much of it the other does not touch."""
         left, whole = other.at - self.at, 1.0
@@ -154,13 +166,37 @@ def linear(at: Index, s: Sym) -> Index | None:
     return c if c is not None and c.is_const and c.const else None
 
 
+def places(at: Index) -> set[Dyn]:
+    """What data decide of it."""
+    return {a for a in at.atoms() if isinstance(a, Dyn)}
+
+
+def unclamped(at: Index) -> Index:
+    """Without the least and the greatest that it may be."""
+    out = as_index(at.const)
+    for factors, c in at.terms:
+        a = factors[0]
+        part = Index(((factors, c),), 0)
+        if len(factors) == 1 and isinstance(a, Op) and a.kind in ("min", "max") and a.a.is_const is not a.b.is_const:
+            part = unclamped(a.b if a.a.is_const else a.a) * c
+        out = out + part
+    return out
+
+
 class Model:
     def __init__(self, kernel: Kernel, writer: SimtWriter, typical: Mapping[Sym, int], own: Collection[str]) -> None:
         self.k, self.w, self.typical, self.own = kernel, writer, typical, own
         self.given = {e.attr[0] for e in loads(*kernel.everything())}  # what it reads that it did not write itself
         self.itemsizes = {p.name: p.dtype.itemsize for p in kernel.params}
         self.mapping: dict[Sym, Index] = {s: as_index(n) for s, n in typical.items()}
-        self.loops = [s for k, v in enumerate(self.order()) if (s := self.loop(v, k)).size.const > 1]
+        order = self.order()
+        made = [self.loop(v, k) for k, v in enumerate(order)]
+        self.loops = [s for s in made if s.size.const > 1]
+        self.inner = {*(kernel.inner if isinstance(kernel, LoopKernel) else kernel.depth
+                        if isinstance(kernel, ContractKernel) else ())}
+        self.inner_loops = {s for s, (v, _, _) in zip(made, order, strict=True) if v in self.inner}
+        self.outer = [s for s, (_, _, inside) in zip(made, order, strict=True)
+                      if s in self.loops and not inside and s not in self.inner_loops]  # those of groups
         self.windows = {v: self.window(v, hi - lo) for e in walk(*kernel.everything()) if e.op == "fold"
                         for v, lo, hi in e.attr.loops}
 
@@ -218,11 +254,11 @@ class Model:
         length = length.subs(self.mapping).subs(middle)
         return length.const if length.is_const else UNKNOWN if v.hi is None else v.hi + 1
 
-    def access(self, name: str, at: Index) -> Access:
+    def access(self, name: str, at: Index, ends: bool = False) -> Access:
         for s in at.symbols():  # the places in a window
             if s not in self.mapping:
                 self.mapping[s] = as_index(Sym(f"W{len(self.mapping)}", self.windows.get(s, UNKNOWN)))
-        return Access(name, self.itemsizes[name], at.subs(self.mapping))
+        return Access(name, self.itemsizes[name], at.subs(self.mapping), ends)
 
     def around(self, a: Access) -> list[Sym]:
         """The loops, with those of windows innermost."""
@@ -233,9 +269,12 @@ class Model:
     def reads(self) -> Iterator[tuple[list[Access], float]]:
         """What is read in each pass over the points, and how much of it."""
         k, w = self.k, self.w
+        if isinstance(k, ContractKernel):
+            yield [*self.accesses(loads(k.left, k.right)), *self.accesses(loads(*exprs_of(k.items)), ends=True)], 1.0
+            return
         if not isinstance(k, LoopKernel):
             exprs = k.everything() if not isinstance(k, ScatterKernel) else \
-                [k.init] if isinstance(w, PointStart) else [k.value, k.mask, *places(k)]
+                [k.init] if isinstance(w, PointStart) else [k.value, k.mask, *(a.expr for a in places(k.address))]
             yield self.accesses(loads(*(e for e in exprs if e is not None))), 1.0
             return
         held = w.held if isinstance(w, RowLoops) else []
@@ -245,13 +284,22 @@ class Model:
         before, stored = set[Expr](), dict(k.stores)
         for stage in k.stages:
             found = loads(*exprs_of(stage))
-            yield self.accesses(e for e in found if e not in held), 1.0
+            along = [e for e in found if e.attr[1][0].symbols() & {*k.inner}]
+            once = self.accesses(e for e in found if e not in held and e not in along)
+            yield [*self.accesses(e for e in along if e not in held),
+                   *self.not_just_read(once, self.accesses([*held, *along, *before]))], 1.0
             yield [*self.accesses(e for e in found if e in held and e in before),
                    *(self.access(name, stored[name]) for name in sorted(k.read_back(stage)))], beyond
             before.update(found)
 
-    def accesses(self, found: Iterable[Expr]) -> list[Access]:
-        return list(dict.fromkeys(self.access(e.attr[0], e.attr[1][0]) for e in found))
+    def not_just_read(self, found: Sequence[Access], rows: Sequence[Access]) -> list[Access]:
+        """Without what lies in or beside the rows that a group reads at that time, if a cache holds those."""
+        if sum(b.touches(s for s in self.around(b) if s not in self.outer) for b in rows) > CACHE:
+            return [*found]
+        return [a for a in found if not any(a.name == b.name and a.is_beside(b, self.outer) for b in rows)]
+
+    def accesses(self, found: Iterable[Expr], ends: bool = False) -> list[Access]:
+        return list(dict.fromkeys(self.access(e.attr[0], e.attr[1][0], ends) for e in found))
 
     @cached_property
     def every_read(self) -> list[tuple[list[Access], float]]:
@@ -262,7 +310,7 @@ class Model:
         k = self.k
         if isinstance(k, ScatterKernel):
             return [self.access(k.name, k.init_address if isinstance(self.w, PointStart) else k.address)]
-        return [self.access(name, at) for name, at in k.stores]
+        return [self.access(name, at, self.inner.isdisjoint(at.symbols())) for name, at in k.stores]
 
     def joins(self) -> list[Access]:
         """What is written only after it was read: elements of a scatter that others may meet in."""
@@ -300,22 +348,27 @@ class Model:
 
     def traffic(self, found: Sequence[Access]) -> int:
         """Bytes of one pass: what is touched again after more than the cache holds is moved again."""
-        total = 0.0
+        total, around = 0.0, self.uncached(found)
         seen: dict[tuple[str, tuple[Index | None, ...]], list[Access]] = {}
-        for a in sorted(found, key=lambda a: -a.touches(self.around(a))):  # side by side they share their lines
-            beside = seen.setdefault((a.name, tuple(map(a.at.coefficient, self.loops))), [])
-            total += a.touches(self.around(a)) * self.times(a, found) * min((a.apart(b) for b in beside), default=1.0)
+        for a in sorted(found, key=lambda a: -a.touches(self.around(a))):
+            # Those that stay side by side from round to round share their lines, whatever they do in the cache.
+            beside = seen.setdefault((a.name, tuple(map(a.at.coefficient, around))), [])
+            total += a.touches(self.around(a)) * self.times(a, around) * min((a.apart(b) for b in beside), default=1.0)
             beside.append(a)
         return round(total)
 
-    def times(self, a: Access, found: Sequence[Access]) -> float:
+    def uncached(self, found: Sequence[Access]) -> list[Sym]:
+        """The loops, from the slowest on, that touch more than the cache holds. A round of the last of them fits."""
+        return next(self.loops[:k] for k in range(len(self.loops) + 1)
+                    if sum(b.touches(self.around(b)[k:]) for b in found) <= CACHE or k == len(self.loops))
+
+    def times(self, a: Access, uncached: Sequence[Sym]) -> float:
+        """How often what an access touches is moved."""
         times = 1.0
-        for k, s in enumerate(self.loops):
-            if sum(b.touches(self.around(b)[k + 1:]) for b in found) <= CACHE:
-                break
+        for k, s in enumerate(uncached[:-1]):
             c = a.at.coefficient(s)
             if c is ZERO:
-                times *= s.size.const
+                times *= 1 if a.ends and s in self.inner_loops else s.size.const
             elif c is not None and c.is_const and abs(c.const) * a.itemsize < LINE:
                 near = min((abs(d.const) for x in self.around(a)[k + 1:] if (d := linear(a.at, x))), default=LINE)
                 if near > abs(c.const):  # the rest of a line is for later rounds
@@ -348,7 +401,3 @@ class Model:
         if isinstance(k, ScanKernel) and isinstance(w, PointScan):
             return max(steps, self.about(k.axis.size))
         return steps
-
-
-def places(k: ScatterKernel) -> list[Expr]:
-    return [a.expr for a in k.address.atoms() if isinstance(a, Dyn)]

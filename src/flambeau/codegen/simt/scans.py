@@ -137,7 +137,7 @@ class ColumnScan(GroupScan):
 
     def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
-        column = kernel.contiguous()
+        column = kernel.column()
         assert column is not None
         self.column = column
         self.wide = kernel.form.width

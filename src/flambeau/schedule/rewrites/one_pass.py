@@ -27,9 +27,9 @@ Stage = tuple[Item, ...]
 def exponentials_at_once(stages: Sequence[Stage], stored: Collection[str]) -> list[Stage]:
     """The stages, of which some have become one."""
     for at, stage in enumerate(stages):
-        for top in stage:
+        for top in (i for i in stage if i.combine is simple_combine("max", torch.float32)):
             later = [(k, i) for k in range(at + 1, len(stages)) for i in stages[k] if is_sum_below(i, stages[k], top)]
-            if top.combine is not simple_combine("max", torch.float32) or not later:
+            if not later:
                 continue
             place, total = later[0]
             both = replace(top, names=(top.names[0], f"{total.names[0]}_at_once"), combine=_scaled_sum(torch.float32),
