@@ -150,20 +150,27 @@ class Draw:
         return base, ""
 
     def _alias(self) -> None:
-        """Another input over the memory of one."""
-        like = self.r.choice(self.inputs)
+        """Another input in the memory of one: over it, or beside it."""
+        at = self.r.randrange(len(self.inputs))
+        like = self.inputs[at]
         if not like.shape or like.dtype not in DTYPES:
             return
-        layout = like.layout + self.r.choice(("", "[1:]", "[:1]", "[::2]", ".select(0, 0)", ".transpose(0, -1)",
-                                              ".unsqueeze(0)"))
+        before = ""
+        if self.r.random() < 0.4:
+            half = self.r.randrange(2)
+            before = f".select(0, {1 - half})"
+            like = replace(like, memory=("2", *like.memory), layout=f".select(0, {half}){like.layout}")
+        layout = before + self.inputs[at].layout + self.r.choice((
+            "", "[1:]", "[:1]", "[::2]", ".select(0, 0)", ".transpose(0, -1)", ".unsqueeze(0)"))
         probe = Input(f"a{len(self.inputs)}", like.shape, like.dtype, like.numbers, like.memory, layout, of=like.name)
-        candidate = replace(self.program(), inputs=(*self.inputs, probe))
+        inputs = [*self.inputs[:at], like, *self.inputs[at + 1:], probe]
+        candidate = replace(self.program(), inputs=tuple(inputs))
         try:
             for s in self.sizes:
                 candidate.call(s)
         except Exception:
             return
-        self.inputs.append(probe)
+        self.inputs = inputs
 
     def index(self, shape: list[str], bound: str, distinct: bool = False) -> str:
         """A further input: whole numbers below `bound`."""

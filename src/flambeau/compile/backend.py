@@ -22,6 +22,7 @@ from flambeau.runtime.placement import common_device, target_of
 from flambeau.runtime.progress import progress
 from flambeau.runtime.watchers import look_on
 from flambeau.targets.base import Target, get_target
+from flambeau.torch_compat import patches
 from flambeau.torch_compat.aot import aot_autograd
 from flambeau.torch_compat.aot import config as aot_config
 from flambeau.torch_compat.dynamo import config as dynamo_config
@@ -83,18 +84,9 @@ def flambeau_backend(
     # and cuDNN's attention keeps plans that are wrong for another layout than the one it met first. Where a result has
     # an element at several places, torch 2.11 cannot copy its gradient so.
     laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
-    with progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out,
-                                                         view_replay_for_aliased_outputs=replays(example_inputs)):
+    with (progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out),
+          patches.SHARED_INPUTS.applied()):
         return compiled_backend(gm, example_inputs, settings)
-
-
-def replays(inputs: Sequence[Any]) -> bool:
-    """Whether views among the results are made as the graph made them, which gradients go through, and not by strides.
-
-    Of inputs that share memory, torch may replay those of one upon another, and read beyond a list of parts.
-    """
-    given = [t for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided]
-    return any(t.requires_grad for t in given) or len({t.untyped_storage()._cdata for t in given}) == len(given)
 
 
 def results(gm: fx.GraphModule) -> list[torch.Tensor]:

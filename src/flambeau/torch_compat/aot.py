@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config, partitioners
@@ -22,9 +27,10 @@ from torch.fx.experimental._backward_state import BackwardState
 
 __all__ = ["AOT_COUNTER", "AOTAutogradCache", "BackwardState", "OutputType", "RuntimeWrapper",
            "SerializableAOTDispatchCompiler", "ViewAndMutationMeta", "VIEW_SEQUENCE",
-           "aot_autograd", "aot_autograd_result", "aot_function", "autograd_cache", "check_cacheable", "config",
+           "aot_autograd", "aot_autograd_result", "aot_function", "autograd_cache", "by_own_memory", "check_cacheable",
+           "config",
            "descriptors", "functionalization", "mark_dynamic", "min_cut_rematerialization_partition",
-           "must_recompute", "partitioners", "schemas"]
+           "must_recompute", "partitioners", "runtime_wrappers", "schemas"]
 
 # Tells the next graph which sizes of a result may change. Its name is another from 2.12 on.
 mark_dynamic = getattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices",
@@ -34,3 +40,23 @@ check_cacheable = autograd_cache.check_cacheable
 # no such classes: then entries with such views cannot be written.
 functionalization = getattr(torch._C, "_functionalization", None)
 VIEW_SEQUENCE = getattr(functional_utils, "ViewMetaSequence", None)
+
+
+def by_own_memory(full: Callable[..., Any], meta: Any, inner: Any, *args: Any, **named: Any) -> Any:
+    """What AOTAutograd knows of results, once inputs that overlap are one (`create_synthetic_base_metadata`).
+
+    `inner` has for each input its new number, or a pair if it is made anew of the memory of all. A view of such an
+    input is made of that memory, by its strides: torch would replay upon it what was done to the input, and read beyond
+    lists of parts. The numbers of intermediates and of results stay: torch would take them for numbers of inputs.
+    """
+    of_inputs = (OutputType.alias_of_input, OutputType.is_input)
+    own = {k: o.base_idx for k, o in enumerate(meta.output_info) if o.output_type not in of_inputs}
+    given = copy(meta)
+    given.output_info = [
+        replace(o, base_idx=None) if k in own else
+        replace(o, view_meta_sequence=None) if isinstance(inner[o.base_idx], tuple) else o
+        for k, o in enumerate(meta.output_info)]
+    new, *rest = full(given, inner, *args, **named)
+    for k, number in own.items():
+        new.output_info[k] = replace(new.output_info[k], base_idx=number)
+    return new, *rest

@@ -39,6 +39,13 @@ def _cache(key_of: Callable[..., Any], save: Callable[..., Any]) -> Iterator[Cha
     yield AOTAutogradCache, "save", staticmethod(lambda *args, **named: save(original, *args, **named))
 
 
+def _shared_inputs() -> Iterator[Change]:
+    from .aot import by_own_memory, runtime_wrappers
+
+    full = runtime_wrappers.create_synthetic_base_metadata
+    yield runtime_wrappers, "create_synthetic_base_metadata", lambda *args, **named: by_own_memory(full, *args, **named)
+
+
 def _cut(fusing: Iterable[Any], maps: Iterable[Any]) -> Iterator[Change]:
     from .aot import partitioners
 
@@ -100,6 +107,11 @@ CACHE = Patch(
     "cache", "`AOTAutogradCache.save` and `_lookup`, `autograd_cache_key`",
     "compiled graphs are kept in Flambeau's cache; torch's is not open to other formats or keys",
     "while a graph is compiled", _cache)
+SHARED_INPUTS = Patch(
+    "shared_inputs", "`create_synthetic_base_metadata` of AOTAutograd",
+    "of inputs that share memory, torch replays the views of one upon the memory of all, and reads beyond lists of "
+    "parts; those are made by their strides. It also takes the numbers of intermediates for numbers of inputs",
+    "while a graph is compiled", _shared_inputs)
 CUT = Patch(
     "cut", "`get_default_op_list` of torch's partitioner",
     "it names the operators that Inductor is left with after its decompositions, and would keep for the backward what "
@@ -226,8 +238,8 @@ SHARING = Patch(
     "memory of the device cannot be shared, and the error says so. Without it, what torch tries fails in other ways",
     'from the first tensor of `torch.device("flambeau")` on', _sharing, lasting=True)
 
-PATCHES = (FRAMES, CALLS, OPTIMIZERS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, CUT, KERNELS,
-           COUNTS, COMPILING)
+PATCHES = (FRAMES, CALLS, OPTIMIZERS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, SHARED_INPUTS,
+           CUT, KERNELS, COUNTS, COMPILING)
 
 
 def undo_lasting() -> None:
