@@ -25,7 +25,11 @@ def test_from_a_function_to_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert "forward(x: float32 [4, 16] contiguous) -> float32" in shown and "flambeau_mean_sub_relu_" in shown
     assert main(["size", package, "--html", f"{tmp_path}/size.html"]) == 0
-    assert "code of kernels" in capsys.readouterr().out and "code of kernels" in (tmp_path / "size.html").read_text()
+    for shown in (capsys.readouterr().out, (tmp_path / "size.html").read_text()):
+        assert "kernels of cpu" in shown and "mean, sub, relu (float32)" in shown
+    assert main(["export", f"{file}:norm", "-o", f"{tmp_path}/bare.flam", "--drop-debug"]) == 0
+    assert (tmp_path / "bare.flam").stat().st_size < Path(package).stat().st_size
+    assert main(["size", f"{tmp_path}/bare.flam"]) == 0 and "code of kernels" in capsys.readouterr().out
     words = ["bench", package, "--model", f"{file}:norm", "--limit", "0.05", "--json", f"{tmp_path}/load.json"]
     with patch("flambeau.bench.packages.available", lambda peers: ["eager"]):
         assert main(words) == 0
