@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,7 +25,21 @@ def test_from_a_function_to_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert "forward(x: float32 [4, 16] contiguous) -> float32" in shown and "flambeau_mean_sub_relu_" in shown
     assert main(["size", package, "--html", f"{tmp_path}/size.html"]) == 0
-    assert "code of kernels" in capsys.readouterr().out and "code of kernels" in (tmp_path / "size.html").read_text()
+    for shown in (capsys.readouterr().out, (tmp_path / "size.html").read_text()):
+        assert "kernels of cpu" in shown and "mean, sub, relu (float32)" in shown
+    assert main(["export", f"{file}:norm", "-o", f"{tmp_path}/bare.flam", "--drop-debug"]) == 0
+    assert (tmp_path / "bare.flam").stat().st_size < Path(package).stat().st_size
+    assert main(["size", f"{tmp_path}/bare.flam"]) == 0 and "code of kernels" in capsys.readouterr().out
+    words = ["bench", package, "--model", f"{file}:norm", "--limit", "0.05", "--json", f"{tmp_path}/load.json"]
+    with patch("flambeau.bench.packages.available", lambda peers: ["eager"]):
+        assert main(words) == 0
+    package_row, eager = json.loads((tmp_path / "load.json").read_text())["rows"]
+    assert package_row["name"] == "package" and eager["name"] == "eager"
+    for row in (package_row, eager):
+        assert 0 < row["latency"]["p50"] <= row["latency"]["p99"] and row["calls"]["1"] > 0 and row["calls"]["2"] > 0
+    with pytest.raises(SystemExit):
+        main(["bench", str(tmp_path / "none.flam")])
+    assert "is neither a file (*.flam) nor one of" in capsys.readouterr().err
     np.save(tmp_path / "x.npy", np.zeros(3))
     assert main(["run", package, "--input", f"{tmp_path}/x.npy"]) == 1
     assert "input 'x': expected float32 [4, 16] contiguous, got float64 [3]" in capsys.readouterr().err

@@ -187,7 +187,7 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat((self.cls.expand(len(x), -1, -1), x), dim=1) + self.positions
+        x = torch.cat((self.cls.expand(x.shape[0], -1, -1), x), dim=1) + self.positions
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 

@@ -1,19 +1,22 @@
 """Packages beside eager, our own compiler, AOTInductor and ONNX Runtime: steps, loads, and what one call costs.
 
     measure(["gpt"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
-    served("model.flam")                                    # latencies and throughput of `flambeau bench model.flam`
+    measure_load(); measure_call()
+    served("model.flam", "forward", 0.5, (1, 2))            # rows of `flambeau bench model.flam`
 
 With one thread (OMP_NUM_THREADS=1) times are the thread's own, so that a machine with other work still tells.
 """
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,11 @@ from flambeau.bench.models import SUITE
 from flambeau.package.arguments import array_dtype
 from flambeau.package.export import export
 from flambeau.package.module import Module, load
+from flambeau.package.trace import Wrapped
 from flambeau.torch_compat.inductor import aoti_load, aoti_package
 
 Step = Callable[[], Any]
 SEED = 1
-ROUNDS = (7, 200)
 LOAD_BYTES = 1 << 30
 LOADS = 5
 
@@ -103,6 +106,23 @@ def measure(names: Sequence[str], size: str, peers: Sequence[str], limit: float)
         args = tuple(built.make_inputs(seed=SEED)[:-1])
         with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
             yield harness.timed(row, steps_of(model, args, peers, Path(folder), row), limit, clock())
+
+
+def measure_call(peers: Sequence[str] = tuple(PEERS), limit: float = 2.0) -> Row:
+    """What a call costs whose kernel has next to nothing to do."""
+    row, args = Row("a call of relu on 16 numbers", "call", "infer"), (torch.ones(16),)
+    with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
+        steps = steps_of(nn.ReLU().eval(), args, peers, Path(folder), row)
+        for name, times in harness.alternate(steps, limit, clock=clock(), burst=0.01).items():
+            row.seconds[name], row.best[name] = statistics.median(times), min(times)
+            row.spread[name] = harness.spread(times)
+    return row
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Times of packages over those of each peer, as means of groups: below one the package is faster."""
+    peers = dict.fromkeys(p for row in rows for p in row.seconds if p != "package")
+    return {f"package over {p}": harness.group_ratios(rows, p, "package") for p in peers}
 
 
 # ---- from the file to the first result -------------------------------------------------------------------------------
@@ -196,17 +216,33 @@ def throughput(step: Step, threads: int, seconds: float) -> float:
     return sum(counts) / (time.perf_counter() - start)
 
 
-Served = tuple[str, list[float], dict[int, float]]
+@dataclass
+class Served:
+    """Seconds of calls one after the other, by percentile, and calls a second by threads that call at once."""
+
+    name: str
+    latency: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
 
-def served(path: str, method: str, size: int, seconds: float, threads: Sequence[int], model: nn.Module | None = None,
-           args: tuple[Any, ...] = (), target: str | None = None) -> Iterator[Served]:
-    """Of the package, and of its peers if the model is given: the name, latencies, calls a second by threads."""
-    module = load(path, target)
-    one, given = module.load_method(method), [x.numpy() for x in args] or drawn_inputs(module, method, size)
+def served(path: str, method: str, seconds: float, threads: Sequence[int], subject: tuple[Any, ...] | None = None,
+           size: int = 8) -> Iterator[Served]:
+    """Of the package, and of its peers if the model and its arguments are given. Sizes of the run are `size`."""
+    module = load(path)
+    model, args = subject or (None, ())
+    given = [x.detach().numpy() for x in args] or drawn_inputs(module, method, size)
+    one, failed = module.load_method(method), Row("", "", "")
     steps: dict[str, Step] = {"package": lambda: one.run(given)}
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
         if model is not None:
-            steps |= steps_of(model, args, [p for p in PEERS if p != "package"], Path(folder), Row("", "", ""))
+            wrapped = model if isinstance(model, nn.Module) else Wrapped(model).eval()
+            steps |= steps_of(wrapped, args, ("eager", "aotinductor", "onnxruntime"), Path(folder), failed)
         for name, step in steps.items():
-            yield name, latencies(step, seconds), {k: throughput(step, k, seconds) for k in threads}
+            try:
+                times = np.percentile(latencies(step, seconds), (50, 90, 99))
+                yield Served(name, dict(zip(("p50", "p90", "p99"), times.tolist())),
+                             {str(k): throughput(step, k, seconds) for k in threads})
+            except Exception as error:  # as in steps_of
+                failed.errors[name] = harness.message(error)
+        yield from (Served(name, errors={name: text}) for name, text in failed.errors.items())

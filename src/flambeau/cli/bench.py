@@ -17,7 +17,8 @@ from flambeau.results_file import plain, write_results
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS, ALL_SECONDS = 3.0, 1.0, 120.0, 240.0
 DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach,fused,flambeau,accelerate",
             "compiled": "eager,ours,whole,inductor,graphs,reduce",
-            "contractions": "eager,inductor,autotuned,flambeau,own"}
+            "contractions": "eager,inductor,autotuned,flambeau,own",
+            "packages": "eager,flambeau,aotinductor,onnxruntime,package"}
 PLAIN_WIDTH = 140  # columns of a table that no terminal bounds
 COUNTS = ("done", "planned", "over_eager", "error", "error_of_results")  # of a summary, shown below the table
 Measured: TypeAlias = "Iterator[tuple[list[Any], str, dict[str, Any]]]"  # rows so far, title, summary
@@ -25,14 +26,16 @@ Measured: TypeAlias = "Iterator[tuple[list[Any], str, dict[str, Any]]]"  # rows 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("what", choices=sorted(KINDS),
+    add("what", type=subject, metavar=f"{{{','.join(sorted(KINDS))}}}",
         help="models: steps; ops: operators; compile: compile times; optimizers: their steps; "
         "compiled: steps, memory and bits of whole networks, in pieces and recorded; "
         "numerics: values that differ from eager's, where none should; "
         "floors: operators beside the memory limit, which is also what ops on cuda are; "
         "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there; "
         "cliffs: cases drawn at random over all families, and the worst of them; "
-        "contractions: products, what follows them, FP8, attention and experts")
+        "contractions: products, what follows them, FP8, attention and experts; "
+        "packages: steps and loads of packages beside AOTInductor and ONNX Runtime; "
+        "or a package's file: percentiles of its calls, and how many a second by threads")
     add("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
     add("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
     add("--backends", metavar="LIST",
@@ -48,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cases", type=int, default=100, metavar="N", help="cliffs: how many are drawn")
     add("--states", default="cold,warm,primed", metavar="LIST",
         help="compile: of the caches; cold is always measured")
+    add("--method", default="forward", help="a package's file: which of its methods")
+    add("--model", metavar="SUBJECT", help="a package's file: what it was made of (FILE:FUNC, or a model), "
+        "to measure eager, AOTInductor and ONNX Runtime beside it")
     floor_options = parser.add_argument_group("floors")
     floor_options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     sizes = floor_options.add_mutually_exclusive_group()
@@ -63,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="models: inference alone; ops: forward alone")
 
 
+def subject(text: str) -> str:
+    if text not in KINDS and not (text.endswith(".flam") and os.path.isfile(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a file (*.flam) nor one of {', '.join(sorted(KINDS))}")
+    return text
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, and returns 1 if a backend failed somewhere."""
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
@@ -72,9 +84,10 @@ def run(args: argparse.Namespace) -> int:
         if not torch.cuda.is_available():
             raise UnsupportedError("torch finds no CUDA device here", hint="flambeau doctor, or --target cpu")
     what = "floors" if args.what == "ops" and (args.target, args.sizes) != ("cpu", "full") else args.what
+    what = what if what in KINDS else "package"
     backends = args.backends or DEFAULTS.get(what, "eager,inductor,flambeau")
     measured = None
-    for measured in KINDS[what](args, backends.split(","), console):
+    for measured in KINDS.get(what, package)(args, backends.split(","), console):
         if args.json:  # after every case, as a run on a borrowed machine may end at any time
             write_results(args.json, what, measured[0], measured[2], args.target)
     if measured is None or not measured[0]:
@@ -233,6 +246,30 @@ def contractions(args: argparse.Namespace, backends: Sequence[str], console: Con
         yield state
 
 
+def packages(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
+    from flambeau.bench import harness
+    from flambeau.bench import packages as bench
+
+    def rows() -> Iterator[harness.Row]:
+        names = harness.progress(matching(args.only), "packages", console)
+        yield from bench.measure(list(names), args.size or "small", backends, args.limit or MODEL_SECONDS)
+        if not args.only:
+            yield bench.measure_call(backends)
+            yield bench.measure_load()
+
+    return growing(rows(), "Packages", bench.ratios)
+
+
+def package(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
+    from flambeau.bench import packages as bench
+    from flambeau.cli.subject import file_subject, model_subject
+
+    given = args.model and (file_subject(args.model) if ":" in args.model else model_subject(args.model, "small", True))
+    threads = sorted({1, 2, os.cpu_count() or 1})
+    rows = bench.served(args.what, args.method, args.limit or OP_SECONDS, threads, given)
+    return growing(rows, os.path.basename(args.what), lambda rows: {"method": args.method})
+
+
 def matching(only: str | None) -> list[str]:
     from flambeau.bench.models import SUITE
 
@@ -242,4 +279,4 @@ def matching(only: str | None) -> list[str]:
 KINDS: dict[str, Callable[[argparse.Namespace, Sequence[str], Console], Measured]] = {
     "models": models, "ops": ops, "floors": floors, "compile": compile_times, "optimizers": optimizers,
     "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps, "cliffs": cliffs,
-    "contractions": contractions}
+    "contractions": contractions, "packages": packages}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from html import escape
 
@@ -15,14 +16,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from flambeau.package.container import CODE, INDEX, KINDS, WEIGHTS, read
+    from flambeau.package.container import CODE, DEVICE, INDEX, KINDS, WEIGHTS, read
     from flambeau.package.index import read_index, the
 
     sections = read(args.package)
     index = read_index(the(sections, INDEX, "index").data)
     rows: list[tuple[str, str, int]] = []
+    kernels = json.loads(index.metadata.get("kernels", "{}"))  # without what is for people they are not there
     for s in sections:
-        if s.kind == WEIGHTS:
+        if s.kind in (CODE, DEVICE) and kernels.get(s.name):
+            found = [(f"{operators} ({dtypes})", size) for operators, dtypes, size in kernels[s.name]]
+            rows += [(f"kernels of {s.name}", of, size) for of, size in sorted(found, key=lambda x: -x[1])]
+            rows.append((f"kernels of {s.name}", "tables and what they share", len(s.data) - sum(n for _, n in found)))
+        elif s.kind == WEIGHTS:
             by_dtype: Counter[str] = Counter()
             for w in index.weights:
                 by_dtype[w.dtype] += w.bytes

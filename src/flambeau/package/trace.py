@@ -278,6 +278,6 @@ def port(name: str, val: torch.Tensor, dims: Any, known: dict[str, str]) -> Port
         lo = max(int(bound.lower), 0)
         hi = int(bound.upper) if bound.upper.is_Integer and int(bound.upper) < MOST else MOST
         ranges.append((lo, hi))
-        shown.append(known[expr] if hi == MOST else f"{lo}..{hi}")
+        shown.append(known[expr] if hi == MOST else str(lo) if lo == hi else f"{lo}..{hi}")
     order = "contiguous" if val.is_contiguous() else f"with strides [{', '.join(map(str, val.stride()))}]"
     return Port(name, val.dtype, f"{NAMES[val.dtype]} [{', '.join(shown)}] {order}", tuple(ranges), val.dim())

@@ -22,7 +22,8 @@ CHART, COMPILE_CHART = "performance-cuda.svg", "compile-time.svg"
 # Pages: a title, and the kinds of results on it.
 PAGES = {"performance.md": ("Performance", ("models", "compiled", "compile", "optimizers", "numerics", "device-steps")),
          "operators.md": ("Operators", ("floors", "cliffs", "opinfo")),
-         "operators-cpu.md": ("Operators on CPUs", ("ops", "device"))}
+         "operators-cpu.md": ("Operators on CPUs", ("ops", "device")),
+         "packages.md": ("Packages", ("packages", "package"))}
 HEAD = """# {}
 
 Every figure below was measured beside its peers in one run, the backends taking turns, and is a median. Ratios are
@@ -67,12 +68,12 @@ def backends_of(report: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(b for key in ("seconds", "errors") for r in report["rows"] for b in r.get(key, ())))
 
 
-def milliseconds(row: dict[str, Any], backend: str) -> str:
+def milliseconds(row: dict[str, Any], backend: str, scale: float = 1e3) -> str:
     """`~` before a time that varies: the machine was busy with something else."""
     if backend not in row["seconds"]:
         return "failed" if backend in row.get("errors", ()) else ""
     noisy = row.get("spread", {}).get(backend, 0.0) > NOISY
-    return f"{'~' * noisy}{row['seconds'][backend] * 1e3:.2f}"
+    return f"{'~' * noisy}{row['seconds'][backend] * scale:.2f}"
 
 
 def steps(report: dict[str, Any]) -> Parts:
@@ -293,7 +294,39 @@ def contractions(report: dict[str, Any]) -> Parts:
     return [sheet, *(f"{name}: {text}" for name, text in report["summary"].items())]
 
 
+def packages(report: dict[str, Any]) -> Parts:
+    """Steps, calls and loads of packages, beside what else ships a model."""
+    peers = [b for b in backends_of(report) if b != "package"]
+    names = {"flambeau": "torch.compile", "aotinductor": "AOTInductor", "onnxruntime": "ONNX Runtime"}
+    parts: Parts = []
+    for group, unit, scale in (("step", "ms", 1e3), ("call", "µs", 1e6), ("load", "s", 1.0)):
+        rows = [r for r in report["rows"] if r["group"] == group]
+        sheet = Sheet(["case", f"package {unit}", *(f"{names.get(b, b)} {unit}" for b in peers),
+                       *(f"package over {names.get(b, b)}" for b in peers)])
+        for r in rows:
+            sheet.add(r["name"], *(milliseconds(r, b, scale) for b in ("package", *peers)),
+                      *(cell(over(r["seconds"], b, "package")) for b in peers))
+        if len(rows) > 1:
+            means = [geometric_mean([x for r in rows if (x := over(r["seconds"], b, "package"))]) for b in peers]
+            sheet.mean("geometric mean", "", *("" for _ in peers), *map(cell, means))
+        parts += [sheet] if rows else []
+    return parts
+
+
+def calls(report: dict[str, Any]) -> Parts:
+    """A package under load: percentiles of a call, and calls a second."""
+    rows = report["rows"]
+    percentiles, threads = (list(dict.fromkeys(k for r in rows for k in r[key])) for key in ("latency", "calls"))
+    sheet = Sheet(["", *(f"{p} ms" for p in percentiles), *(f"calls/s, {n} threads" for n in threads)])
+    for r in rows:
+        sheet.add(r["name"], *(cell(r["latency"][p] * 1e3, "{:.3f}") if p in r["latency"] else "failed"
+                               for p in percentiles), *(cell(r["calls"].get(n), "{:,.0f}") for n in threads))
+    return [sheet]
+
+
 SECTIONS = {
+    "packages": ("Packages beside what else ships a model", packages),
+    "package": ("A package under load", calls),
     "contractions": ("Products, their tails and attention", contractions),
     "models": ("Steps of the model suite", steps),
     "compiled": ("Whole models, in pieces and recorded", compiled_steps),
