@@ -22,7 +22,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 PIP   := $(BIN)/python $(INSTALL) -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside test-metal test-site bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside test-metal test-site test-install bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
@@ -37,6 +37,7 @@ help:
 	@echo "make bench     Flambeau beside eager and Inductor"
 	@echo "make docs      rewrite the generated pages under docs/, and build the site into build/site"
 	@echo "make test-site  its pages and reports in headless Chromium: errors, phone and dark, accessibility"
+	@echo "make test-install  wheel and sdist, each in a clean environment made with PYTHON"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
 
 setup: check-compiler $(READY)
@@ -151,6 +152,17 @@ test-site: setup
 	@echo "==> the site in headless Chromium"
 	@$(PIP) '.[site]'
 	@$(BIN)/python -m pytest -q tests/test_site.py
+
+# With whatever torch the index has. One environment after the other: torch is large.
+test-install:
+	@rm -rf build/dist build/install
+	@echo "==> wheel and sdist"
+	@"$(PYTHON)" -m venv build/install/builder
+	@build/install/builder/bin/python $(INSTALL) build
+	@build/install/builder/bin/python -m build --outdir build/dist . > build/install/build.log
+	@for archive in build/dist/*.whl build/dist/*.tar.gz; do \
+	  echo "==> $$archive in an environment of its own"; \
+	  "$(PYTHON)" tests/installed.py $$archive build/install/clean || exit 1; done
 
 clean:
 	@echo "==> removing build products and caches"

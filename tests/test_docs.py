@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import warm
 from flambeau.cli import reference
 from flambeau.report import numerics, performance
 from torch_suite import report
@@ -30,12 +29,9 @@ PAGES = [page for page in (README, *sorted((README.parent / "docs").rglob("*.md"
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples(page: Path, tmp_path: Path) -> None:
     """All examples of a page, one after the other, as a program of their own: one of them may start the device."""
-    script = tmp_path / "examples.py"
-    script.write_text("\n".join(blocks(page)))
-    plain = {key: value for key, value in os.environ.items() if key != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=plain, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout
+    (tmp_path / "examples.py").write_text("\n".join(blocks(page)))
+    status, printed = warm.run(["python", "examples.py"], tmp_path)
+    assert status == 0, printed
 
 
 def anchors(page: Path) -> set[str]:
