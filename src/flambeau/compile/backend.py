@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from flambeau.config import config
-from flambeau.errors import OptionError, did_you_mean
+from flambeau.errors import OptionError, UnsupportedError, did_you_mean
 from flambeau.ir.numerics import wants_bits
 from flambeau.optim.compiled_steps import install
 from flambeau.runtime.placement import common_device, target_of
@@ -35,6 +35,7 @@ from .disk_cache import GraphCache
 from .fast_call import lean_wrappers
 from .regions.cut import OBSERVERS, cut
 from .regions.pieces import in_pieces
+from .stream_checks import check_streams
 from .subgraphs import calls_subgraphs, written_out
 
 # Name: what it may be (None: `get_target` knows), and what it does.
@@ -76,7 +77,8 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     try:
         settings = check_options(options, mode)
-    except OptionError as error:
+        check_streams(gm)
+    except (OptionError, UnsupportedError) as error:
         raise handed_on(error, inspect.currentframe()) from None
     if CompileContext.try_get() is not None:
         without_runtime_marks()

@@ -1,0 +1,15 @@
+"""Streams in compiled functions, in a process of its own: a process can give PyTorch's open device type a name once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from apart import run_apart
+
+pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
+
+
+def test_streams() -> None:
+    run_apart(Path(__file__).parent / "stream_cases.py")
