@@ -46,7 +46,7 @@ class ScanBlocks(BlockWriter):
             outer.remove(side)
             outer.append(side)
         self.apart = self.is_apart(rows)
-        row = BLOCKS.scan_row_apart if self.apart else BLOCKS.scan_row
+        row = BLOCKS.scan_piece if self.apart and rows else BLOCKS.scan_row
         most = self.scale.sized(row if rows else BLOCKS.scan_piece // BLOCKS.scan_columns)
         length = k.about(self.length, most + 1)
         piece = min(max(2, power(length)), most)
@@ -70,18 +70,22 @@ class ScanBlocks(BlockWriter):
         look at they hold less."""
         k = self.k
         if self.apart:  # more threads have more accesses on their way
-            return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * BLOCKS.scan_thread_apart)))
+            each = BLOCKS.scan_thread_apart if k.form.name == "rows" else BLOCKS.scan_thread_column
+            return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
         small = all(d.itemsize <= 4 for d in k.combine.dtypes)
         each = BLOCKS.scan_thread if small and (alone or len(k.combine.left) == 1) else BLOCKS.scan_thread // 2
         return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
 
     def is_apart(self, rows: bool) -> bool:
-        """Whether each element is an access of its own: steps are odd, or so are the places where rows begin."""
+        """Whether each element is an access of its own, of which many must be under way: steps are odd, or so are the
+        places where rows begin that are too long to be held."""
         k, sizes = self.k, {s: as_index(n) for s, n in self.k.typical}
         steps = [a.coefficient(k.axis) for a in self.addresses.values()]
+        if any(c is not ONE and c is not None and c.is_const and c.const % BLOCKS.access for c in steps):
+            return True
         read = [a for e in loads(*k.exprs) for a in e.attr[1] if k.axis in a.symbols()]
-        return any(c is not ONE and c is not None and c.is_const and c.const % BLOCKS.access for c in steps) or (
-            rows and not all(is_line(a.subs(sizes), k.axis, BLOCKS.access) for a in (*read, *self.addresses.values())))
+        return rows and k.about(self.length, 0) > BLOCKS.scan_alone and not all(
+            is_line(a.subs(sizes), k.axis, BLOCKS.access) for a in (*read, *self.addresses.values()))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
         """How many programs there are if the axis is not cut; sizes of the run count as large."""
