@@ -13,7 +13,7 @@ from flambeau.capture.decompositions import table
 from flambeau.capture.graph import capture
 from flambeau.codegen.triton.dialect import CAPABILITIES
 from flambeau.ir.expr import loads
-from flambeau.ir.index import Op
+from flambeau.ir.index import ONE, Op
 from flambeau.ir.program import Launch, LoopKernel, Program
 from flambeau.ops import ops_loaded
 from flambeau.schedule.plan import schedule
@@ -95,7 +95,8 @@ def test_planes_that_pieces_do_not_divide_are_one_line() -> None:
 
 
 @pytest.mark.parametrize("f", [lambda x: torch.stack([x.sum((0, 2, 3)), x.amax((0, 2, 3))]), torch.sum,
-                               lambda x: x.reshape(30, 270).t().softmax(0).contiguous()])
+                               lambda x: x.reshape(30, 270).t().softmax(0).contiguous(),
+                               lambda x: x.sum((0, 1, 2))])
 def test_pieces_come_to_what_the_whole_does(f: Any) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     x = torch.randn(5, 3, 270, 2, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
@@ -127,3 +128,32 @@ def test_pieces_read_what_their_row_shares_once() -> None:
     shared = [e for e in reads if not any(v in e.symbols() for k in p.kernels for v in k.inner)]
     assert shared and not any(e.args for e in shared)
     assert all(len(k.inner) == 1 for k in p.kernels), "a limit of rows keeps nothing from being walked as one"
+
+
+def test_pieces_are_stretches_of_memory() -> None:
+    """What lies farthest apart is cut, whichever dimension that is."""
+    x = torch.empty(43319, 536, device="meta")
+    in_order, across = (for_blocks(lambda x: [(x * 2).sum()], given) for given in (x, x.t()))
+    assert pieces(across, 0) == pieces(in_order, 0) and across.kernels == in_order.kernels
+
+
+@pytest.mark.parametrize("length", [40_000, 40_001])
+def test_short_ends_of_lines_are_columns(length: int) -> None:
+    """Channels of a group lie beside those of the next: all of them are summed side by side, and then those of each."""
+    x = torch.empty(2, length, 16, 3, device="meta")
+    p = for_blocks(lambda x: [x.sum((1, 3))], x)
+    first, _ = kernels = [p.kernels[s.kernel] for s in p.steps if isinstance(s, Launch)]
+    assert isinstance(first, LoopKernel) and first.vector in first.outer and len(kernels) == 2
+    assert first.vector is not None and any(a.coefficient(first.vector) is ONE for _, a in first.accesses())
+    assert pieces(p, 0)[-2:] == (16, 3)
+
+
+def test_a_transposition_reads_whole_lines_whose_parts_share_statistics() -> None:
+    def norm(x: Tensor, mean: Tensor) -> list[Tensor]:
+        return [(x.view(7, 16, 3, -1) - mean[:, :, None, None]).reshape(7, 48, -1).clone(
+            memory_format=torch.contiguous_format)]
+
+    x = torch.empty(7, 9001, 48, device="meta").transpose(1, 2)
+    p = for_blocks(norm, x, torch.empty(7, 16, device="meta"))
+    kernel = p.kernels[0]
+    assert isinstance(kernel, LoopKernel) and kernel.tile is not None and kernel.tile.size.const == 48

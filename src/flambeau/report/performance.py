@@ -21,7 +21,7 @@ from flambeau.results_file import read_results
 CHART, COMPILE_CHART = "performance-cuda.svg", "compile-time.svg"
 # Pages: a title, and the kinds of results on it.
 PAGES = {"performance.md": ("Performance", ("models", "compiled", "compile", "optimizers", "numerics", "device-steps")),
-         "operators.md": ("Operators", ("floors", "cliffs", "opinfo")),
+         "operators.md": ("Operators", ("floors", "cliffs", "contractions", "opinfo")),
          "operators-cpu.md": ("Operators on CPUs", ("ops", "device")),
          "packages.md": ("Packages", ("packages", "package"))}
 HEAD = """# {}

@@ -43,9 +43,10 @@ class InterpreterTarget(BlockTarget):
     name = "interpreter"
 
     def capabilities(self) -> Capabilities:
+        from flambeau.codegen.c.dialect import INEXACT
         from flambeau.codegen.triton.dialect import CAPABILITIES
 
-        return replace(CAPABILITIES, name=self.name)
+        return replace(CAPABILITIES, name=self.name, inexact=INEXACT)  # beside eager's kernels for CPUs
 
     def bounded(self, kernel: AnyKernel, name: str) -> BlockSource:
         source = self.render(kernel, name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from flambeau.codegen.c.dialect import INEXACT
 from flambeau.codegen.source import RangeSource
 from flambeau.config import config
 from flambeau.errors import CompileError
@@ -72,7 +73,7 @@ class OpenClTarget(Target):
         return _device_side()
 
     def capabilities(self) -> Capabilities:
-        return self.device.capabilities()
+        return replace(self.device.capabilities(), inexact=INEXACT)  # beside eager's kernels for CPUs
 
     def identity(self) -> str:
         return f"{self.name} {self.device.identity}"
