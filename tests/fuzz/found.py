@@ -78,5 +78,6 @@ FOUND: dict[str, Program] = {
         ["torch.ones(0, 4, 1, 1)"], "v0 = F.interpolate(a0, scale_factor=2)", results="v0", exact=True),
     "small logarithms of sums": written(
         ["torch.tensor([[-6.0], [0.0], [-8.0]], dtype=torch.float64)"], "v0 = a0.logcumsumexp(0)", results="v0"),
-    "roots that eager has from a library": written(["torch.rand(64)"], "v0 = a0.sqrt()", results="v0", numerics="eager"),
+    "roots that eager has from a library": written(
+        ["torch.rand(64)"], "v0 = a0.sqrt()", results="v0", numerics="eager"),
 }

@@ -8,6 +8,7 @@ reduced, the next may use (softmax: max; sum; map).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -368,6 +369,7 @@ class Program:
         return {b.name: b for b in self.buffers}
 
     def __str__(self) -> str:
-        """All there is to it, a line for each of its parts."""
+        """All there is to it, a line for each of its parts; sets are sorted."""
         parts = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return "\n".join(f"{name}: {x}" for name, found in parts for x in (found if type(found) is tuple else (found,)))
+        text = "\n".join(f"{name}: {x}" for name, found in parts for x in (found if type(found) is tuple else (found,)))
+        return re.sub(r"frozenset\(\{([^{}]*)\}\)", lambda m: f"{{{', '.join(sorted(m[1].split(', ')))}}}", text)
