@@ -21,7 +21,7 @@ from flambeau.targets.metal.checker import check
 from flambeau.targets.metal.emulator.target import EmulatorError
 from flambeau.targets.metal.target import MetalTarget
 from metal_on_a_mac import losses
-from targets.metal_mutants import KINDS, caught, drawn
+from targets.metal_mutants import KINDS, caught, changes_nothing, drawn
 from targets.metal_shader import compile_shader
 from targets.metal_texts import texts_checked
 
@@ -156,7 +156,7 @@ def test_the_checker_rejects(fault: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_faults_are_found(kind: str) -> None:
     """Some of those of results/metal-faults.json, which says what was missed of all."""
-    missed = [m for m in drawn(kind, 5, seed=1) if not caught(m)]
+    missed = [m for m in drawn(kind, 5, seed=1) if not caught(m) and not changes_nothing(m)]
     assert len(missed) <= 1, [*map(str, missed)]
 
 

@@ -33,10 +33,12 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 INCLUDE = FOLDER / "include"
-# Little is optimised: a kernel runs once or twice. The instrumentation's own library stays out: runner.cpp is instead.
+# Little is optimised: a kernel runs once or twice, and a loop that leaves its array is not to be cut short.
+# The instrumentation's own library stays out: runner.cpp is instead.
 FLAGS = ("-std=gnu++14", "-O1", "-fPIC", "-shared", "-nostdlib", "-w", "-fsanitize=thread,bounds", "-fno-exceptions",
          "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fsigned-char",
-         "-ftrivial-auto-var-init=pattern", "--param=tsan-instrument-func-entry-exit=0", f"-I{INCLUDE}")
+         "-fno-aggressive-loop-optimizations", "-ftrivial-auto-var-init=pattern",
+         "--param=tsan-instrument-func-entry-exit=0", f"-I{INCLUDE}")
 
 
 class EmulatorError(Error):
