@@ -37,7 +37,7 @@ class Call(threading.local):
         self.error = Failure()
         self.places = ctypes.addressof(self.inputs), ctypes.addressof(self.outputs), ctypes.addressof(self.error)
         self.key: Any = None  # shapes, strides and dtypes of the arrays of the last call
-        self.made: list[Callable[[], Any]] = []
+        self.made: list[Callable[[], tuple[Any, int]]] = []
 
 
 class Method:
@@ -122,8 +122,7 @@ class Method:
         c, (inputs, outputs) = self._call, self._counts
         made = []
         for t, make in zip(c.results, c.made):
-            array = make()
-            t.data = array.__array_interface__["data"][0]
+            array, t.data = make()
             made.append(array)
         given, taken, error = c.places
         if self._run(self.module.handle(), self.number, given, inputs, taken, outputs, error):
