@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 # Public names that need torch, and the module that has them.
 _LAZY = {
+    "TrainStep": "flambeau.package.trace",
     "accelerate": "flambeau.eager.accelerate",
     "accelerated": "flambeau.eager.accelerate",
     "enable_device": "flambeau.device.enable",
@@ -33,6 +34,7 @@ __all__ = [
     "CompileError",
     "Error",
     "OptionError",
+    "TrainStep",
     "UnsupportedError",
     "__version__",
     "accelerate",

@@ -169,7 +169,7 @@ def test_a_newer_format_is_refused_by_name(scaled: Path, tmp_path: Path) -> None
     data = bytearray(scaled.read_bytes())
     data[8] = 2
     (tmp_path / "new.flam").write_bytes(data)
-    with pytest.raises(NewerPackage, match="has format 2.1, and this version reads up to 1"):
+    with pytest.raises(NewerPackage, match="has format 2.2, and this version reads up to 1"):
         flambeau.load(tmp_path / "new.flam")
 
 

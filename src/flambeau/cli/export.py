@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         '"cuda:sm_90", "opencl", "opencl:cpu", "opencl:here" or "metal"; may be repeated')
     parser.add_argument("--numerics", choices=("fast", "eager"))
     parser.add_argument("--drop-debug", action="store_true", help="leave programs and texts of kernels out")
+    parser.add_argument("--sign", metavar="KEY", help="sign it with this private key of Ed25519 (a PEM file)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,6 +25,6 @@ def run(args: argparse.Namespace) -> int:
 
     function, inputs = file_subject(args.subject) if ":" in args.subject else model_subject(args.subject, "small", True)
     name = export(function, inputs, args.output, targets=args.target or ["cpu"], numerics=args.numerics,
-                  debug=not args.drop_debug)
+                  debug=not args.drop_debug, sign=args.sign)
     print(f"{args.output}: {os.path.getsize(args.output):,} bytes, {name}")
     return 0

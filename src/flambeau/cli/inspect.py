@@ -12,15 +12,21 @@ from flambeau.cli.subject import new_table, page_console
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package")
     parser.add_argument("--texts", action="store_true", help="print the texts of kernels")
+    parser.add_argument("--verify", metavar="KEY", help="refuse it unless it was signed with the private key of this "
+                        "public one (Ed25519, a PEM file)")
 
 
 def run(args: argparse.Namespace) -> int:
     from flambeau.package.container import INDEX, KINDS, TEXT, hash_of, read
     from flambeau.package.index import read_index, the
+    from flambeau.package.signature import verifier
 
-    console, sections = page_console(), read(args.package)
+    console = page_console()
+    sections = read(args.package, verify=verifier(args.verify) if args.verify else None)
     index = read_index(the(sections, INDEX, "index").data)
     console.print(f"{args.package}  sha256 {hash_of(args.package)}")
+    if args.verify:
+        console.print(f"signed with the key of {args.verify}")
     for key, value in index.metadata.items():
         if key != "methods":
             console.print(escape(f"{key}: {value}"))

@@ -12,6 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="forward")
     parser.add_argument("--input", action="append", default=[], metavar="[NAME=]FILE.npy", help="in order, or by name")
     parser.add_argument("--output", metavar="PREFIX", help="write results to PREFIX0.npy, PREFIX1.npy and so on")
+    parser.add_argument("--verify", metavar="KEY", help="refuse it unless it was signed with the private key of this "
+                        "public one (Ed25519, a PEM file)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
 
     from flambeau.package.module import load
 
-    method = load(args.package).load_method(args.method)
+    method = load(args.package, verify=args.verify).load_method(args.method)
     named = dict(x.split("=", 1) for x in args.input if "=" in x)
     try:
         given = [np.load(x) for x in args.input if "=" not in x]

@@ -21,15 +21,16 @@ from typing import Any
 from flambeau.errors import Error
 
 MAGIC = b"FLAMBEAU"
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
 ALIGN = 64
-INDEX, WEIGHTS, CODE, RUNTIME, PROGRAM, TEXT, DEVICE = range(1, 8)
+INDEX, WEIGHTS, CODE, RUNTIME, PROGRAM, TEXT, DEVICE, SIGNATURE = range(1, 9)
 KINDS = {INDEX: "index", WEIGHTS: "weights", CODE: "code", RUNTIME: "runtime", PROGRAM: "program", TEXT: "text",
-         DEVICE: "code of a device"}
+         DEVICE: "code of a device", SIGNATURE: "signature"}
 
 _HEADER = struct.Struct("<8sIIQQ32x32s32x")
 _SECTION = struct.Struct("<QQQQ32s64s")
 _COVERED = 64  # bytes of the header that its checksum covers
+_SIGNATURE = 64  # bytes
 
 
 class DamagedPackage(Error):
@@ -48,45 +49,63 @@ class Section:
     quick: int = 0  # the quick checksum
 
 
-def write(path: str | os.PathLike[str], sections: Sequence[Section], quick: Callable[[Any], int]) -> str:
-    """Write a package, all of it or nothing; the hash that names it. `quick` computes the quick checksum of bytes."""
-    at = end = _HEADER.size + len(sections) * _SECTION.size
-    table = b""
-    for s in sections:
-        at = -(-at // ALIGN) * ALIGN
-        table += _SECTION.pack(s.kind, at, len(s.data), quick(s.data), hashlib.sha256(s.data).digest(), s.name.encode())
-        at += len(s.data)
-    head = _HEADER.pack(MAGIC, MAJOR, MINOR, at, len(sections), b"")[:_COVERED]
+def write(path: str | os.PathLike[str], sections: Sequence[Section], quick: Callable[[Any], int],
+          sign: Callable[[bytes], bytes] | None = None) -> str:
+    """Write a package, all of it or nothing; the hash that names it. `quick` computes the quick checksum of bytes,
+    `sign` the signature of a message."""
+    found = [*sections, *([] if sign is None else [Section(SIGNATURE, "ed25519", bytes(_SIGNATURE))])]
+    at, places = _HEADER.size + len(found) * _SECTION.size, []
+    for s in found:
+        places.append(-(-at // ALIGN) * ALIGN)
+        at = places[-1] + len(s.data)
+    head = _HEADER.pack(MAGIC, MAJOR, MINOR, at, len(found), b"")[:_COVERED]
+    entries = [_entry(s, place, quick) for s, place in zip(found, places)]
+    if sign is not None:
+        found[-1] = Section(SIGNATURE, "ed25519", sign(_message(head, b"".join(entries))))
+        entries[-1] = _entry(found[-1], places[-1], quick)
+    table = b"".join(entries)
     name = _digest(head, table)
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with part.open("wb") as file:
             file.write(head + name + bytes(_HEADER.size - _COVERED - len(name)) + table)
-            for s in sections:
-                file.write(bytes(-end % ALIGN))
+            for s, place in zip(found, places):
+                file.write(bytes(place - file.tell()))
                 file.write(s.data)
-                end = -(-end // ALIGN) * ALIGN + len(s.data)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
     return name.hex()
 
 
+def _entry(s: Section, at: int, quick: Callable[[Any], int]) -> bytes:
+    return _SECTION.pack(s.kind, at, len(s.data), quick(s.data), hashlib.sha256(s.data).digest(), s.name.encode())
+
+
+def _message(head: bytes, table: bytes) -> bytes:
+    """What is signed: the hash with zeros for the checksums of the signature, which is the last section."""
+    own = len(table) - _SECTION.size
+    return MAGIC + _digest(head, table[:own + 24] + bytes(40) + table[own + 64:])
+
+
 def _digest(head: bytes, table: bytes) -> bytes:
     return hashlib.sha256(hashlib.sha256(head).digest() + hashlib.sha256(table).digest()).digest()
 
 
-def read(path: str | os.PathLike[str], whole: bool = True) -> list[Section]:
+def read(path: str | os.PathLike[str], whole: bool = True,
+         verify: Callable[[bytes, bytes | None], None] | None = None) -> list[Section]:
     """The sections of a package, as views of the mapped file. Of weights, `whole` says whether they are checked here:
-    the runtime does so in less time."""
+    the runtime does so in less time, but not against those who mean harm. `verify` raises an error unless it likes the
+    message and its signature, and then all is checked."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise DamagedPackage(f"{os.fspath(path)} is empty")
-        return parse(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), whole)
+        return parse(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), whole, verify)
 
 
-def parse(data: memoryview, whole: bool = True) -> list[Section]:
+def parse(data: memoryview, whole: bool = True,
+          verify: Callable[[bytes, bytes | None], None] | None = None) -> list[Section]:
     if bytes(data[:8]) != MAGIC:
         raise DamagedPackage("this is no package of Flambeau's")
     if len(data) < _HEADER.size:
@@ -115,11 +134,14 @@ def parse(data: memoryview, whole: bool = True) -> list[Section]:
         end = begin + length
         part = data[begin:end]
         shown = name.rstrip(b"\0").decode(errors="replace")
-        if (whole or kind != WEIGHTS) and hashlib.sha256(part).digest() != sha:
+        if (whole or verify is not None or kind != WEIGHTS) and hashlib.sha256(part).digest() != sha:
             raise DamagedPackage(f"the package is damaged: the checksum of its section {shown!r} is wrong")
         found.append(Section(kind, shown, part, quick))
     if end != len(data):
         raise DamagedPackage("the package is damaged: there is something behind its sections")
+    if verify is not None:
+        signed = bool(found) and found[-1].kind == SIGNATURE and len(found[-1].data) == _SIGNATURE
+        verify(_message(bytes(data[:_COVERED]), table) if signed else b"", bytes(found[-1].data) if signed else None)
     return found
 
 

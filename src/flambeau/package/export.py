@@ -39,6 +39,7 @@ from .container import (
 from .device_code import CODES, DeviceCode
 from .machine_code import CpuCode, build_device_runtime, build_runtime, quick_checksum
 from .plan import INPUT, WEIGHT, Plan, Role, fault_texts, missing_operators
+from .signature import Key, signer
 from .trace import Method, copied_results, refused, traced
 from .weights import Weights
 
@@ -49,11 +50,13 @@ def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, 
            path: str | PathLike[str] = "model.flam", *, kwargs: Mapping[str, Any] | None = None,
            targets: Sequence[str] = ("cpu",), dynamic_shapes: Any = None, numerics: str | None = None,
            methods: Mapping[str, tuple[Any, ...]] | None = None, metadata: Mapping[str, str] | None = None,
-           debug: bool = True) -> str:
+           debug: bool = True, sign: Key | None = None) -> str:
     """Write a package; the hash that names it.
 
     `methods`: more entry points, by name: (function or module, arguments[, dynamic_shapes]). Weights that several use
-    are in the file once. `debug`: whether programs and texts of kernels are in it, for `flambeau inspect`."""
+    are in the file once. `debug`: whether programs and texts of kernels are in it, for `flambeau inspect`.
+    `sign`: a private key of Ed25519 in PEM, with which the file is signed."""
+    signs = None if sign is None else signer(sign)  # a wrong key is refused before anything is compiled
     given: dict[str, tuple[Any, ...]] = {} if model is None else {"forward": (model, args, dynamic_shapes, kwargs)}
     given |= methods or {}
     if not given:
@@ -79,7 +82,7 @@ def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, 
              "numerics": numerics or config.numerics, "methods": json.dumps([m.structure for m in found]),
              **(metadata or {})}
     sections = sections_of(found, built, weights, about, debug)
-    return write(path, sections, quick_checksum)
+    return write(path, sections, quick_checksum, signs)
 
 
 def code_of(target: str) -> TargetCode:

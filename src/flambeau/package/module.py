@@ -24,6 +24,7 @@ from .arguments import fill, flattened, is_torch, maker, nested, paths, safetens
 from .client import Failure, PackageError, Tensor, add_device, failed, runtime_library
 from .container import INDEX, RUNTIME, DamagedPackage, hash_of, read
 from .index import Entry, Weight, read_index, the
+from .signature import Key, verifier
 
 
 class Call(threading.local):
@@ -36,7 +37,7 @@ class Call(threading.local):
         self.error = Failure()
         self.places = ctypes.addressof(self.inputs), ctypes.addressof(self.outputs), ctypes.addressof(self.error)
         self.key: Any = None  # shapes, strides and dtypes of the arrays of the last call
-        self.made: list[Callable[[], Any]] = []
+        self.made: list[Callable[[], tuple[Any, int]]] = []
 
 
 class Method:
@@ -121,8 +122,7 @@ class Method:
         c, (inputs, outputs) = self._call, self._counts
         made = []
         for t, make in zip(c.results, c.made):
-            array = make()
-            t.data = array.__array_interface__["data"][0]
+            array, t.data = make()
             made.append(array)
         given, taken, error = c.places
         if self._run(self.module.handle(), self.number, given, inputs, taken, outputs, error):
@@ -136,9 +136,11 @@ class Method:
 class Module:
     """A loaded package. `forward` and the other methods of the file are attributes of it."""
 
-    def __init__(self, path: str | os.PathLike[str], target: str | None = None, device: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], target: str | None = None, device: int = 0,
+                 verify: Key | None = None) -> None:
         self.path = os.fspath(path)
-        sections = read(self.path, whole=False)  # the runtime checks weights, in less time
+        # The runtime checks weights, in less time.
+        sections = read(self.path, whole=False, verify=None if verify is None else verifier(verify))
         self.index = read_index(the(sections, INDEX, "index").data)
         self.hash = hash_of(self.path)
         self.library = runtime_library(the(sections, RUNTIME, "runtime").data)
@@ -268,7 +270,8 @@ class Module:
         return f"<flambeau.Module {self.path}: {ports}>"
 
 
-def load(path: str | os.PathLike[str], target: str | None = None, device: int = 0) -> Module:
+def load(path: str | os.PathLike[str], target: str | None = None, device: int = 0, verify: Key | None = None) -> Module:
     """Load a package. `target`: one of those in the file, or its kind ("cuda"); otherwise the first that runs here.
-    `device`: the number of the GPU or OpenCL device, for a target that is one."""
-    return Module(path, target, device)
+    `device`: the number of the GPU or OpenCL device, for a target that is one. `verify`: a public key of Ed25519 in
+    PEM; a file that was not signed with it is refused before any of its code is loaded."""
+    return Module(path, target, device, verify)

@@ -16,13 +16,15 @@ from flambeau.capture.eager_strides import settle_strides
 from flambeau.capture.kept_whole import whole_operators
 from flambeau.errors import UnsupportedError
 from flambeau.ir.program import Program
-from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_unflatten
+from flambeau.torch_compat.joint_export import with_gradients
+from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_map, tree_unflatten
 
 from .container import text_words
 from .plan import DTYPES, INPUT, MOST_RANK, WEIGHT, Role, direct_outputs
 from .weights import Weights
 
 aten = torch.ops.aten
+GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 MOST = 1 << 40  # a size without an upper end
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
@@ -69,18 +71,58 @@ class Wrapped(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class TrainStep:
+    """A method of a package that also gives gradients: (what the function returns, gradients by the parameters' names).
+
+        flambeau.export(model, (x,), "model.flam", methods={"step": (flambeau.TrainStep(model.loss), (x, y))})
+
+    The function is a module, or a method of one, and returns a loss of one number, or a tuple that begins with it."""
+
+    function: Any
+
+
+class WithLoss(Wrapped):
+    """Gradients are those of the first result: the others are cut off."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            return out
+        return (out[0], *tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tuple(out[1:])))
+
+
+def differentiated(name: str, found: torch.export.ExportedProgram, exact: bool) -> torch.export.ExportedProgram:
+    """A traced step with its gradients. Parameters that it does not use have none."""
+    for n in found.graph.nodes:
+        if n.op == "placeholder" and not n.users and isinstance(n.meta.get("val"), torch.Tensor):
+            n.meta["val"] = n.meta["val"].detach()
+    try:
+        return with_gradients(found, table(exact))
+    except (AssertionError, RuntimeError) as e:
+        raise UnsupportedError(f"{name}: torch finds no gradients of this step: {e}",
+                               hint="its first result is a loss of one number that depends on all parameters which "
+                               "it uses; what is given is a module, or a method of one") from e
+
+
 def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[Any, ...], dynamic_shapes: Any = None,
            kwargs: Mapping[str, Any] | None = None) -> Method:
-    module = function if isinstance(function, torch.nn.Module) else Wrapped(function)
+    trains = isinstance(function, TrainStep)
+    if trains:
+        function = function.function
+        module: torch.nn.Module = WithLoss(function.__call__ if isinstance(function, torch.nn.Module) else function)
+    else:
+        module = function if isinstance(function, torch.nn.Module) else Wrapped(function)
     shapes = dynamic_shapes
     if isinstance(module, Wrapped) and shapes is not None:
         by_name = shapes if isinstance(shapes, Mapping) else dict(zip(parameters(function), shapes))
         positional = parameters(function)[: len(args)]
         shapes = {"args": tuple(by_name.get(p) for p in positional)}
         shapes |= {"kwargs": {k: by_name.get(k) for k in kwargs}} if kwargs else {}
-    with torch.no_grad(), whole_operators(exact):
-        found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes,
-                                    strict=False).run_decompositions(table(exact))
+    with torch.set_grad_enabled(trains), whole_operators(exact):
+        found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes, strict=False)
+        nesting = found.call_spec.out_spec
+        found = differentiated(name, found, exact) if trains else found.run_decompositions(table(exact))
     gm = found.graph_module
     for n in reversed(gm.graph.nodes):  # what torch assumed of inputs, the runtime checks
         if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
@@ -119,7 +161,13 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
     results = gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
     outputs = [output(k, r) for k, r in enumerate(results) if isinstance(r, fx.Node)]
-    structure = {"in": names, "out": structure_of(found, results)}
+    gradients = [s.target.removeprefix(prefix) for s in signature.output_specs if s.kind in GRADIENTS]
+    first = len(results) - len(gradients)
+    out = structure_of(nesting, results[:first])
+    if trains:
+        of = {"dict": {g: {"output": first + k} for k, g in enumerate(gradients)}}
+        out = {"tuple": [*out.get("tuple", [out]), of]}
+    structure = {"in": names, "out": out}
     return Method(name, gm, inputs, outputs, [r for r in roles if r.place >= 0], structure)
 
 
@@ -185,7 +233,7 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
     place_of = {s.target: nodes[s.arg.name] for s in signature.input_specs if s.target}
     left = []
     for spec, result in zip(signature.output_specs, results, strict=True):
-        if spec.kind is OutputKind.USER_OUTPUT:
+        if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT, *GRADIENTS):
             left.append(result)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             place = place_of[spec.target]
@@ -198,7 +246,7 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
     out.args = (tuple(left),)
 
 
-def structure_of(found: Any, results: Sequence[Any]) -> Any:
+def structure_of(spec: Any, results: Sequence[Any]) -> Any:
     """How results are nested, with their positions at the leaves."""
     count = iter(range(len(results)))
 
@@ -206,7 +254,6 @@ def structure_of(found: Any, results: Sequence[Any]) -> Any:
         return {"output": next(count)} if isinstance(r, fx.Node) else {"value": r}
 
     flat = [leaf(r) for r in results]
-    spec = found.call_spec.out_spec
     return nested(tree_unflatten(flat, spec)) if spec is not None else nested(tuple(flat))
 
 
