@@ -52,11 +52,12 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
         return about(volume(vars), graph.typical, 0)
 
     left, right = (e.symbols() for e in n.factors)
-    sides = [many([v for v in n.kept if v in one and v not in other]) for one, other in ((left, right), (right, left))]
+    rows, columns = (many([v for v in n.kept if v in one and v not in other])
+                     for one, other in ((left, right), (right, left)))
     batch = many([v for v in n.kept if (v in left) == (v in right)])
     longest = max(n.reduced, key=lambda v: many([v]))
     itemsize = min(e.args[0].dtype.itemsize if e.op == "cast" else e.dtype.itemsize for e in n.factors)
-    most = min(caps.tuning.pieces(*sides, many(n.reduced), batch, itemsize, caps.programs), many([longest]))
+    most = min(caps.tuning.pieces(rows, columns, many(n.reduced), batch, itemsize, caps.programs), many([longest]))
     if most < 2:
         return [n]
     size, even = longest.size, caps.tuning.split_even
