@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau import product_choice
 from flambeau.config import config
 from flambeau.ir.program import Call, ContractKernel
 from flambeau.pipeline import Compiled, Options, compile_graph
-from flambeau.product_choice import regions
+from flambeau.product_choice import Region, is_product, refusal, regions
 from flambeau.targets.cuda.interpreter import InterpreterTarget
 
 HALF = torch.bfloat16
@@ -117,11 +118,21 @@ def test_what_waits_for_another_call_is_no_part_of_a_region() -> None:
 
 def test_what_cannot_gain_is_refused_without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = clock(monkeypatch, 0.5)
-    alone = compiled(lambda a, b: a @ b, random(20, 24), random(24, 40))
+    with FakeTensorMode():
+        large = random(4096, 4096), random(4096, 4096)
+    alone = Region([n := next(x for x in graph(torch.mm, *large).graph.nodes if is_product(x))], [n])
     single = compiled(linear, *(torch.randn(*s) for s in ((20, 24), (24, 40), (40,))))
-    assert "no kernel of ours follows" in alone.captured.choices[0]
+    assert "no kernel of ours follows" in (refusal(n, alone, InterpreterTarget().capabilities()) or "")
     assert "tensor cores do not take torch.float32" in single.captured.choices[0]
     assert not asked
+
+
+@pytest.mark.parametrize(("ours", "called"), [(0.5, 0), (2.0, 1)])
+def test_small_products_alone_are_asked_for_too(ours: float, called: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = clock(monkeypatch, ours)
+    made = compiled(torch.mm, random(20, 24), random(24, 40))
+    assert calls(made) == called and asked
+    assert ("mm is ours" in made.captured.choices[0]) == (not called)
 
 
 def test_sizes_of_the_run_share_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,13 @@ def test_sums_over_few_results_are_cut_into_pieces(on: str) -> None:
     assert isinstance(first, ContractKernel) and first.batch
 
 
+def test_pieces_are_as_long_as_the_sizes_of_a_call_say(on: str) -> None:
+    run = through(lambda a, b: (a @ b).relu(), dynamic=True)
+    for m, k, n in (9, 5003, 11), (12, 5120, 10), (3, 70, 20), (5, 12001, 7):
+        a, b = random(m, k), random(k, n)
+        torch.testing.assert_close(run(a, b), (a @ b).relu())
+
+
 def test_nan_and_infinity_reach_their_results_only(on: str) -> None:
     a, b = torch.randn(20, 30), torch.randn(30, 40)
     a[3, 4], b[7, 8], b[9, 10] = math.nan, math.inf, -math.inf

@@ -141,6 +141,58 @@ def attentions(scale: int) -> Iterator[Case]:
         yield Case(name, "attention", attend, (), whole, gradient=True, made=partial(made, mask))
 
 
+# ---- FP8 and experts -------------------------------------------------------------------------------------------
+
+BLOCK = 128  # elements that share a scale
+GROUPED = "experts"
+
+
+def scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, fast: bool = False
+           ) -> Tensor:
+    return torch.ops.aten._scaled_mm(a, b.t(), scale_a, scale_b, bias, None, HALF, fast)
+
+
+def fp8_products(scale: int) -> Iterator[Case]:
+    """One product by how its factors are scaled, and by how it is summed."""
+    m, n, depth = (max(BLOCK, size // scale // BLOCK * BLOCK) for size in (8192, 4096, 8192))
+
+    def made(kind: str, device: str) -> list[Tensor]:
+        factors = [torch.randn(size, depth, device=device).to(FP8) for size in (m, n)]
+        if kind == "block scales":  # of a in columns, one for each row and 128 elements; of b for each square
+            of_a = torch.rand(depth // BLOCK, m, device=device).t()
+            return [*factors, of_a, torch.rand(n // BLOCK, depth // BLOCK, device=device).t()]
+        shapes = ((), ()) if kind == "per tensor" else ((m, 1), (1, n))
+        return [*factors, *(torch.rand(s, device=device) + 0.5 for s in shapes), torch.randn(n, device=device).to(HALF)]
+
+    for kind in ("per tensor", "per row", "block scales"):
+        for fast in (True, False):
+            yield Case(f"{kind}, {'fast' if fast else 'precise'}, {m} x {n} x {depth}", "FP8",
+                       partial(scaled, fast=fast), (), 2.0 * m * n * depth, made=partial(made, kind),
+                       peers=("eager", "inductor", "flambeau"))
+
+
+def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return torch.ops.aten._grouped_mm(x, w, ends)
+
+
+def experts(draw: random.Random, scale: int) -> Iterator[Case]:
+    """Rows that go to experts as drawn, and one product of as many rows."""
+    rows, depth, columns = (max(64, size // scale) for size in (16384, 4096, 4096))
+    work = 2.0 * rows * depth * columns
+    yield Case(f"one, {rows} x {columns} x {depth}", GROUPED, product, ((rows, depth), (columns, depth)), work)
+    for count in (8, 64):
+        ends = [*sorted(draw.randrange(rows + 1) for _ in range(count - 1)), rows]
+
+        def made(device: str, count: int = count, ends: list[int] = ends) -> list[Tensor]:
+            return [torch.randn(rows, depth, device=device).to(HALF) * depth ** -0.25,
+                    torch.randn(count, depth, columns, device=device).to(HALF) * depth ** -0.25,
+                    torch.tensor(ends, dtype=torch.int32, device=device)]
+
+        yield Case(f"{count}, {rows} x {columns} x {depth}", GROUPED, grouped, (), work, made=made,
+                   peers=("eager", "inductor", "flambeau"))
+
+
 def cases(seed: int, scale: int = 1, count: int = 60, tailed: int = 20) -> list[Case]:
     draw = random.Random(seed)
-    return [*products(draw, count, scale), *tails(draw, tailed, scale), *attentions(scale)]
+    return [*products(draw, count, scale), *tails(draw, tailed, scale), *fp8_products(scale), *experts(draw, scale),
+            *attentions(scale)]

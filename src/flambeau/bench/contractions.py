@@ -1,13 +1,15 @@
 """Products, their tails, FP8, attention and experts: ours beside the library, eager and Inductor, in one run.
 
-    flambeau bench contractions --target cuda --seed 18 --json results/contractions-cuda.json
+    flambeau bench contractions --target cuda --only products,tails,FP8,experts,search --json results/contractions.json
 
+The seed of the shapes is drawn unless it is given, and stands in the summary with the numbers that decide (`bars`).
 Calls are recorded in CUDA graphs, so that times are the device's; backends take turns, and times are medians. `own` has
 kernels of ours alone, `flambeau` the choice between those and the library; `autotuned` is Inductor's max-autotune.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flambeau.bench.contraction_cases import Case, cases
+from flambeau.bench import contraction_search
+from flambeau.bench.contraction_cases import GROUPED, Case, cases
+from flambeau.bench.contraction_search import SearchRow
 from flambeau.bench.harness import geometric_mean, message, own_code, wanted
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -145,7 +149,7 @@ def measure_case(case: Case, backends: Sequence[str], device: str) -> Contractio
 
 
 def measure(target: str, only: str | None, seed: int, scale: int, counts: tuple[int, int], backends: Sequence[str],
-            limit: float) -> Iterator[ContractionRow]:
+            limit: float, colds: int = 10) -> Iterator[ContractionRow | SearchRow]:
     end = time.perf_counter() + limit
     for case in cases(seed, scale, *counts):
         if wanted(f"{case.group} {case.name}", only) and time.perf_counter() < end:
@@ -153,26 +157,59 @@ def measure(target: str, only: str | None, seed: int, scale: int, counts: tuple[
             torch.compiler.reset()
             if target == "cuda":
                 torch.cuda.empty_cache()
+    if wanted("search", only) and time.perf_counter() < end:
+        draw = random.Random(seed)
+        sizes = [max(16, round(2 ** draw.uniform(9, 12) / scale / 8) * 8) for _ in range(3)]
+        yield contraction_search.measure(target, sizes, colds, end)
 
 
-def summarise(rows: Sequence[ContractionRow]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for group in dict.fromkeys(r.group for r in rows):
-        mine = [r for r in rows if r.group == group]
+def summarise(rows: Sequence[ContractionRow | SearchRow], seed: int | None = None) -> dict[str, Any]:
+    out: dict[str, Any] = {} if seed is None else {"seed": seed}
+    timed = [r for r in rows if isinstance(r, ContractionRow)]
+    for group in dict.fromkeys(r.group for r in timed):
+        mine = [r for r in timed if r.group == group]
         ratios = [x for r in mine if (x := r.ratio()) is not None]
         out[group] = {"cases": len(mine), "mean over the best peer": geometric_mean(ratios) if ratios else None,
                       "least over the best peer": min(ratios, default=None)}
-    own = [x for r in rows if r.group == "products" and r.aligned and depth_of(r) >= 512
+    return out | {name: value for name, value in bars(rows).items() if value is not None}
+
+
+def bars(rows: Sequence[ContractionRow | SearchRow]) -> dict[str, Any]:
+    """The numbers that decide beyond those of each group; None for what was not measured."""
+    timed = [r for r in rows if isinstance(r, ContractionRow)]
+    own = [x for r in timed if r.group == "products" and r.aligned and depth_of(r) >= 512
            and (x := r.ratio("own")) is not None]
-    out["own kernels over the library, aligned, depth 512 and more"] = geometric_mean(own) if own else None
+    ours = {(r.group, r.name.partition(f", {size_text(r)}")[0]): r.seconds["flambeau"] for r in timed
+            if "flambeau" in r.seconds and r.group in ("FP8", GROUPED)}
+    out: dict[str, Any] = {"own kernels over the library, aligned, depth 512 and more":
+                           geometric_mean(own) if own else None}
+    for how in ("fast", "precise"):
+        whole = ours.get(("FP8", f"per tensor, {how}"))
+        out[f"FP8, {how}: ms"] = None if whole is None else 1e3 * whole
+        for kind in ("per row", "block scales"):
+            other = ours.get(("FP8", f"{kind}, {how}"))
+            out[f"FP8, {how}: {kind} over per tensor"] = None if whole is None or other is None else other / whole
+    dense = ours.get((GROUPED, "one"))
+    for count in (8, 64):
+        each = ours.get((GROUPED, str(count)))
+        out[f"{count} experts, rate over one product's"] = None if dense is None or each is None else dense / each
+    for row in (r for r in rows if isinstance(r, SearchRow)):
+        out |= {"first call of a new shape, s": max(row.cold_s, default=None), "in a second process, s": row.second_s,
+                "cold compiles": len(row.cold_s), "choices are equal": row.equal if row.choices else None}
     return out
+
+
+def size_text(row: ContractionRow) -> str:
+    return row.name.rpartition(", ")[2]
 
 
 def depth_of(row: ContractionRow) -> int:
     return int(row.name.rpartition(" ")[2])
 
 
-def line(row: ContractionRow) -> str:
+def line(row: ContractionRow | SearchRow) -> str:
+    if isinstance(row, SearchRow):
+        return contraction_search.line(row)
     times = "  ".join(f"{b} {1e6 * t:.1f}" for b, t in row.seconds.items())
     bad = "  ".join(f"{b}: {e}" for b, e in row.errors.items())
     ratio = row.ratio()

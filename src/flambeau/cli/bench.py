@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time for the rounds of one case; floors: the most that one backend may take for a case; "
         "compiled, numerics, cliffs and contractions: for all of it")
     add("--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, else all")
-    add("--seed", type=int, default=0, metavar="N", help="numerics, cliffs, contractions: of the first case drawn")
+    add("--seed", type=int, metavar="N",
+        help="numerics, cliffs, contractions: of the first case drawn; 0 by default, contractions draw one")
     add("--cases", type=int, default=100, metavar="N", help="cliffs: how many are drawn")
     add("--states", default="cold,warm,primed", metavar="LIST",
         help="compile: of the caches; cold is always measured")
@@ -198,7 +201,7 @@ def numerics(args: argparse.Namespace, backends: Sequence[str], console: Console
 
     size = "large" if args.target == "cuda" else "tiny"
     jobs, limit = args.jobs or os.cpu_count() or 1, args.limit or ALL_SECONDS
-    for rows, summary in bench.measure(args.target, size, args.only, jobs, limit, args.seed):
+    for rows, summary in bench.measure(args.target, size, args.only, jobs, limit, args.seed or 0):
         yield rows, f"Eager's bits, {size}", summary
 
 
@@ -227,7 +230,7 @@ def cliffs(args: argparse.Namespace, backends: Sequence[str], console: Console) 
 
     size = "tiny" if args.sizes == "tiny" else args.target
     rows, summary = list[Any](), dict[str, Any]()
-    for rows, summary in bench.measure(args.target, size, args.only, args.cases, args.seed, backends,
+    for rows, summary in bench.measure(args.target, size, args.only, args.cases, args.seed or 0, backends,
                                        args.jobs or os.cpu_count() or 1, args.limit or 12.0 * args.cases):
         yield rows, "The worst of the random cases", summary
     if args.json and summary.get("cases"):
@@ -239,9 +242,10 @@ def contractions(args: argparse.Namespace, backends: Sequence[str], console: Con
     from flambeau.bench import contractions as bench
 
     tiny = args.sizes == "tiny" or args.target == "cpu"
-    rows = bench.measure(args.target, args.only, args.seed, 64 if tiny else 1, (3, 9) if tiny else (60, 20), backends,
-                         args.limit or ALL_SECONDS)
-    for state in growing(rows, "Contractions", bench.summarise):
+    seed = secrets.randbelow(1 << 16) if args.seed is None else args.seed
+    rows = bench.measure(args.target, args.only, seed, 64 if tiny else 1, (3, 9) if tiny else (60, 20), backends,
+                         args.limit or ALL_SECONDS, 2 if tiny else 10)
+    for state in growing(rows, "Contractions", partial(bench.summarise, seed=seed)):
         console.print(bench.line(state[0][-1]), markup=False, highlight=False, soft_wrap=True)
         yield state
 

@@ -45,7 +45,6 @@ class Tuning:
     asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
     worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
-    product_programs: int = number(0, "programs", "that work on a product at once; 0: as many as on reductions")
     worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
     # The cost of a matrix product, in the time of 16 products: which side vectors run along.
     tile_high: int = number(6, "rows", "of a tile of sums in registers: 6 x 2 vectors leave 4 of 16 for the factors")
@@ -64,6 +63,11 @@ class Tuning:
     memory_rate: int = number(4_000, "bytes a nanosecond", "read and written")
     launch: int = number(4_000, "nanoseconds", "of a kernel that has next to nothing to do")
     convolved_channels: int = number(64, "channels", "with no more of them a library convolves images as they lie")
+
+    def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
+        """Into how many parts the sum of a product is cut, each a worker's, which `programs` do at once."""
+        tiles = -(-rows // self.worker_side) * -(-columns // self.worker_side) * batch
+        return min(programs // max(tiles, 1), depth // self.worker_depth)
 
 
 @dataclass(frozen=True)
@@ -239,14 +243,28 @@ class BlockTuning(Tuning):
     tile_reads: int = number(70, "products", "that take as long as to read one element of a tile's row or column: a "
                                              "processor computes 5.3 TFLOP/s, and reads 75 GB/s of the cache")
     engine_start: int = number(3_500_000, "products", "that take as long as to tell the copy engine of matrices")
-    worker_side: int = number(128, "rows or columns", "of a tile that keeps a processor busy")
-    product_programs: int = number(132, "programs", "that work on a product at once: one for each processor")
+    worker_depth: int = number(256, "elements", "of the depth of a piece: four steps of a tile, which hide its start")
+    split_most: int = number(64, "pieces", "of a sum: each of its results is read so often when they are joined")
+    join_start: int = number(4_000_000, "products", "that take as long as to launch one more kernel: 1.5 microseconds")
+    join_element: int = number(5, "products", "that take as long as to write a sum of 4 bytes and to read it again, "
+                                              "where all processors share 4 TB/s")
     # ---- scatters
     tap_values: int = number(4, "values", "of one variable that is written out")
     taps: int = number(16, "values", "of all variables that are written out")
     tapped: int = number(2048, "elements", "of rows that are added in several places")
     tapped_warp: int = number(512, "elements", "of a warp that adds rows")
     scattered: int = number(256, "elements", "of a program that writes them one by one")
+
+    def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
+        """The number with which the fastest tile is done first, what joins the pieces included."""
+        most = min(self.split_most, depth // self.worker_depth) if rows * columns * batch else 0
+
+        def cost(pieces: int) -> int:
+            join = self.join_start + rows * columns * batch * pieces * self.join_element
+            each = -(-depth // (pieces * self.split_even)) * self.split_even
+            return min(t.cost((rows, columns, each, batch * pieces), itemsize) for t in TILES) + join * (pieces > 1)
+
+        return min(range(1, most + 1), key=cost, default=1)
 
 
 def explain(table: Tuning) -> Iterator[tuple[str, int, str, str]]:

@@ -283,9 +283,10 @@ def database(report: dict[str, Any]) -> Parts:
 
 
 def contractions(report: dict[str, Any]) -> Parts:
-    backends = list(dict.fromkeys(b for row in report["rows"] for b in row["seconds"]))
+    timed = [row for row in report["rows"] if "seconds" in row]
+    backends = list(dict.fromkeys(b for row in timed for b in row["seconds"]))
     sheet = Sheet(["case", *(f"{b}, us" for b in backends), "best peer over ours"])
-    for row in report["rows"]:
+    for row in timed:
         took = row["seconds"]
         peers = [t for b, t in took.items() if b not in ("flambeau", "own")]
         ratio = f"{min(peers) / took['flambeau']:.2f}" if peers and "flambeau" in took else ""

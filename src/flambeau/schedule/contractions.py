@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import Expr, const, index_value, loads, masked, where
-from flambeau.ir.index import ONE, Index, Sym, as_index, volume
+from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, volume
 from flambeau.ir.lines import is_deep
 from flambeau.ir.nodes import Buffer, Contract, Graph, Node, Reduce, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.program import ContractKernel, Item
@@ -43,46 +41,57 @@ def is_multiplied(n: Contract, caps: Capabilities) -> bool:
 
 
 def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
-    """The contraction, or one over each part of the longest of its summed variables and the sum of those."""
+    """The contraction, or one over each part of the longest of its summed variables and the sum of those, in order.
+
+    Sizes of the run count as those that the graph was captured with; how long a part is follows from them."""
     assert n.factors is not None
-    if not all(v.size.is_const for v in n.vars):
-        return [n]
+    if graph.policy.exact and not all(v.size.is_const for v in n.vars):
+        return [n]  # or rounding would depend on the sizes that came first
+
+    def many(vars: Sequence[Sym]) -> int:
+        return about(volume(vars), graph.typical, 0)
+
     left, right = (e.symbols() for e in n.factors)
-    tiles = size_of([v for v in n.kept if (v in left) == (v in right)])
-    for one, other in (left, right), (right, left):
-        tiles *= -(-size_of([v for v in n.kept if v in one and v not in other]) // caps.tuning.worker_side)
-    depth = size_of(n.reduced)
-    most = min((caps.tuning.product_programs or caps.programs) // max(tiles, 1), depth // caps.tuning.worker_depth)
-    longest = max(n.reduced, key=lambda v: size_of([v]))
-    size = size_of([longest])
-    most = min(most, size)
+    rows, columns = (many([v for v in n.kept if v in one and v not in other])
+                     for one, other in ((left, right), (right, left)))
+    batch = many([v for v in n.kept if (v in left) == (v in right)])
+    longest = max(n.reduced, key=lambda v: many([v]))
+    itemsize = min(e.args[0].dtype.itemsize if e.op == "cast" else e.dtype.itemsize for e in n.factors)
+    most = min(caps.tuning.pieces(rows, columns, many(n.reduced), batch, itemsize, caps.programs), many([longest]))
     if most < 2:
         return [n]
-    # Rather fewer pieces that are all alike, and begin where wide reads can.
-    alike = [p for p in range(most, most // 2, -1) if size % p == 0]
-    pieces = next((p for p in alike if size // p % caps.tuning.split_even == 0), next(iter(alike), most))
-    length = -(-size // pieces)
-    pieces = -(-size // length)
+    size, even = longest.size, caps.tuning.split_even
+    pieces, length = as_index(most), ceildiv(size, as_index(most))
+    if many([longest]) >= even * most:  # parts begin where wide reads can
+        length = ceildiv(length, as_index(even)) * even
+    if size.is_const:
+        pieces = ceildiv(size, length)
     kept = [v.size for v in n.kept]
-    inner = [as_index(length) if v is longest else v.size for v in n.reduced]
-    vars = dim_vars((as_index(pieces), *kept, *inner))
+    vars = dim_vars((pieces, *kept, *(length if v is longest else v.size for v in n.reduced)))
     index = as_indices(vars)
     mapping: dict[Sym, Index] = dict(zip((*n.kept, *n.reduced), index[1:], strict=True))
     place = index[0] * length + mapping[longest]
     mapping[longest] = place
     factors = [e.subs(mapping) for e in n.factors]
-    if pieces * length != size:
-        there = index_value(place) < const(size, torch.int64)
-        factors = [where(there, masked(e, there), const(0, e.dtype)) for e in factors]
+    if pieces * length is not size:
+        there = index_value(place) < index_value(size)
+        factors = [ended(e, there) for e in factors]
     dtype, = n.combine.dtypes
-    shape = (as_index(pieces), *kept)
+    shape = (pieces, *kept)
     b = graph.add_buffer(shape, dtype, strides=contiguous_strides(shape))
     partial = Contract((b.name,), vars, frozenset(range(len(shape), len(vars))), n.combine,
-                       (Expr("mul", dtype, tuple(factors)),), origin=n.origin, inlined=n.inlined)
+                       (Expr("mul", dtype, tuple(factors)),), origin=n.origin, inlined=n.inlined, tf32=n.tf32)
     final_vars = dim_vars(shape)
     total = Reduce(n.names, final_vars, frozenset((0,)), n.combine, (graph.whole(b.name).load(as_indices(final_vars)),),
                    origin=n.origin)
     return [partial, total] if partial.is_tiled else [n]
+
+
+def ended(e: Expr, there: Expr) -> Expr:
+    """A factor that is zero elsewhere: before it is widened, since what it was is what machines multiply."""
+    if e.op == "cast":
+        return Expr("cast", e.dtype, (ended(e.args[0], there),))
+    return where(there, masked(e, there), const(0, e.dtype))
 
 
 def size_of(vars: Sequence[Sym], unknown: int = 1) -> int:

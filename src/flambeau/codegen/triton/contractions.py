@@ -57,6 +57,24 @@ def matrix(buffer: str, address: Index, batch: Sequence[Sym], own: Sequence[Sym]
     return Matrix(buffer, start, tuple(dims), tuple(steps[v] for v in dims)) if steps[dims[-1]] is ONE else None
 
 
+def whole_line(e: Expr, depth: Sequence[Sym], deep: int) -> tuple[Sequence[Sym], Index | None, Expr]:
+    """Of a read that ends where a sum does which is cut into pieces, the last of them shorter: the variable of all the
+    sum, where the piece begins in it, and the read along it, beyond whose end the copy engine reads zeros. What is no
+    such read comes back as it is."""
+    read = padded_read(e)
+    test = e.args[0] if read is not None else e
+    if read is None or len(depth) != 1 or test.op != "lt" or e.args[1] is not read or e.args[2].attr != 0 \
+            or any(a.op not in ("index", "const") for a in test.args):
+        return depth, None, e
+    place, size = (as_index(a.attr) for a in test.args)
+    piece, (v,) = place - depth[0], depth
+    if v in piece.symbols() or any(n % deep for n in (piece.const, *(n for _, n in piece.terms))):
+        return depth, None, e
+    whole = Sym(f"{v.name}w", size)
+    return (whole,), piece, Expr("load", e.dtype, (), (read.attr[0], (
+        read.attr[1][0].subs({v: as_index(whole) - piece}),)))
+
+
 class ContractBlocks(BlockWriter):
     def __init__(self, k: ContractKernel, scale: Scale = UNSCALED) -> None:
         super().__init__(k.params, k.sizes, width_of(k, k.everything(), k.stores, k.batch, k.rows, k.columns, k.depth))
@@ -114,12 +132,14 @@ class ContractBlocks(BlockWriter):
         own, (e,) = joined(own, e)
         depth, (e,) = joined(tuple(deep.values()), e.subs({v: as_index(to) for v, to in deep.items()}))
         plain = e.op == "load" and not e.args
-        found = matrix(e.attr[0], e.attr[1][0], k.batch, (*own, *depth), self.kind.itemsize) \
-            if plain and self.t.engine else None
+        line, start, read = whole_line(e, depth, self.deep)
+        found = matrix(read.attr[0], read.attr[1][0], k.batch, (*own, *line), self.kind.itemsize) \
+            if read.op == "load" and (plain or read is not e) and self.t.engine else None
         if found is not None:
-            crossed = (found.vars[-1] is depth[0]) != (axis == 0)
+            crossed = (found.vars[-1] is line[0]) != (axis == 0)
             with self.scope("if ALIGNED:", footer=""):
-                tile = self.moved(found, {own[0]: (at, side), depth[0]: ("at_depth", self.deep)})
+                deep_at = "at_depth" if start is None else f"{self.index(start)} + at_depth"
+                tile = self.moved(found, {own[0]: (at, side), line[0]: (deep_at, self.deep)})
                 self.line(f"{name} = {tile}{'.T' if crossed else ''}")
         with self.scope("else:" if found else "if True:", (*own, *depth), footer=""):
             self.blocks, self.masks = [side, self.deep] if axis == 0 else [self.deep, side], {}
