@@ -166,6 +166,12 @@ def test_memory_is_freed_behind_all_use_of_it() -> None:
         check_order(program(*steps))
 
 
+def test_memory_is_not_used_once_it_is_freed() -> None:
+    steps = launch(0, (), ("a",)), launch(0, ("a",), ("b",)), launch(0, ("a",), ("c",)), Record(0, 0)
+    with pytest.raises(OrderError, match="freed before"):
+        check_order(program(*steps, frees={1: ("a",)}))
+
+
 # ---- against the definition ------------------------------------------------------------------------------
 
 
@@ -279,7 +285,10 @@ def planned(draw: st.DrawFn) -> Program:
     if draw(st.booleans()):
         graph.arriving = list(graph.inputs)
         graph.leaving = draw(st.lists(st.sampled_from(names), unique=True))
-    draft = ProgramDraft(list(KERNELS), steps, [], {n: buffer(n, kind) for n, kind in kinds.items()})
+    outputs = [whole(n) for n in graph.leaving]
+    for n in graph.leaving:  # the caller has it: no place in the arena
+        kinds[n] = "input" if kinds[n] == "input" else "output"
+    draft = ProgramDraft(list(KERNELS), steps, outputs, {n: buffer(n, kind) for n, kind in kinds.items()})
     plan_streams(draft, graph, None, len(steps))
     return draft.finished(graph)
 

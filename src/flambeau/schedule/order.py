@@ -237,6 +237,7 @@ class Check:
         self.owner: dict[str, int] = {}  # of memory by its root: the stream that it was made on
         self.alive: dict[str, int] = {}  # how many names of it are to be freed yet
         self.kept: dict[str, set[int]] = {}
+        self.gone: set[str] = set()
         for names in p.frees:
             for name in names:
                 self.alive[self.memory.root[name]] = self.alive.get(self.memory.root[name], 0) + 1
@@ -271,6 +272,8 @@ class Check:
                 self.released(root, end)
 
     def use(self, name: str, m: Moment, writes: bool) -> None:
+        if self.memory.root.get(name, name) in self.gone:
+            raise OrderError(f"{self.title(m.step)} uses {name}, which was freed before")
         for cell in self.memory.of(name):
             self.access(cell, m, writes, name)
 
@@ -284,6 +287,7 @@ class Check:
         self.alive[root] -= 1
         if not self.alive[root] and root not in self.memory.pieces:
             self.released(root, k)
+            self.gone.add(root)
 
     def released(self, root: str, k: int) -> None:
         """The allocator may give the memory to what is put on its stream next."""

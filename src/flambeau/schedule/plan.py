@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from flambeau.errors import UnsupportedError
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import CHECKED, walk
 from flambeau.ir.index import Index, Sym, as_index, offset_of
@@ -91,7 +92,10 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     seen: dict[Kernel, int] = {}
     if graph.turns:
         settle_layouts(graph)
+        made = len(graph.nodes)
         make_views_real(graph, arguments=False)
+        if len(graph.nodes) > made:  # on which stream, and before which of the caller's events?
+            raise UnsupportedError("a result that is laid out anew, in a function that uses streams")
     for section in sections(graph):
         p.steps += section.steps
         p.steps += steps_of(section.graph, caps, check, p, seen, section.stream)
@@ -108,10 +112,10 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
         plan_streams(p, graph, caps.arena_most, count)
     else:
         plan_memory(p, caps.arena_most)
-    made = p.finished(graph)
+    program = p.finished(graph)
     if check or graph.turns:
-        check_order(made)
-    return made
+        check_order(program)
+    return program
 
 
 def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, seen: dict[Kernel, int], stream: int

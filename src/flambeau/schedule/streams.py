@@ -131,7 +131,7 @@ def plan_streams(p: ProgramDraft, graph: Graph, most: int | None, first: int) ->
     drop_lost_keeps(p)
     write_early(p, first)
     order_streams(p, graph)
-    uses = Uses(p)
+    uses = Uses(p, graph.leaving)
     for b in list(p.buffers.values()):
         if b.place == "arena" and not uses.within(b.name):
             p.buffers[b.name] = replace(b, place="alloc")
@@ -142,7 +142,7 @@ def plan_streams(p: ProgramDraft, graph: Graph, most: int | None, first: int) ->
 class Uses:
     """When, for certain, each buffer's memory is used: what may take its place, and when it may go."""
 
-    def __init__(self, p: ProgramDraft) -> None:
+    def __init__(self, p: ProgramDraft, leaving: Iterable[str]) -> None:
         self.root, clocks = roots(p), Clocks(count_streams(p))
         self.start = clocks.step(-1, 0)
         self.first: dict[str, dict[int, Moment]] = {}  # by stream
@@ -158,6 +158,10 @@ class Uses:
             else:
                 clocks.pass_by(s)
             self.after.append([joined(now, clocks.host) for now in clocks.now])
+        end = clocks.step(len(p.steps), 0)
+        for r in {self.root.get(name, name) for name in leaving}:  # the caller's own use of them
+            self.first.setdefault(r, {}).setdefault(0, end)
+            self.last.setdefault(r, {})[0] = end
         self.ends = [joined(now, clocks.host) for now in clocks.now]
 
     def before(self, a: str, b: str) -> bool:
@@ -189,7 +193,7 @@ def release(p: ProgramDraft, graph: Graph) -> None:
     """When memory goes back to the allocator, which gives it to the stream that it was made on: once that stream is
     behind all use of it. If it never comes to be, the allocator is told who uses it. What the caller has given lives as
     long as the call, as in eager."""
-    uses, lives = Uses(p), lifetimes(p)
+    uses, lives = Uses(p, graph.leaving), lifetimes(p)
     names: dict[str, list[str]] = {}
     for name, r in uses.root.items():
         if name in lives:
