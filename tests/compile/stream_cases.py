@@ -14,6 +14,8 @@ import flambeau
 import flambeau.debug
 from flambeau.config import config
 from flambeau.ir.program import Call, Copy, Launch, Record, Synchronize, Wait
+from flambeau.report.program import Explanation, summarise
+from flambeau.runtime.recordable import obstacles
 
 DEV = "flambeau"
 RUNS = 20
@@ -101,6 +103,9 @@ def test_fork_and_join() -> None:
 
     graph, = check(f, [side])
     assert streams_of(graph) == [0, 1, 0, 0]  # nothing is fused across a stream, or across a wait
+    text = str(Explanation([summarise(graph)]))
+    assert "stream 1 waits for event 0" in text and "stream 0 waits for event 1" in text
+    assert next(obstacles(graph.program, graph.gm, torch.device(DEV, 0))) == "it runs on several streams"
 
 
 def test_three_streams_read_what_one_makes() -> None:
