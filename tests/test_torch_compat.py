@@ -191,7 +191,7 @@ def given(patch: Patch) -> tuple[Any, ...]:
         "frames": (lambda convert: len,), "calls": (lambda callback: None,),
         "optimizers": (routes.routed, routes.remembering),
         "before_start": (len, len, len), "dlpack": (lambda own: len,), "sharing": (lambda own: len,),
-        "wrappers": (len,), "cache": (len, len), "shared_inputs": (), "cut": ((some,), ()),
+        "wrappers": (len,), "cache": (len, len), "shared_inputs": (), "objects": (), "cut": ((some,), ()),
         "handlers": (*intact.handled(), lambda handler, number: len),
         "kernels": ({some: {**dict.fromkeys(some.py_kernels, MISSING), torch._C.DispatchKey.Meta: len}},),
         "counts": (importlib.import_module("torch.optim.adam"), [], 3), "compiling": (True,)}

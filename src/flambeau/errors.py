@@ -67,6 +67,11 @@ class PromiseError(Error):
     """A result has other strides, or shares other memory, than torch was told. Found by the setting `verify`."""
 
 
+class OrderError(Error):
+    """Two steps of a program use the same memory, and nothing says which of them runs first. Found by the setting
+    `verify`."""
+
+
 class GuessedShapeError(UnsupportedError):
     """The data decides a shape, and torch does not know that it does."""
 

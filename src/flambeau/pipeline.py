@@ -33,6 +33,7 @@ from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build, Target
 from flambeau.torch_compat.fake import unset_fake_temporarily
 from flambeau.torch_compat.logs import artifact_log
+from flambeau.torch_compat.streams import uses_streams
 
 log = logging.getLogger(__name__)
 # What TORCH_LOGS shows by these names of other backends as well.
@@ -108,6 +109,8 @@ class Compiled:
                       f"run as ATen. Please report this with the following text.\n{first}",
                       RuntimeWarning, stacklevel=2)
         if origins <= self.exclude:
+            if uses_streams(self.gm.graph):
+                raise first
             self.run = interpret(self.gm)
             return self.run
         self.run = compile_graph(self.gm, self.options, self.exclude | origins)
@@ -135,7 +138,7 @@ def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: f
     except CompileError:
         raise
     except Exception as e:  # whatever is wrong with the compiler, the model runs
-        if config.verify:
+        if config.verify or uses_streams(gm.graph):  # operator by operator, all would be on one stream
             raise
         warnings.warn(f"flambeau: this graph runs as ATen because it could not be compiled: {type(e).__name__}: {e}. "
                       "Please report it.", RuntimeWarning, stacklevel=2)

@@ -25,12 +25,14 @@ from flambeau.runtime.launch_plan import DONATED, Held
 from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.torch_compat.ops import OpOverload
+from flambeau.torch_compat.streams import orders_streams, uses_streams
 
 from . import random_replay
 from .eager_dtypes import eager_has_kernel
 from .in_place_forms import in_place_form
 from .other_devices import Elsewhere
 from .storage import Storage, dense, is_view, writes_twice
+from .stream_turns import StreamTurns
 from .symbols import Symbols
 
 aten = torch.ops.aten
@@ -76,16 +78,27 @@ class Lowering:
 
     def run(self) -> None:
         self.g.typical = self.c.symbols.typical  # lowerings choose by them
+        turns = StreamTurns(self.gm, self.g, self.lookup) if uses_streams(self.gm.graph) else None
         for n in self.gm.graph.nodes:
             if n.op == "placeholder":
                 self.placeholder(n, f"_{len(self.g.arguments)}")
             elif n.op == "get_attr":
                 self.env[n] = self.attribute(n)
+            elif n.op == "call_function" and turns is not None and orders_streams(n):
+                self.env[n] = turns.ordered(n)
             elif n.op == "call_function":
+                if turns is not None and n.target is not operator.getitem and n.target is not aten.copy_.default:
+                    self.only_here(n)
+                    turns.enter(n)
                 with build.building(self.g, n.name):
                     self.env[n] = self.call(n)
             elif n.op == "output":
+                made = len(self.g.nodes)
                 self.output(n)
+                if turns is not None:
+                    if len(self.g.nodes) > made:
+                        raise UnsupportedError("a result that is laid out anew, in a function that uses streams")
+                    turns.end()
             else:
                 raise UnsupportedError(f"{n.op} {n.target} in a captured graph")
         self.solve_sizes()
@@ -120,6 +133,12 @@ class Lowering:
             raise UnsupportedError("numbers of the run are doubles, which the device does not have")
         with build.building(self.g, "number"):
             return replace(build.run_number(Host(name), val.dtype), number=val.number, host=True)
+
+    def only_here(self, n: fx.Node) -> None:
+        """Streams order what is on their device, and no other."""
+        for t in flat(n.meta.get("val")):
+            if isinstance(t, torch.Tensor) and t.device != self.device:
+                raise UnsupportedError(f"{n.target} on {t.device}, in a function that uses streams of {self.device}")
 
     def add_tensor(self, val: torch.Tensor) -> Value:
         to = self.c.symbols.index

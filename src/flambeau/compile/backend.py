@@ -28,6 +28,7 @@ from flambeau.torch_compat.aot import config as aot_config
 from flambeau.torch_compat.dynamo import config as dynamo_config
 from flambeau.torch_compat.dynamo import handed_on, without_runtime_marks
 from flambeau.torch_compat.fake import CompileContext, FakeTensor, TracingContext
+from flambeau.torch_compat.streams import uses_streams
 
 from .cache_key import held
 from .channels_last import channels_last
@@ -35,7 +36,7 @@ from .disk_cache import GraphCache
 from .fast_call import lean_wrappers
 from .regions.cut import OBSERVERS, cut
 from .regions.pieces import in_pieces
-from .stream_checks import check_streams
+from .stream_checks import check_streams, not_carried, refuse_gradients, refuse_writes_behind
 from .subgraphs import calls_subgraphs, written_out
 
 # Name: what it may be (None: `get_target` knows), and what it does.
@@ -77,7 +78,12 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     try:
         settings = check_options(options, mode)
-        check_streams(gm)
+        streams = check_streams(gm)
+        if streams:
+            if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad
+                                               for x in (*example_inputs, *held(gm).values())):
+                refuse_gradients(gm.graph)
+            settings["regions"] = False
     except (OptionError, UnsupportedError) as error:
         raise handed_on(error, inspect.currentframe()) from None
     if CompileContext.try_get() is not None:
@@ -88,7 +94,12 @@ def flambeau_backend(
     laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
     with (progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out),
           patches.SHARED_INPUTS.applied()):
-        return compiled_backend(gm, example_inputs, settings)
+        if not streams:
+            return compiled_backend(gm, example_inputs, settings)
+        try:
+            return compiled_backend(gm, example_inputs, settings)
+        except Exception as error:
+            raise handed_on(not_carried(error), inspect.currentframe()) from error
 
 
 def results(gm: fx.GraphModule) -> list[torch.Tensor]:
@@ -126,7 +137,7 @@ def compile_dynamo_graph(
     if calls_subgraphs(gm):
         gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
-    if target is not None and not wants_bits(settings["numerics"]):
+    if target is not None and not wants_bits(settings["numerics"]) and not uses_streams(gm.graph):
         gm = channels_last(gm, target)
     if settings.pop("regions"):
         found = cut(gm, example_inputs)
@@ -174,10 +185,16 @@ def compile_anew(
     machine = None if exact or target is None else target.capabilities()
     tuning = None if machine is None or machine.contracts else machine.tuning
 
+    def compile_part(graph: fx.GraphModule) -> Callable[..., Any]:
+        refuse_gradients(graph.graph)
+        return compile_graph(graph, wanted)
+
     def compiler() -> Callable[..., Any]:
-        return cache.compiler(lambda graph: compile_graph(graph, wanted))
+        return cache.compiler(compile_part)
 
     def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
+        if uses_streams(graph.graph):
+            refuse_writes_behind()
         settle_strides(graph.graph, names_only=wanted.part, hold=not wanted.part)
         pad_products(graph.graph, tuning)
         return compile_graph(graph, wanted)

@@ -368,6 +368,15 @@ class Library(Extern):
     kind: ClassVar[str] = "library"
 
 
+@dataclass(frozen=True)
+class Turn:
+    """From a node on, work goes to another stream; `steps` of the program come first."""
+
+    at: int  # the number of nodes before
+    stream: int
+    steps: tuple[Any, ...] = ()
+
+
 @dataclass
 class Graph:
     """Values and nodes in the order of their making; verified, no memory yet."""
@@ -388,6 +397,10 @@ class Graph:
     capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it
     policy: Policy = FAST  # and by what it may compute otherwise than eager
     own: frozenset[str] = frozenset()  # operators that are kernels, though a library has them too
+    turns: list[Turn] = field(default_factory=list)  # between streams; none: all is on the caller's
+    streams: list[int] = field(default_factory=list)  # as Program has them, and what is ready on stream 0
+    arriving: list[str] = field(default_factory=list)
+    leaving: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         restart_names()

@@ -340,7 +340,51 @@ class Copy:
     stream: int = 0
 
 
-Step = Launch | Call | Copy
+# ---- streams ---------------------------------------------------------------------------------------------
+#
+# Stream 0 is the one that the caller is on, found at each run; the others are in `Program.streams`. The host puts the
+# steps on their streams in their order, and a stream runs what is put on it in that order. Between streams nothing is
+# ordered but by events, and by the host where it waits. `place`: the caller's own event, by its place among the objects
+# that a run is given.
+
+
+@dataclass(frozen=True)
+class Record:
+    """The event happens when all has run that was put on the stream before. Each event has one Record."""
+
+    event: int
+    stream: int = 0
+    place: int | None = None  # the caller may wait for it later, elsewhere
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What is put on the stream from here on runs after the event. None: an event that was recorded before the run."""
+
+    event: int | None
+    stream: int = 0
+    place: int | None = None
+
+
+@dataclass(frozen=True)
+class Synchronize:
+    """The host waits: for an event, for a stream, or for the whole device."""
+
+    event: int | None = None
+    stream: int | None = None
+    place: int | None = None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The allocator is told that a stream uses a buffer: nobody else gets its memory before that stream is done."""
+
+    buffer: str
+    stream: int = 0
+
+
+Work = Launch | Call | Copy
+Step = Work | Record | Wait | Synchronize | Keep
 
 
 @dataclass(frozen=True)
@@ -362,6 +406,9 @@ class Program:
     arena_bytes: int = 0
     frees: tuple[tuple[str, ...], ...] = ()  # for each step, the buffers that are dead after it
     notes: tuple[str, ...] = ()  # what was materialised and why
+    streams: tuple[int, ...] = ()  # from 1 on, by their places among the objects that a run is given
+    arriving: tuple[str, ...] = ()  # inputs that are ready on stream 0; others are ready wherever they are read
+    leaving: tuple[str, ...] = ()  # buffers that have to be ready on stream 0 at the end
 
     @cached_property
     def places(self) -> dict[str, BufferPlan]:

@@ -22,6 +22,7 @@ from flambeau.ir.nodes import Buffer, Value, contiguous_strides
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel, sites_of
 from flambeau.runtime.launch_plan import Held
 from flambeau.schedule.memory import lifetimes
+from flambeau.schedule.order import is_single
 from flambeau.schedule.plan import strided
 
 from .container import text_words
@@ -294,6 +295,8 @@ class Plan:
     # ---- steps -----------------------------------------------------------------------------------------
 
     def write(self) -> None:
+        if not is_single(self.p):
+            raise UnsupportedError("a function that uses streams", hint="a package runs on the stream of its caller")
         for step in self.p.steps:
             if isinstance(step, Call):
                 self.call(step)

@@ -11,7 +11,20 @@ import torch
 import torch.fx as fx
 
 from flambeau.ir.index import Sym
-from flambeau.ir.program import AnyKernel, Call, ContractKernel, Copy, Launch, LoopKernel, ScanKernel, TableKernel
+from flambeau.ir.program import (
+    AnyKernel,
+    Call,
+    ContractKernel,
+    Copy,
+    Keep,
+    Launch,
+    LoopKernel,
+    Record,
+    ScanKernel,
+    Synchronize,
+    TableKernel,
+    Wait,
+)
 from flambeau.ops.facts import facts
 from flambeau.pipeline import Compiled
 from flambeau.schedule.memory import nbytes, values_in
@@ -21,16 +34,16 @@ SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch
          torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
          torch.bool: "bool", torch.complex64: "c64"}
 NAMES = {"kernel": "kernel(s)", "library": "library call(s)", "ATen": "ATen call(s)",
-         "copy": "update(s) of inputs"}
+         "copy": "update(s) of inputs", "order": "step(s) that order streams"}
 KINDS = {"library": "library", "extern": "ATen", "sort": "ATen"}
 MOVES = ("view",)  # families whose operators are index changes: they cost nothing and are not shown as fused
 
 
 @dataclass
 class Step:
-    """One launch, call or copy. The loops are empty where it is not a kernel of ours."""
+    """One launch, call or copy, or what orders streams. The loops are empty where it is not a kernel of ours."""
 
-    kind: str  # kernel, library, ATen or copy
+    kind: str  # kernel, library, ATen, copy or order
     name: str  # of a kernel, that within its graph
     operators: list[str]
     reads: list[str]
@@ -40,6 +53,7 @@ class Step:
     vector: str = ""
     same_as: str = ""  # an earlier kernel with the same text: one compilation serves both
     title: str = ""  # of a kernel, the name that profilers show
+    stream: int = 0
 
 
 @dataclass
@@ -86,7 +100,9 @@ class Explanation:
         lines = []
         for s in self.graphs:
             lines.append(s.headline())
-            lines += [f"  {step.kind:8} {step.name}: {', '.join(step.operators)}" for step in s.steps]
+            several = any(step.stream for step in s.steps)
+            lines += [f"  {f'stream {step.stream} ' * several}{step.kind:8} {step.name}"
+                      f"{': ' * bool(step.operators)}{', '.join(step.operators)}" for step in s.steps]
         return "\n".join(lines)
 
     def texts(self) -> dict[str, str]:
@@ -171,14 +187,28 @@ def steps(graph: Compiled) -> list[Step]:
             names = sorted([*inlined[at], *step.origins], key=lambda name: order.get(name, len(order)))
             out.append(Step("kernel", text.name, names,
                             [q.name for q in params if not q.written], [q.name for q in params if q.written],
-                            outer, inner, vector, same if same != text.name else "", text.title))
+                            outer, inner, vector, same if same != text.name else "", text.title, step.stream))
         elif isinstance(step, Call):
             reads = [v.buffer for v in values_in((step.args, step.kwargs))]
             out.append(Step(KINDS[step.kind], str(step.target).removesuffix(".default"), [step.origin], reads,
-                            list(step.names)))
+                            list(step.names), stream=step.stream))
+        elif isinstance(step, Copy):
+            out.append(Step("copy", f"{step.dst} <- {step.src.buffer}", [], [step.src.buffer], [step.dst],
+                            stream=step.stream))
         else:
-            out.append(Step("copy", f"{step.dst} <- {step.src.buffer}", [], [step.src.buffer], [step.dst]))
+            out.append(Step("order", ordering(step), [], [], [], stream=step.stream or 0))
     return out
+
+
+def ordering(s: Record | Wait | Synchronize | Keep) -> str:
+    """What a step says about the order of streams."""
+    if isinstance(s, Keep):
+        return f"stream {s.stream} keeps {s.buffer}"
+    if isinstance(s, Synchronize) and s.event is None and s.place is None:
+        return f"the host waits for {'the device' if s.stream is None else f'stream {s.stream}'}"
+    event = f"event {s.event}" if s.event is not None else "an event from before"
+    who = "the host" if isinstance(s, Synchronize) else f"stream {s.stream}"
+    return f"{who} {'records' if isinstance(s, Record) else 'waits for'} {event}"
 
 
 def loops(kernel: AnyKernel) -> tuple[str, str, str]:
@@ -212,7 +242,7 @@ def absorbed(graph: Compiled) -> dict[int, list[str]]:
     """
     named: dict[str, set[int]] = {}
     for at, step in enumerate(graph.program.steps):
-        names = step.origins if isinstance(step, Launch) else () if isinstance(step, Copy) else (step.origin,)
+        names = step.origins if isinstance(step, Launch) else (step.origin,) if isinstance(step, Call) else ()
         for name in names:
             named.setdefault(name, set()).add(at)
     homes: dict[fx.Node, set[int]] = {}

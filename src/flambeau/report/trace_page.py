@@ -18,7 +18,7 @@ import flambeau
 from flambeau.compare.first_difference import source
 from flambeau.debug.profile import Profile
 from flambeau.debug.session import Session
-from flambeau.ir.program import Copy
+from flambeau.ir.program import Call, Launch
 from flambeau.pipeline import Compiled
 from flambeau.report.session import Graph, Row, lines, overview_of, ranked
 from flambeau.runtime.launch_plan import LaunchPlan
@@ -75,11 +75,11 @@ def graph_data(g: Graph, steps: int) -> dict[str, Any]:
         return out
     places = iter(times)
     for step, made in zip(g.summary.steps, g.made.program.steps, strict=True):
-        found = None if isinstance(made, Copy) else g.times.parts.get(next(places, ""))
+        found = g.times.parts.get(next(places, "")) if isinstance(made, (Launch, Call)) else None
         out["nodes"].append({
             "kind": step.kind, "name": step.name, "title": step.title, "operators": step.operators,
             "loops": [step.outer, step.inner, step.vector], "reads": step.reads, "writes": step.writes,
-            "stream": getattr(made, "stream", 0),
+            "stream": step.stream,
             "ms": found.seconds * 1e3 / steps if found else 0.0, "bytes": found.bytes / steps if found else 0})
     out["lines"] = operator_lines(g.made, g.summary.operators)
     out["memory"] = [[m.buffer, m.type, m.place, m.bytes, m.why] for m in g.summary.memory]

@@ -18,8 +18,21 @@ import torch
 from flambeau.codegen.source import host_text
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Buffer, Host, Value
-from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel
+from flambeau.ir.program import (
+    BufferPlan,
+    Call,
+    Copy,
+    Keep,
+    Launch,
+    Program,
+    Record,
+    Synchronize,
+    TableKernel,
+    Wait,
+)
+from flambeau.ir.program import Step as ProgramStep
 from flambeau.schedule.memory import lifetimes, nbytes, span
+from flambeau.schedule.order import is_single
 from flambeau.schedule.plan import strided
 from flambeau.targets.base import Run, Source, Target, get_target
 from flambeau.torch_compat.ops import OpOverload
@@ -189,10 +202,16 @@ class Writer:
         if self.promises is not None:
             self.line(f"held = ({''.join(name + ', ' for name in p.inputs)})")
         self.line("P = PROTO.copy()")
-        arena = p.arena_bytes > 0
+        arena, streams = p.arena_bytes > 0, not is_single(p)
+        if streams:
+            self.line("s0 = current_stream(DEVICE)")
+            for k, place in enumerate(p.streams, 1):
+                self.line(f"s{k} = caller_stream({place}, DEVICE)")
         if arena:
             self.line(f"arena = POOL.take(TARGET, DEVICE, {p.arena_bytes})")
+        if arena or streams:
             self.line("try:")
+        if arena:
             self.line(f"P[0] = arena.{'pointer' if self.addresses else 'memory'}")
             self.line("views = arena.tensors.get(KEY)")
             self.line("if views is None: views = arena.tensors[KEY] = make_views(arena)")
@@ -204,10 +223,10 @@ class Writer:
         self.steps(launched)
         outs = f"[{''.join(o + ', ' for o in self.results())}]"
         self.line(f"return {outs if self.promises is None else self.compared(self.promises, outs)}")
-        if arena:
+        if arena or streams:
             head = self.lines.index("    try:") + 1
             self.lines[head:] = ["    " + x for x in self.lines[head:]]
-            self.lines += ["    finally:", "        POOL.give(arena)"]
+            self.lines += ["    finally:", *["        set_stream(s0)"] * streams, *["        POOL.give(arena)"] * arena]
         run = ["def run(args):", *self.lines]
         if self.given is not None:
             numbers = [f"{s.name} = sizes['{s.name}']" for s in sorted(self.fixed, key=lambda s: s.name)]
@@ -311,7 +330,12 @@ class Writer:
             for name in new:
                 self.allocate(name, launched)
 
+        at = 0
         for k, step in enumerate(p.steps):
+            if isinstance(step, (Launch, Call, Copy)) and step.stream != at:
+                flush()  # before memory comes: it is the current stream's
+                at = step.stream
+                self.line(f"set_stream(s{at})")
             begin(k)
             if isinstance(step, Launch):
                 places = [self.buffers[name] for name in step.args]
@@ -326,12 +350,36 @@ class Writer:
                 pending.append((Step(step.kernel, pointers, slots, self.moved(step)), step.origins, known))
             else:
                 flush()
-                self.copy(step) if isinstance(step, Copy) else self.call(step, launched)
+                self.other(step, launched)
             dead += p.frees[k]
             if not pending:
                 flush()
+        if at:
+            flush()
+            self.line("set_stream(s0)")
         begin(len(p.steps))
         flush()
+
+    def other(self, s: ProgramStep, launched: set[str]) -> None:
+        """A step that is no launch. Streams and events are torch's own objects, whatever the device."""
+        if isinstance(s, Call):
+            self.call(s, launched)
+        elif isinstance(s, Copy):
+            self.copy(s)
+        elif isinstance(s, Record):
+            self.line(f"e{s.event} = " + (f"s{s.stream}.record_event()" if s.place is None else
+                                          f"s{s.stream}.record_event(caller_event({s.place}))"))
+        elif isinstance(s, Wait):
+            self.line(f"s{s.stream}.wait_event({self.event(s)})")
+        elif isinstance(s, Synchronize):
+            waited = "synchronize(DEVICE)" if s.stream is None else f"s{s.stream}.synchronize()"
+            self.line(waited if s.event is None and s.place is None else f"{self.event(s)}.synchronize()")
+        elif isinstance(s, Keep):
+            self.line(f"{s.buffer}.record_stream(s{s.stream})")
+
+    @staticmethod
+    def event(s: Wait | Synchronize) -> str:
+        return f"caller_event({s.place})" if s.event is None else f"e{s.event}"
 
     def moved(self, s: Launch) -> str:
         kernel = self.p.kernels[s.kernel]

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from flambeau.errors import BoundsError, CompileError
+from flambeau.errors import BoundsError, CompileError, UnsupportedError
 from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
 from flambeau.targets.base import Build, Launch, Plan, Run, Source, Target, get_target
 from flambeau.torch_compat.autograd import keeps_graph
+from flambeau.torch_compat.streams import object_at
 
 from .address_tables import AddressTables, Table
 from .operator_calls import EXTENSION, Prepared, operator_named
@@ -270,6 +271,20 @@ def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
+def caller_stream(place: int, device: torch.device) -> torch.Stream:
+    """A stream that the caller's function uses, at this call."""
+    found = object_at(place)
+    if not isinstance(found, torch.Stream) or found.device != device:
+        raise UnsupportedError(f"a compiled function on {device} uses {found}", hint="streams of one device, in the "
+                               "function that is compiled for it")
+    return found
+
+
+def caller_event(place: int) -> torch.Event:
+    found: torch.Event = object_at(place)
+    return found
+
+
 # Of each step, its operators, and its buffers where their accesses are checked.
 Origins = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
@@ -305,4 +320,7 @@ SEEDS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {}  # for device
 _keys = itertools.count()
 # Names that every source may use.
 SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit, "word": word,
-                         "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept}
+                         "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept,
+                         "caller_stream": caller_stream, "caller_event": caller_event,
+                         "current_stream": torch.accelerator.current_stream, "set_stream": torch.accelerator.set_stream,
+                         "synchronize": torch.accelerator.synchronize}

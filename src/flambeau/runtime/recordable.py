@@ -9,8 +9,9 @@ import torch
 import torch.fx as fx
 
 from flambeau.ir.nodes import Value
-from flambeau.ir.program import Call, Copy, Program, TableKernel
+from flambeau.ir.program import Call, Copy, Launch, Program
 from flambeau.ops.facts import facts
+from flambeau.schedule.order import accesses, is_single
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
 from .placement import flat
@@ -29,7 +30,8 @@ class Recordable:
 
 
 def recordable(p: Program, gm: fx.GraphModule, positions: list[int], device: torch.device) -> Recordable:
-    names = [name for s in p.steps for name in getattr(s, "origins", (getattr(s, "origin", "copy"),)) if name]
+    names = [name for s in p.steps if isinstance(s, (Launch, Call, Copy))
+             for name in getattr(s, "origins", (getattr(s, "origin", "copy"),)) if name]
     label = f"{names[0]} ... {names[-1]}" if len(names) > 1 else "".join(names)
     where = dict(zip(p.inputs, positions, strict=True))
     written = sorted({where[name] for name in writes(p) if name in where})
@@ -41,28 +43,15 @@ def recordable(p: Program, gm: fx.GraphModule, positions: list[int], device: tor
 def writes(p: Program) -> Iterator[str]:
     """The buffers that its steps write to."""
     for s in p.steps:
-        if isinstance(s, Copy):
-            yield s.dst
-        elif isinstance(s, Call):
-            schema = getattr(s.target, "_schema", None)
-            given = dict(s.kwargs)
-            for k, a in enumerate(schema.arguments if schema is not None else ()):
-                if a.is_write:
-                    value = s.args[k] if k < len(s.args) else given.get(a.name)
-                    yield from (v.buffer for v in flat(value) if isinstance(v, Value))
-        else:
-            kernel = p.kernels[s.kernel]
-            params = kernel.columns if isinstance(kernel, TableKernel) else kernel.params
-            rows = len(s.args) // len(params) if isinstance(kernel, TableKernel) else 1
-            for k, param in enumerate(params):
-                if param.written:
-                    yield from s.args[k * rows : (k + 1) * rows]
+        yield from (name for name, written in accesses(s, p.kernels).items() if written)
 
 
 def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[str]:
     """Why a program is not recorded."""
     if not p.steps:
         yield "nothing is launched"
+    if not is_single(p):
+        yield "it runs on several streams"
     for s in p.steps:
         if isinstance(s, Call):
             op = s.target

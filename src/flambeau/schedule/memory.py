@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Graph, Value
-from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Launch, Program, Step
+from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Keep, Launch, Program, Step
 
 ALIGN = 256  # libraries choose their kernels by what they may assume of pointers, up to this much
 
@@ -32,7 +32,8 @@ class ProgramDraft:
         return Program(tuple(graph.inputs), tuple(graph.arguments or graph.inputs), tuple(dict(graph.numbers).items()),
                        tuple(self.kernels), tuple(steps), tuple(self.buffers.values()), frozen(self.outputs),
                        tuple(graph.seeds), self.arena_bytes,
-                       tuple(self.frees.get(k, ()) for k in range(len(self.steps))), tuple(self.notes))
+                       tuple(self.frees.get(k, ()) for k in range(len(self.steps))), tuple(self.notes),
+                       tuple(graph.streams), tuple(graph.arriving), tuple(graph.leaving))
 
 
 def frozen(x: Any) -> Any:
@@ -44,7 +45,9 @@ def buffers_read(step: Step) -> set[str]:
         return set(step.args)
     if isinstance(step, Copy):
         return {step.dst, step.src.buffer}
-    return {v.buffer for v in values_in((step.args, step.kwargs))}
+    if isinstance(step, Call):
+        return {v.buffer for v in values_in((step.args, step.kwargs))}
+    return {step.buffer} if isinstance(step, Keep) else set()
 
 
 def values_in(x: object) -> Iterable[Value]:
@@ -84,9 +87,10 @@ def span(b: BufferPlan) -> Index:
     return sum(((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True)), as_index(1))
 
 
-def plan_memory(p: ProgramDraft, most: int | None = None) -> None:
+def plan_memory(p: ProgramDraft, most: int | None = None, apart: Callable[[str, str], bool] | None = None) -> None:
     """Give arena buffers their offsets: largest first, at the lowest place free during their whole life. Those of more
-    bytes than `most` are allocated by themselves."""
+    bytes than `most` are allocated by themselves. `apart`: whether the lives of two are, if the list of steps does not
+    tell, as steps of several streams overlap."""
     lives = lifetimes(p)
     arena = [b for b in p.buffers.values() if b.place == "arena"]
     known = []
@@ -98,19 +102,20 @@ def plan_memory(p: ProgramDraft, most: int | None = None) -> None:
             p.buffers[b.name] = replace(b, place="alloc")
         else:
             known.append((size, b))
-    placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
+    placed: list[tuple[int, int, int, int, str]] = []  # offset, end, first, last
     top = 0
     for size, b in sorted(known, key=lambda sb: (-sb[0], sb[1].name)):
         first, last = lives[b.name]
         size = -(-max(size, 1) // ALIGN) * ALIGN
-        busy = sorted((o, e) for o, e, f, la in placed if f <= last and first <= la)
+        busy = sorted((o, e) for o, e, f, la, other in placed
+                      if (f <= last and first <= la if apart is None else not apart(b.name, other)))
         at = 0
         for o, e in busy:
             if at + size <= o:
                 break
             at = max(at, e)
         p.buffers[b.name] = replace(b, offset=at)
-        placed.append((at, at + size, first, last))
+        placed.append((at, at + size, first, last, b.name))
         top = max(top, at + size)
     p.arena_bytes = top
     frees: dict[int, list[str]] = {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from flambeau.errors import UnsupportedError
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import CHECKED, walk
 from flambeau.ir.index import Index, Sym, as_index, offset_of
 from flambeau.ir.nodes import Buffer, Extern, Graph, Node, Pointwise, Scan, Scatter, Value, contiguous_strides, dim_vars
-from flambeau.ir.program import AnyKernel, BufferPlan, Call, Kernel, Launch, Program, Step
+from flambeau.ir.program import BufferPlan, Call, Kernel, Launch, Program, Step
 from flambeau.ir.verify import verify
 
 from .buffer_reuse import write_mutations, write_over
@@ -21,9 +22,11 @@ from .layout import settle_layouts
 from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import ProgramDraft, lifetimes, plan_memory, values_in
 from .numerics_policy import apply_policy
+from .order import check_order
 from .rewrites.ordered_scatters import order_scatters
 from .rewrites.wide_windows import share_windows
 from .split_reductions import split_reductions
+from .streams import plan_streams, sections
 from .tensor_tables import join_launches
 
 
@@ -54,7 +57,7 @@ def may_alias(n: Extern) -> bool:
     return schema is None or any(r.alias_info is not None for r in schema.returns)
 
 
-def make_views_real(graph: Graph) -> None:
+def make_views_real(graph: Graph, results: bool = True, arguments: bool = True) -> None:
     """Externs and outputs take strided memory: anything else is copied first."""
     added: list[Pointwise] = []
 
@@ -72,19 +75,53 @@ def make_views_real(graph: Graph) -> None:
 
     nodes: list[Node] = []
     for n in graph.nodes:
-        if isinstance(n, Extern):
+        if isinstance(n, Extern) and arguments:
             added.clear()
             n = replace(n, args=real(n.args), kwargs=tuple((k, real(v)) for k, v in n.kwargs))
             nodes.extend(added)
         nodes.append(n)
     added.clear()
-    graph.outputs = [real(o) for o in graph.outputs]
-    graph.mutations = [(name, real(v)) for name, v in graph.mutations]
+    if results:
+        graph.outputs = [real(o) for o in graph.outputs]
+        graph.mutations = [(name, real(v)) for name, v in graph.mutations]
     graph.nodes = [*nodes, *added]
 
 
 def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
-    notes: list[str] = []
+    p = ProgramDraft([], [], [])
+    seen: dict[Kernel, int] = {}
+    if graph.turns:
+        settle_layouts(graph)
+        made = len(graph.nodes)
+        make_views_real(graph, arguments=False)
+        if len(graph.nodes) > made:  # on which stream, and before which of the caller's events?
+            raise UnsupportedError("a result that is laid out anew, in a function that uses streams")
+    for section in sections(graph):
+        p.steps += section.steps
+        p.steps += steps_of(section.graph, caps, check, p, seen, section.stream)
+    p.outputs = list(graph.outputs)
+    count = len(p.steps)
+    write_mutations(p, graph)
+    if caps.tables and not graph.turns:
+        join_launches(p, caps.tuning.table_launches)
+    place_buffers(p, graph)
+    if not graph.turns:
+        write_over(p, graph.donated, caps.arena_most)
+    forget_unused_kernels(p)
+    if graph.turns:
+        plan_streams(p, graph, caps.arena_most, count)
+    else:
+        plan_memory(p, caps.arena_most)
+    program = p.finished(graph)
+    if check or graph.turns:
+        check_order(program)
+    return program
+
+
+def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, seen: dict[Kernel, int], stream: int
+             ) -> list[Step]:
+    """The launches and calls of a graph on one stream. Kernels, and notes of what stays memory, go to the draft."""
+    notes, kernels = p.notes, p.kernels
     order_scatters(graph, caps)
     settle_layouts(graph)
     make_views_real(graph)
@@ -100,9 +137,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     groups = fuse(graph)
     hard = set(materialised(graph))
     stored = set(reads_elsewhere(groups, hard))
-    kernels: list[AnyKernel] = []
     steps: list[Step] = []
-    seen: dict[Kernel, int] = {}
     for g in groups:
         kernel: Kernel
         if isinstance(g, Group) and g.is_contract:
@@ -114,29 +149,21 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
             n = g.node
             if isinstance(n, Extern):
                 steps.append(Call(n.target, n.args, n.kwargs, n.names, n.outputs, n.kind, n.origin, n.out,
-                                  may_alias(n)))
+                                  may_alias(n), stream))
                 continue
             if isinstance(n, Scan):
                 kernel = shape_scan(n, graph.buffers, stored, caps, graph.typical)
             else:
                 assert isinstance(n, Scatter)
                 kernel = shape_scatter(n, graph.buffers, graph.typical)
-        if all(is_empty(graph.buffers[p.name]) for p in kernel.params if p.written) and not checks(g):
+        if all(is_empty(graph.buffers[x.name]) for x in kernel.params if x.written) and not checks(g):
             continue
         kernel = formed(kernel, caps.tuning)
         at = seen.setdefault(kernel, len(kernels))
         if at == len(kernels):
             kernels.append(kernel)
-        steps.append(Launch(at, tuple(p.name for p in kernel.params), kernel.origins))
-    p = ProgramDraft(kernels, steps, list(graph.outputs), notes=notes)
-    write_mutations(p, graph)
-    if caps.tables:
-        join_launches(p, caps.tuning.table_launches)
-    place_buffers(p, graph)
-    write_over(p, graph.donated, caps.arena_most)
-    forget_unused_kernels(p)
-    plan_memory(p, caps.arena_most)
-    return p.finished(graph)
+        steps.append(Launch(at, tuple(x.name for x in kernel.params), kernel.origins, stream=stream))
+    return steps
 
 
 def checks(g: Group | Single) -> bool:

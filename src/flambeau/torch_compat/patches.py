@@ -206,6 +206,17 @@ def _sharing(only_of_others: Callable[..., Any]) -> Iterator[Change]:
         yield table, kind, only_of_others(table.get(kind, own))
 
 
+def _objects() -> Iterator[Change]:
+    from .streams import remembered_by_thread
+
+    yield remembered_by_thread()
+
+
+OBJECTS = Patch(
+    "objects", "`store_user_object_weakrefs` of Dynamo",
+    "streams and events of a call are in one table of the process, where another thread's call may replace them before "
+    "they are read. Without it, compiled functions that use streams are refused",
+    "from the first compiled function that uses streams on", _objects, lasting=True)
 FRAMES = Patch(
     "frames", "`CatchErrorsWrapper.__call__` of Dynamo",
     "Dynamo does not trace optimizers' frames for this backend (minutes for thousands of parameters), and no hook asks "
@@ -238,7 +249,7 @@ SHARING = Patch(
     "memory of the device cannot be shared, and the error says so. Without it, what torch tries fails in other ways",
     'from the first tensor of `torch.device("flambeau")` on', _sharing, lasting=True)
 
-PATCHES = (FRAMES, CALLS, OPTIMIZERS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, SHARED_INPUTS,
+PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, SHARED_INPUTS,
            CUT, KERNELS, COUNTS, COMPILING)
 
 

@@ -9,7 +9,9 @@ stand before them: it calls a graph of one node and passes its other arguments o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +19,8 @@ import torch.fx as fx
 
 from .ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-__all__ = ["bodies", "carries_streams", "is_ordered_call", "method_of_stream", "object_at", "ordering", "stream_of",
-           "uses_streams"]
+__all__ = ["CURRENT", "bodies", "carries_streams", "is_ordered_call", "method_of_stream", "object_at", "ordering",
+           "orders_streams", "remembered_by_thread", "stream_of", "uses_streams"]
 
 SPACE = "streams"  # of the operators
 CURRENT = 0
@@ -31,11 +33,28 @@ def carries_streams() -> bool:
     return getattr(graph_bytecode_inputs, "CURRENT_STREAM_INDEX", None) == CURRENT
 
 
-def object_at(place: int) -> Any:
-    """The stream or the event that a call was given under this number."""
-    from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+_given = threading.local()
 
-    return get_external_object_by_index(place)
+
+def remembered_by_thread() -> tuple[Any, str, Callable[..., None]]:
+    """The change of patches.OBJECTS. What a call is given goes into one table of the process, and another thread's call
+    may come between: so each thread remembers its own."""
+    from torch._dynamo import graph_bytecode_inputs
+
+    store = graph_bytecode_inputs.store_user_object_weakrefs
+
+    def stored(*args: Any) -> None:
+        store(*args)
+        _given.objects = [weakref.ref(x) for x in args]
+
+    return graph_bytecode_inputs, "store_user_object_weakrefs", stored
+
+
+def object_at(place: int) -> Any:
+    """The stream or the event that this thread's call was given under this number."""
+    found = _given.objects[place]()
+    assert found is not None, f"object {place} of a call is gone"
+    return found
 
 
 def stream_of(n: fx.Node) -> int | None:
@@ -60,6 +79,10 @@ def is_ordered_call(n: fx.Node) -> bool:
     return isinstance(target, HigherOrderOperator) and bool(target.name() == "control_deps")  # type: ignore[no-untyped-call]
 
 
+def orders_streams(n: fx.Node) -> bool:
+    return ordering(n.target) is not None or is_ordered_call(n)
+
+
 def method_of_stream(n: fx.Node) -> str | None:
     """The method of a stream or an event that a node of Dynamo's graph calls; None if it is another node.
 
@@ -74,8 +97,7 @@ def method_of_stream(n: fx.Node) -> str | None:
 def uses_streams(graph: fx.Graph) -> bool:
     """Whether one of a graph's nodes is marked with a stream, or orders streams."""
     return any(n.op != "placeholder" and stream_of(n) not in (None, CURRENT) for n in graph.nodes) or any(
-        n.op == "call_function" and (ordering(n.target) is not None or is_ordered_call(n))
-        or method_of_stream(n) is not None for n in graph.nodes)
+        n.op == "call_function" and orders_streams(n) or method_of_stream(n) is not None for n in graph.nodes)
 
 
 def bodies(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:

@@ -1,0 +1,317 @@
+"""The checker: whether everything that a program does to one piece of memory happens in one order.
+
+Streams run side by side. What is ordered: the steps of one stream; what a stream runs after a wait, behind all that
+its event had behind it; and what the host puts anywhere after it has waited itself. All else may overlap. So each step
+has a clock, the number of steps of each stream that have run for certain when it begins, and one step is before
+another if the other's clock counts it. Two steps that use the same memory, one of them writing, must be so ordered:
+
+- a buffer's elements, also under another name (written over in place, or a view that a call returned);
+- a place in the arena that several buffers have in turns: the arena belongs to stream 0, whose earlier runs used it
+  before this one begins, and whose later ones use it once this one ends;
+- memory that goes back to the allocator: it belongs to the stream that it was made on, which may use it at once.
+
+    check_order(program)      # OrderError names both steps, and the wait that is missing
+
+The work is linear in the accesses, times the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from flambeau.errors import OrderError
+from flambeau.ir.program import (
+    AnyKernel,
+    BufferPlan,
+    Call,
+    Copy,
+    Keep,
+    Launch,
+    Program,
+    Record,
+    Step,
+    Synchronize,
+    TableKernel,
+    Wait,
+)
+
+from .memory import ALIGN, ProgramDraft, nbytes, values_in
+
+Clock = tuple[int, ...]  # of each stream, how many of its steps have run
+
+
+class Moment(NamedTuple):
+    """A step on its stream."""
+
+    step: int  # -1: the start of the run; the number of steps: its end
+    stream: int
+    clock: Clock  # its own count included
+
+    def after(self, other: Moment) -> bool:
+        return self.clock[other.stream] >= other.clock[other.stream]
+
+
+class Clocks:
+    """What is known to have run, at each place of a program."""
+
+    def __init__(self, streams: int) -> None:
+        self.now = [[0] * streams for _ in range(streams)]
+        self.host = [0] * streams
+        self.events: dict[int, Clock] = {}
+
+    def step(self, k: int, stream: int) -> Moment:
+        """A step is put on a stream: it runs after all that is there, and all that the host has waited for."""
+        now = self.now[stream]
+        join(now, self.host)
+        now[stream] += 1
+        return Moment(k, stream, tuple(now))
+
+    def pass_by(self, s: Step) -> None:
+        """A step that orders others."""
+        if isinstance(s, Record):
+            # An event recorded before anything waited on its stream has nothing but the stream behind it.
+            self.events[s.event] = joined(self.now[s.stream], self.host)
+        elif isinstance(s, Wait):
+            if s.event is not None:
+                self.wait(s.stream, self.recorded(s.event))
+        elif isinstance(s, Synchronize):
+            if s.event is not None:
+                join(self.host, self.recorded(s.event))
+            elif s.place is None:
+                for k, now in enumerate(self.now):
+                    if s.stream in (None, k):
+                        join(self.host, now)
+
+    def recorded(self, event: int) -> Clock:
+        if event not in self.events:
+            raise OrderError(f"event {event} is waited for before it is recorded")
+        return self.events[event]
+
+    def wait(self, stream: int, clock: Clock) -> None:
+        join(self.now[stream], clock)
+
+
+def join(clock: list[int], other: Sequence[int]) -> None:
+    for k, n in enumerate(other):
+        if n > clock[k]:
+            clock[k] = n
+
+
+def joined(a: Sequence[int], b: Sequence[int]) -> Clock:
+    return tuple(map(max, a, b))
+
+
+# ---- what steps do to memory -----------------------------------------------------------------------------
+
+
+def accesses(s: Step, kernels: Sequence[AnyKernel]) -> dict[str, bool]:
+    """The buffers that a step uses, and whether it may write to them."""
+    out: dict[str, bool] = {}
+
+    def use(names: Iterable[str], written: bool) -> None:
+        for name in names:
+            out[name] = out.get(name, False) or written
+
+    if isinstance(s, Launch):
+        kernel = kernels[s.kernel]
+        params = kernel.columns if isinstance(kernel, TableKernel) else kernel.params
+        rows = len(s.args) // len(params) if params else 0
+        for k, p in enumerate(params):
+            use(s.args[k * rows : (k + 1) * rows], p.written)
+    elif isinstance(s, Copy):
+        use((s.src.buffer,), False)
+        use((s.dst,), True)
+    elif isinstance(s, Call):
+        use(s.names, True)
+        schema = getattr(s.target, "_schema", None)
+        if schema is None:  # nobody knows
+            use((v.buffer for v in values_in((s.args, s.kwargs))), not is_reader(s.target))
+        else:
+            named = dict(s.kwargs)
+            for k, a in enumerate(schema.arguments):
+                given: Any = s.args[k] if k < len(s.args) else named.get(a.name)
+                use((v.buffer for v in values_in(given)), a.is_write)
+    return out
+
+
+def is_reader(function: Any) -> bool:
+    """Of functions without a schema, those of our own (runtime/launch_plan.py) write to no argument."""
+    return getattr(function, "__module__", type(function).__module__).startswith("flambeau.")
+
+
+def roots(p: Program | ProgramDraft) -> dict[str, str]:
+    """Of each buffer, the one whose memory it has: itself, unless it lies over another or a call returned a view."""
+    places = {b.name: b for b in (p.buffers.values() if isinstance(p, ProgramDraft) else p.buffers)}
+    out = {name: name for name in places}
+
+    def root(name: str) -> str:
+        while out[name] != name:
+            out[name] = out[out[name]]
+            name = out[name]
+        return name
+
+    for b in places.values():
+        if b.over:
+            out[root(b.name)] = root(b.over)
+    for s in p.steps:
+        if isinstance(s, Call) and s.aliases:
+            given = [v.buffer for v in values_in((s.args, s.kwargs)) if v.buffer in places]
+            for name in (n for n in s.names if n in places):
+                for x in given:
+                    out[root(name)] = root(x)
+    return {name: root(name) for name in places}
+
+
+def is_single(p: Program | ProgramDraft) -> bool:
+    """Whether all of it is on one stream, whose order is that of the steps."""
+    return all(isinstance(s, (Launch, Call, Copy)) and s.stream == 0 for s in p.steps)
+
+
+def count_streams(p: Program | ProgramDraft) -> int:
+    return 1 + max((s.stream or 0 for s in p.steps), default=0)
+
+
+# ---- the check -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cell:
+    """A piece of memory: who wrote to it last, and who has read it since."""
+
+    written: Moment | None = None
+    read: dict[int, Moment] = field(default_factory=dict)  # by stream, the latest
+
+    def conflicts(self, m: Moment, writes: bool) -> Iterator[Moment]:
+        if self.written is not None and not m.after(self.written):
+            yield self.written
+        if writes:
+            yield from (other for other in self.read.values() if not m.after(other))
+
+    def use(self, m: Moment, writes: bool) -> None:
+        if writes:
+            self.written, self.read = m, {}
+        else:
+            self.read[m.stream] = m
+
+
+class Memory:
+    """The cells of a program: one for each buffer with memory of its own, and one for each piece of the arena."""
+
+    def __init__(self, p: Program) -> None:
+        self.cells: dict[Any, Cell] = {}
+        self.root = roots(p)
+        places = {b.name: b for b in p.buffers}
+        arena = {name: extent(places[r]) for name, r in self.root.items() if places[r].place == "arena"}
+        cuts = sorted({edge for pair in arena.values() for edge in pair})
+        index = {edge: k for k, edge in enumerate(cuts)}
+        self.pieces = {name: range(index[a], index[b]) for name, (a, b) in arena.items()}
+        self.arena = range(max(len(cuts) - 1, 0))
+
+    def of(self, name: str) -> Iterator[Cell]:
+        pieces: Iterable[Any] = self.pieces.get(name) or (self.root.get(name, name),)
+        return (self.cell(x) for x in pieces)
+
+    def cell(self, key: Any) -> Cell:
+        return self.cells.setdefault(key, Cell())
+
+
+def extent(b: BufferPlan) -> tuple[int, int]:
+    """Its bytes in the arena."""
+    size = nbytes(b)
+    assert size is not None, f"{b.name} is in the arena, and nobody knows how large it is"
+    return b.offset, b.offset - (-max(size, 1) // ALIGN) * ALIGN
+
+
+def check_order(p: Program) -> None:
+    """OrderError, if two steps use the same memory and nothing orders them."""
+    if not is_single(p):
+        Check(p).run()
+
+
+class Check:
+    def __init__(self, p: Program) -> None:
+        self.p, self.memory = p, Memory(p)
+        self.clocks = Clocks(count_streams(p))
+        self.owner: dict[str, int] = {}  # of memory by its root: the stream that it was made on
+        self.alive: dict[str, int] = {}  # how many names of it are to be freed yet
+        self.kept: dict[str, set[int]] = {}
+        self.gone: set[str] = set()
+        for names in p.frees:
+            for name in names:
+                self.alive[self.memory.root[name]] = self.alive.get(self.memory.root[name], 0) + 1
+
+    def run(self) -> None:
+        p, end = self.p, len(self.p.steps)
+        start = self.clocks.step(-1, 0)
+        for name in (*p.seeds, *p.arriving):
+            self.use(name, start, True)
+        for piece in self.memory.arena:
+            self.memory.cell(piece).use(start, True)
+        for k, s in enumerate(p.steps):
+            if isinstance(s, (Launch, Call, Copy)):
+                m = self.clocks.step(k, s.stream)
+                for name, writes in accesses(s, p.kernels).items():
+                    self.owner.setdefault(self.memory.root.get(name, name), 0 if name in p.inputs else s.stream)
+                    self.use(name, m, writes)
+            elif isinstance(s, Keep):
+                self.kept.setdefault(self.memory.root[s.buffer], set()).add(s.stream)
+            else:
+                self.clocks.pass_by(s)
+            for name in p.frees[k] if p.frees else ():
+                self.free(name, k)
+        last = self.clocks.step(end, 0)
+        for name in p.leaving:
+            self.use(name, last, False)
+        for piece in self.memory.arena:
+            self.access(self.memory.cell(piece), last, True, "the arena")
+        freed = {self.memory.root[name] for names in p.frees for name in names}
+        for root in self.owner:
+            if root not in freed and root not in self.memory.pieces:
+                self.released(root, end)
+
+    def use(self, name: str, m: Moment, writes: bool) -> None:
+        if self.memory.root.get(name, name) in self.gone:
+            raise OrderError(f"{self.title(m.step)} uses {name}, which was freed before")
+        for cell in self.memory.of(name):
+            self.access(cell, m, writes, name)
+
+    def access(self, cell: Cell, m: Moment, writes: bool, name: str) -> None:
+        for other in cell.conflicts(m, writes):
+            self.fail(name, other, m, "writes to" if writes else "reads")
+        cell.use(m, writes)
+
+    def free(self, name: str, k: int) -> None:
+        root = self.memory.root[name]
+        self.alive[root] -= 1
+        if not self.alive[root] and root not in self.memory.pieces:
+            self.released(root, k)
+            self.gone.add(root)
+
+    def released(self, root: str, k: int) -> None:
+        """The allocator may give the memory to what is put on its stream next."""
+        owner = self.owner.get(root, 0)
+        now = Moment(k, owner, joined(self.clocks.now[owner], self.clocks.host))
+        cell = self.memory.cell(root)
+        for other in cell.conflicts(now, True):
+            if other.stream not in self.kept.get(root, ()):
+                self.fail(root, other, now, "frees")
+
+    def fail(self, name: str, first: Moment, second: Moment, does: str) -> None:
+        at = "the end of the run" if second.step == len(self.p.steps) else f"step {second.step}"
+        raise OrderError(
+            f"{self.title(second.step)} on stream {second.stream} {does} {name}, which {self.title(first.step)} on "
+            f"stream {first.stream} uses, and nothing orders them: stream {second.stream} has to wait, before {at}, "
+            f"for an event that stream {first.stream} records after "
+            f"{'the start' if first.step < 0 else f'step {first.step}'}")
+
+    def title(self, k: int) -> str:
+        if k < 0:
+            return "the start of the run"
+        if k == len(self.p.steps):
+            return "the end of the run"
+        s = self.p.steps[k]
+        what = {Launch: "kernel", Call: "call", Copy: "copy"}.get(type(s), "step")
+        names = s.origins if isinstance(s, Launch) else (s.origin,) if isinstance(s, Call) else ()
+        return f"step {k} ({what}{' of ' + ', '.join(n for n in names if n) if any(names) else ''})"

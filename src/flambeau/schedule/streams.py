@@ -1,0 +1,231 @@
+"""Programs on several streams: a graph is scheduled stretch by stretch, and what orders streams is completed.
+
+A stretch of nodes on one stream, with nothing between them that orders streams, is scheduled by itself: kernels do not
+cross streams, and an event has behind it what was there when it was recorded. Between stretches values are memory.
+What the caller's events do not order, though one step reads what another one writes, is ordered here: a stream waits
+for an event of ours. Memory is then planned by what is before what for certain (`order.py`), and not by the list of
+steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from flambeau.ir.nodes import Graph, Node
+from flambeau.ir.program import Call, Copy, Keep, Launch, Record, Step, Wait
+
+from .memory import ProgramDraft, lifetimes, plan_memory, values_in
+from .order import Cell, Clock, Clocks, Moment, accesses, count_streams, joined, roots
+
+OWN = (Launch, Call, Copy)  # steps that use memory
+
+
+# ---- stretches of a graph --------------------------------------------------------------------------------
+
+
+@dataclass
+class Section:
+    """A stretch of a graph on one stream, as a graph, and the steps before it."""
+
+    graph: Graph
+    stream: int = 0
+    steps: tuple[Step, ...] = ()
+
+
+def sections(graph: Graph) -> Iterator[Section]:
+    """The graph itself, if all of it is on one stream."""
+    if not graph.turns:
+        yield Section(graph)
+        return
+    ends = [*(t.at for t in graph.turns[1:]), len(graph.nodes)]
+    parts = [graph.nodes[t.at : end] for t, end in zip(graph.turns, ends, strict=True)]
+    needed = [{v.buffer for v in values_in(graph.outputs)} | {v.buffer for _, v in graph.mutations}]
+    for part in reversed(parts[1:]):
+        needed.append(needed[-1].union(*(n.reads() for n in part)))
+    before = [*graph.inputs]
+    for turn, part, later in zip(graph.turns, parts, reversed(needed), strict=True):
+        yield Section(stretch(graph, part, before, later), turn.stream, turn.steps)
+        before += [name for n in part for name in n.names]
+
+
+def stretch(graph: Graph, nodes: list[Node], before: list[str], later: set[str]) -> Graph:
+    """Some nodes of a graph, by themselves: what others read of them is returned. Buffers are in one table."""
+    made = copy.copy(graph)
+    made.nodes, made.inputs, made.mutations, made.turns = list(nodes), list(before), [], []
+    made.outputs = [graph.whole(name) for n in nodes for name in n.names if name in later]
+    return made
+
+
+def write_early(p: ProgramDraft, first: int) -> None:
+    """New values of inputs that are copied there, from step `first` on, are so right behind the kernels that make
+    them, on their stream: the caller's events come after that, as they do in eager."""
+    copies = [s for s in p.steps[first:] if isinstance(s, Copy)]
+    p.steps = p.steps[:first]
+    root = roots(p)
+    for c in copies:
+        users = [k for k, s in enumerate(p.steps) for name, writes in accesses(s, p.kernels).items()
+                 if root.get(name) == root[c.dst] or (writes and root.get(name) == root[c.src.buffer])]
+        made = [s.stream for s in p.steps if isinstance(s, OWN) and c.src.buffer in written(s, p)]
+        p.steps.insert(max(users, default=-1) + 1, replace(c, stream=made[-1] if made else 0))
+
+
+def written(s: Step, p: ProgramDraft) -> set[str]:
+    return {name for name, writes in accesses(s, p.kernels).items() if writes}
+
+
+# ---- waits -----------------------------------------------------------------------------------------------
+
+
+def order_streams(p: ProgramDraft, graph: Graph) -> None:
+    """Add the waits without which two steps would use the same buffer in no order."""
+    root, cells, clocks = roots(p), dict[str, Cell](), Clocks(count_streams(p))
+    events = max((s.event for s in p.steps if isinstance(s, Record)), default=-1) + 1
+    waits: dict[int, dict[int, int]] = {}  # before a step: events by the steps behind which they are recorded
+    records: dict[int, Record] = {}  # behind a step
+    streams: dict[int, int] = {}
+
+    def order(k: int, stream: int, uses: Iterable[tuple[str, bool]]) -> None:
+        nonlocal events
+        found = [(cells.setdefault(root.get(name, name), Cell()), writes) for name, writes in uses]
+        now = Moment(k, stream, joined(clocks.now[stream], clocks.host))
+        missing = {m for cell, writes in found for m in cell.conflicts(now, writes)}
+        for m in sorted(missing, reverse=True):  # a later one may have waited for an earlier one itself
+            if clocks.now[stream][m.stream] < m.clock[m.stream]:
+                if m.step not in records:
+                    records[m.step] = Record(events, m.stream)
+                    events += 1
+                waits.setdefault(k, {})[m.step] = records[m.step].event
+                streams[k] = stream
+                clocks.wait(stream, m.clock)
+        now = clocks.step(k, stream)
+        for cell, writes in found:
+            cell.use(now, writes)
+
+    order(-1, 0, [(name, True) for name in (*graph.seeds, *graph.arriving)])
+    for k, s in enumerate(p.steps):
+        if isinstance(s, OWN):
+            order(k, s.stream, accesses(s, p.kernels).items())
+        else:
+            clocks.pass_by(s)
+    order(len(p.steps), 0, [(name, False) for name in graph.leaving])
+    steps: list[Step] = [records[-1]] if -1 in records else []
+    for k in range(len(p.steps) + 1):
+        steps += (Wait(event, streams[k]) for event in waits.get(k, {}).values())
+        if k < len(p.steps):
+            steps.append(p.steps[k])
+        if k in records:
+            steps.append(records[k])
+    for k, there in sorted(waits.items()):
+        p.notes += [f"stream {streams[k]} waits for step {j} of stream {records[j].stream}: it uses what that one does"
+                    for j in there]
+    p.steps = steps
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+def plan_streams(p: ProgramDraft, graph: Graph, most: int | None, first: int) -> None:
+    """The waits and the memory of a draft whose new values of inputs are copied from step `first` on."""
+    drop_lost_keeps(p)
+    write_early(p, first)
+    order_streams(p, graph)
+    uses = Uses(p, graph.leaving)
+    for b in list(p.buffers.values()):
+        if b.place == "arena" and not uses.within(b.name):
+            p.buffers[b.name] = replace(b, place="alloc")
+    plan_memory(p, most, uses.apart)
+    release(p, graph)
+
+
+class Uses:
+    """When, for certain, each buffer's memory is used: what may take its place, and when it may go."""
+
+    def __init__(self, p: ProgramDraft, leaving: Iterable[str]) -> None:
+        self.root, clocks = roots(p), Clocks(count_streams(p))
+        self.start = clocks.step(-1, 0)
+        self.first: dict[str, dict[int, Moment]] = {}  # by stream
+        self.last: dict[str, dict[int, Moment]] = {}
+        self.after: list[list[Clock]] = []  # behind each step: what each stream knows to be over
+        for k, s in enumerate(p.steps):
+            if isinstance(s, OWN):
+                m = clocks.step(k, s.stream)
+                for name in accesses(s, p.kernels):
+                    r = self.root.get(name, name)
+                    self.first.setdefault(r, {}).setdefault(s.stream, m)
+                    self.last.setdefault(r, {})[s.stream] = m
+            else:
+                clocks.pass_by(s)
+            self.after.append([joined(now, clocks.host) for now in clocks.now])
+        end = clocks.step(len(p.steps), 0)
+        for r in {self.root.get(name, name) for name in leaving}:  # the caller's own use of them
+            self.first.setdefault(r, {}).setdefault(0, end)
+            self.last.setdefault(r, {})[0] = end
+        self.ends = [joined(now, clocks.host) for now in clocks.now]
+
+    def before(self, a: str, b: str) -> bool:
+        """Whether every use of one buffer is over when the other one's begin."""
+        return all(m.after(other) for m in self.first[b].values() for other in self.last[a].values())
+
+    def apart(self, a: str, b: str) -> bool:
+        return self.before(a, b) or self.before(b, a)
+
+    def within(self, name: str) -> bool:
+        """Whether stream 0 has begun the run before it is used, and knows at its end that all use of it is over."""
+        end = Moment(len(self.after), 0, self.ends[0])
+        return name in self.first and all(m.after(self.start) for m in self.first[name].values()) and all(
+            end.after(m) for m in self.last[name].values())
+
+    def unordered(self, root: str, clock: Clock) -> list[int]:
+        """The streams on which it may still be in use then."""
+        return [t for t, m in self.last.get(root, {}).items() if clock[t] < m.clock[t]]
+
+
+def owner_of(root: str, uses: Uses, inputs: Iterable[str]) -> int:
+    """The stream that a buffer's memory is made on."""
+    if root in inputs or root not in uses.first:
+        return 0
+    return min(uses.first[root].values()).stream
+
+
+def release(p: ProgramDraft, graph: Graph) -> None:
+    """When memory goes back to the allocator, which gives it to the stream that it was made on: once that stream is
+    behind all use of it. If it never comes to be, the allocator is told who uses it. What the caller has given lives as
+    long as the call, as in eager."""
+    uses, lives = Uses(p, graph.leaving), lifetimes(p)
+    names: dict[str, list[str]] = {}
+    for name, r in uses.root.items():
+        if name in lives:
+            names.setdefault(r, []).append(name)
+    keeps: dict[int, list[Step]] = {}
+    frees: dict[int, list[str]] = {}
+    end = len(p.steps)
+    for r, group in names.items():
+        if p.buffers[r].place in ("arena", "seed", "list"):
+            continue
+        owner, last = owner_of(r, uses, graph.inputs), max(lives[name][1] for name in group)
+        if r in graph.inputs or last >= end:
+            keeps.setdefault(end, []).extend(Keep(r, t) for t in uses.unordered(r, uses.ends[owner]))
+            continue
+        known = next((k for k in range(last, end) if not uses.unordered(r, uses.after[k][owner])), None)
+        if known is None:
+            keeps.setdefault(last + 1, []).extend(Keep(r, t) for t in uses.unordered(r, uses.after[last][owner]))
+            known = last
+        frees.setdefault(known, []).extend(group)
+    steps: list[Step] = []
+    p.frees = {}
+    for k in range(end + 1):
+        steps += keeps.get(k, ())
+        if k and k - 1 in frees:
+            p.frees[len(steps) - 1] = (*p.frees.get(len(steps) - 1, ()), *sorted(frees[k - 1]))
+        if k < end:
+            steps.append(p.steps[k])
+    p.steps = steps
+
+
+def drop_lost_keeps(p: ProgramDraft) -> None:
+    """What became no memory of its own needs none to be kept."""
+    p.steps = [s for s in p.steps if not isinstance(s, Keep) or (
+        s.buffer in p.buffers and p.buffers[s.buffer].place not in ("arena", "seed"))]
+
