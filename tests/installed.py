@@ -25,7 +25,7 @@ torch.testing.assert_close(torch.from_numpy(flambeau.load("model.flam").forward(
 
 
 def main(archive: str, where: str) -> None:
-    folder = Path(where)
+    folder = Path(where).absolute()  # commands run in it
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)

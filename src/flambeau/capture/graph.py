@@ -304,6 +304,8 @@ class Lowering:
             return self.env[x]
         if isinstance(x, torch.SymInt):
             return self.c.symbols.index(x)
+        if isinstance(x, (torch.SymFloat, torch.SymBool)):
+            return self.c.symbols.host(x)
         return x
 
     def lowered(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

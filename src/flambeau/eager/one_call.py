@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.capture.decompositions import table
 from flambeau.capture.eager_strides import settle_strides
@@ -37,6 +36,7 @@ from flambeau.torch_compat.fake import FakeTensorMode, unset_fake_temporarily
 from flambeau.torch_compat.fx import LazyGraphModule
 from flambeau.torch_compat.ops import OpOverload
 
+from .call_recorder import CallRecorder
 from .operator_forms import Form
 
 aten = torch.ops.aten
@@ -330,7 +330,7 @@ class _Graph:
         return node
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The results' nodes, None for what is none."""
+        """One node per result; None for a result that is not a tensor."""
         functional: Any = self.form.functional
         examples: Any = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example", n.meta["val"]))
         if functional not in LOWERINGS and not facts(functional).library:
@@ -345,27 +345,12 @@ class _Graph:
                     examples: Any) -> list[Any]:
         if self.lift:
             raise UnsupportedError("its numbers are part of what it is made of")
-        used: list[fx.Node] = []
-        fx.node.map_arg((args, kwargs), used.append)
-        used = list(dict.fromkeys(used))
-
-        def of_tensors(*tensors: torch.Tensor) -> Any:
-            there = dict(zip(used, tensors, strict=True))
-            a, k = fx.node.map_arg((args, kwargs), lambda n: there[n])
-            return function(*a, **k)
-
-        traced = make_fx(of_tensors, decomposition_table=table(False), tracing_mode="real")(
-            *(n.meta["val"] for n in used))
-        env: dict[fx.Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), used, strict=True))
-        for node in traced.graph.nodes:
-            if node.op == "output":
-                found: Any = fx.node.map_arg(node.args[0], lambda n: env[n])
-                return list(found) if isinstance(found, (list, tuple)) else [found]
-            if node.op == "get_attr":
-                raise UnsupportedError("it is made with tensors of its own")
-            if node.op == "call_function":
-                env[node] = self.graph.node_copy(node, lambda n: env[n])
-        raise AssertionError("a graph without an output")
+        recorder = CallRecorder(self.graph, table(False))
+        fx.node.map_arg((args, kwargs), lambda n: recorder.add(n.meta["val"], n))
+        with recorder:
+            made = function(*examples[0], **examples[1])
+        made = list(made) if isinstance(made, (list, tuple)) else [made]
+        return [None if x is None else recorder.node(x) for x in made]
 
     def check(self, given: Sequence[Any], results: Sequence[Any]) -> None:
         """What takes the results can take them. Torch resizes and casts where it must."""

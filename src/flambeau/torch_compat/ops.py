@@ -6,7 +6,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "allow_numbers_as_tensors", "conj", "foreach_add",
-           "foreach_div", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_pow", "neg_view"]
+           "foreach_div", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_pow", "is_composite", "neg_view"]
 
 # Lazy conjugates and negatives as such: `torch.conj` leaves real numbers alone and the public negative computes.
 conj = torch._conj
@@ -22,3 +22,8 @@ foreach_pow = torch._foreach_pow
 
 # Context: whether calls take Python's numbers where a schema says Tensor, as torch's own functions do.
 allow_numbers_as_tensors = torch._C._should_allow_numbers_as_tensors
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether autograd sees the operators that this one calls, and not itself."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -8,7 +8,9 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
+    tree_map_only,
     tree_unflatten,
 )
 
-__all__ = ["keystr", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["keystr", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only",
+           "tree_unflatten"]
