@@ -93,7 +93,7 @@ def test_names() -> None:
 
 def test_a_stopped_run_is_a_sample_of_every_file() -> None:
     tests = {File(f"{name}.py", "device"): [f"T.{name}{k}" for k in range(count)]
-             for name, count in (("a", 3), ("b", 13 * BATCH), ("c", 67 * BATCH))}
+             for name, count in (("a", 3), ("b", 13 * BATCH["device"]), ("c", 67 * BATCH["device"]))}
     batches = in_turn(tests)
     assert {*itertools.chain(*(batch for _, batch in batches))} == {*itertools.chain(*tests.values())}
     half = batches[:len(batches) // 2]

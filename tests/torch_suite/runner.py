@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,9 @@ from patience import answers
 from .files import DEVICE, KINDS, File, chosen, common_name
 from .worker import WHERE
 
-BATCH = 300  # tests of one process: what a process gathers (graphs, kernels, memory) goes with it
+# Tests of one process, by kind of file: what a process gathers (graphs, kernels, memory) goes with it. On the device most
+# tests are short beside the seconds that a file takes to load.
+BATCH = {"device": 800, "skeleton": 300, "compile": 150}
 BAD = ("failed", "crashed", "hung")
 LOADING = "file.load"  # stands for all tests of a file that cannot be loaded
 
@@ -282,11 +285,17 @@ def sides(file: File) -> tuple[str, ...]:
 
 
 def in_turn(tests: dict[File, list[str]]) -> list[tuple[File, list[str]]]:
-    """Batches such that whenever a run is stopped, about the same share of every file has run."""
+    """Batches such that whenever a run is stopped, about the same share of every file has run.
+
+    Tests of one operator and dtype run in one process, since they need the same kernels.
+    """
     placed = []
     for file, names in tests.items():
-        parts = max(1, round(len(names) / BATCH))
-        placed += [(k / parts, file.path, file, names[k::parts]) for k in range(parts) if names]
+        alike = sorted(names, key=lambda name: name.split("_")[::-1])  # names end with operator and dtype
+        parts = max(1, round(len(names) / BATCH[file.kind]))
+        batches = [alike[k * len(alike) // parts:(k + 1) * len(alike) // parts] for k in range(parts) if names]
+        batches.sort(key=lambda batch: zlib.crc32(batch[0].encode()))
+        placed += [(k / parts, file.path, file, batch) for k, batch in enumerate(batches)]
     return [(file, batch) for *_, file, batch in sorted(placed)]
 
 
