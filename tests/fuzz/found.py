@@ -80,4 +80,7 @@ FOUND: dict[str, Program] = {
         ["torch.tensor([[-6.0], [0.0], [-8.0]], dtype=torch.float64)"], "v0 = a0.logcumsumexp(0)", results="v0"),
     "roots that eager has from a library": written(
         ["torch.rand(64)"], "v0 = a0.sqrt()", results="v0", numerics="eager"),
+    "a view of nothing, of a size that is there by chance": written(
+        ["torch.randn(3, 12, n0)"], "v0 = a0[3::3, a0.shape[1]::3]", "v1 = v0.view(0, 0, 5)", results="v1", exact=True,
+        dynamic=True, sizes=(Sizes(n0=5), Sizes(n0=6))),
 }

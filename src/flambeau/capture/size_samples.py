@@ -94,12 +94,25 @@ def symbolic(graph: fx.Graph) -> Iterable[torch.SymInt]:
 
 
 def further(hints: Numbers, env: Any) -> list[Numbers]:
-    """Other numbers, for which the graph holds as well."""
+    """Other numbers, for which the graph holds as well: as many sizes as its guards allow are changed."""
+    guards = [env.replace(g.expr) for g in env.guards]
     names = sorted(hints, key=str)
+
+    def holds(numbers: Numbers) -> bool:
+        ranges = ((n, env.var_to_range[s]) for s, n in numbers.items() if s in env.var_to_range)
+        return all(r.lower <= n <= r.upper for n, r in ranges) and all(
+            g.xreplace(numbers) == sympy.true for g in guards)
+
     for ordered in (names, names[::-1]):
         numbers = {s: sympy.Integer(PRIMES[k % len(PRIMES)]) for k, s in enumerate(ordered)}
-        ranges = ((n, env.var_to_range[s]) for s, n in numbers.items() if s in env.var_to_range)
-        if all(r.lower <= n <= r.upper for n, r in ranges) and all(
-                g.expr.xreplace(numbers) == sympy.true for g in env.guards):
+        if holds(numbers):
             return [numbers]
-    return []
+    numbers = dict(hints)
+    for k, s in enumerate(names):
+        here = hints[s]
+        for other in (sympy.Integer(PRIMES[k % len(PRIMES)]), *(here * n + 1 for n in (3, 2, 1)), here * 3, here * 2,
+                      here - 1):
+            if other != here and holds(numbers | {s: other}):
+                numbers[s] = other
+                break
+    return [numbers] if numbers != hints and holds(numbers) else []
