@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="parts of file names; all files without")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="tests of these dtypes, and those that name none")
     parser.add_argument("--only", default="", metavar="PART", help="tests whose name has this part")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of processors for a test")
+    parser.add_argument("--limit", type=float, default=Settings.limit, help="seconds of processors for a test")
     parser.add_argument("--time", type=float, default=float("inf"), help="seconds for all: the report is of what ran")
     parser.add_argument("--shard", default="1/1", help="k/n: the k-th of n parts of each file")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")

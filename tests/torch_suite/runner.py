@@ -41,7 +41,7 @@ class Settings:
     root: Path  # PyTorch's test folder
     state: Path  # what is known so far
     dtypes: tuple[str, ...]
-    limit: float = 120.0  # seconds of processors for a test
+    limit: float = 600.0  # seconds of processors for a test
     start_limit: float = 300.0  # seconds until a worker has loaded its file: the device's core may be compiled there
     time: float = float("inf")  # seconds for all; what is left then is left for another run
     jobs: int = 1  # processes at once
@@ -77,6 +77,8 @@ class Worker:
         ours, theirs = os.pipe()
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         plain = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        threads = str(max(1, (os.cpu_count() or 1) // settings.jobs))  # the processes fill the cores
+        plain |= {"OMP_NUM_THREADS": threads, "POCL_MAX_PTHREAD_COUNT": threads}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch_suite.worker", str(theirs)], stdin=subprocess.PIPE, stdout=log, stderr=log,
             pass_fds=(theirs,), env=plain | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
