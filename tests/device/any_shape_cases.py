@@ -25,7 +25,7 @@ enable_device()
 DEV = "flambeau"
 ROUNDS = int(os.environ.get("FLAMBEAU_TEST_ROUNDS", "1"))
 SEED = os.environ.get("FLAMBEAU_TEST_SEED", "0")
-SHAPES = 3  # of a round, which are of one class
+SHAPES = 4  # of a round, which are of one class
 
 
 @pytest.fixture
@@ -46,17 +46,22 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Draw(random.Random):
-    """Ranks, layouts and which sizes are zero or one follow from the seed; other sizes from a second one."""
+    """Ranks, layouts and which sizes are zero or one follow from the seed; other sizes from a second one, and some of
+    these are one as well."""
 
     def __init__(self, seed: str, sizes: str) -> None:
         super().__init__(seed)
         self.sizes = random.Random(sizes)
 
     def size(self) -> int:
-        return self.choice((0, 1, 1, *[self.sizes.randint(2, 30)] * 12))
+        return self.choice((0, 1, 1, *[self.other(30)] * 12))
 
     def large(self, least: int, most: int) -> int:
-        return self.sizes.randint(2, most) if most > 1 else most
+        return max(least, self.other(most)) if most > 1 else most
+
+    def other(self, most: int) -> int:
+        large = self.sizes.randint(2, most)
+        return 1 if self.sizes.random() < 0.15 else large
 
     def shape(self, least: int = 1, most: int = 4) -> list[int]:
         return [self.size() for _ in range(self.randint(least, most))]
@@ -166,6 +171,33 @@ def indexed(function: Callable[..., Any], values: bool = False) -> Case:
     return case
 
 
+def placed(d: Draw, function: Callable[..., Any], values: bool = True) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """With indices of some dimensions, which are broadcast to each other, and values that are broadcast to them."""
+    shape = [max(n, 1) for n in d.shape(2, 4)]
+    used = sorted(d.sample(range(len(shape)), d.randint(1, 2)))
+    common = [max(n, 1) for n in d.shape(1, 2)]
+    indices = tuple(d.tensor(d.broadcast(common), torch.int64, shape[k]) if k in used else None
+                    for k in range(used[-1] + 1))
+    result = torch.empty(shape)[tuple(slice(None) if i is None else i for i in indices)].shape
+    given = d.tensor(d.broadcast([*result]))
+    return function, (d.tensor(shape), indices, *([given] if values else []))
+
+
+def taken(x: torch.Tensor, indices: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    return x[tuple(slice(None) if i is None else i for i in indices)]
+
+
+def put(x: torch.Tensor, indices: tuple[torch.Tensor | None, ...], values: torch.Tensor) -> torch.Tensor:
+    """The last value at a place stays, on the CPU; where several would be, they are made one."""
+    out = x.clone()
+    out[tuple(slice(None) if i is None else i for i in indices)] = values[(0,) * values.dim()]
+    return out
+
+
+def joined(x: torch.Tensor, indices: tuple[torch.Tensor | None, ...], values: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.index_put(x, indices, values, True)
+
+
 def selected(d: Draw) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     shape = [max(n, 1) for n in d.shape(1, 3)]
     dim = d.randrange(len(shape))
@@ -206,6 +238,8 @@ CASES: dict[str, Case] = {
     "pad": unary(F.pad, (1, 2)), "contiguous": unary(torch.Tensor.contiguous),
     "tril": lambda d: (torch.tril, (d.tensor(d.shape(2, 3)),)), "repeat": unary(lambda x: x.repeat(*(2,) * x.dim())),
     "gather": indexed(torch.gather), "scatter_add": indexed(torch.scatter_add, True), "index_select": selected,
+    "index": lambda d: placed(d, taken, values=False), "index_put": lambda d: placed(d, put),
+    "index_put, joined": lambda d: placed(d, joined),
     "embedding": embedding, "copy_": copied, "out=": into, "matmul": product, "linear": linear,
     "conv2d": convolution, "max_pool2d": image(F.max_pool2d, 2), "avg_pool2d": image(F.avg_pool2d, 2),
     "upsample": image(lambda x: F.interpolate(x, scale_factor=2.0)), "layer_norm": layer_norm, "group_norm": group_norm,

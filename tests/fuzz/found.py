@@ -83,4 +83,8 @@ FOUND: dict[str, Program] = {
     "a view of nothing, of a size that is there by chance": written(
         ["torch.randn(3, 12, n0)"], "v0 = a0[3::3, a0.shape[1]::3]", "v1 = v0.view(0, 0, 5)", results="v1", exact=True,
         dynamic=True, sizes=(Sizes(n0=5), Sizes(n0=6))),
+    "indices that do not fit together": written(
+        ["torch.zeros(4, 8, 5)", "torch.zeros(n0, dtype=torch.int64)", "torch.zeros(3, dtype=torch.int64)"],
+        "v0 = a0.clone()", "v0[:, a1, a2] = 1", results="v0", exact=True, dynamic=True,
+        sizes=(Sizes(n0=3), Sizes(n0=2))),
 }

@@ -44,8 +44,6 @@ RULES: tuple[Rule, ...] = (
          error="UserWarning not triggered"),
     Rule("sums of a sparse gradient are rounded after each step, by the CPU, and those of a dense one at the end", True,
          "device", test="test_embedding_bag_device.*bfloat16", error="not close"),
-    Rule("the test gives any device but CUDA an index on the CPU", False, "device",
-         test="test_stable_sort_against_numpy", error="two devices, cpu and flambeau:0! .in aten::index_fill_"),
     Rule("eager's order of rows with NaN is that of a comparison which says of no two that one is less", True, "device",
          test=r"test_unique_dim$", error="(?s)nan at index.*expected_unique_nan"),
     Rule("an operator that the skeleton adds for its own tests", False, "skeleton", error="'_OpNamespace' 'flambeau'"),

@@ -29,8 +29,8 @@ from patience import answers
 from .files import DEVICE, KINDS, File, chosen, common_name
 from .worker import WHERE
 
-# Tests of one process, by kind of file: what a process gathers (graphs, kernels, memory) goes with it. On the device most
-# tests are short beside the seconds that a file takes to load.
+# Tests of one process, by kind of file: what a process gathers (graphs, kernels, memory) goes with it. On the device
+# most tests are short beside the seconds that a file takes to load.
 BATCH = {"device": 800, "skeleton": 300, "compile": 150}
 BAD = ("failed", "crashed", "hung")
 LOADING = "file.load"  # stands for all tests of a file that cannot be loaded
@@ -86,7 +86,9 @@ class Worker:
         os.close(theirs)
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, args=(ours,), daemon=True).start()
-        self.tell({"root": str(settings.root), "file": file._asdict(), "side": side})
+        # A share of the memory for each process, and one for all that is not ours: some tests take what they get.
+        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (settings.jobs + 1)
+        self.tell({"root": str(settings.root), "file": file._asdict(), "side": side, "memory": share})
 
     def tell(self, order: Any) -> None:
         assert self.process.stdin is not None

@@ -2,7 +2,7 @@
 
     python -m torch_suite.worker REPORTS
 
-Two lines of JSON on standard input: {"root", "file", "side"}, and, after the names came, a list of those to
+Two lines of JSON on standard input: {"root", "file", "side", "memory"}, and, after the names came, a list of those to
 run. Reports are lines of JSON on the file descriptor REPORTS: {"tests"}, the names; {"test"}, when one begins; and
 {"test", "status", "seconds", "error", "trace", "line"}, when it has ended: the line is the last one in a test file.
 Statuses: passed, failed, skipped, expected (a failure that the file expects).
@@ -145,6 +145,7 @@ def main() -> None:
     file, side = File(**order["file"]), order["side"]
     faulthandler.enable()
     faulthandler.register(WHERE)
+    resource.setrlimit(resource.RLIMIT_DATA, (order["memory"],) * 2)
     before_torch(file, side)
     settle = prepare(file, side)
     try:

@@ -242,9 +242,10 @@ class Lowering:
         if isinstance(target, OpOverload) and n.name not in self.exclude and not nothing and self.lowerable(n, target):
             before = len(self.g.nodes)
             out = self.lowered(target, self.readable(args), self.readable(kwargs))
-            if out is not NotImplemented and self.computable(self.g.nodes[before:]):
+            if out is not NotImplemented and self.computable(self.g.nodes[before:]) and all(self.agreed()):
                 return self.settle(n, out)
             del self.g.nodes[before:]
+            self.g.equal.clear()
         # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
         # Products in fast numerics take what there is.
         if self.g.policy.exact or not facts(target).library:
@@ -275,6 +276,11 @@ class Lowering:
         # By strides of its own it may go beyond the elements of its argument, whether it names where it begins or not.
         beyond = any(a.name == "storage_offset" for a in schema)
         return (self.storage.from_start(x) if beyond else self.storage.strided(x), *args[1:])
+
+    def agreed(self) -> list[bool | None]:
+        """Whether sizes are equal that a lowering took for that. Not every rule of torch's has asked."""
+        pairs, self.g.equal = self.g.equal, {}
+        return [self.c.symbols.same(a, b) for a, b in pairs]
 
     def computable(self, nodes: Sequence[Node]) -> bool:
         """Whether the machine has all that the nodes ask for."""
@@ -339,7 +345,8 @@ class Lowering:
             if not isinstance(v, Value) or not isinstance(m, torch.Tensor):
                 continue
             shape = tuple(self.c.symbols.index(s) for s in m.shape)
-            if v.dtype is not m.dtype or len(shape) != len(v.shape) or not self.g.agree(shape, v.shape):
+            if v.dtype is not m.dtype or len(shape) != len(v.shape) or not self.g.agree(
+                    shape, v.shape) or False in self.agreed():
                 raise AssertionError(f"lowering of {n.target} gives {v.dtype}{list(v.shape)}, "
                                      f"torch says {m.dtype}{list(shape)}")
             b = self.g.buffers[v.buffer]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flambeau.errors import UnsupportedError
-from flambeau.ir.index import Index, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
+from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, floordiv, maximum, minimum, mod
 from flambeau.ir.nodes import Host
 from flambeau.torch_compat.fx import PythonPrinter
 
@@ -18,6 +18,9 @@ from flambeau.torch_compat.fx import PythonPrinter
 FOLDED: dict[str, Callable[[Index, Index], Index]] = {
     "Add": operator.add, "Mul": operator.mul, "Max": maximum, "Min": minimum}
 BINARY = {"FloorDiv": floordiv, "CleanDiv": floordiv, "Mod": mod, "PythonMod": mod}
+# Atoms of ours, and functions of torch's symbolic numbers.
+COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
+    "div": operator.floordiv, "mod": operator.mod, "min": torch.sym_min, "max": torch.sym_max}
 
 
 class Symbols:
@@ -27,6 +30,7 @@ class Symbols:
         self.known: dict[str, Sym] = {}
         self.hosts: dict[Sym, Host] = {}  # those that stand for a computed number
         self.typical: dict[Sym, int] = {}  # what they were when the graph was captured
+        self._numbers: dict[Sym, Callable[[], Any]] = {}  # as torch has them
         self._fixed: tuple[tuple[int, int], dict[Any, Any]] = ((0, 0), {})  # as of so many guards of an environment
 
     def index(self, x: Any) -> Index:
@@ -58,7 +62,8 @@ class Symbols:
                 r = ranges[s]
                 lo = int(r.lower) if r.lower.is_Integer and int(r.lower) > -(2**40) else None
                 hi = int(r.upper) if r.upper.is_Integer and int(r.upper) < 2**40 else None
-            self.known[s.name] = Sym(s.name, None, lo, hi)
+            made = self.known[s.name] = Sym(s.name, None, lo, hi)
+            self._numbers[made] = lambda: env.create_symintnode(s, hint=None)
         return self.known[s.name]
 
     def host(self, x: Any) -> Host:
@@ -76,7 +81,29 @@ class Symbols:
         sym = Sym(f"host{len(self.hosts)}", None, int(low) if low.is_Integer else None)
         self.known[sym.name] = sym
         self.hosts[sym] = host
+        self._numbers[sym] = lambda: x
         return sym
+
+    def same(self, a: Index, b: Index) -> bool | None:
+        """Whether two sizes are equal; None if only data decide that. Where it depends on the sizes of a call, they are
+        what they are here from now on: a guard."""
+        if a is b:
+            return True
+        found = self.number(a) == self.number(b)
+        if isinstance(found, torch.SymBool) and found.node.hint is None:
+            return None
+        return bool(found)
+
+    def number(self, i: Index) -> Any:
+        """An index as torch's own number."""
+        total: Any = i.const
+        for atoms, factor in i.terms:
+            product: Any = factor
+            for a in atoms:
+                product *= COMPUTED[a.kind](self.number(a.a), self.number(a.b)) if isinstance(
+                    a, Op) else self._numbers[a]()  # type: ignore[index]
+            total += product
+        return total
 
     def solve(self, x: torch.SymInt, name: str, known: Mapping[Sym, Any]) -> tuple[Sym, Host] | None:
         """If x, called `name`, is linear in one symbol that is not known: that symbol, and its value."""

@@ -481,7 +481,6 @@ def made(form: Form, shapes: Shapes, lift: int, into_any: bool) -> PlainProgram:
         made = build(form, shapes.symbolic(sizes), lift, into_any, env, shapes.loops is not None)
         package, results = made.package, [[text(n) for n in row] for row in made.results]
         told = [[str(which), *(host_text(as_index(n)) for n in bounds)] for which, *bounds in made.ranges]
-        guards += made.equal
     except OtherShapes as other:
         told = [[text(n) for n in shape] for shape in other.shapes]
     # What is written, in loops over it, can lie in any way: only what was taken to be one has to be.
@@ -491,7 +490,8 @@ def made(form: Form, shapes: Shapes, lift: int, into_any: bool) -> PlainProgram:
         guards += [f"{text(bounds.lower)} <= {s.name}"] if bounds.lower.is_Integer and bounds.lower > 2 else []
         guards += [f"{s.name} <= {text(bounds.upper)}"] if bounds.upper.is_Integer else []
     numbers = taken(form.op, shapes.args, lift) if lift else ()
-    return PlainProgram(package, tuple(names), " and ".join(guards) or "True", rows(told), rows(results), numbers)
+    holds = " and ".join(f"({guard})" for guard in guards) or "True"
+    return PlainProgram(package, tuple(names), holds, rows(told), rows(results), numbers)
 
 
 def text(x: Any) -> str:

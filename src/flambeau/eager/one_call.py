@@ -18,7 +18,6 @@ import torch.fx as fx
 from flambeau.capture.decompositions import table
 from flambeau.capture.eager_strides import settle_strides
 from flambeau.capture.graph import Captured, RunNumber
-from flambeau.codegen.source import host_text
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.expr import cast, index_value, walk, where
@@ -142,7 +141,6 @@ Range = tuple[int, Any, Any]
 class Built(NamedTuple):
     run: Run  # takes the tensors of a call as a list, in order, and returns the results
     ranges: tuple[Range, ...]  # what its kernels accept of those tensors that are indices as they are
-    equal: list[str]  # what its lowerings take for granted of symbols, as Python
     package: LaunchPlan  # for calls with symbols: its maker takes numbers in their place
     results: list[tuple[Any, ...]]  # shapes and strides
 
@@ -173,7 +171,7 @@ def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, en
         given = sum(n.op == "placeholder" and not isinstance(n.meta["val"], torch.SymInt) for n in graph.graph.nodes)
         known = Known(frozenset(s.name for s in env.var_to_range), given, layout)
         package = write(made.program, package.target, made.texts, package.device, known=known)
-    return Built(made.finish(), accepted(made.captured), assumed(made.captured), package, layouts(graph))
+    return Built(made.finish(), accepted(made.captured), package, layouts(graph))
 
 
 def layouts(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
@@ -196,13 +194,6 @@ def not_lowered(captured: Captured, target: Target) -> UnsupportedError:
         return UnsupportedError("the device does not have a dtype", dtypes=sorted(map(str, lacking)),
                                 target=target.machine())
     return UnsupportedError("this call has no lowering")
-
-
-def assumed(captured: Captured) -> list[str]:
-    """Not every operator checks its arguments, nor every rule of torch's for the shape of a result."""
-    names = {s: s.name for s in captured.symbols.known.values()} | {
-        s: host.text for s, host in captured.symbols.hosts.items()}
-    return [f"{host_text(a, names)} == {host_text(b, names)}" for a, b in captured.graph.equal]
 
 
 def accepted(captured: Captured) -> tuple[Range, ...]:

@@ -391,7 +391,7 @@ class Graph:
     mutations: list[tuple[str, Value]] = field(default_factory=list)  # input buffer <- value, at the end
     seeds: list[str] = field(default_factory=list)  # int64 scalars that each run draws anew
     donated: set[str] = field(default_factory=set)  # inputs that nobody but this run needs
-    equal: dict[tuple[Index, Index], None] = field(default_factory=dict)  # sizes at the run, or it is no such call
+    equal: dict[tuple[Index, Index], None] = field(default_factory=dict)  # sizes that lowerings take for one
     origin: str = ""
     device: str = "cpu"  # where its tensors are: ATen's kernels save other things for their gradients there
     capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it

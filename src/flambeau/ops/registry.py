@@ -59,13 +59,16 @@ def operand(x: Any) -> Operand:
 
 
 def broadcast_shapes(*shapes: Sequence[Index]) -> tuple[Index, ...]:
+    """Sizes that are not known to be equal are noted in the graph: they have to be at the run."""
     rank = max((len(s) for s in shapes), default=0)
     one = as_index(1)
     out = [one] * rank
     for s in shapes:
-        for k, n in enumerate(reversed(s)):
-            if n is not one:
-                out[rank - 1 - k] = n
+        for k, n in enumerate(s, rank - len(s)):
+            if out[k] is one:
+                out[k] = n
+            elif n is not one:
+                build.graph().agree([out[k]], [n])
     return tuple(out)
 
 

@@ -110,9 +110,9 @@ def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumu
 
 
 def _fits(values: Shape, shape: Shape) -> bool:
-    """Whether values can be broadcast to a shape, as far as is known."""
+    """Whether values can be broadcast to a shape; what is not known before the run is noted in the graph."""
     return len(values) <= len(shape) and all(
-        n is ONE or n is m for n, m in zip(reversed(values), reversed(shape), strict=False))
+        n is ONE or build.graph().agree([n], [m]) for n, m in zip(reversed(values), reversed(shape), strict=False))
 
 
 def _sum(a: Expr, b: Expr) -> Expr:
