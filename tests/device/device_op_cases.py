@@ -502,3 +502,10 @@ def test_small_floats_that_the_cpu_lacks() -> None:
     with pytest.raises(NotImplementedError, match="not implemented for 'Half'"):
         F.avg_pool3d(x, 2)
     assert F.avg_pool3d(x.to(DEV), 2).item() == 2
+
+
+@pytest.mark.parametrize("args", [(7,), (7, False), (7, True, 8.0)])
+def test_windows(args: tuple[Any, ...]) -> None:
+    """PyTorch makes this one of a kernel that only its own devices can have."""
+    made = torch.kaiser_window(*args, device=DEV)
+    assert made.device.type == DEV and torch.equal(made.cpu(), torch.kaiser_window(*args))

@@ -56,7 +56,9 @@ describe("broadcast_tensors", "empty", "native_batch_norm", "one_hot", "pad_sequ
 # ---- on the device
 
 describe(aten.addr.default, instead=aten.addr.default)
-describe(aten.mode.values, on_cpu=True)
+# PyTorch makes the window of operators and a kernel that other devices cannot have.
+describe(aten.mode.values, aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta,
+         on_cpu=True)
 describe("_indices", "_values", "indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices",
          "_nnz", "sparse_dim", "dense_dim", "_dimI", "_dimV", "is_coalesced", "_coalesced_",
          "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "empty_like", "clone", "copy_",
