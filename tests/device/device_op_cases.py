@@ -505,7 +505,7 @@ def test_small_floats_that_the_cpu_lacks() -> None:
 
 
 @pytest.mark.parametrize("args", [(7,), (7, False), (7, True, 8.0)])
-def test_windows(args: tuple[Any, ...]) -> None:
+def test_windows(falls_back: None, args: tuple[Any, ...]) -> None:
     """PyTorch makes this one of a kernel that only its own devices can have."""
     made = torch.kaiser_window(*args, device=DEV)
     assert made.device.type == DEV and torch.equal(made.cpu(), torch.kaiser_window(*args))
