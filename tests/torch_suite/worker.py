@@ -145,7 +145,8 @@ def main() -> None:
     file, side = File(**order["file"]), order["side"]
     faulthandler.enable()
     faulthandler.register(WHERE)
-    resource.setrlimit(resource.RLIMIT_DATA, (order["memory"],) * 2)
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(order["memory"], limit % (1 << 63)),) * 2)  # -1: there is none
     before_torch(file, side)
     settle = prepare(file, side)
     try:
