@@ -78,7 +78,7 @@ class Worker:
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         plain = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         threads = str(max(1, (os.cpu_count() or 1) // settings.jobs))  # the processes fill the cores
-        plain |= {"OMP_NUM_THREADS": threads, "POCL_MAX_PTHREAD_COUNT": threads}
+        plain = {"OMP_NUM_THREADS": threads, "POCL_MAX_PTHREAD_COUNT": threads} | plain
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch_suite.worker", str(theirs)], stdin=subprocess.PIPE, stdout=log, stderr=log,
             pass_fds=(theirs,), env=plain | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
