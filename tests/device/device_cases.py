@@ -8,6 +8,7 @@ import itertools
 import logging
 import multiprocessing
 import pickle
+import resource
 import threading
 import warnings
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_statistics() -> None:
 def test_out_of_memory() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="flambeau:0 is out of memory"):
         torch.empty(1 << 50, dtype=torch.uint8, device=DEV)
+    same(torch.ones(3, device=DEV), torch.ones(3))
+
+
+def test_memory_that_the_host_does_not_have() -> None:
+    """Of a device that works in the memory of the host; a driver that finds out at the first use would crash."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used = sum(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+               if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, ((used << 10) + (64 << 20), before[1]))
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="flambeau:0 is out of memory"):
+            torch.empty(512 << 20, dtype=torch.uint8, device=DEV).fill_(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
     same(torch.ones(3, device=DEV), torch.ones(3))
 
 

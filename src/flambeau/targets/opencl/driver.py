@@ -82,14 +82,16 @@ class ClDriver:
         # and asked for now.
         if self._used[device] + nbytes > total:
             raise MemoryError(f"The device has {total} bytes")
-        begin = 0
-        if on.is_cpu and PAGE <= nbytes <= most - PAGE:
-            begin = self._begin = (self._begin + STAGGER) % PAGE
+        begin, flags = 0, pyopencl.mem_flags.READ_WRITE
+        if on.is_cpu:
+            flags |= pyopencl.mem_flags.ALLOC_HOST_PTR  # PoCL crashes if there is none at the first use
+            if PAGE <= nbytes <= most - PAGE:
+                begin = self._begin = (self._begin + STAGGER) % PAGE
         try:
-            buffer = pyopencl.Buffer(on.context, pyopencl.mem_flags.READ_WRITE, begin + nbytes)
+            buffer = pyopencl.Buffer(on.context, flags, begin + nbytes)
             stream.last = pyopencl.enqueue_migrate_mem_objects(
                 stream.queue, [buffer], pyopencl.mem_migration_flags.CONTENT_UNDEFINED)
-        except pyopencl.MemoryError as error:
+        except (pyopencl.MemoryError, pyopencl.RuntimeError) as error:  # of the device, and of the host
             raise MemoryError(str(error)) from error
         with self._lock:
             self._buffers[address] = buffer, begin
