@@ -16,7 +16,7 @@ from flambeau.capture.eager_strides import settle_strides
 from flambeau.capture.kept_whole import whole_operators
 from flambeau.errors import UnsupportedError
 from flambeau.ir.program import Program
-from flambeau.torch_compat.joint_export import with_gradients
+from flambeau.torch_compat.exported import decomposed
 from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_map, tree_unflatten
 
 from .container import text_words
@@ -98,7 +98,7 @@ def differentiated(name: str, found: torch.export.ExportedProgram, exact: bool) 
         if n.op == "placeholder" and not n.users and isinstance(n.meta.get("val"), torch.Tensor):
             n.meta["val"] = n.meta["val"].detach()
     try:
-        return with_gradients(found, table(exact))
+        return decomposed(found, table(exact), gradients=True)
     except (AssertionError, RuntimeError) as e:
         raise UnsupportedError(f"{name}: torch finds no gradients of this step: {e}",
                                hint="its first result is a loss of one number that depends on all parameters which "
@@ -122,7 +122,7 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
     with torch.set_grad_enabled(trains), whole_operators(exact):
         found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes, strict=False)
         nesting = found.call_spec.out_spec
-        found = differentiated(name, found, exact) if trains else found.run_decompositions(table(exact))
+        found = differentiated(name, found, exact) if trains else decomposed(found, table(exact), gradients=False)
     gm = found.graph_module
     for n in reversed(gm.graph.nodes):  # what torch assumed of inputs, the runtime checks
         if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
