@@ -46,13 +46,16 @@ from .weights import Weights
 TargetCode: TypeAlias = CpuCode | DeviceCode
 
 
-def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, ...] = (),
-           path: str | PathLike[str] = "model.flam", *, kwargs: Mapping[str, Any] | None = None,
+Subject: TypeAlias = torch.nn.Module | Callable[..., Any] | torch.export.ExportedProgram
+
+
+def export(model: Subject | None, args: tuple[Any, ...] = (), path: str | PathLike[str] = "model.flam", *, kwargs: Mapping[str, Any] | None = None,
            targets: Sequence[str] = ("cpu",), dynamic_shapes: Any = None, numerics: str | None = None,
            methods: Mapping[str, tuple[Any, ...]] | None = None, metadata: Mapping[str, str] | None = None,
            debug: bool = True, sign: Key | None = None) -> str:
     """Write a package; the hash that names it.
 
+    `model`: a module, a function, or what torch.export made of one (`args` and `dynamic_shapes` are in it then).
     `methods`: more entry points, by name: (function or module, arguments[, dynamic_shapes]). Weights that several use
     are in the file once. `debug`: whether programs and texts of kernels are in it, for `flambeau inspect`.
     `sign`: a private key of Ed25519 in PEM, with which the file is signed."""

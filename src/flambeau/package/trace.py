@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from flambeau.capture.decompositions import table
@@ -92,58 +93,64 @@ class WithLoss(Wrapped):
         return (out[0], *tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tuple(out[1:])))
 
 
-def differentiated(name: str, found: torch.export.ExportedProgram, exact: bool) -> torch.export.ExportedProgram:
-    """A traced step with its gradients. Parameters that it does not use have none."""
-    for n in found.graph.nodes:
-        if n.op == "placeholder" and not n.users and isinstance(n.meta.get("val"), torch.Tensor):
-            n.meta["val"] = n.meta["val"].detach()
-    try:
-        return decomposed(found, table(exact), gradients=True)
-    except (AssertionError, RuntimeError) as e:
-        raise UnsupportedError(f"{name}: torch finds no gradients of this step: {e}",
-                               hint="its first result is a loss of one number that depends on all parameters which "
-                               "it uses; what is given is a module, or a method of one") from e
-
-
-def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[Any, ...], dynamic_shapes: Any = None,
-           kwargs: Mapping[str, Any] | None = None) -> Method:
+def exported(name: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any,
+             exact: bool) -> tuple[ExportedProgram, Any, str]:
+    """What torch.export makes of a function, taken apart; how its results are nested, and what its weights' names begin
+    with beside the module's own."""
     trains = isinstance(function, TrainStep)
-    if trains:
-        function = function.function
-        module: torch.nn.Module = WithLoss(function.__call__ if isinstance(function, torch.nn.Module) else function)
+    function = function.function if trains else function
+    if isinstance(function, ExportedProgram):
+        module: Any = function
+    elif trains:
+        module = WithLoss(function.__call__ if isinstance(function, torch.nn.Module) else function)
     else:
         module = function if isinstance(function, torch.nn.Module) else Wrapped(function)
     shapes = dynamic_shapes
     if isinstance(module, Wrapped) and shapes is not None:
         by_name = shapes if isinstance(shapes, Mapping) else dict(zip(parameters(function), shapes))
-        positional = parameters(function)[: len(args)]
-        shapes = {"args": tuple(by_name.get(p) for p in positional)}
+        shapes = {"args": tuple(by_name.get(p) for p in parameters(function)[: len(args)])}
         shapes |= {"kwargs": {k: by_name.get(k) for k in kwargs}} if kwargs else {}
     with torch.set_grad_enabled(trains), whole_operators(exact):
-        found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes, strict=False)
-        nesting = found.call_spec.out_spec
-        found = differentiated(name, found, exact) if trains else decomposed(found, table(exact), gradients=False)
-    gm = found.graph_module
+        found = module if isinstance(module, ExportedProgram) else torch.export.export(
+            module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+        for n in found.graph.nodes if trains else ():  # parameters that a step does not use have no gradients
+            if n.op == "placeholder" and not n.users and isinstance(n.meta.get("val"), torch.Tensor):
+                n.meta["val"] = n.meta["val"].detach()
+        try:
+            made = decomposed(found, table(exact), trains)
+        except (AssertionError, RuntimeError) as e:
+            said = "torch finds no gradients of this step" if trains else "torch does not take apart what it exported"
+            raise UnsupportedError(f"{name}: {said}: {e}", hint=(
+                "its first result is a loss of one number that depends on all parameters which it uses; what is given "
+                "is a module, or a method of one") if trains else (
+                "give what torch.export.export(model, args, strict=True) returns instead of the model")) from e
+    return made, found.call_spec.out_spec, "owner." if isinstance(module, Wrapped) else ""
+
+
+def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[Any, ...] = (),
+           dynamic_shapes: Any = None, kwargs: Mapping[str, Any] | None = None) -> Method:
+    if isinstance(function, ExportedProgram):
+        args, kwargs = function.example_inputs or ((), {})
+    given = tuple(args), dict(kwargs or {})
+    found, nesting, prefix = exported(name, function, *given, dynamic_shapes, exact)
+    gm, signature = found.graph_module, found.graph_signature
     for n in reversed(gm.graph.nodes):  # what torch assumed of inputs, the runtime checks
         if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
             gm.graph.erase_node(n)
     serve_all_sizes(gm, found.range_constraints)
-    signature = found.graph_signature
     nodes = {n.name: n for n in gm.graph.nodes}
-    written = {t for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION for t in (s.target,)}
-    prefix = "owner." if isinstance(module, Wrapped) else ""
+    written = {s.target for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION}
     roles: list[Role] = []
     inputs: list[Port] = []
     shown: dict[str, str] = {}  # what the user calls a symbol of torch's
-    names, dims = argument_names(args, kwargs or {}, function, dynamic_shapes)
+    names, dims = argument_names(*given, function, dynamic_shapes)
     for spec, place in zip(signature.input_specs, [n for n in gm.graph.nodes if n.op == "placeholder"], strict=True):
         val = place.meta.get("val")
-        if spec.kind is InputKind.USER_INPUT:
-            if not isinstance(val, torch.Tensor):
-                if isinstance(val, torch.SymInt | torch.SymFloat):
-                    raise UnsupportedError(f"{name}: the number {place.name} is not always the same: give a tensor")
-                roles.append(Role(-1, 0))
-                continue
+        if spec.kind is InputKind.USER_INPUT and not isinstance(val, torch.Tensor):
+            if isinstance(val, torch.SymInt | torch.SymFloat):
+                raise UnsupportedError(f"{name}: the number {place.name} is not always the same: give a tensor")
+            roles.append(Role(-1, 0))
+        elif spec.kind is InputKind.USER_INPUT:
             roles.append(Role(INPUT, len(inputs)))
             inputs.append(port(names[len(inputs)], val, dims[len(inputs)], shown))
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
@@ -156,16 +163,16 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
         else:
             raise UnsupportedError(f"{name}: packages cannot hold the input {spec.arg.name}, a {spec.kind.name}")
     write_buffers(name, gm, signature, nodes)
-    settle_strides(gm.graph, names_only=False)
-    drop_numbers(gm, roles)
     results = gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
-    outputs = [output(k, r) for k, r in enumerate(results) if isinstance(r, fx.Node)]
     gradients = [s.target.removeprefix(prefix) for s in signature.output_specs if s.kind in GRADIENTS]
-    first = len(results) - len(gradients)
-    out = structure_of(nesting, results[:first])
-    if trains:
-        of = {"dict": {g: {"output": first + k} for k, g in enumerate(gradients)}}
+    out = structure_of(nesting, results[:len(results) - len(gradients)])
+    settle_strides(gm.graph, names_only=False)
+    drop_numbers(gm, roles)
+    tensors: Any = gm.graph.output_node().args[0]
+    outputs = [output(k, r) for k, r in enumerate(tensors)]
+    if gradients:
+        of = {"dict": {g: {"output": len(outputs) - len(gradients) + k} for k, g in enumerate(gradients)}}
         out = {"tuple": [*out.get("tuple", [out]), of]}
     structure = {"in": names, "out": out}
     return Method(name, gm, inputs, outputs, [r for r in roles if r.place >= 0], structure)
@@ -272,6 +279,11 @@ def nested(x: Any) -> Any:
 
 def parameters(function: Any) -> list[str]:
     """Names of those that are given by position."""
+    if isinstance(function, TrainStep):
+        return parameters(function.function)
+    if isinstance(function, ExportedProgram):
+        signature = function.module_call_graph[0].signature
+        return list(signature.forward_arg_names or ()) if signature is not None else []
     call = function.forward if isinstance(function, torch.nn.Module) else function
     return [p.name for p in inspect.signature(call).parameters.values()
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
