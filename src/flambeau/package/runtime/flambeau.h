@@ -60,6 +60,8 @@ FLAM_API flam_model* flam_load_on(const char* path, const char* target, int numb
 FLAM_API flam_model* flam_load_memory(const void* data, size_t size, const char* target, flam_error* error);
 /* Calls that are under way end as they would have; memory is freed after the last of them. */
 FLAM_API void flam_unload(flam_model*);
+/* One more owner of a model, who calls flam_unload as well: for threads that do not know when the others are done. */
+FLAM_API void flam_retain(flam_model*);
 
 FLAM_API int flam_method(const flam_model*, const char* name); /* its number, or -1 */
 FLAM_API const char* flam_method_name(const flam_model*, int method); /* NULL: there is none of that number */
@@ -81,6 +83,18 @@ FLAM_API void flam_free(void* data);
    caller's. It does not wait for it, unless kernels have indices to check. */
 FLAM_API int flam_run_on(flam_model*, int method, const flam_tensor* inputs, int input_count, flam_tensor* outputs,
                          int output_count, void* stream, flam_error* error);
+
+/* Both as a structure that is filled once and used again, for callers to whom each argument costs time. `on_device`: 1 for
+   flam_run_on. */
+typedef struct {
+  flam_model* model;
+  const flam_tensor* inputs;
+  flam_tensor* outputs;
+  flam_error* error;
+  void* stream;
+  int32_t method, input_count, output_count, on_device;
+} flam_call;
+FLAM_API int flam_run_call(const flam_call*);
 
 /* Devices beside the CPU: flam_add_device(flam_cuda()), of device.h, before a package is loaded. */
 struct flam_device;

@@ -91,6 +91,7 @@ void fl_release(flam_model* m) {
   free(m);
 }
 
+void flam_retain(flam_model* m) { atomic_fetch_add(&m->uses, 1); }
 void flam_unload(flam_model* m) {
   if (m) fl_release(m);
 }

@@ -499,6 +499,10 @@ int flam_run_on(flam_model* m, int k, const flam_tensor* inputs, int input_count
   return call(m, k, inputs, input_count, outputs, output_count, 1, stream, error);
 }
 
+int flam_run_call(const flam_call* c) {
+  return call(c->model, c->method, c->inputs, c->input_count, c->outputs, c->output_count, c->on_device, c->stream, c->error);
+}
+
 /* ---- new weights ---- */
 
 static int check_weight(const weight* w, const flam_tensor* t, flam_error* error) {
