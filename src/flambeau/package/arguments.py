@@ -49,7 +49,7 @@ class NumPy:
             if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape or x.strides != strides:
                 return False
             try:  # the address of a buffer is found in a third of the time
-                t.data = addressof(_from_buffer(x))
+                t.data = addressof(_from_buffer(x))  # type: ignore[arg-type]
             except (TypeError, ValueError):  # it is for reading alone, has gaps, or a dtype that Python does not know
                 t.data = x.__array_interface__["data"][0]
         return True

@@ -44,13 +44,12 @@ from .trace import Method, copied_results, refused, traced
 from .weights import Weights
 
 TargetCode: TypeAlias = CpuCode | DeviceCode
-
-
 Subject: TypeAlias = torch.nn.Module | Callable[..., Any] | torch.export.ExportedProgram
 
 
-def export(model: Subject | None, args: tuple[Any, ...] = (), path: str | PathLike[str] = "model.flam", *, kwargs: Mapping[str, Any] | None = None,
-           targets: Sequence[str] = ("cpu",), dynamic_shapes: Any = None, numerics: str | None = None,
+def export(model: Subject | None, args: tuple[Any, ...] = (), path: str | PathLike[str] = "model.flam", *,
+           kwargs: Mapping[str, Any] | None = None, targets: Sequence[str] = ("cpu",), dynamic_shapes: Any = None,
+           numerics: str | None = None,
            methods: Mapping[str, tuple[Any, ...]] | None = None, metadata: Mapping[str, str] | None = None,
            debug: bool = True, sign: Key | None = None) -> str:
     """Write a package; the hash that names it.

@@ -63,7 +63,8 @@ class Frame:
         self.keys = keys if None not in keys else None
 
     def launched(self) -> list[Any]:
-        """The results. Those on a GPU are put into torch's current stream: nobody waits, unless kernels check indices."""
+        """The results. Those on a GPU are put into torch's current stream: nobody waits, unless kernels look at
+        indices."""
         made = []
         for t, make in self.makers:
             array, t.data = make()
