@@ -52,6 +52,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flam_update_weights": (_I, (_P, ctypes.POINTER(_S), _TENSORS, _I, _ERROR)),
     "flam_set_threads": (None, (_I,)),
     "flam_threads": (_I, ()),
+    "flam_set_caller": (None, (_P,)),
     "flam_seed": (None, (_P, ctypes.c_uint64)),
     "flam_hash": (ctypes.c_uint64, (_P, ctypes.c_size_t)),
 }

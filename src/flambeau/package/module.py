@@ -24,6 +24,7 @@ from .client import Call, Failure, PackageError, Tensor, add_device, failed, run
 from .container import INDEX, RUNTIME, DamagedPackage, hash_of, read
 from .index import Entry, Weight, read_index, the
 from .signature import Key, verifier
+from .torch_calls import caller
 
 
 class Frame:
@@ -147,6 +148,8 @@ class Module:
         for s in sections:
             if s.kind == RUNTIME and s.name.startswith("runtime "):
                 add_device(self.library, s.name.removeprefix("runtime "), s.data)
+        if any("torch" in features.split() for features, _ in self.index.targets.values()) and (call := caller()):
+            self.library.flam_set_caller(call)
         self._given, self._lock = threading.local(), threading.Lock()
         self._methods: dict[str, Method] = {}
         error = Failure()

@@ -138,6 +138,7 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
         if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
             gm.graph.erase_node(n)
     serve_all_sizes(gm, found.range_constraints)
+    call_in_order(gm.graph)
     nodes = {n.name: n for n in gm.graph.nodes}
     written = {s.target for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION}
     roles: list[Role] = []
@@ -157,9 +158,8 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
             value = found.constants[spec.target] if spec.target in found.constants else found.state_dict[spec.target]
             which = weights.add(spec.target.removeprefix(prefix), value.detach(), spec.target in written)
             roles.append(Role(WEIGHT, which))
-        elif spec.kind is InputKind.TOKEN:  # what orders operators that do more than compute
-            ops = {str(n.args[1]) for n in nodes.values() if "with_effects" in str(n.target)}
-            raise refused({name: sorted(ops)})
+        elif spec.kind is InputKind.TOKEN:
+            roles.append(Role(-1, 0))
         else:
             raise UnsupportedError(f"{name}: packages cannot hold the input {spec.arg.name}, a {spec.kind.name}")
     write_buffers(name, gm, signature, nodes)
@@ -181,7 +181,8 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
 def refused(missing: dict[str, list[str]]) -> UnsupportedError:
     each = "; ".join(f"{', '.join(ops)} (in {name})" for name, ops in missing.items())
     return UnsupportedError(f"these operators have no kernels of Flambeau's, and a package has no others: {each}",
-                            hint="write them with others, or leave them outside of the exported model")
+                            hint="write them with others, leave them outside of the exported model, or export with "
+                            "torch_operators=True for CPUs with torch")
 
 
 def copied_results(gm: fx.GraphModule, program: Program) -> fx.GraphModule | None:
@@ -208,6 +209,26 @@ def copied_results(gm: fx.GraphModule, program: Program) -> fx.GraphModule | Non
 
 def is_copy(node: fx.Node) -> bool:
     return node.target is aten.clone.default
+
+
+def call_in_order(graph: fx.Graph) -> None:
+    """Operators that do more than compute hand a token to the next, which orders them; the list of steps does here."""
+    for node in list(graph.nodes):
+        if "with_effects" not in str(node.target):
+            continue
+        token, operator, *args = node.args
+        with graph.inserting_before(node):
+            call = graph.call_function(operator, tuple(args), node.kwargs)
+        made = node.meta["val"][1:]
+        call.meta = {**node.meta, "val": made[0] if len(made) == 1 else made}
+        for user in list(node.users):
+            k = user.args[1]
+            if k == 0 or len(made) == 1:
+                user.replace_all_uses_with(token if k == 0 else call)
+                graph.erase_node(user)
+            else:
+                user.args = (call, k - 1)
+        graph.erase_node(node)
 
 
 def serve_all_sizes(gm: fx.GraphModule, ranges: Mapping[Any, Any]) -> None:
@@ -242,6 +263,8 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
     for spec, result in zip(signature.output_specs, results, strict=True):
         if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT, *GRADIENTS):
             left.append(result)
+        elif spec.kind is OutputKind.TOKEN:
+            continue
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             place = place_of[spec.target]
             with gm.graph.inserting_before(out):

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define FLAM_MAJOR 1 /* of the format: a file of a newer one is refused */
-#define FLAM_MINOR 1
+#define FLAM_MINOR 3
 #define FLAM_MAX_RANK 16
 #define FLAM_API __attribute__((visibility("default")))
 
@@ -100,6 +100,12 @@ FLAM_API int flam_run_call(const flam_call*);
 struct flam_device;
 FLAM_API int flam_add_device(const struct flam_device*); /* 0: it is of another version */
 FLAM_API const char* flam_device_name(const flam_model*); /* "cpu", "cuda", "opencl", "metal" */
+
+/* Operators that a package leaves to torch, for processes that have it: `call` says which (docs/reference/package-format.md),
+   the last `results` of the tensors are written. 0, or a code with the reason in `error`. Before such a package is loaded. */
+typedef int (*flam_caller)(const char* call, const flam_tensor* tensors, int count, int results, const int64_t* numbers,
+                           flam_error* error);
+FLAM_API void flam_set_caller(flam_caller);
 
 /* All of them at once: a call sees all old weights or all new ones. The values are copied. */
 FLAM_API int flam_update_weights(flam_model*, const char* const* names, const flam_tensor* values, int count,
