@@ -122,6 +122,26 @@ def test_sizes_known_only_at_the_call(on: str) -> None:
         torch.testing.assert_close(run(a, b), (a @ b).relu())
 
 
+def test_few_rows_times_weights_along_the_depth() -> None:
+    """On CPUs the weights are read where they are: rows of any number, depths that no vector divides, gaps, batches."""
+    with config.override(target="cpu-alone", contractions="own"):
+        for m, k, n in ((2, 100, 7), (3, 31, 1), (5, 2500, 33), (11, 1037, 70), (12, 128, 5)):
+            x, w, b = random(m, k), random(n, 2 * k), random(n)
+            agree(lambda x, w, b: F.linear(x.relu(), w, b).sin(), x, w[:, :k], b)
+            agree(lambda x, w: w @ x.t(), x, w[:, k:])
+            exact = F.linear(x, w[:, :k], b)
+            found = through(lambda x, w, b: F.linear(x, w, b))(x.float(), w[:, :k].float(), b.float())
+            assert (found - exact).abs().max() <= 1e-7 * k * exact.abs().max()
+        agree(lambda x, w: x.float() @ w.mT, random(3, 4, 65, dtype=torch.bfloat16), torch.randn(3, 9, 65))
+        x, w = torch.randn(4, 70), torch.randn(6, 70)
+        x[1, 69], w[5, 3] = math.nan, math.inf
+        agree(lambda x, w: F.linear(x, w), x, w)
+        run = through(lambda x, w: F.linear(x, w), dynamic=True)
+        for m in (3, 60, 1, 4):
+            x, w = random(m, 133), random(21, 133)
+            torch.testing.assert_close(run(x, w), x @ w.t())
+
+
 def test_updates_in_place_unless_a_factor_is_updated(on: str) -> None:
     x, w = random(9, 12), random(12, 12)
     gm = make_fx(lambda x, w: [x.copy_(torch.addmm(x, x, w))], tracing_mode="fake")(x, w)

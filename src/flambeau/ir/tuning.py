@@ -144,6 +144,16 @@ class CpuTuning(Tuning):
     block_units: int = number(4, "cores", "that blocks are made for, where kernels go to machines that nobody knows")
     block_depth: int = number(256, "elements", "of the depth of a block")
     block_gap: int = number(64, "bytes", "between rows of an array: a power of two apart they share few cache lines")
+    dot_rows: int = number(12, "rows", "of a product that reads a factor along the depth where it is: with more "
+                           "of them it pays to bring it into the order of vectors")
+    dot_steps: int = number(10, "elements", "of the depth for each row of such a product at least, as the lanes of "
+                            "every sum are added up at the end")
+    dot_side: int = number(8, "rows or columns", "of a tile of such sums at most")
+    dot_reads: int = number(3, "products", "that take as long as to read one vector of a tile's row or column")
+    dot_join: int = number(6, "products", "that take as long as to add up the lanes of a vector")
+    dot_depth: int = number(1024, "elements", "of the depth at once: a tile's rows and columns stay in the first cache")
+    dot_block: int = number(48, "rows", "of a block, whose left factor stays in the second-level cache")
+    dot_columns: int = number(64, "columns", "of a block at most")
     small_product: int = number(1 << 16, "products", "below which there is nothing to divide")
 
 

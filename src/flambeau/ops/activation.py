@@ -210,8 +210,8 @@ def _log_sigmoid(x: Expr) -> Expr:
 
 @lower(aten.log_sigmoid_forward, exact=ON_CUDA, strides="contiguous")
 def log_sigmoid(x: Value) -> tuple[Value, Value]:
-    """Also exp(-|x|) for the gradient, which ATen does not save on GPUs that it knows."""
-    if not build.graph().capabilities.gpu_eager:
+    """Also exp(-|x|) for the gradient, which ATen does not save for tensors on NVIDIA GPUs."""
+    if build.graph().device != "cuda":
         return _log_sigmoid(x), pointwise(_exp_of_minus_abs)(x)
     return _log_sigmoid(x), build.pointwise((0,), lambda i: const(0, x.dtype))
 
@@ -228,7 +228,7 @@ def _log_sigmoid_backward(grad: Expr, x: Expr, small: Expr | None) -> Expr:
 @lower(aten.log_sigmoid_backward, exact=ON_CUDA)
 def log_sigmoid_backward(grad: Value, x: Value, buffer: Value) -> Value:
     """grad * sigmoid(-x), from exp(-|x|)."""
-    return _log_sigmoid_backward(grad, x, None if build.graph().capabilities.gpu_eager else buffer)
+    return _log_sigmoid_backward(grad, x, None if build.graph().device == "cuda" else buffer)
 
 
 @lower_pointwise(aten.logit, operands=1, kind="float", exact=ON_CUDA)

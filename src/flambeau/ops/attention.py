@@ -95,8 +95,19 @@ _ODD: set[DType] = {torch.float64} if TORCH < (2, 13) else set()
 
 def is_ours(q: Value, k: Value, v: Value, dropout: Any, scale: Any) -> bool:
     return (build.contracts() and q.dtype not in _ODD and dropout == 0
-            and isinstance(scale, (int, float, type(None))) and q.rank == k.rank == v.rank == 4
-            and q.shape[1] is k.shape[1] is v.shape[1])
+            and isinstance(scale, (int, float, type(None))) and q.rank == k.rank == v.rank == 4)
+
+
+def heads_of(x: Value, q: Value) -> Value | None:
+    """Keys or values with a head for each of the queries', of which several in a row may share one; None if they do
+    not go together."""
+    n, of = x.shape[1], q.shape[1]
+    if n is of:
+        return x
+    if not (n.is_const and of.is_const and n.const and of.const % n.const == 0):
+        return None
+    times = of.const // n.const
+    return x.view((x.shape[0], of, *x.shape[2:]), lambda i: (i[0], i[1] // times, *i[2:]))
 
 
 def factor(q: Value, scale: float | None, dtype: DType) -> Expr:
@@ -136,9 +147,10 @@ def scores(q: Value, k: Value, causal: bool, mask: Value | None, scale: float | 
 def attention(q: Value, k: Value, v: Value, dropout_p: Any = 0.0, is_causal: bool = False, *,
               attn_mask: Value | None = None, scale: Any = None) -> Any:
     """softmax(scores) @ v, zero where all is hidden, and the logarithms of the rows' sums of exponentials."""
-    if not is_ours(q, k, v, dropout_p, scale):
+    keys, values = heads_of(k, q), heads_of(v, q)
+    if not is_ours(q, k, v, dropout_p, scale) or keys is None or values is None:
         return NotImplemented
-    s = scores(q, k, is_causal, attn_mask, scale)
+    s = scores(q, keys, is_causal, attn_mask, scale)
     wide, axes = s.dtype, [s.rank - 1]
     largest = accumulate("max", s.shape, axes, wide, s.load)
 
@@ -148,7 +160,7 @@ def attention(q: Value, k: Value, v: Value, dropout_p: Any = 0.0, is_causal: boo
 
     e = build.pointwise(s.shape, body)
     sums = accumulate("sum", s.shape, axes, wide, e.load)
-    total = product(e, v)
+    total = product(e, values)
 
     def share(i: Where) -> Expr:
         n = sums.load(i[:-1])
@@ -164,7 +176,7 @@ def attention_backward(grad: Value, q: Value, k: Value, v: Value, out: Value, lo
     """With p the softmax and ds = scale * p * (grad @ v.T - sum(grad * out)):
 
     dq = ds @ k, dk = ds.T @ q, dv = p.T @ grad"""
-    if not is_ours(q, k, v, dropout_p, scale):
+    if not is_ours(q, k, v, dropout_p, scale) or not q.shape[1] is k.shape[1] is v.shape[1]:
         return NotImplemented
     s = scores(q, k, is_causal, attn_mask, scale)
     wide = s.dtype

@@ -23,9 +23,9 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import accumulator, is_bool, opmath
 from flambeau.ir.expr import Expr, cast, const, index_value, where
-from flambeau.ir.index import ONE, Index
+from flambeau.ir.index import ONE, ZERO, Index
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import eq
+from flambeau.ir.scalar import eq, sum_over
 from flambeau.ops.facts import describe
 from flambeau.ops.reduction import accumulate
 from flambeau.ops.registry import lower, to_dtype
@@ -34,6 +34,7 @@ aten = torch.ops.aten
 
 Sizes = tuple[Index, ...]
 CONVOLUTION = "convolution"  # of which torch says by a switch of its own what float32 may be rounded to
+MOST_TAPS = 32  # of a window that one point walks by itself
 MOST_PARTS = 8  # that places are divided into by a stride
 
 
@@ -90,10 +91,18 @@ def read_where(holds: Expr, x: Value, at: Sizes) -> Expr:
 def forward(x: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
     """y from x."""
     x, w = grouped(x, 1, g.groups), grouped(w, 0, g.groups)
-    end = 3 + len(sizes)
+    end, wide = 3 + len(sizes), accumulator(x.dtype)
+    window = [n.const for n in w.shape[3:] if n.is_const]
+    if w.shape[2] is ONE and len(window) == len(sizes) and prod(window) <= MOST_TAPS:
+        # A window of one channel is no product of matrices: it is walked like that of a pool.
+        def body(i: Sizes) -> Expr:
+            return sum_over([(0, n) for n in window], wide, lambda k: cast(w.load((i[1], i[2], ZERO, *k)), wide) * cast(
+                read(x, i[0], i[1], ZERO, places(i[3:], k, g)), wide))
+
+        return ungrouped(build.pointwise((x.shape[0], g.groups, w.shape[1], *sizes), body), 1)
     y = build.contract((x.shape[0], g.groups, w.shape[1], *sizes), w.shape[2:],
                        lambda i: w.load((i[1], i[2], *i[end:])),
-                       lambda i: read(x, i[0], i[1], i[end], places(i[3:end], i[end + 1:], g)), accumulator(x.dtype),
+                       lambda i: read(x, i[0], i[1], i[end], places(i[3:end], i[end + 1:], g)), wide,
                        CONVOLUTION)
     return ungrouped(y, 1)
 

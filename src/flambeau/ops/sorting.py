@@ -111,7 +111,8 @@ def chosen(x: Value, dim: int, keepdim: bool, place: Callable[[Value, int, tuple
 @sorting(aten.kthvalue.default, exact=NOWHERE)
 def kthvalue(x: Value, k: IndexLike, dim: int = -1, keepdim: bool = False) -> Any:
     k, n = as_index(k), row_of(x, dim)[2]
-    inside = (k.bounds()[0] or 0) > 0 and ((n - k).bounds()[0] or -1) >= 0 or n is k
+    first, left = k.bounds()[0], (n - k).bounds()[0]
+    inside = first is not None and left is not None and first > 0 and left >= 0 or n is k
     return NotImplemented if is_bool(x.dtype) or not inside else chosen(
         x, dim, keepdim, lambda values, axis, i: index_value(k - 1))
 

@@ -27,6 +27,14 @@ class Failure(ctypes.Structure):
     _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 1020)]
 
 
+class Call(ctypes.Structure):
+    """All of a call, as flam_run_call takes it."""
+
+    _fields_ = [("model", ctypes.c_void_p), ("inputs", ctypes.c_void_p), ("outputs", ctypes.c_void_p),
+                ("error", ctypes.c_void_p), ("stream", ctypes.c_void_p), ("method", ctypes.c_int32),
+                ("input_count", ctypes.c_int32), ("output_count", ctypes.c_int32), ("on_device", ctypes.c_int32)]
+
+
 _TENSORS = ctypes.POINTER(Tensor)
 _ERROR = ctypes.POINTER(Failure)
 _P, _I, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
@@ -35,13 +43,16 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flam_load_on": (_P, (_S, _S, _I, _ERROR)),
     "flam_unload": (None, (_P,)),
     "flam_shapes": (_I, (_P, _I, _TENSORS, _I, _TENSORS, _I, _ERROR)),
-    "flam_run": (_I, (_P, _I, _P, _I, _P, _I, _P)),  # by addresses, which ctypes looks at in half the time
+    "flam_retain": (None, (_P,)),
+    "flam_run": (_I, (_P, _I, _P, _I, _P, _I, _P)),
     "flam_run_on": (_I, (_P, _I, _P, _I, _P, _I, _P, _P)),
+    "flam_run_call": (_I, (_P,)),  # by its address, which ctypes looks at in half the time
     "flam_add_device": (_I, (_P,)),
     "flam_device_name": (_S, (_P,)),
     "flam_update_weights": (_I, (_P, ctypes.POINTER(_S), _TENSORS, _I, _ERROR)),
     "flam_set_threads": (None, (_I,)),
     "flam_threads": (_I, ()),
+    "flam_set_caller": (None, (_P,)),
     "flam_seed": (None, (_P, ctypes.c_uint64)),
     "flam_hash": (ctypes.c_uint64, (_P, ctypes.c_size_t)),
 }
@@ -57,6 +68,10 @@ def runtime_library(data: bytes | memoryview) -> ctypes.CDLL:
             if hasattr(library, name):  # the runtime of an older package has no devices
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments
+        # Before format 1.3 a model had one owner, who had to know when the others were done.
+        shared = hasattr(library, "flam_retain")
+        library.retain = library.flam_retain if shared else lambda model: None  # type: ignore[attr-defined]
+        library.release = library.flam_unload if shared else lambda model: None  # type: ignore[attr-defined]
         library.declared = True  # type: ignore[attr-defined]
     return library
 

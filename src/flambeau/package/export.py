@@ -44,18 +44,21 @@ from .trace import Method, copied_results, refused, traced
 from .weights import Weights
 
 TargetCode: TypeAlias = CpuCode | DeviceCode
+Subject: TypeAlias = torch.nn.Module | Callable[..., Any] | torch.export.ExportedProgram
 
 
-def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, ...] = (),
-           path: str | PathLike[str] = "model.flam", *, kwargs: Mapping[str, Any] | None = None,
-           targets: Sequence[str] = ("cpu",), dynamic_shapes: Any = None, numerics: str | None = None,
+def export(model: Subject | None, args: tuple[Any, ...] = (), path: str | PathLike[str] = "model.flam", *,
+           kwargs: Mapping[str, Any] | None = None, targets: Sequence[str] = ("cpu",), dynamic_shapes: Any = None,
+           numerics: str | None = None,
            methods: Mapping[str, tuple[Any, ...]] | None = None, metadata: Mapping[str, str] | None = None,
-           debug: bool = True, sign: Key | None = None) -> str:
+           debug: bool = True, torch_operators: bool = False, sign: Key | None = None) -> str:
     """Write a package; the hash that names it.
 
+    `model`: a module, a function, or what torch.export made of one (`args` and `dynamic_shapes` are in it then).
     `methods`: more entry points, by name: (function or module, arguments[, dynamic_shapes]). Weights that several use
     are in the file once. `debug`: whether programs and texts of kernels are in it, for `flambeau inspect`.
-    `sign`: a private key of Ed25519 in PEM, with which the file is signed."""
+    `torch_operators`: operators without a kernel of ours are called in torch, which the file then needs where it is
+    loaded; otherwise they are refused. `sign`: a private key of Ed25519 in PEM, with which the file is signed."""
     signs = None if sign is None else signer(sign)  # a wrong key is refused before anything is compiled
     given: dict[str, tuple[Any, ...]] = {} if model is None else {"forward": (model, args, dynamic_shapes, kwargs)}
     given |= methods or {}
@@ -66,13 +69,18 @@ def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, 
     found = [traced(name, weights, exact, *how) for name, how in given.items()]
     built = {target: code_of(target) for target in targets}
     missing: dict[str, list[str]] = {}
+    by_torch: dict[str, None] = {}
     for method in found:
         made: dict[int, tuple[Program, list[Any]]] = {}  # several targets may share a program and its texts
         for target, code in built.items():
             if id(code.target) not in made:
                 made[id(code.target)] = compiled(method, code, numerics or config.numerics)
             program, texts = made[id(code.target)]
-            if lacking := missing_operators(program):
+            lacking, left = missing_operators(program, torch_operators and not code.is_device)
+            if left and isinstance(code, CpuCode):
+                code.features = f"{code.features.removesuffix(' torch')} torch"
+            by_torch |= dict.fromkeys(left)
+            if lacking:
                 missing[f"{method.name}, {target}"] = lacking
             else:
                 compile_for(method, target, code, program, texts, weights)
@@ -80,7 +88,7 @@ def export(model: torch.nn.Module | Callable[..., Any] | None, args: tuple[Any, 
         raise refused(missing)
     about = {"producer": f"flambeau {flambeau.__version__}", "format": f"{MAJOR}.{MINOR}",
              "numerics": numerics or config.numerics, "methods": json.dumps([m.structure for m in found]),
-             **(metadata or {})}
+             **({"torch": ", ".join(by_torch)} if by_torch else {}), **(metadata or {})}
     sections = sections_of(found, built, weights, about, debug)
     return write(path, sections, quick_checksum, signs)
 

@@ -15,57 +15,95 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from .arguments import fill, flattened, is_torch, maker, nested, paths, safetensors, torch_of
-from .client import Failure, PackageError, Tensor, add_device, failed, runtime_library
+from .arguments import Maker, NumPy, Torch, fill, flattened, library_of, nesting, paths, safetensors
+from .client import Call, Failure, PackageError, Tensor, add_device, failed, runtime_library
 from .container import INDEX, RUNTIME, DamagedPackage, hash_of, read
 from .index import Entry, Weight, read_index, the
 from .signature import Key, verifier
+from .torch_calls import caller
 
 
-class Call(threading.local):
-    """The structures of one method, for each thread its own."""
+class Frame:
+    """The calls of one thread of one method: structures that the runtime is told of once, and a share in the model, so
+    that it is there as long as somebody may call it."""
 
-    def __init__(self, entry: Entry) -> None:
-        self.inputs = (Tensor * max(len(entry.inputs), 1))()
-        self.outputs = (Tensor * max(len(entry.outputs), 1))()
-        self.given, self.results = list(self.inputs)[: len(entry.inputs)], list(self.outputs)[: len(entry.outputs)]
-        self.error = Failure()
-        self.places = ctypes.addressof(self.inputs), ctypes.addressof(self.outputs), ctypes.addressof(self.error)
-        self.key: Any = None  # shapes, strides and dtypes of the arrays of the last call
-        self.made: list[Callable[[], tuple[Any, int]]] = []
+    def __init__(self, module: Module, number: int, entry: Entry) -> None:
+        self.library, self.handle = module.library, module.retained()
+        inputs, outputs = (Tensor * max(len(entry.inputs), 1))(), (Tensor * max(len(entry.outputs), 1))()
+        self.given, self.results = list(inputs)[: len(entry.inputs)], list(outputs)[: len(entry.outputs)]
+        self.error, self.dtypes = Failure(), [p.dtype for p in entry.outputs]
+        self.call = Call(self.handle, ctypes.addressof(inputs), ctypes.addressof(outputs), ctypes.addressof(self.error),
+                         None, number, len(entry.inputs), len(entry.outputs), 0)
+        counted = self.call.inputs, len(entry.inputs), self.call.outputs, len(entry.outputs)
+        self.run = partial(self.library.flam_run_call, ctypes.addressof(self.call)) if hasattr(
+            self.library, "flam_run_call") else partial(
+            self.library.flam_run, self.handle, number, *counted, self.call.error)  # before format 1.3
+        self.find_shapes = partial(self.library.flam_shapes, self.handle, number, inputs, len(entry.inputs), outputs,
+                                   len(entry.outputs), self.error)
+        self.arrays: NumPy | Torch = NumPy()
+        self.keys: list[Any] | None = None  # of the arguments of the last call
+        self.makers: list[tuple[Tensor, Maker]] = []
+
+    def takes(self, args: Sequence[Any]) -> bool:
+        """Whether all that is new of them are their addresses, which the runtime is told then."""
+        keys = self.keys
+        return keys is not None and len(args) == len(keys) and self.arrays.told(args, keys, self.given)
+
+    def learn(self, flat: Sequence[Any], arrays: NumPy | Torch) -> None:
+        """What follows from the shapes of arguments, which the structures describe."""
+        self.keys = None
+        if self.find_shapes():
+            raise failed(self.error)
+        self.arrays, self.call.on_device = arrays, arrays.device != "cpu"
+        self.makers = [(t, arrays.maker(t, dtype)) for t, dtype in zip(self.results, self.dtypes)]
+        keys = [arrays.key(x) for x in flat]
+        self.keys = keys if None not in keys else None
+
+    def launched(self) -> list[Any]:
+        """The results. Those on a GPU are put into torch's current stream: nobody waits, unless kernels look at
+        indices."""
+        made = []
+        for t, make in self.makers:
+            array, t.data = make()
+            made.append(array)
+        if self.call.on_device:
+            self.call.stream = sys.modules["torch"].cuda.current_stream(self.arrays.device).cuda_stream
+        if self.run():
+            raise failed(self.error)
+        return made
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self.library.release(self.handle)
 
 
 class Method:
     """A method of a package, to be called with arrays in the order of its inputs, or by their names."""
 
     def __init__(self, module: Module, number: int, entry: Entry, structure: Any) -> None:
-        self.module, self.number, self.entry, self.structure = module, number, entry, structure
+        self.module, self.number, self.entry = module, number, entry
         self.names = [p.name for p in entry.inputs]
-        self._call = Call(entry)
-        self._run = module.library.flam_run
-        self._counts = len(entry.inputs), len(entry.outputs)
+        self.nested = nesting(structure)
+        self.frames = threading.local()
+
+    def frame(self) -> Frame:
+        """This thread's."""
+        try:
+            found: Frame = self.frames.own
+        except AttributeError:
+            found = self.frames.own = Frame(self.module, self.number, self.entry)
+        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs and self.is_like_before(args):
-            return nested(self.structure, self.launched())
+        frame = self.frame()
+        if not kwargs and frame.takes(args):
+            return self.nested(frame.launched())
         flat = flattened(args) if not kwargs and len(args) == len(self.names) else self.ordered(args, kwargs)
-        return nested(self.structure, self.run(flat))
-
-    def is_like_before(self, args: Sequence[Any]) -> bool:
-        """Whether all that is new of them are their addresses, which the runtime is told then."""
-        c = self._call
-        if c.key is None or len(args) != len(c.key):
-            return False
-        for x, t, (shape, strides, dtype) in zip(args, c.given, c.key):
-            if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape or x.strides != strides:
-                return False
-            t.data = x.__array_interface__["data"][0]
-        return True
+        return self.nested(self.run(flat))
 
     def ordered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         flat = flattened(args)
@@ -82,52 +120,15 @@ class Method:
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """The results, one after the other."""
-        c, (inputs, outputs) = self._call, self._counts
-        if len(flat) != inputs:
-            raise PackageError(f"method {self.entry.name!r} takes {inputs} inputs, got {len(flat)}")
-        device = self.module.device
-        away = device != "cpu" and any(is_torch(x) and x.device.type == device for x in flat)
-        there = f"{device}:{self.module.number}" if away else "cpu"
-        kept = [fill(t, x, name, there) for t, x, name in zip(c.given, flat, self.names)]
-        c.key = None
-        if self.module.library.flam_shapes(self.module.handle(), self.number, c.inputs, inputs, c.outputs, outputs,
-                                           c.error):
-            raise failed(c.error)
-        if away:
-            return self.launched_there(there)
-        c.made = [maker(t, port.dtype) for t, port in zip(c.results, self.entry.outputs)]
-        arrays = all(type(x) is np.ndarray for x in kept)
-        made = self.launched()
-        if arrays:
-            c.key = [(x.shape, x.strides, x.dtype) for x in kept]
-        return [torch_of(x, p.dtype) for x, p in zip(made, self.entry.outputs)] if any(map(is_torch, flat)) else made
-
-    def launched_there(self, device: str) -> list[Any]:
-        """The same with tensors on a GPU, in torch's current stream; nobody waits, unless kernels check indices."""
-        c, torch = self._call, sys.modules["torch"]
-        made = []
-        for t, port in zip(c.results, self.entry.outputs):
-            made.append(torch.empty_strided(tuple(t.sizes[: t.rank]), tuple(t.strides[: t.rank]),
-                                            dtype=getattr(torch, port.dtype), device=device))
-            t.data = made[-1].data_ptr() or 64  # without elements it has no address, and needs none
-        given, taken, error = c.places
-        stream = torch.cuda.current_stream(device).cuda_stream
-        if self.module.library.flam_run_on(self.module.handle(), self.number, given, self._counts[0], taken,
-                                           self._counts[1], stream, error):
-            raise failed(c.error)
-        return made
-
-    def launched(self) -> list[Any]:
-        """The results of the inputs that the runtime was told of."""
-        c, (inputs, outputs) = self._call, self._counts
-        made = []
-        for t, make in zip(c.results, c.made):
-            array, t.data = make()
-            made.append(array)
-        given, taken, error = c.places
-        if self._run(self.module.handle(), self.number, given, inputs, taken, outputs, error):
-            raise failed(c.error)
-        return made
+        frame = self.frame()
+        if not frame.takes(flat):
+            if len(flat) != len(self.names):
+                raise PackageError(f"method {self.entry.name!r} takes {len(self.names)} inputs, got {len(flat)}")
+            arrays = library_of(flat, self.module.device, self.module.number)
+            for t, x, port in zip(frame.given, flat, self.entry.inputs):
+                fill(t, x, port.name, port.dtype, arrays.device)
+            frame.learn(flat, arrays)
+        return frame.launched()
 
 
 # ---- the module -------------------------------------------------------------------------------------------
@@ -147,6 +148,10 @@ class Module:
         for s in sections:
             if s.kind == RUNTIME and s.name.startswith("runtime "):
                 add_device(self.library, s.name.removeprefix("runtime "), s.data)
+        if any("torch" in features.split() for features, _ in self.index.targets.values()) and (call := caller()):
+            self.library.flam_set_caller(call)
+        self._given, self._lock = threading.local(), threading.Lock()
+        self._methods: dict[str, Method] = {}
         error = Failure()
         wanted = target.encode() if target else None
         self.device, self.number = "cpu", device
@@ -162,15 +167,17 @@ class Module:
             self._methods = {e.name: Method(self, k, e, structures[k]["out"]) for k, e in enumerate(self.index.methods)}
         except (KeyError, ValueError, TypeError, IndexError) as e:
             raise DamagedPackage(f"the package is damaged: it does not say how results are nested ({e})") from e
-        self._given = threading.local()
         for own, method in self._methods.items():
             if not hasattr(type(self), own):
                 setattr(self, own, method)
 
-    def handle(self) -> int:
-        if not self._handle:
-            raise PackageError(f"{self.path} was unloaded")
-        return self._handle
+    def retained(self) -> int:
+        """The model of the runtime, of which the caller has a share now."""
+        with self._lock:
+            if not self._handle:
+                raise PackageError(f"{self.path} was unloaded")
+            self.library.retain(self._handle)
+            return self._handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.load_method("forward")(*args, **kwargs)
@@ -237,21 +244,28 @@ class Module:
         """New weights, by name or out of a safetensors file, all at once: a call sees the old ones or the new ones."""
         given = values if isinstance(values, Mapping) else safetensors(values)
         names, tensors = (ctypes.c_char_p * len(given))(), (Tensor * max(len(given), 1))()
-        kept = []
+        known = {w.name: w.dtype for w in self.index.weights}
         for k, (name, value) in enumerate(given.items()):
             names[k] = name.encode()
-            kept.append(fill(tensors[k], value, name))
-        error = Failure()
-        if self.library.flam_update_weights(self.handle(), names, tensors, len(given), error):
+            fill(tensors[k], value, name, known.get(name, ""))
+        error, handle = Failure(), self.retained()
+        code = self.library.flam_update_weights(handle, names, tensors, len(given), error)
+        self.library.release(handle)
+        if code:
             raise failed(error)
 
     def seed(self, number: int) -> None:
         """Of the random numbers that methods draw."""
-        self.library.flam_seed(self.handle(), number)
+        handle = self.retained()
+        self.library.flam_seed(handle, number)
+        self.library.release(handle)
 
     def unload(self) -> None:
         """Calls of other threads end as they would have; later ones are refused."""
-        handle, self._handle = self._handle, None
+        with self._lock:
+            handle, self._handle = self._handle, None
+        for method in self._methods.values():
+            method.frames = threading.local()  # those of all threads are gone as soon as none of them runs
         if handle:
             self.library.flam_unload(handle)
 

@@ -8,6 +8,7 @@ interprets no expressions, and a file cannot hold a cycle of them. Their order i
 from __future__ import annotations
 
 import ast
+import json
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from flambeau.runtime.launch_plan import Held
 from flambeau.schedule.memory import lifetimes
 from flambeau.schedule.order import is_single
 from flambeau.schedule.plan import strided
+from flambeau.torch_compat.ops import OpOverload
 
 from .container import text_words
 from .device_code import DeviceKernel
@@ -32,7 +34,7 @@ OPS = {name: k for k, name in enumerate((
     "const", "size", "stride", "add", "sub", "mul", "div", "mod", "min", "max",
     "float", "fadd", "fsub", "fmul", "fdiv", "sqrt", "units"))}
 INPUT, WEIGHT, STATE, OUTPUT, TEMPORARY, SEED = range(6)
-LAUNCH, COPY, DEVICE_LAUNCH = range(3)
+LAUNCH, COPY, DEVICE_LAUNCH, CALL = range(4)
 DTYPES = {dtype: k for k, dtype in enumerate((
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
     torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64), 1)}
@@ -286,7 +288,7 @@ class Plan:
             return self.add_buffer(WEIGHT, self.constants[b.name], nothing)
         if b.place == "seed":
             return self.add_buffer(SEED, [s for s in self.p.seeds if s in self.p.places].index(b.name), nothing)
-        assert b.place in ("arena", "alloc", "output"), f"{b} has no place in a package"
+        assert b.place in ("arena", "alloc", "output", "extern"), f"{b} has no place in a package"
         names = [x.name for x in self.p.buffers if root(self.p, x.name) == b.name and x.name in self.lives]
         first = min((self.lives[n][0] for n in names), default=0)
         last = max((self.lives[n][1] for n in names), default=len(self.p.steps))
@@ -298,11 +300,13 @@ class Plan:
         if not is_single(self.p):
             raise UnsupportedError("a function that uses streams", hint="a package runs on the stream of its caller")
         for step in self.p.steps:
-            if isinstance(step, Call):
-                self.call(step)
+            if isinstance(step, Call) and isinstance(step.target, Held):
+                self.constants[step.names[0]] = self.held(step.target.tensor)
         for step in self.p.steps:
             if isinstance(step, Launch):
                 self.launch(step)
+            elif isinstance(step, Call) and not isinstance(step.target, Held):
+                self.call(step)
             elif isinstance(step, Copy):
                 b = self.p.places[step.dst]
                 self.copy(self.buffer(step.dst), self.numbers.constant(0), b.strides, step.src, "copy_")
@@ -312,9 +316,45 @@ class Plan:
                 self.copy(to, self.numbers.constant(0), self.out_strides(k), v, "result")
 
     def call(self, c: Call) -> None:
-        if not isinstance(c.target, Held):
-            raise UnsupportedError(f"{operator_of(c)} has no kernel of Flambeau's, and a package has no other")
-        self.constants[c.names[0]] = self.held(c.target.tensor)
+        """An operator of torch. What it is called with is JSON, in which tensors and numbers of the run go by their
+        positions (torch_calls.py)."""
+        tensors: list[list[int]] = []
+        sizes: list[int] = []
+
+        def tensor(v: Value | BufferPlan) -> dict[str, int]:
+            name, (strides, offset) = (v.buffer, layout(self.p, v)) if isinstance(v, Value) else (
+                v.name, (v.strides, as_index(0)))
+            tensors.append([self.buffer(name), self.numbers.index(offset * v.dtype.itemsize), DTYPES[v.dtype],
+                            len(v.shape), *map(self.numbers.index, (*v.shape, *strides))])
+            return {"tensor": len(tensors) - 1}
+
+        def plain(x: Any, kind: str) -> Any:
+            if isinstance(x, Value) and not x.number:
+                return tensor(x)
+            if isinstance(x, str) and "Tensor" in kind:  # a buffer that is written to
+                return tensor(self.p.places[x])
+            if isinstance(x, Index) and not x.is_const:
+                sizes.append(self.numbers.index(x))
+                return {"number": len(sizes) - 1}
+            if isinstance(x, list | tuple):
+                return [plain(y, kind) for y in x]
+            if isinstance(x, float):
+                return {"float": x.hex()}
+            if isinstance(x, torch.dtype | torch.layout | torch.memory_format | torch.device):
+                return {"torch": str(x)}
+            if x is None or isinstance(x, bool | int | str | Index):
+                return x.const if isinstance(x, Index) else x
+            raise UnsupportedError(f"{c.target} with {x!r} cannot be called out of a package")
+
+        kinds = {a.name: str(a.type) for a in c.target._schema.arguments}
+        args = [plain(x, kind) for x, kind in zip(c.args, kinds.values())]
+        named = {k: plain(x, kinds[k]) for k, x in c.kwargs}
+        for name in c.names:
+            tensor(self.p.places[name])
+        text = json.dumps({"operator": str(c.target), "args": args, "kwargs": named,
+                           "results": c.outputs if c.names else []})
+        self.steps.append([CALL, *text_words(c.origin), *text_words(text), len(tensors),
+                           *(x for t in tensors for x in t), len(c.names), len(sizes), *sizes])
 
     def launch(self, s: Launch) -> None:
         kernel, numbers, entry = self.p.kernels[s.kernel], self.numbers, self.kernels[s.kernel]
@@ -370,10 +410,10 @@ class Plan:
                 len(self.steps), *(x for s in self.steps for x in s)]
 
 
-def operator_of(c: Call) -> str:
-    return str(c.target)
-
-
-def missing_operators(p: Program) -> list[str]:
-    """The operators of a program that have no kernel of ours, each once."""
-    return sorted({operator_of(s) for s in p.steps if isinstance(s, Call) and not isinstance(s.target, Held)})
+def missing_operators(p: Program, torch_too: bool) -> tuple[list[str], list[str]]:
+    """The operators of a program that have no kernel of ours, each once: those that a package cannot have, and those
+    that it leaves to torch."""
+    calls = [s for s in p.steps if isinstance(s, Call) and not isinstance(s.target, Held)]
+    left = {str(s.target) for s in calls if torch_too and isinstance(s.target, OpOverload)
+            and all(p.places[n].dtype in DTYPES for n in s.names if n in p.places)}
+    return sorted({str(s.target) for s in calls} - left), sorted(left)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from flambeau.capture.decompositions import table
@@ -16,7 +17,7 @@ from flambeau.capture.eager_strides import settle_strides
 from flambeau.capture.kept_whole import whole_operators
 from flambeau.errors import UnsupportedError
 from flambeau.ir.program import Program
-from flambeau.torch_compat.joint_export import with_gradients
+from flambeau.torch_compat.exported import decomposed
 from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_map, tree_unflatten
 
 from .container import text_words
@@ -92,80 +93,86 @@ class WithLoss(Wrapped):
         return (out[0], *tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tuple(out[1:])))
 
 
-def differentiated(name: str, found: torch.export.ExportedProgram, exact: bool) -> torch.export.ExportedProgram:
-    """A traced step with its gradients. Parameters that it does not use have none."""
-    for n in found.graph.nodes:
-        if n.op == "placeholder" and not n.users and isinstance(n.meta.get("val"), torch.Tensor):
-            n.meta["val"] = n.meta["val"].detach()
-    try:
-        return with_gradients(found, table(exact))
-    except (AssertionError, RuntimeError) as e:
-        raise UnsupportedError(f"{name}: torch finds no gradients of this step: {e}",
-                               hint="its first result is a loss of one number that depends on all parameters which "
-                               "it uses; what is given is a module, or a method of one") from e
-
-
-def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[Any, ...], dynamic_shapes: Any = None,
-           kwargs: Mapping[str, Any] | None = None) -> Method:
+def exported(name: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any,
+             exact: bool) -> tuple[ExportedProgram, Any, str]:
+    """What torch.export makes of a function, taken apart; how its results are nested, and what its weights' names begin
+    with beside the module's own."""
     trains = isinstance(function, TrainStep)
-    if trains:
-        function = function.function
-        module: torch.nn.Module = WithLoss(function.__call__ if isinstance(function, torch.nn.Module) else function)
+    function = function.function if trains else function
+    if isinstance(function, ExportedProgram):
+        module: Any = function
+    elif trains:
+        module = WithLoss(function.__call__ if isinstance(function, torch.nn.Module) else function)
     else:
         module = function if isinstance(function, torch.nn.Module) else Wrapped(function)
     shapes = dynamic_shapes
     if isinstance(module, Wrapped) and shapes is not None:
         by_name = shapes if isinstance(shapes, Mapping) else dict(zip(parameters(function), shapes))
-        positional = parameters(function)[: len(args)]
-        shapes = {"args": tuple(by_name.get(p) for p in positional)}
+        shapes = {"args": tuple(by_name.get(p) for p in parameters(function)[: len(args)])}
         shapes |= {"kwargs": {k: by_name.get(k) for k in kwargs}} if kwargs else {}
     with torch.set_grad_enabled(trains), whole_operators(exact):
-        found = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes, strict=False)
-        nesting = found.call_spec.out_spec
-        found = differentiated(name, found, exact) if trains else found.run_decompositions(table(exact))
-    gm = found.graph_module
+        found = module if isinstance(module, ExportedProgram) else torch.export.export(
+            module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+        for n in found.graph.nodes if trains else ():  # parameters that a step does not use have no gradients
+            if n.op == "placeholder" and not n.users and isinstance(n.meta.get("val"), torch.Tensor):
+                n.meta["val"] = n.meta["val"].detach()
+        try:
+            made = decomposed(found, table(exact), trains)
+        except (AssertionError, RuntimeError) as e:
+            said = "torch finds no gradients of this step" if trains else "torch does not take apart what it exported"
+            raise UnsupportedError(f"{name}: {said}: {e}", hint=(
+                "its first result is a loss of one number that depends on all parameters which it uses; what is given "
+                "is a module, or a method of one") if trains else (
+                "give what torch.export.export(model, args, strict=True) returns instead of the model")) from e
+    return made, found.call_spec.out_spec, "owner." if isinstance(module, Wrapped) else ""
+
+
+def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[Any, ...] = (),
+           dynamic_shapes: Any = None, kwargs: Mapping[str, Any] | None = None) -> Method:
+    if isinstance(function, ExportedProgram):
+        args, kwargs = function.example_inputs or ((), {})
+    given = tuple(args), dict(kwargs or {})
+    found, nesting, prefix = exported(name, function, *given, dynamic_shapes, exact)
+    gm, signature = found.graph_module, found.graph_signature
     for n in reversed(gm.graph.nodes):  # what torch assumed of inputs, the runtime checks
         if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
             gm.graph.erase_node(n)
     serve_all_sizes(gm, found.range_constraints)
-    signature = found.graph_signature
+    call_in_order(gm.graph)
     nodes = {n.name: n for n in gm.graph.nodes}
-    written = {t for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION for t in (s.target,)}
-    prefix = "owner." if isinstance(module, Wrapped) else ""
+    written = {s.target for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION}
     roles: list[Role] = []
     inputs: list[Port] = []
     shown: dict[str, str] = {}  # what the user calls a symbol of torch's
-    names, dims = argument_names(args, kwargs or {}, function, dynamic_shapes)
+    names, dims = argument_names(*given, function, dynamic_shapes)
     for spec, place in zip(signature.input_specs, [n for n in gm.graph.nodes if n.op == "placeholder"], strict=True):
         val = place.meta.get("val")
-        if spec.kind is InputKind.USER_INPUT:
-            if not isinstance(val, torch.Tensor):
-                if isinstance(val, torch.SymInt | torch.SymFloat):
-                    raise UnsupportedError(f"{name}: the number {place.name} is not always the same: give a tensor")
-                roles.append(Role(-1, 0))
-                continue
+        if spec.kind is InputKind.USER_INPUT and not isinstance(val, torch.Tensor):
+            if isinstance(val, torch.SymInt | torch.SymFloat):
+                raise UnsupportedError(f"{name}: the number {place.name} is not always the same: give a tensor")
+            roles.append(Role(-1, 0))
+        elif spec.kind is InputKind.USER_INPUT:
             roles.append(Role(INPUT, len(inputs)))
             inputs.append(port(names[len(inputs)], val, dims[len(inputs)], shown))
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             value = found.constants[spec.target] if spec.target in found.constants else found.state_dict[spec.target]
             which = weights.add(spec.target.removeprefix(prefix), value.detach(), spec.target in written)
             roles.append(Role(WEIGHT, which))
-        elif spec.kind is InputKind.TOKEN:  # what orders operators that do more than compute
-            ops = {str(n.args[1]) for n in nodes.values() if "with_effects" in str(n.target)}
-            raise refused({name: sorted(ops)})
+        elif spec.kind is InputKind.TOKEN:
+            roles.append(Role(-1, 0))
         else:
             raise UnsupportedError(f"{name}: packages cannot hold the input {spec.arg.name}, a {spec.kind.name}")
     write_buffers(name, gm, signature, nodes)
-    settle_strides(gm.graph, names_only=False)
-    drop_numbers(gm, roles)
     results = gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
-    outputs = [output(k, r) for k, r in enumerate(results) if isinstance(r, fx.Node)]
     gradients = [s.target.removeprefix(prefix) for s in signature.output_specs if s.kind in GRADIENTS]
-    first = len(results) - len(gradients)
-    out = structure_of(nesting, results[:first])
-    if trains:
-        of = {"dict": {g: {"output": first + k} for k, g in enumerate(gradients)}}
+    out = structure_of(nesting, results[:len(results) - len(gradients)])
+    settle_strides(gm.graph, names_only=False)
+    drop_numbers(gm, roles)
+    tensors: Any = gm.graph.output_node().args[0]
+    outputs = [output(k, r) for k, r in enumerate(tensors)]
+    if gradients:
+        of = {"dict": {g: {"output": len(outputs) - len(gradients) + k} for k, g in enumerate(gradients)}}
         out = {"tuple": [*out.get("tuple", [out]), of]}
     structure = {"in": names, "out": out}
     return Method(name, gm, inputs, outputs, [r for r in roles if r.place >= 0], structure)
@@ -174,7 +181,8 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
 def refused(missing: dict[str, list[str]]) -> UnsupportedError:
     each = "; ".join(f"{', '.join(ops)} (in {name})" for name, ops in missing.items())
     return UnsupportedError(f"these operators have no kernels of Flambeau's, and a package has no others: {each}",
-                            hint="write them with others, or leave them outside of the exported model")
+                            hint="write them with others, leave them outside of the exported model, or export with "
+                            "torch_operators=True for CPUs with torch")
 
 
 def copied_results(gm: fx.GraphModule, program: Program) -> fx.GraphModule | None:
@@ -201,6 +209,26 @@ def copied_results(gm: fx.GraphModule, program: Program) -> fx.GraphModule | Non
 
 def is_copy(node: fx.Node) -> bool:
     return node.target is aten.clone.default
+
+
+def call_in_order(graph: fx.Graph) -> None:
+    """Operators that do more than compute hand a token to the next, which orders them; the list of steps does here."""
+    for node in list(graph.nodes):
+        if "with_effects" not in str(node.target):
+            continue
+        token, operator, *args = node.args
+        with graph.inserting_before(node):
+            call = graph.call_function(operator, tuple(args), node.kwargs)
+        made = node.meta["val"][1:]
+        call.meta = {**node.meta, "val": made[0] if len(made) == 1 else made}
+        for user in list(node.users):
+            k = user.args[1]
+            if k == 0 or len(made) == 1:
+                user.replace_all_uses_with(token if k == 0 else call)
+                graph.erase_node(user)
+            else:
+                user.args = (call, k - 1)
+        graph.erase_node(node)
 
 
 def serve_all_sizes(gm: fx.GraphModule, ranges: Mapping[Any, Any]) -> None:
@@ -235,6 +263,8 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
     for spec, result in zip(signature.output_specs, results, strict=True):
         if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT, *GRADIENTS):
             left.append(result)
+        elif spec.kind is OutputKind.TOKEN:
+            continue
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             place = place_of[spec.target]
             with gm.graph.inserting_before(out):
@@ -272,6 +302,11 @@ def nested(x: Any) -> Any:
 
 def parameters(function: Any) -> list[str]:
     """Names of those that are given by position."""
+    if isinstance(function, TrainStep):
+        return parameters(function.function)
+    if isinstance(function, ExportedProgram):
+        signature = function.module_call_graph[0].signature
+        return list(signature.forward_arg_names or ()) if signature is not None else []
     call = function.forward if isinstance(function, torch.nn.Module) else function
     return [p.name for p in inspect.signature(call).parameters.values()
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -11,6 +11,7 @@ from flambeau.ir.program import AnyKernel, ContractKernel, LoopKernel, ScanKerne
 from ..source import KernelSource, site_table
 from .columns import ColumnWriter, SharedColumnWriter
 from .contractions.blocks import Blocks
+from .contractions.dots import contraction
 from .dialect import BOUNDED, CPP
 from .loops import LoopWriter
 from .maps import MapWriter
@@ -24,7 +25,7 @@ LOOPS: dict[str, Callable[..., LoopWriter[Any]]] = {
     **dict.fromkeys(("points", "lines", "chunks", "tiles"), MapWriter), "rows": RowWriter,
     "shared rows": SharedRowWriter, "columns": ColumnWriter, "shared columns": SharedColumnWriter}
 WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter[Any] | ScanWriter | ScatterWriter | Blocks]] = {
-    ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter, ContractKernel: Blocks}
+    ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter, ContractKernel: contraction}
 
 
 def render(kernel: AnyKernel, name: str, bounded: bool = False) -> KernelSource:

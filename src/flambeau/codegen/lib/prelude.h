@@ -25,7 +25,19 @@ template <class To, class From> FL_INLINE To bitcast(From x) { return __builtin_
 // Several numbers side by side, which may lie in an array of one kind.
 template <class T, int lanes> struct vector {
   typedef T type __attribute__((vector_size(lanes * sizeof(T)), may_alias));
+  typedef T loose __attribute__((vector_size(lanes * sizeof(T)), aligned(sizeof(T)), may_alias));  // anywhere
 };
+
+// The sum of all lanes, halves added first.
+template <class T, int lanes> FL_INLINE T total(typename vector<T, lanes>::type v) {
+  if constexpr (lanes == 2) {
+    return v[0] + v[1];
+  } else {
+    struct halves { typename vector<T, lanes / 2>::type low, high; };
+    const halves h = __builtin_bit_cast(halves, v);
+    return total<T, lanes / 2>(h.low + h.high);
+  }
+}
 
 template <class A, class B> struct same { static constexpr bool value = false; };
 template <class A> struct same<A, A> { static constexpr bool value = true; };

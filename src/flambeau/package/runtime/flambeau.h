@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define FLAM_MAJOR 1 /* of the format: a file of a newer one is refused */
-#define FLAM_MINOR 1
+#define FLAM_MINOR 3
 #define FLAM_MAX_RANK 16
 #define FLAM_API __attribute__((visibility("default")))
 
@@ -60,6 +60,8 @@ FLAM_API flam_model* flam_load_on(const char* path, const char* target, int numb
 FLAM_API flam_model* flam_load_memory(const void* data, size_t size, const char* target, flam_error* error);
 /* Calls that are under way end as they would have; memory is freed after the last of them. */
 FLAM_API void flam_unload(flam_model*);
+/* One more owner of a model, who calls flam_unload as well: for threads that do not know when the others are done. */
+FLAM_API void flam_retain(flam_model*);
 
 FLAM_API int flam_method(const flam_model*, const char* name); /* its number, or -1 */
 FLAM_API const char* flam_method_name(const flam_model*, int method); /* NULL: there is none of that number */
@@ -82,10 +84,28 @@ FLAM_API void flam_free(void* data);
 FLAM_API int flam_run_on(flam_model*, int method, const flam_tensor* inputs, int input_count, flam_tensor* outputs,
                          int output_count, void* stream, flam_error* error);
 
+/* Both as a structure that is filled once and used again, for callers to whom each argument costs time. `on_device`: 1 for
+   flam_run_on. */
+typedef struct {
+  flam_model* model;
+  const flam_tensor* inputs;
+  flam_tensor* outputs;
+  flam_error* error;
+  void* stream;
+  int32_t method, input_count, output_count, on_device;
+} flam_call;
+FLAM_API int flam_run_call(const flam_call*);
+
 /* Devices beside the CPU: flam_add_device(flam_cuda()), of device.h, before a package is loaded. */
 struct flam_device;
 FLAM_API int flam_add_device(const struct flam_device*); /* 0: it is of another version */
 FLAM_API const char* flam_device_name(const flam_model*); /* "cpu", "cuda", "opencl", "metal" */
+
+/* Operators that a package leaves to torch, for processes that have it: `call` says which (docs/reference/package-format.md),
+   the last `results` of the tensors are written. 0, or a code with the reason in `error`. Before such a package is loaded. */
+typedef int (*flam_caller)(const char* call, const flam_tensor* tensors, int count, int results, const int64_t* numbers,
+                           flam_error* error);
+FLAM_API void flam_set_caller(flam_caller);
 
 /* All of them at once: a call sees all old weights or all new ones. The values are copied. */
 FLAM_API int flam_update_weights(flam_model*, const char* const* names, const flam_tensor* values, int count,

@@ -19,6 +19,7 @@ void fl_sha256(const void* data, size_t size, uint8_t out[32]);
 int fl_fail(flam_error* error, int code, const char* format, ...) __attribute__((format(printf, 3, 4)));
 size_t fl_itemsize(int64_t dtype); /* 0: no dtype */
 const char* fl_dtype(int64_t dtype);
+flam_caller fl_caller(void); /* NULL: there is none */
 int fl_supports(const char* features, char* missing, size_t size); /* of this CPU; the first that it lacks */
 
 /* ---- a program, as it stands in the index: everything is a number of the run, found from those before it ---- */
@@ -30,7 +31,7 @@ enum {
   OP_COUNT
 };
 enum { PLACE_INPUT, PLACE_WEIGHT, PLACE_STATE, PLACE_OUTPUT, PLACE_TEMPORARY, PLACE_SEED, PLACE_COUNT };
-enum { STEP_LAUNCH, STEP_COPY, STEP_DEVICE, STEP_COUNT };
+enum { STEP_LAUNCH, STEP_COPY, STEP_DEVICE, STEP_CALL, STEP_COUNT };
 
 typedef struct {
   int64_t op, a, b;
@@ -50,6 +51,9 @@ typedef struct {
   int64_t checks, work, choice_count; /* of a launch on a device: its pointers are (buffer, offset, itemsize) */
   const int64_t* choices;             /* (number of a condition or -1, count, (function, three numbers of groups)...) */
   int64_t record;
+  const char* call; /* of a call of torch */
+  int64_t tensor_count, result_count;
+  const int64_t* tensors; /* (buffer, number of the offset, dtype, rank, numbers of sizes, of strides) */
   const char* origin;
 } step;
 

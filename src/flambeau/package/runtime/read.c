@@ -91,6 +91,7 @@ void fl_release(flam_model* m) {
   free(m);
 }
 
+void flam_retain(flam_model* m) { atomic_fetch_add(&m->uses, 1); }
 void flam_unload(flam_model* m) {
   if (m) fl_release(m);
 }
@@ -177,6 +178,24 @@ static void read_choices(cursor* c, program* p, step* s, int64_t functions) {
   }
 }
 
+/* Of a call of torch: what is called, and its tensors. */
+static void read_call(cursor* c, const program* p, step* s) {
+  s->call = string(c);
+  s->tensor_count = count_of(c);
+  s->tensors = c->at;
+  for (int64_t k = 0; !c->wrong && k < s->tensor_count; ++k) {
+    below(c, p->buffer_count);
+    below(c, p->number_count);
+    if (!fl_itemsize(word(c))) wrong(c, "a dtype is unknown");
+    int64_t rank = below(c, FLAM_MAX_RANK + 1);
+    references(c, 2 * rank, 0, p->number_count);
+  }
+  s->result_count = below(c, s->tensor_count + 1);
+  s->size_count = count_of(c);
+  s->sizes = references(c, s->size_count, 0, p->number_count);
+  if (s->tensor_count > INT32_MAX) wrong(c, "a count is larger than the file");
+}
+
 static void read_step(cursor* c, program* p, step* s, int64_t functions) {
   int64_t numbers = p->number_count, buffers = p->buffer_count;
   s->kind = below(c, STEP_COUNT);
@@ -189,6 +208,11 @@ static void read_step(cursor* c, program* p, step* s, int64_t functions) {
     s->dims = references(c, s->rank, 0, numbers);
     s->to_strides = references(c, s->rank, 0, numbers);
     s->from_strides = references(c, s->rank, 0, numbers);
+    return;
+  }
+  if (s->kind == STEP_CALL) {
+    read_call(c, p, s);
+    if (s->size_count > p->most_sizes) p->most_sizes = s->size_count;
     return;
   }
   int64_t each = s->kind == STEP_DEVICE ? 3 : 2;
@@ -367,7 +391,10 @@ static int begin_target(flam_model* m, const section* s, const char* features, i
   flam_error said = {0};
   if (s->kind == CODE) {
     char missing[64];
-    if (!fl_supports(features, missing, sizeof missing)) return snprintf(why, room, "needs %s", missing), 0;
+    if (!fl_supports(features, missing, sizeof missing)) {
+      const char* operators = strcmp(missing, "torch") ? NULL : flam_metadata(m, "torch");
+      return snprintf(why, room, "needs %s%s%.200s", missing, operators ? " for " : "", operators ? operators : ""), 0;
+    }
     return (*kernels = load_code(m, s, error)) != NULL;
   }
   const char* rest = "";
@@ -418,6 +445,7 @@ static int read_target(flam_model* m, cursor* c, const char* wanted, int number,
       for (int64_t i = 0; !inside.wrong && i < p->step_count; ++i) {
         const step* s = p->steps + i;
         if (s->kind == STEP_DEVICE && !m->device) inside.wrong = "a kernel is for a device";
+        if (s->kind == STEP_CALL && m->device) inside.wrong = "a call of torch is on a device";
         if (s->kind != STEP_LAUNCH) continue;
         if (!kernels || s->kernel < 0 || s->kernel >= kernels->count
             || kernels->kernels[s->kernel].pointers != s->pointer_count || kernels->kernels[s->kernel].sizes != s->size_count) {

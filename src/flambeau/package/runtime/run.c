@@ -175,12 +175,35 @@ static int64_t bytes_of(const flam_model* m, const program* p, const method* of,
   }
 }
 
+/* A tensor of a call, as its words say; not where it is. */
+static int find_tensor(const context* c, const int64_t* t, flam_tensor* out) {
+  out->dtype = (int32_t)t[2];
+  out->rank = (int32_t)t[3];
+  for (int64_t d = 0; d < t[3]; ++d) {
+    out->sizes[d] = c->numbers[t[4 + d]];
+    out->strides[d] = c->numbers[t[4 + t[3] + d]];
+    if (out->sizes[d] < 0 || out->strides[d] < 0) return 1;
+  }
+  return 0;
+}
+
+static int fits(const flam_model* m, const program* p, const method* of, const context* c, const flam_tensor* inputs, int64_t buffer,
+                int64_t at, const flam_tensor* t) {
+  int64_t bytes = fl_extent(t->sizes, t->strides, t->rank, (int64_t)fl_itemsize(t->dtype)), most = bytes_of(m, p, of, c, inputs, buffer);
+  return bytes >= 0 && at >= 0 && (!bytes || (at <= most && bytes <= most - at));
+}
+
 static int check_steps(const flam_model* m, const program* p, const method* of, const context* c, const flam_tensor* inputs,
                        flam_error* error) {
   for (int64_t i = 0; i < p->step_count; ++i) {
     const step* s = p->steps + i;
     int bad = 0;
     int64_t each = s->kind == STEP_DEVICE ? 3 : 2;
+    const int64_t* t = s->tensors;
+    for (int64_t k = 0; s->kind == STEP_CALL && k < s->tensor_count; ++k, t += 4 + 2 * t[3]) {
+      flam_tensor one;
+      bad |= find_tensor(c, t, &one) || !fits(m, p, of, c, inputs, t[0], c->numbers[t[1]], &one);
+    }
     for (int64_t k = 0; s->kind != STEP_COPY && k < s->pointer_count; ++k) {
       int64_t at = c->numbers[s->pointers[each * k + 1]];
       bad |= at < 0 || at > bytes_of(m, p, of, c, inputs, s->pointers[each * k]);
@@ -409,6 +432,22 @@ static void copy(const step* s, const context* c, int64_t d, char* to, const cha
   for (int64_t k = 0; k < count; ++k) copy(s, c, d + 1, to + k * there * s->itemsize, from + k * here * s->itemsize);
 }
 
+static int call_torch(const context* c, const step* s, flam_error* error) {
+  flam_caller caller = fl_caller();
+  flam_tensor* tensors = malloc((size_t)(s->tensor_count + 1) * sizeof *tensors);
+  if (!tensors) return fl_fail(error, FLAM_MEMORY, "there is not enough memory");
+  const int64_t* t = s->tensors;
+  for (int64_t k = 0; k < s->tensor_count; ++k, t += 4 + 2 * t[3]) {
+    find_tensor(c, t, tensors + k);
+    tensors[k].data = (char*)c->pointers[t[0]] + c->numbers[t[1]];
+  }
+  for (int64_t k = 0; k < s->size_count; ++k) c->words[k] = c->numbers[s->sizes[k]];
+  int code = caller ? caller(s->call, tensors, (int)s->tensor_count, (int)s->result_count, c->words, error)
+                    : fl_fail(error, FLAM_MACHINE, "%s needs torch", s->origin);
+  free(tensors);
+  return code;
+}
+
 static int run_steps(const flam_model* m, const program* p, context* c, flam_error* error) {
   for (int64_t i = 0; i < p->step_count; ++i) {
     const step* s = p->steps + i;
@@ -419,6 +458,11 @@ static int run_steps(const flam_model* m, const program* p, context* c, flam_err
         copy(s, c, 0, (char*)c->pointers[s->to] + c->numbers[s->to_offset],
              (const char*)c->pointers[s->from] + c->numbers[s->from_offset]);
       }
+      continue;
+    }
+    if (s->kind == STEP_CALL) {
+      int code = call_torch(c, s, error);
+      if (code) return code;
       continue;
     }
     for (int64_t k = 0; k < s->pointer_count; ++k) {
@@ -497,6 +541,10 @@ int flam_run(flam_model* m, int k, const flam_tensor* inputs, int input_count, f
 int flam_run_on(flam_model* m, int k, const flam_tensor* inputs, int input_count, flam_tensor* outputs, int output_count,
                 void* stream, flam_error* error) {
   return call(m, k, inputs, input_count, outputs, output_count, 1, stream, error);
+}
+
+int flam_run_call(const flam_call* c) {
+  return call(c->model, c->method, c->inputs, c->input_count, c->outputs, c->output_count, c->on_device, c->stream, c->error);
 }
 
 /* ---- new weights ---- */

@@ -67,9 +67,7 @@ class Blocks(ContractWriter):
     def blocks(self) -> None:
         """Those of one thread: rows first, for which the right factor stays."""
         k = self.k
-        arrays = {"lefts": f"{ROWS} * {self.left_row}" if self.deep_left else f"{self.depth} * {self.left_row}",
-                  "rights": f"{self.panel} * {self.right_row}", "sums": f"{ROWS} * {COLUMNS}"}
-        for name, length in arrays.items():
+        for name, length in self.arrays().items():
             self.line(f"alignas(64) {self.kind} {name}[{length}];")
         if self.masks is not None:
             kind = self.d.types[torch.int32 if self.dtype.itemsize <= 4 else torch.int64]
@@ -91,6 +89,11 @@ class Blocks(ContractWriter):
             self.multiply()
             with self.walk(self.rows, "r0", "r1") as r, self.walk(self.columns, "c0", "c1", LANES) as c:
                 self.finish(f"sums[{r} * {COLUMNS} + {c}]")
+
+    def arrays(self) -> dict[str, str]:
+        """Of a thread, with their lengths."""
+        return {"lefts": f"{ROWS} * {self.left_row}" if self.deep_left else f"{self.depth} * {self.left_row}",
+                "rights": f"{self.panel} * {self.right_row}", "sums": f"{ROWS} * {COLUMNS}"}
 
     def multiply(self) -> None:
         """The sums of a block, stretch by stretch of the depth."""
