@@ -118,7 +118,7 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
 
 
 def point_scans(k: ScanKernel, t: PointTuning) -> Form:
-    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.column()
+    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.column(t.scan_columns)
     if k.about(k.axis.size, t.short_row + 1) <= t.short_row:
         return Form("points")
     long = leaves_cache(k.about(k.axis.size, t.row_lines), len(k.params), t)

@@ -74,7 +74,7 @@ class ColumnLoops(RowLoops):
         self.line(f"const int {self.me} = {self.d.lane};")
         self.line(f"const {long} column = ({long}){self.d.group} * {self.wide} + {self.me} % {self.wide};")
         with self.scope("{", vars) as s:
-            # Work-items beyond the last column go along with it, and touch no element.
+            # Work-items beyond the last column go along with it, and store nothing.
             self.decompose("column" if self.is_even() else self.d.minimum.format("column", f"({long})({count} - 1)"),
                            vars)
             yield s
@@ -82,11 +82,9 @@ class ColumnLoops(RowLoops):
     def is_even(self) -> bool:
         return self.points_in_all.is_const and self.points_in_all.const % self.wide == 0
 
-    @contextmanager
-    def element(self, s: str, base: str, beyond: str) -> Iterator[Scope]:
-        with nullcontext() if self.is_even() else self.scope(f"if ({self.inside()}) {{"), \
-                super().element(s, base, beyond) as scope:
-            yield scope
+    def flush(self, names: Sequence[str], base: str) -> None:
+        with nullcontext() if self.is_even() or not names else self.scope(f"if ({self.inside()}) {{"):
+            super().flush(names, base)
 
     def inside(self) -> str:
         return f"column < {self.index(self.points_in_all)}"

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from flambeau.ir.expr import Expr, loads, walk
+from flambeau.ir.expr import Expr, conjuncts, loads, walk
 from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.program import (
     ContractKernel,
@@ -39,14 +39,18 @@ from .columns import ColumnLoops
 from .contraction_tiles import Tiles
 from .dialect import Shape, SimtDialect, SimtWriter
 from .kernel import write_points
-from .points import PointLoops, PointScan, PointStart
+from .points import PointLoops, Points, PointScan, PointStart
 from .rows import RowLoops
 from .scans import ColumnScan
 from .transposes import Transpose
 
 LINE = POINTS.line_bytes
+LARGE = 1 << 62
 CACHE = 768 << 10  # bytes: the second level of the smallest of Apple's desktop GPUs
 CORE_THREADS, CORE_LOCAL = 1024, 32 << 10  # what a core holds at least
+BOUNDS: dict[str, Callable[[int], tuple[int, int]]] = {  # of an index: the first, and behind the last
+    "lt": lambda n: (0, n), "le": lambda n: (0, n + 1), "ge": lambda n: (n, LARGE), "gt": lambda n: (n + 1, LARGE),
+    "eq": lambda n: (n, n + 1)}
 UNKNOWN = 1 << 10  # elements: a size that nothing is known of
 
 
@@ -109,6 +113,7 @@ class Access:
     itemsize: int
     at: Index
     ends: bool = False  # comes once for an outer point, when its inner ones are done
+    rounds: tuple[tuple[Sym, int], ...] = ()  # loops of which a mask allows so many rounds
 
     def touches(self, loops: Iterable[Sym]) -> int:
         """Bytes of the lines that it touches while these go round and the others stand still."""
@@ -212,6 +217,11 @@ class Model:
                      *self.spread(k.columns, w.tile * (POINTS.groups // w.band))]
             return [*((v, 1, False) for v in k.batch), *((v, n, False) for v, n in sides),
                     *((v, 1, False) for v in k.depth), *((v, n, True) for v, n in sides)]
+        if isinstance(w, Points) and w.bands is not None:
+            rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, w.group)
+            along = k.inner if isinstance(k, LoopKernel) else ()
+            return [*((v, n, False) for v, n in (*rows, *row)), *((v, n, True) for v, n in rows),
+                    *((v, 1, False) for v in along), *((v, n, True) for v, n in row)]
         if isinstance(k, ScatterKernel):
             return [(v, 1, False) for v in (k.out_vars if isinstance(w, PointStart) else k.vars)]
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
@@ -225,6 +235,8 @@ class Model:
         wide = w.wide if isinstance(w, ColumnLoops | ColumnScan) else \
             w.group if isinstance(w, PointLoops | PointScan) else 1
         last = self.spread([w.column] if isinstance(w, ColumnScan) else k.outer, wide)
+        if isinstance(w, ColumnScan) and not w.others_first:  # groups that run at once go through columns together
+            last = [*last, *self.spread(w.others, POINTS.groups)]
         return [*((v, 1, False) for v in k.outer if v not in dict(last)), *((v, n, False) for v, n in last),
                 *((v, 1, False) for v in inner), *((v, n, True) for v, n in last)]
 
@@ -270,7 +282,8 @@ class Model:
         """What is read in each pass over the points, and how much of it."""
         k, w = self.k, self.w
         if isinstance(k, ContractKernel):
-            yield [*self.accesses(loads(k.left, k.right)), *self.accesses(loads(*exprs_of(k.items)), ends=True)], 1.0
+            yield self.accesses(loads(k.left, k.right)), 1.0
+            yield self.accesses(loads(*exprs_of(k.items)), ends=True), 1.0  # once the factors are done with
             return
         if not isinstance(k, LoopKernel):
             exprs = k.everything() if not isinstance(k, ScatterKernel) else \
@@ -299,7 +312,23 @@ class Model:
         return [a for a in found if not any(a.name == b.name and a.is_beside(b, self.outer) for b in rows)]
 
     def accesses(self, found: Iterable[Expr], ends: bool = False) -> list[Access]:
-        return list(dict.fromkeys(self.access(e.attr[0], e.attr[1][0], ends) for e in found))
+        masks: dict[Access, list[dict[Sym, int]]] = {}
+        for e in found:
+            masks.setdefault(self.access(e.attr[0], e.attr[1][0], ends), []).append(dict(self.rounds(e)))
+        return [replace(a, rounds=tuple((s, sum(m[s] for m in of)) for s in of[0] if all(s in m for m in of)))
+                for a, of in masks.items()]
+
+    def rounds(self, e: Expr) -> Iterator[tuple[Sym, int]]:
+        """The loops of which a read's mask, a bound on their variable, allows some rounds alone."""
+        for s in self.loops if e.args else ():
+            v = next(v for v, at in self.mapping.items() if s in at.symbols())
+            lo, hi = 0, s.size.const
+            for c in conjuncts(e.args[0]):
+                if c.op in BOUNDS and [a.op for a in c.args] == ["index", "const"] and c.args[0].attr is as_index(v):
+                    first, last = BOUNDS[c.op](c.args[1].attr)
+                    lo, hi = max(lo, first), min(hi, last)
+            if self.mapping[v] is as_index(s) and hi - lo < s.size.const:
+                yield s, max(hi - lo, 0)
 
     @cached_property
     def every_read(self) -> list[tuple[list[Access], float]]:
@@ -368,7 +397,8 @@ class Model:
         for k, s in enumerate(uncached[:-1]):
             c = a.at.coefficient(s)
             if c is ZERO:
-                times *= 1 if a.ends and s in self.inner_loops else s.size.const
+                rounds = min(dict(a.rounds).get(s, s.size.const), s.size.const)
+                times *= 1 if a.ends and s in self.inner_loops else rounds
             elif c is not None and c.is_const and abs(c.const) * a.itemsize < LINE:
                 near = min((abs(d.const) for x in self.around(a)[k + 1:] if (d := linear(a.at, x))), default=LINE)
                 if near > abs(c.const):  # the rest of a line is for later rounds

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, is_positive, volume
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, is_positive, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
 from flambeau.ir.tuning import POINTS
@@ -107,7 +107,7 @@ class Several(Points):
 
     def is_whole(self) -> bool:
         """Whether no group has elements beyond the end."""
-        return self.number.is_const and self.number.const % self.at_once() == 0
+        return self.number.is_const and self.number.const % self.at_once() == 0 and self.bands is None
 
     def bind(self, at: str) -> None:
         self.decompose(at, self.flat)
@@ -229,8 +229,8 @@ class StreamedPoints(Several, PointLoops):
 
     def write(self) -> None:
         chunk, long = self.at_once(), self.d.long
-        self.total = ceildiv(self.number, chunk) * self.group
-        self.line(f"const {long} {self.me} = {self.d.lane}, base = ({long}){self.d.group} * {chunk};")
+        start = self.first_point(self.flat, chunk)
+        self.line(f"const {long} {self.me} = {self.d.lane}, base = {start};")
         self.look(self.reads, self.address)
         self.fetch(self.reads, "base")
         self.kept = {name: self.array(self.dtypes[name], "w") for name in self.address}

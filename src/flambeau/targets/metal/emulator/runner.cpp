@@ -55,7 +55,7 @@ struct Region {
 struct Array { uint32_t offset, bytes; };
 
 Fibre fibres[MOST_THREADS];
-char* stacks;
+char *stacks, *unset;  // which bytes of them are arrays' that nobody has written yet
 jmp_buf scheduler;
 char box[MOST_THREADS / WIDTH][2][WIDTH][16];
 Ids ids;
@@ -207,7 +207,11 @@ void touch(Access& a, uint32_t me, bool write, bool device, uint32_t now, const 
 
 void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false) {
   const uintptr_t at = (uintptr_t)pointer;
-  if (at - (uintptr_t)stacks < STACK * MOST_THREADS) return;
+  if (const size_t k = at - (uintptr_t)stacks; k < STACK * MOST_THREADS) {
+    if (write) memset(unset + k, 0, bytes);
+    else if (memchr(unset + k, 1, bytes)) fail("uninitialised: reads an element of an array of a thread, which it did not write");
+    return;
+  }
   if (at - (uintptr_t)given < MOST_POINTERS * sizeof(void*)) return;  // pointers that share a buffer
   if (at - (uintptr_t)shared_memory < sizeof(shared_memory)) {
     const size_t k = at - (uintptr_t)shared_memory;
@@ -364,13 +368,16 @@ void* flm_shared(int number, uint32_t bytes) {
   return shared_memory + a.offset;
 }
 
+void flm_unset(const void* array, uint32_t bytes) { memset(unset + ((char*)array - stacks), 1, bytes); }
+
 // ---- called by the wrapper, and by Python ----------------------------------------------------------------------
 
 // The fault that a kernel reported, 0 if there is none, or -1 if something is wrong with the kernel (flm_message).
 int64_t flm_launch(const Buffer* buffers, int count, const Part* parts, int part_count, int collisions) {
   std::lock_guard<std::mutex> lock(one_launch);
   if (!stacks) {
-    stacks = (char*)mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    stacks = (char*)mmap(nullptr, 2 * STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unset = stacks + STACK * MOST_THREADS;
   }
   void* arguments[MOST_POINTERS];
   failed = false, collides = collisions != 0;

@@ -16,11 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from flambeau.codegen.source import RangeSource, items_function
 from flambeau.config import config
 from flambeau.errors import CompileError, Error
 
-from ...base import Build, Launch, Plan, Source, Step
+from ...base import Allocator, Build, Launch, Plan, Source, Step
 from ...cache import DiskCache
 from ...cpu.target import CpuTarget
 from ...launch import PythonPlan
@@ -82,6 +84,20 @@ class EmulatorTarget(CpuTarget):
 
     def plan(self, steps: Sequence[Step]) -> Plan:
         return PythonPlan(steps)
+
+    def queue(self) -> None:
+        """No run finds what another one left in its memory."""
+
+    def fresh(self, memory: torch.Tensor) -> None:
+        """Nonsense, so that a result that no thread wrote is noticed: of floats, not a number."""
+        torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(0xff)
+
+    def allocator(self, device: torch.device) -> Allocator:
+        def made(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            self.fresh(memory := torch.empty_strided(shape, strides, dtype=dtype))
+            return memory
+
+        return made
 
 
 class EmulatorLaunch:
