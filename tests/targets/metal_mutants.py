@@ -52,6 +52,13 @@ def whole(*shape: int) -> torch.Tensor:
     return x
 
 
+def bytes_with_ends(*shape: int) -> torch.Tensor:
+    """The largest are the first and the last."""
+    x = torch.randint(-90, 90, shape, dtype=torch.int8)
+    x.view(-1)[0] = x.view(-1)[-1] = 100
+    return x
+
+
 def places(count: int, size: int) -> torch.Tensor:
     i = torch.randint(size, (count,))
     i[0], i[-1] = size - 1, 0
@@ -105,7 +112,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Draw, ...], bool]] = {
                        False),
     "products that meet": (join("prod"), (lambda: (places(50, 9), whole(50, 40)),), False),
     "halves that meet": (join("prod"), (lambda: (places(50, 9), whole(50, 41).bfloat16()),), False),
-    "bytes that meet": (join("amax"), (lambda: (places(50, 9), torch.randint(-90, 90, (50, 41), dtype=torch.int8)),),
+    "bytes that meet": (join("amax"), (lambda: (places(50, 9), bytes_with_ends(50, 41)),),
                         False),
     "long integers that meet": (lambda i, x: torch.zeros(9, 40, dtype=torch.int64).index_add(0, i, x),
                                 (lambda: (places(50, 9), torch.randint(-(2**62), 2**62, (50, 40))),), False),
@@ -162,21 +169,26 @@ def made(program: str, shape: int) -> tuple[Any, tuple[Inputs, ...], list[torch.
     seen: list[Any] = []
     f, draws, any_size = PROGRAMS[program]
     torch.manual_seed(0)
-    drawn = [draw() for draw in (draws if any_size else draws[shape: shape + 1])]
+    used = draws if any_size else draws[shape: shape + 1]
     pipeline.OBSERVERS.append(seen.append)
     try:
         torch._dynamo.reset()
         with config.override(graph_cache=False):
-            torch.compile(f, backend="flambeau", options={"target": NAME}, dynamic=any_size)(*drawn[0])
+            torch.compile(f, backend="flambeau", options={"target": NAME}, dynamic=any_size)(*used[0]())
     finally:
         pipeline.OBSERVERS.remove(seen.append)
-    every = tuple(inputs for one in drawn for inputs in (one, tuple(map(beside, one))))
+    every = tuple(tuple(map(change, draw())) for draw in used for change in (torch.clone, beside, backward))
     return seen[0], every, run(seen[0], seen[0].texts, every)
 
 
 def beside(t: torch.Tensor) -> torch.Tensor:
     """The same values one element behind where wide accesses may begin."""
     return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
+
+
+def backward(t: torch.Tensor) -> torch.Tensor:
+    """Values from the last to the first; lists of places stay as they are."""
+    return t.flip([*range(t.ndim)]) if t.ndim > 1 or t.is_floating_point() else t
 
 
 def run(graph: Any, texts: list[Any], every: tuple[Inputs, ...]) -> list[torch.Tensor]:

@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python -m targets.metal_sweep --json results/opinfo-metal.json
 
-Beside each entry stands what OpenCL leaves to ATen of the same graphs. What the file has of this commit is kept.
+Beside each entry stand what OpenCL leaves to ATen of the same graphs, and what the worst of its kernels costs by the
+static model. What the file has of this commit is kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from flambeau import pipeline
+from flambeau.codegen.simt.cost import program_costs
+from flambeau.codegen.simt.metal import SHAPE, Metal
 from flambeau.config import config
 from flambeau.results_file import origin, write_results
 from flambeau.targets.metal.checker import check
@@ -43,14 +46,19 @@ def entry(name: str, dtype: torch.dtype, limit: int, checked: dict[str, list[str
         if text not in checked:
             checked[text] = check(text)
         refused += checked[text]
+    cost = [cost for g in graphs for _, cost in program_costs(g.program, Metal, SHAPE)]
     opencl = sorted({k for g in graphs for k in pipeline.lowered(g.gm, pipeline.Options(target=POINTS))[2].externs})
     return {"op": name, "dtype": str(dtype)[6:], "samples": report.samples, "gradients": report.gradients,
             "externs": sorted(report.externs), "opencl_externs": opencl, "texts": len(texts), "refused": refused,
+            "kernels": len(cost), "ratio": round(max((c.ratio for c in cost), default=1.0), 3),
+            "serial": max((c.alone for c in cost), default=0),
             "failures": report.failures[:2], "seconds": round(time.perf_counter() - start, 1)}
 
 
 def summary(rows: list[dict[str, Any]], checked: int) -> dict[str, Any]:
-    out: dict[str, Any] = {"texts": checked, "refused": sum(bool(r["refused"]) for r in rows)}
+    out: dict[str, Any] = {"texts": checked, "refused": sum(bool(r["refused"]) for r in rows),
+                           "kernels": sum(r["kernels"] for r in rows), "ratio": max(r["ratio"] for r in rows),
+                           "serial": max(r["serial"] for r in rows)}
     for dtype in dict.fromkeys(r["dtype"] for r in rows):
         those = [r for r in rows if r["dtype"] == dtype and r["samples"]]
         out[dtype] = {"entries": len(those), "agree": sum(not r["failures"] for r in those),

@@ -48,7 +48,7 @@ class GroupScan(Rows, ScanWriter):
                 self.put({j: f"{own[j]}[{s}]" for j in own}, starts)
             with self.element(s, base, "skip"):
                 self.put({j: f"{own[j]}[{s}]" for j in own}, {j: self.value(k.exprs[j]) for j in own})
-        with self.every() as s, self.scope(f"if ({s} % {self.lanes} != 0) {{"):
+        with self.every(start=1) as s, self.scope(f"if ({s} % {self.lanes} != 0) {{"):
             now = {j: f"{own[j]}[{s}]" for j in own}
             self.put(now, self.joined({j: f"{own[j]}[{s} - 1]" for j in own}, now))
         return own

@@ -132,10 +132,10 @@ class Several(Points):
             yield scope
 
     @contextmanager
-    def every(self, step: int = 1, end: int = 0) -> Iterator[str]:
+    def every(self, step: int = 1, end: int = 0, start: int = 0) -> Iterator[str]:
         s = self.fresh("st")
         advance = f"++{s}" if step == 1 else f"{s} += {step}"
-        first, last = (0, end) if end else self.part or (0, self.each)
+        first, last = (start, end or self.each) if end or start else self.part or (0, self.each)
         with self.scope(f"for (int {s} = {first}; {s} < {last}; {advance}) {{", how=UNROLLED):
             yield s
 
