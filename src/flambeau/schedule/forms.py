@@ -101,7 +101,7 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
     exprs, length = k.everything(), volume(k.inner)
     if k.inner and not (k.bounds is None and length.is_const and length.const <= t.short_row):
         if k.vector in k.inner and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
-            across = [] if k.scratch or k.reads_again() else k.across_rows()
+            across = [] if k.scratch else k.across_rows()
             if not leaves_cache(k.about(length, t.row_lines), len(across), t):
                 return Form("rows")  # what is contiguous is reduced, and long enough for a group
             return Form("columns", line_of(across, k.outer[-1], k, t))

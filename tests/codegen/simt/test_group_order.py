@@ -73,6 +73,25 @@ def test_windows_and_scatters(on: str) -> None:
     checked(sample, on, inputs, through=slopes)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_three_that_lie_three_ways(target: str) -> None:
+    if target == "opencl-points":
+        pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
+        import opencl_forms  # noqa: F401
+    x = (torch.randn(70, 9, 3, 33), torch.randn(9, 3, 33, 70).movedim(3, 0), torch.randn(70, 3, 33, 9).movedim(3, 1))
+    f = lambda x, y, z: x - y * z  # noqa: E731
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(f, backend="flambeau", options={"target": target})(*x), f(*x))
+
+
+def test_three_that_lie_three_ways_move_once() -> None:
+    inputs = [torch.empty(shape, device="meta") for shape in ((640, 120, 320), (120, 320, 640), (640, 320, 120))]
+    graph = graph_of(lambda x, y, z: [build.pointwise(x.shape, lambda i: x.load(i) + y.load((i[1], i[2], i[0]))
+                                                      + z.load((i[0], i[2], i[1])))], *inputs)
+    kernel, = schedule(graph, capabilities("metal")).kernels
+    assert costs(kernel, Metal, SHAPE)[0].ratio < 1.1
+
+
 def test_what_rows_share_moves_about_once() -> None:
     inputs = [torch.empty(shape, device="meta") for shape in ((72, 835_625), (835_625,))]
     graph = graph_of(lambda x, y: [build.pointwise(x.shape, lambda i: x.load(i) + y.load(i[1:]))], *inputs)

@@ -227,8 +227,8 @@ class Model:
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
         if isinstance(w, Transpose):
             both = ((w.along, w.long), (w.across, w.high))
-            return [*((v, 1, False) for v in k.outer if v not in (w.along, w.across)),
-                    *((v, n, False) for v, n in both), *((v, n, True) for v, n in both)]
+            return [*((v, 1, False) for v in w.apart), *((v, n, False) for v, n in both),
+                    *((v, 1, False) for v in w.beside), *((v, n, True) for v, n in both)]
         if isinstance(w, RowLoops) and not isinstance(w, ColumnLoops) or not k.outer:
             return [(v, 1, False) for v in (*k.outer, *inner)]
         # Neighbours go through their inner points side by side.
@@ -251,8 +251,9 @@ class Model:
     def loop(self, order: tuple[Sym, int, bool], number: int) -> Sym:
         v, at_once, inside = order
         size = self.about(v.size)
-        at_once = max(1, min(at_once, size))
-        s = Sym(f"L{number}", at_once if inside else max(-(-size // at_once), 1))
+        rounds = max(-(-size // max(1, min(at_once, size))), 1)
+        at_once = max(-(-size // rounds), 1)  # as if the last ones were no fewer than the others
+        s = Sym(f"L{number}", at_once if inside else rounds)
         here = as_index(s) * (1 if inside else at_once) if s.size.const > 1 else ZERO
         self.mapping[v] = self.mapping.get(v, ZERO) + here
         return s
@@ -348,15 +349,15 @@ class Model:
         return self.writes if meet else []
 
     def must(self) -> int:
-        every = [a for r, _ in self.every_read for a in r if a.name in self.given]
-        reads, writes = self.once(dict.fromkeys([*every, *self.joins()])), self.once(
-            a for a in self.writes if a.name not in self.own)
-        if isinstance(self.k, ContractKernel):
-            # No order of products reads less, with a cache of so many elements (Hong and Kung, 1981).
-            k, size = self.k, self.k.left.dtype.itemsize
-            products = prod(self.about(volume(v)) for v in (k.batch, k.rows, k.columns, k.depth))
-            reads = max(reads, round(2 * products * size / float(CACHE / size) ** 0.5))
-        return reads + writes
+        every = dict.fromkeys([*(a for r, _ in self.every_read for a in r if a.name in self.given), *self.joins()])
+        writes = self.once(a for a in self.writes if a.name not in self.own)
+        if not isinstance(self.k, ContractKernel):
+            return self.once(every) + writes
+        # No order of products reads less of its factors, with a cache of so many elements (Hong and Kung, 1981).
+        k, size = self.k, self.k.left.dtype.itemsize
+        products = prod(self.about(volume(v)) for v in (k.batch, k.rows, k.columns, k.depth))
+        least = int(2 * products * size / float(CACHE / size) ** 0.5)
+        return max(self.once(a for a in every if not a.ends), least) + self.once(a for a in every if a.ends) + writes
 
     def once(self, found: Iterable[Access]) -> int:
         """Bytes of all that is touched, each once."""

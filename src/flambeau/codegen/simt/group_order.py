@@ -8,7 +8,7 @@ If a cache does not hold that much, some rows are walked side by side instead (a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flambeau.ir.expr import loads
@@ -39,15 +39,15 @@ def bands(k: LoopKernel | ScanKernel | ScatterKernel, vars: Sequence[Sym], chunk
     itemsizes = {p.name: p.dtype.itemsize for p in k.params}
     reads = [(e.attr[1][0], itemsizes[e.attr[0]]) for e in loads(*k.everything())]
     if isinstance(k, ScatterKernel):
-        reads += [(a, itemsizes[name]) for name, a in k.stores[:1]]
+        reads += [(k.address, itemsizes[k.name])]
     inner = k.inner if isinstance(k, LoopKernel) else ()
     found: dict[int, int] = {}  # bytes that are read again, by the number of outer variables
     for n in range(1, len(vars)):
-        row, count = {*vars[n:], *inner}, k.about(vars[n - 1].size, 1)
-        touched = [(a, size * k.about(volume(row & a.symbols()), 1)) for a, size in dict.fromkeys(reads)]
-        again = sum(size for a, size in touched if a.coefficient(vars[n - 1]) is ZERO)
-        every = sum(size for _, size in touched)
-        if count > 1 and every > POINTS.row_lines and again * POINTS.band_share > every:
+        row = {*vars[n:], *inner}
+        touched = {read: k.about(volume(row & read[0].symbols()), 1) * step(*read, row) for read in reads}
+        again = sum(touched[read] for read in touched if step(*read, {vars[n - 1]}) < POINTS.line_bytes)
+        every = sum(touched.values())
+        if k.about(vars[n - 1].size, 1) > 1 and every > POINTS.row_lines and again * POINTS.band_share > every:
             found[n] = again * (k.about(volume(vars[:n]), 1) - 1)
     if not found:
         return None
@@ -55,3 +55,10 @@ def bands(k: LoopKernel | ScanKernel | ScatterKernel, vars: Sequence[Sym], chunk
     rows = k.about(volume(vars[:n]), 1)
     beside = -(-rows // -(-rows // POINTS.band_rows))  # so that the last band is about as high as the others
     return Bands(tuple(vars[:n]), tuple(vars[n:]), beside, maximum(ceildiv(volume(vars[n:]), chunk), 1))
+
+
+def step(a: Index, itemsize: int, loops: Collection[Sym]) -> int:
+    """Bytes, as far as a line, that each point of these loops touches beside those of the last."""
+    steps = [abs(c.const) if c is not None and c.is_const else POINTS.line_bytes for v in loops
+             if (c := a.coefficient(v)) is not ZERO]
+    return min(min(steps, default=0) * itemsize, POINTS.line_bytes)
