@@ -100,7 +100,7 @@ def points_beside(length: int, row: bool, t: PointTuning) -> int:
 def point_loops(k: LoopKernel, t: PointTuning) -> Form:
     exprs, length = k.everything(), volume(k.inner)
     if k.inner and not (k.bounds is None and length.is_const and length.const <= t.short_row):
-        if k.vector in k.inner and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
+        if is_row(k) and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
             across = [] if k.scratch else k.across_rows()
             if not leaves_cache(k.about(length, t.row_lines), len(across), t):
                 return Form("rows")  # what is contiguous is reduced, and long enough for a group
@@ -115,6 +115,12 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
         return Form("transpose")
     memory = cost_of(exprs) <= t.streamed_work and 0 < len(loads(*exprs)) * t.access_bytes // 4 <= t.registers
     return Form("streamed" if many and k.outer and k.bounds is None and memory else "points")
+
+
+def is_row(k: LoopKernel) -> bool:
+    """Whether what lies side by side is reduced, or nothing does: registers of a group hold the longest rows."""
+    inside = [at for _, at in k.accesses() if at.symbols() & {*k.inner}]
+    return k.vector in k.inner or not any(at.coefficient(v) is ONE for at in inside for v in k.outer)
 
 
 def point_scans(k: ScanKernel, t: PointTuning) -> Form:

@@ -59,6 +59,12 @@ def test_a_map_whose_table_lacks_a_variable_between(on: str) -> None:
     checked(lambda x, y: x + y, on, (torch.randn(3, 7, 1001), torch.randn(3, 1, 1001)))
 
 
+@pytest.mark.parametrize("shape", [(130, 37, 50), (70, 3, 96), (66, 16, 32)])
+def test_columns_that_lie_two_ways(shape: tuple[int, ...], on: str) -> None:
+    checked(lambda x, y: (x * y).sum(0), on, (torch.randn(shape), torch.randn(shape).transpose(1, 2).contiguous()
+                                              .transpose(1, 2)))
+
+
 def test_one_text_for_all_sizes(on: str) -> None:
     shapes = ((19, 5003), (300, 40), (2, 3), (40, 1025))
     checked(lambda x, y: x * y, on, *((torch.randn(s), torch.randn(s[1])) for s in shapes), dynamic=True)

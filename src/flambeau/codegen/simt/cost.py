@@ -218,10 +218,13 @@ class Model:
             return [*((v, 1, False) for v in k.batch), *((v, n, False) for v, n in sides),
                     *((v, 1, False) for v in k.depth), *((v, n, True) for v, n in sides)]
         if isinstance(w, Points) and w.bands is not None:
-            rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, w.group)
-            along = k.inner if isinstance(k, LoopKernel) else ()
-            return [*((v, n, False) for v, n in (*rows, *row)), *((v, n, True) for v, n in rows),
-                    *((v, 1, False) for v in along), *((v, n, True) for v, n in row)]
+            wide = w.wide if isinstance(w, ColumnLoops) else w.group
+            rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, wide)
+            along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else ())]
+            beside = [(v, n, True) for v, n in rows]
+            # Groups of columns that run at once go through them together.
+            within = [*along, *beside] if isinstance(w, ColumnLoops) else [*beside, *along]
+            return [*((v, n, False) for v, n in (*rows, *row)), *within, *((v, n, True) for v, n in row)]
         if isinstance(k, ScatterKernel):
             return [(v, 1, False) for v in (k.out_vars if isinstance(w, PointStart) else k.vars)]
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)

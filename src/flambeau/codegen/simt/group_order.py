@@ -8,11 +8,12 @@ If a cache does not hold that much, some rows are walked side by side instead (a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flambeau.ir.expr import loads
-from flambeau.ir.index import ZERO, Index, Sym, ceildiv, maximum, volume
+from flambeau.ir.index import Index, Sym, ceildiv, maximum, volume
+from flambeau.ir.lines import apart
 from flambeau.ir.program import LoopKernel, ScanKernel, ScatterKernel
 from flambeau.ir.tuning import POINTS
 
@@ -35,7 +36,10 @@ class Bands:
 
 
 def bands(k: LoopKernel | ScanKernel | ScatterKernel, vars: Sequence[Sym], chunk: int) -> Bands | None:
-    """The bands of a kernel whose groups have so many points of these variables each; None if it needs none."""
+    """The bands of a kernel whose groups have so many points of these variables each; None if it needs none, or if data
+    say what a point reads."""
+    if isinstance(k, LoopKernel) and k.bounds is not None:
+        return None
     itemsizes = {p.name: p.dtype.itemsize for p in k.params}
     reads = [(e.attr[1][0], itemsizes[e.attr[0]]) for e in loads(*k.everything())]
     if isinstance(k, ScatterKernel):
@@ -43,9 +47,9 @@ def bands(k: LoopKernel | ScanKernel | ScatterKernel, vars: Sequence[Sym], chunk
     inner = k.inner if isinstance(k, LoopKernel) else ()
     found: dict[int, int] = {}  # bytes that are read again, by the number of outer variables
     for n in range(1, len(vars)):
-        row = {*vars[n:], *inner}
-        touched = {read: k.about(volume(row & read[0].symbols()), 1) * step(*read, row) for read in reads}
-        again = sum(touched[read] for read in touched if step(*read, {vars[n - 1]}) < POINTS.line_bytes)
+        row, line = {*vars[n:], *inner}, POINTS.line_bytes
+        touched = {read: k.about(volume(row & read[0].symbols()), 1) * apart(*read, row, line) for read in reads}
+        again = sum(touched[read] for read in touched if apart(*read, {vars[n - 1]}, line) < line)
         every = sum(touched.values())
         if k.about(vars[n - 1].size, 1) > 1 and every > POINTS.row_lines and again * POINTS.band_share > every:
             found[n] = again * (k.about(volume(vars[:n]), 1) - 1)
@@ -55,10 +59,3 @@ def bands(k: LoopKernel | ScanKernel | ScatterKernel, vars: Sequence[Sym], chunk
     rows = k.about(volume(vars[:n]), 1)
     beside = -(-rows // -(-rows // POINTS.band_rows))  # so that the last band is about as high as the others
     return Bands(tuple(vars[:n]), tuple(vars[n:]), beside, maximum(ceildiv(volume(vars[n:]), chunk), 1))
-
-
-def step(a: Index, itemsize: int, loops: Collection[Sym]) -> int:
-    """Bytes, as far as a line, that each point of these loops touches beside those of the last."""
-    steps = [abs(c.const) if c is not None and c.is_const else POINTS.line_bytes for v in loops
-             if (c := a.coefficient(v)) is not ZERO]
-    return min(min(steps, default=0) * itemsize, POINTS.line_bytes)

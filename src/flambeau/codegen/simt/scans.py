@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
+from flambeau.ir.expr import loads
 from flambeau.ir.index import ONE, ceildiv, volume
 from flambeau.ir.program import ScanKernel
 from flambeau.ir.tuning import POINTS
@@ -141,8 +142,9 @@ class ColumnScan(GroupScan):
         assert column is not None
         self.column = column
         self.others = [x for x in kernel.outer if x is not column]
-        # Groups whose results are neighbours in memory come one after the other.
-        self.others_first = not any(a.coefficient(x) is ONE for x in self.others for _, a in kernel.stores)
+        # Groups that access neighbours in memory come one after the other.
+        places = [*(a for _, a in kernel.stores), *(e.attr[1][0] for e in loads(*kernel.exprs))]
+        self.others_first = not any(a.coefficient(x) is ONE for x in self.others for a in places)
         self.wide = kernel.form.width
         self.group = power_below(shape.group)
         self.each = self.lanes = power_below(max(POINTS.registers // 2 // self.words, 1))

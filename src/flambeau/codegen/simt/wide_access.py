@@ -107,7 +107,7 @@ class Several(Points):
 
     def is_whole(self) -> bool:
         """Whether no group has elements beyond the end."""
-        return self.number.is_const and self.number.const % self.at_once() == 0 and self.bands is None
+        return self.number.is_const and self.number.const % self.at_once() == 0
 
     def bind(self, at: str) -> None:
         self.decompose(at, self.flat)
@@ -239,6 +239,9 @@ class StreamedPoints(Several, PointLoops):
             for stage in self.k.stages:
                 self.stage(stage)
         self.flush([*self.address], "base")
+
+    def is_whole(self) -> bool:
+        return self.bands is None and super().is_whole()
 
     def keep(self, name: str, level: str, text: str) -> None:
         self.line(f"{self.kept[name]}[{self.current}] = {text};")
