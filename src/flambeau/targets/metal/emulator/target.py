@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -93,8 +93,8 @@ class EmulatorTarget(CpuTarget):
         torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(0xff)
 
     def allocator(self, device: torch.device) -> Allocator:
-        def made(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            self.fresh(memory := torch.empty_strided(shape, strides, dtype=dtype))
+        def made(*layout: Any) -> torch.Tensor:
+            self.fresh(memory := torch.empty_strided(*layout[:2], dtype=layout[2]))
             return memory
 
         return made
@@ -110,9 +110,6 @@ class EmulatorLaunch:
         counts = self._items(1, *sizes)
         threads = [-(-n // part.group) * part.group for n, part in zip(counts, self._source.ranges, strict=True)]
         return raised(self._launch(list(pointers), [*sizes, *threads]), ", ".join(self._source.origins))
-
-    def __repr__(self) -> str:
-        return f"<Launch {self.name}>"
 
 
 _RUNNER: list[ctypes.CDLL] = []
