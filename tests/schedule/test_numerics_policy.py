@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from schedule.programs import program, written
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_maximum_equals_the_value_it_came_from(dtype: torch.dtype) -> None:
@@ -54,3 +56,16 @@ def test_a_choice_among_integers_is_none_among_what_they_were_made_of(dtype: tor
     torch._dynamo.reset()
     x = torch.tensor([[0.25, -1.5, 2.75]], dtype=dtype)
     assert torch.equal(torch.compile(padded, backend="flambeau")(x), padded(x))
+
+
+def test_what_one_kernel_compares_is_no_memory() -> None:
+    def entropy(x: torch.Tensor) -> torch.Tensor:
+        p = x.softmax(1)
+        return torch.where(p == 0, 0, p * p.log()).sum(1)
+
+    x = torch.randn(40, 300)
+    x[:, ::7] = -torch.inf
+    p = program(entropy, x)
+    assert len(written(p)) == 1, written(p)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(entropy, backend="flambeau")(x), entropy(x))

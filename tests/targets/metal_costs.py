@@ -69,10 +69,12 @@ def cliffs(seed: int) -> Programs:
 
 def models(name: str, size: str = "tiny") -> Programs:
     """A training step of a model of the bench."""
-    built = SUITE[name].build(size, device="cpu")
-    module = without_dropout(built.module)
-    *inputs, target = built.make_inputs(2)
-    return programs(name, lambda compile: built.loss(compile(module)(*inputs), target).backward())
+    model = SUITE[name]
+    config = {k: n for k, n in model.sizes[size].items() if k != "batch"}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = without_dropout(model.create(**config))
+        *inputs, target = model.draw(config, 2)
+        return programs(name, lambda compile: model.loss(compile(module)(*inputs), target).backward())
 
 
 def row(name: str, found: Programs) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from flambeau.config import config
 from flambeau.targets.base import KeyedSource
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.cpu.target import unit_text
-from flambeau.targets.metal.emulator.binding import Function, functions_of, with_shared
+from flambeau.targets.metal.emulator.binding import Function, functions_of, with_arrays
 from flambeau.targets.metal.emulator.target import instrumented, raised
 
 
@@ -26,7 +26,7 @@ class Library:
     """The kernels of a text are its attributes."""
 
     def __init__(self, text: str) -> None:
-        lines = [with_shared(text)]
+        lines = [with_arrays(text)]
         self._functions = {f.name: f for f in functions_of(text)}
         for f in self._functions.values():
             lines.append(f"""FLM_PLAIN static void {f.name}_thread(void** a, const flm::Ids* i) {{ {f.call()}; }}

@@ -1,8 +1,10 @@
-"""PyTorch's operator database through Metal kernels: run by the emulator, looked through by the checker.
+"""PyTorch's operator database and the models of the bench through Metal kernels: run by the emulator, looked through by
+the checker.
 
-    PYTHONPATH=tests python -m targets.metal_sweep --json results/opinfo-metal.json
+    PYTHONPATH=tests python -m targets.metal_sweep --json results/metal-operators.json
 
-Beside each entry stands what OpenCL leaves to ATen of the same graphs. What the file has of this commit is kept.
+Beside each entry stand what OpenCL leaves to ATen of the same graphs, and what the worst of its kernels costs by the
+static model. What the file has of this commit is kept.
 """
 
 from __future__ import annotations
@@ -11,48 +13,74 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flambeau import pipeline
+from flambeau.bench.models import SUITE
+from flambeau.codegen.simt.cost import program_costs
+from flambeau.codegen.simt.metal import SHAPE, Metal
 from flambeau.config import config
 from flambeau.results_file import origin, write_results
 from flambeau.targets.metal.checker import check
 from flambeau.testing.opinfo import check_opinfo
+from metal_on_a_mac import losses
 from opencl_forms import POINTS
 from test_opinfo import taken
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
 
-def entry(name: str, dtype: torch.dtype, limit: int, checked: dict[str, list[str]]) -> dict[str, Any]:
-    """One row: what was run, what ATen computed of it, what is wrong."""
+@contextmanager
+def observed(row: dict[str, Any], checked: dict[str, list[str]]) -> Iterator[list[pipeline.Compiled]]:
+    """Graphs that are compiled inside. At the end the row has what became of them, and how long it took."""
     graphs: list[pipeline.Compiled] = []
     pipeline.OBSERVERS.append(graphs.append)
     start = time.perf_counter()
     try:
-        with config.override(target="metal-emulator"):
-            report = check_opinfo(name, dtype, limit=limit)
+        with config.override(target="metal-emulator", graph_cache=False):
+            yield graphs
     finally:
         pipeline.OBSERVERS.remove(graphs.append)
     texts = dict.fromkeys(t.text for g in graphs for t in g.texts)
-    refused = []
-    for text in texts:
-        if text not in checked:
-            checked[text] = check(text)
-        refused += checked[text]
-    opencl = sorted({k for g in graphs for k in pipeline.lowered(g.gm, pipeline.Options(target=POINTS))[2].externs})
-    return {"op": name, "dtype": str(dtype)[6:], "samples": report.samples, "gradients": report.gradients,
-            "externs": sorted(report.externs), "opencl_externs": opencl, "texts": len(texts), "refused": refused,
-            "failures": report.failures[:2], "seconds": round(time.perf_counter() - start, 1)}
+    checked.update({text: check(text) for text in texts if text not in checked})
+    cost = [cost for g in graphs for _, cost in program_costs(g.program, Metal, SHAPE)]
+    row.update({"texts": len(texts), "refused": [problem for text in texts for problem in checked[text]],
+                "kernels": len(cost), "ratio": round(max((c.ratio for c in cost), default=1.0), 3),
+                "serial": max((c.alone for c in cost), default=0), "seconds": round(time.perf_counter() - start, 1)})
 
 
-def summary(rows: list[dict[str, Any]], checked: int) -> dict[str, Any]:
-    out: dict[str, Any] = {"texts": checked, "refused": sum(bool(r["refused"]) for r in rows)}
-    for dtype in dict.fromkeys(r["dtype"] for r in rows):
-        those = [r for r in rows if r["dtype"] == dtype and r["samples"]]
+def entry(name: str, dtype: torch.dtype, limit: int, checked: dict[str, list[str]]) -> dict[str, Any]:
+    """One row: what was run, what ATen computed of it, what is wrong."""
+    row: dict[str, Any] = {"op": name, "dtype": str(dtype)[6:]}
+    with observed(row, checked) as graphs:
+        report = check_opinfo(name, dtype, limit=limit)
+    opencl = {k for g in graphs for k in pipeline.lowered(g.gm, pipeline.Options(target=POINTS))[2].externs}
+    return {**row, "samples": report.samples, "gradients": report.gradients, "externs": sorted(report.externs),
+            "opencl_externs": sorted(opencl), "failures": report.failures[:2]}
+
+
+def model(name: str, checked: dict[str, list[str]]) -> dict[str, Any]:
+    """Losses of three training steps, beside eager's."""
+    row: dict[str, Any] = {"model": name, "eager": losses(name, "cpu", False)}
+    with observed(row, checked):
+        row["losses"] = losses(name, "cpu", True, target="metal-emulator")
+    row["off"] = max(abs(a - b) / abs(b) for a, b in zip(row["losses"], row["eager"], strict=True))
+    return {**row, "failures": [] if row["off"] < 1e-4 else [f"{row['losses']} for {row['eager']}"]}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {"texts": sum(r["texts"] for r in rows), "refused": sum(bool(r["refused"]) for r in rows),
+                           "kernels": sum(r["kernels"] for r in rows), "ratio": max(r["ratio"] for r in rows),
+                           "serial": max(r["serial"] for r in rows)}
+    models = [r for r in rows if "model" in r]
+    out["models"] = {"trained": len(models), "agree": sum(not r["failures"] for r in models),
+                     "off": max((r["off"] for r in models), default=0.0)}
+    for dtype in dict.fromkeys(r["dtype"] for r in rows if "op" in r):
+        those = [r for r in rows if r.get("dtype") == dtype and r["samples"]]
         out[dtype] = {"entries": len(those), "agree": sum(not r["failures"] for r in those),
                       "without_aten": sum(not r["externs"] for r in those),
                       "without_aten_on_opencl": sum(not r["opencl_externs"] for r in those),
@@ -73,18 +101,19 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=2, help="samples of an entry")
     args = parser.parse_args()
     rows = list(kept(args.json))
-    done, checked = {(r["op"], r["dtype"]) for r in rows}, {}
-    for name, dtype in taken(DTYPES):
-        if (name, str(dtype)[6:]) in done or (args.names and name not in args.names):
+    done, checked = {(r.get("model", r.get("op")), r.get("dtype")) for r in rows}, {}
+    todo: list[tuple[str, torch.dtype | None]] = [*((name, None) for name in SUITE), *taken(DTYPES)]
+    for name, dtype in todo:
+        if (name, dtype and str(dtype)[6:]) in done or (args.names and name not in args.names):
             continue
-        rows.append(row := entry(name, dtype, args.limit, checked))
+        rows.append(row := model(name, checked) if dtype is None else entry(name, dtype, args.limit, checked))
         good = not row["failures"] and not row["refused"]
-        print("ok  " if good else "FAIL", name, row["dtype"], row["externs"] or "-", row["seconds"],
-              *row["failures"], *row["refused"], flush=True)
+        print("ok  " if good else "FAIL", name, row.get("dtype", "model"), row.get("externs") or "-", row["ratio"],
+              row["serial"], row["seconds"], *row["failures"], *row["refused"], flush=True)
         if not good or len(rows) % 20 == 0:
-            write_results(args.json, "opinfo", rows, summary(rows, len(checked)))
-    write_results(args.json, "opinfo", rows, summary(rows, len(checked)))
-    print(json.dumps(summary(rows, len(checked)), indent=1))
+            write_results(args.json, "metal operators", rows, summary(rows))
+    write_results(args.json, "metal operators", rows, summary(rows))
+    print(json.dumps(summary(rows), indent=1))
 
 
 if __name__ == "__main__":

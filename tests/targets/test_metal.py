@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flambeau
+from flambeau import pipeline
 from flambeau.bench.models import SUITE
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
@@ -67,6 +69,8 @@ FAULTS = {
     "threadgroup array too short": (("parts[64]", "parts[63]"), "out of bounds"),
     "beyond an array": (("parts[lane + h]", "parts[lane + h + 32]"), "out of bounds"),
     "nobody wrote": (("parts[lane] = mine;", "if (lane < 50) parts[lane] = mine;"), "uninitialised"),
+    "a thread did not write": (("parts[lane] = mine;", "float own[2];\n  own[lane % 2] = mine;\n  parts[lane] = own[0];"),
+                               "uninitialised: .* of a thread"),
     "threadgroup memory": (("parts[64]", "parts[8193]"), "32772 bytes|32784 bytes"),
     "no limit": (("[[max_total_threads_per_threadgroup(64)]]", ""), "max_total_threads"),
     "limit below the group": (("threadgroup(64)", "threadgroup(32)"), "skipped silently"),
@@ -136,6 +140,8 @@ WRONG = {
     "two buffers of one number": (("[[buffer(2)]]", "[[buffer(1)]]"), "buffers"),
     "no address space": (("device float* out", "float* out"), "no address space"),
     "unknown function": (("float mine = 0.0f;", "float mine = erf(0.0f);"), "erf"),
+    "a loop beyond an array": (("float mine = 0.0f;", "float mine = 0.0f;\n  float own[3];\n"
+                                "  for (int s = 0; s <= 3; ++s) {\n    if (lane < 0) own[s] = 1.0f;\n  }"), "3 elem"),
     "recursion": (("float mine", "total(x, out, n, lane, group); float mine"), "recursion"),
 }
 
@@ -182,13 +188,26 @@ GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients(name: str) -> None:
-    x = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    f = GRADIENTS[name]
+def test_gradients(name: str, dtype: torch.dtype) -> None:
+    """Against those of a float32 run, and no operator is left to ATen."""
+    x = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    f, graphs = GRADIENTS[name], []
     compiled = torch.compile(f, backend="flambeau", options={"target": "metal-emulator"})
-    for a, b in zip(*((y := g(x), *torch.autograd.grad(y.square().sum(), x)) for g in (compiled, f)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    pipeline.OBSERVERS.append(graphs.append)
+    try:
+        with config.override(graph_cache=False):
+            y = compiled(x)
+            ours = y, *torch.autograd.grad(y.float().square().sum(), x)
+    finally:
+        pipeline.OBSERVERS.remove(graphs.append)
+    assert graphs and not any(g.captured.externs for g in graphs)
+    wide = x.detach().float().requires_grad_()
+    y = f(wide)
+    how = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for a, b in zip(ours, (y, *torch.autograd.grad(y.square().sum(), wide)), strict=True):
+        torch.testing.assert_close(a, b.to(dtype), **how)
 
 
 def test_what_is_drawn_is_never_zero() -> None:
@@ -249,6 +268,15 @@ def test_the_launcher_draws_views_and_reports(launched: Callable[..., object]) -
     torch.testing.assert_close(product, x.cumsum(0).t() @ x, rtol=1e-4, atol=1e-4)
     with pytest.raises(IndexError):
         f(x, torch.tensor([0, 35]))  # type: ignore[operator]
+
+
+def test_the_launcher_serves_eager_operators(launched: Callable[..., object]) -> None:
+    x = torch.randn(300, 401)
+    with config.override(target=Stand.name), flambeau.accelerate("cpu", only=["cumsum", "softmax"], wait=True):
+        ours = [(x.cumsum(1), x.softmax(0)) for _ in range(2)][1]
+        used = {row.operator: row.ours for row in flambeau.accelerated() if row.ours}
+    assert used == {"aten.cumsum": 2, "aten._softmax": 2}
+    torch.testing.assert_close(ours, (x.cumsum(1), x.softmax(0)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("on", ["metal-emulator", Stand.name])

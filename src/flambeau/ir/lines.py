@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .expr import Expr, loads, walk
-from .index import ONE, Index, Sym, as_index, walks_as_one
+from .index import ONE, ZERO, Index, Sym, as_index, walks_as_one
 
 LINE = 64  # elements next to each other that are as good as any more
 
@@ -34,6 +34,13 @@ def is_line(address: Index, v: Sym, lanes: int) -> bool:
     one wide access, as far as strides go."""
     rest = address - v
     return address.coefficient(v) is ONE and all(n % lanes == 0 for n in (rest.const, *(n for _, n in rest.terms)))
+
+
+def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> int:
+    """How many bytes, `most` of them at most, each point of these loops touches beside those of the last. Where data or
+    quotients lead, it counts as the next element."""
+    steps = [ONE if c is None else c for v in loops if (c := address.coefficient(v)) is not ZERO]
+    return min(min((abs(c.const) if c.is_const else most for c in steps), default=0) * itemsize, most)
 
 
 def line(address: Index, vars: Sequence[Sym]) -> float:

@@ -179,11 +179,13 @@ class ScanKernel(AnySize):
     form: Form = Form()
     typical: tuple[tuple[Sym, int], ...] = ()
 
-    def column(self) -> Sym | None:
-        """An outer variable along which all results are contiguous, or else something that is read across them."""
+    def column(self, enough: int) -> Sym | None:
+        """An outer variable along which all results are contiguous, or something that is read across them: the longer
+        one, where so many elements are long enough."""
         crossing = [e.attr[1][0] for e in loads(*self.exprs) if e.attr[1][0].coefficient(self.axis) not in (ONE, ZERO)]
-        return next((v for v in self.outer if all(a.coefficient(v) is ONE for _, a in self.stores)),
-                    next((v for v in self.outer for a in crossing if a.coefficient(v) is ONE), None))
+        found = [*(v for v in self.outer if all(a.coefficient(v) is ONE for _, a in self.stores)),
+                 *(v for v in self.outer for a in crossing if a.coefficient(v) is ONE)]
+        return max(found, key=lambda v: min(self.about(v.size, enough), enough), default=None)
 
     def everything(self) -> list[Expr]:
         return [*self.exprs, *self.finish]

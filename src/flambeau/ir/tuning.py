@@ -175,6 +175,8 @@ class PointTuning(Tuning):
     transpose_side: int = number(64, "elements", "of a tile in local memory")
     group: int = number(256, "work-items", "of a group: enough for every GPU, and few enough for each")
     groups: int = number(32, "groups", "that run at once, at least: four on each of eight cores")
+    band_rows: int = number(16, "rows", "walked side by side where they read the same: less than a tenth is read again")
+    band_share: int = number(8, "times less", "than all that is read: what is read again is not worth another order")
     columns: int = number(32, "columns", "of a group that reduces them: a line of memory")
     segment_step: int = number(2, "elements", "of a segment that a work-item has under way: most segments are short")
     few_rows: int = number(4096, "rows", "leave a GPU idle if each is one work-item's")

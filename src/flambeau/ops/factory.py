@@ -103,8 +103,8 @@ def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, *
         return NotImplemented
     if not is_float(dtype) and not _whole(start, step):
         start, step = int(start), int(step)
-    # Floats are counted in double: start + i * step would drift away in less.
-    compute = torch.float64 if is_float(dtype) else torch.int64
+    # Whole numbers are counted exactly. Others in double: start + i * step would drift away in less.
+    compute = torch.float64 if is_float(dtype) and not _whole(start, step) else torch.int64
 
     def body(i: tuple[Index, ...]) -> Expr:
         first, by = (scalar_at(n, (), compute, compute) for n in (start, step))

@@ -41,7 +41,8 @@ def is_multiplied(n: Contract, caps: Capabilities) -> bool:
 
 
 def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
-    """The contraction, or one over each part of the longest of its summed variables and the sum of those, in order.
+    """The contraction, or one over each part of one of its summed variables and the sum of those, in order: of the one
+    that gives the most parts. Of what is contiguous, parts are to be whole lines.
 
     Sizes of the run count as those that the graph was captured with; how long a part is follows from them."""
     assert n.factors is not None
@@ -55,12 +56,15 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     rows, columns = (many([v for v in n.kept if v in one and v not in other])
                      for one, other in ((left, right), (right, left)))
     batch = many([v for v in n.kept if (v in left) == (v in right)])
-    longest = max(n.reduced, key=lambda v: many([v]))
     itemsize = min(e.args[0].dtype.itemsize if e.op == "cast" else e.dtype.itemsize for e in n.factors)
-    most = min(caps.tuning.pieces(rows, columns, many(n.reduced), batch, itemsize, caps.programs), many([longest]))
+    wanted, even = caps.tuning.pieces(rows, columns, many(n.reduced), batch, itemsize, caps.programs), \
+        caps.tuning.split_even
+    lines = {v for e in loads(*n.factors) for v in n.reduced if any(i.coefficient(v) is ONE for i in e.attr[1][-1:])}
+    longest = max(n.reduced, key=lambda v: (min(many([v]) // (even if v in lines else 1), wanted), many([v])))
+    most = min(wanted, many([longest]))
     if most < 2:
         return [n]
-    size, even = longest.size, caps.tuning.split_even
+    size = longest.size
     pieces, length = as_index(most), ceildiv(size, as_index(most))
     if many([longest]) >= even * most:  # parts begin where wide reads can
         length = ceildiv(length, as_index(even)) * even

@@ -100,8 +100,8 @@ def points_beside(length: int, row: bool, t: PointTuning) -> int:
 def point_loops(k: LoopKernel, t: PointTuning) -> Form:
     exprs, length = k.everything(), volume(k.inner)
     if k.inner and not (k.bounds is None and length.is_const and length.const <= t.short_row):
-        if k.vector in k.inner and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
-            across = [] if k.scratch or k.reads_again() else k.across_rows()
+        if is_row(k) and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
+            across = [] if k.scratch else k.across_rows()
             if not leaves_cache(k.about(length, t.row_lines), len(across), t):
                 return Form("rows")  # what is contiguous is reduced, and long enough for a group
             return Form("columns", line_of(across, k.outer[-1], k, t))
@@ -117,8 +117,14 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
     return Form("streamed" if many and k.outer and k.bounds is None and memory else "points")
 
 
+def is_row(k: LoopKernel) -> bool:
+    """Whether what lies side by side is reduced, or nothing does: registers of a group hold the longest rows."""
+    inside = [at for _, at in k.accesses() if at.symbols() & {*k.inner}]
+    return k.vector in k.inner or not any(at.coefficient(v) is ONE for at in inside for v in k.outer)
+
+
 def point_scans(k: ScanKernel, t: PointTuning) -> Form:
-    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.column()
+    few, column = k.about(volume(k.outer), t.few_rows) < t.few_rows, k.column(t.scan_columns)
     if k.about(k.axis.size, t.short_row + 1) <= t.short_row:
         return Form("points")
     long = leaves_cache(k.about(k.axis.size, t.row_lines), len(k.params), t)

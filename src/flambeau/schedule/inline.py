@@ -28,6 +28,7 @@ from .rewrites.one_hot import picked
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
 DEEPEST = 120  # operations that wait for one another: expressions are walked by recursion
 MOST_READS = 24
+COMPARED = "compared: another kernel might compute it with other last bits"
 SAMPLED = 64  # points of a value for each that is computed again
 EXACT = frozenset(("div", "sqrt", "floor", "ceil", "trunc", "round", "fmod", "copysign", "fmin", "fmax", "bitcast"))
 
@@ -80,7 +81,7 @@ def materialised(graph: Graph) -> dict[str, str]:
     for name, v in graph.mutations:
         out.setdefault(v.buffer, f"new value of {name}")
     for name in compared(graph):
-        out.setdefault(name, "compared: another kernel might compute it with other last bits")
+        out.setdefault(name, COMPARED)
     return out
 
 

@@ -29,6 +29,7 @@ from flambeau.ir.index import (
     volume,
     walks_as_one,
 )
+from flambeau.ir.lines import apart
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
 from flambeau.ir.tuning import PointTuning, Tuning
@@ -38,6 +39,7 @@ from .fuse import Group, member_exprs
 from .rewrites.one_pass import alive, exponentials_at_once
 
 _INT64 = torch.int64
+FLOAT = 4  # bytes of an element, where the most common dtype is near enough
 _LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
 
 
@@ -343,7 +345,8 @@ def shortest_across(d: NestDraft, vector: Sym, candidates: Sequence[Sym], t: Tun
     jumping = [a for _, a, _ in d.accesses() if jumps(a, vector)]
 
     def leaves(v: Sym) -> bool:
-        return leaves_cache(d.about(v.size * volume(d.inner), t.row_lines), len(jumping), t)
+        lines = sum(apart(a, FLOAT, {v, *d.inner}, t.line_bytes) for a in jumping)
+        return d.about(v.size * volume(d.inner), t.row_lines) * lines > t.row_lines
 
     found = [v for v in candidates if v in d.outer and not leaves(v) and any(a.coefficient(v) is ONE for a in jumping)]
     return found[0] if found and leaves(vector) else vector

@@ -10,14 +10,14 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import CHECKED, walk
 from flambeau.ir.index import Index, Sym, as_index, offset_of
 from flambeau.ir.nodes import Buffer, Extern, Graph, Node, Pointwise, Scan, Scatter, Value, contiguous_strides, dim_vars
-from flambeau.ir.program import BufferPlan, Call, Kernel, Launch, Program, Step
+from flambeau.ir.program import BufferPlan, Call, Kernel, Launch, LoopKernel, Program, Step
 from flambeau.ir.verify import verify
 
 from .buffer_reuse import write_mutations, write_over
 from .contractions import prepare_contractions, shape_contract
 from .forms import formed
 from .fuse import Group, Single, fuse, reads_elsewhere
-from .inline import inline, materialised
+from .inline import COMPARED, inline, materialised
 from .layout import settle_layouts
 from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import ProgramDraft, lifetimes, plan_memory, values_in
@@ -135,8 +135,9 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
     if check:
         verify(graph, "after inlining")
     groups = fuse(graph)
-    hard = set(materialised(graph))
-    stored = set(reads_elsewhere(groups, hard))
+    hard = materialised(graph)
+    stored = set(reads_elsewhere(groups, set(hard)))
+    within = {name for name, why in hard.items() if why == COMPARED} - set(reads_elsewhere(groups, set()))
     steps: list[Step] = []
     for g in groups:
         kernel: Kernel
@@ -145,6 +146,7 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
         elif isinstance(g, Group):
             kernel, extra = shape_group(g, graph.buffers, stored, caps, graph.typical)
             stored |= extra
+            kernel = without_stores(kernel, within - extra)
         else:
             n = g.node
             if isinstance(n, Extern):
@@ -164,6 +166,14 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
             kernels.append(kernel)
         steps.append(Launch(at, tuple(x.name for x in kernel.params), kernel.origins, stream=stream))
     return steps
+
+
+def without_stores(k: LoopKernel, within: set[str]) -> LoopKernel:
+    """The kernel without memory for values that had to be computed in one place, and that none of its stages reads
+    back: that place is the kernel itself."""
+    names = within.intersection(dict(k.stores)).difference(*map(k.read_back, k.stages))
+    return k if not names else replace(k, stores=tuple((n, at) for n, at in k.stores if n not in names),
+                                       params=tuple(p for p in k.params if p.name not in names))
 
 
 def checks(g: Group | Single) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Index, Sym, ceildiv, volume
+from flambeau.ir.index import Index, Sym, volume
 from flambeau.ir.program import LoopKernel
 from flambeau.ir.tuning import POINTS
 
@@ -69,24 +69,21 @@ class ColumnLoops(RowLoops):
 
     @contextmanager
     def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
-        long, count = self.d.long, self.index(self.points_in_all)
-        self.total = ceildiv(self.points_in_all, self.wide) * self.group
+        long, count, start = self.d.long, self.index(self.points_in_all), self.first_point(vars, self.wide)
         self.line(f"const int {self.me} = {self.d.lane};")
-        self.line(f"const {long} column = ({long}){self.d.group} * {self.wide} + {self.me} % {self.wide};")
+        self.line(f"const {long} column = {start} + {self.me} % {self.wide};")
         with self.scope("{", vars) as s:
-            # Work-items beyond the last column go along with it, and touch no element.
+            # Work-items beyond the last column go along with it, and store nothing.
             self.decompose("column" if self.is_even() else self.d.minimum.format("column", f"({long})({count} - 1)"),
                            vars)
             yield s
 
     def is_even(self) -> bool:
-        return self.points_in_all.is_const and self.points_in_all.const % self.wide == 0
+        return self.bands is None and self.points_in_all.is_const and self.points_in_all.const % self.wide == 0
 
-    @contextmanager
-    def element(self, s: str, base: str, beyond: str) -> Iterator[Scope]:
-        with nullcontext() if self.is_even() else self.scope(f"if ({self.inside()}) {{"), \
-                super().element(s, base, beyond) as scope:
-            yield scope
+    def flush(self, names: Sequence[str], base: str) -> None:
+        with nullcontext() if self.is_even() or not names else self.scope(f"if ({self.inside()}) {{"):
+            super().flush(names, base)
 
     def inside(self) -> str:
         return f"column < {self.index(self.points_in_all)}"

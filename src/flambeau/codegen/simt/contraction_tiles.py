@@ -37,8 +37,8 @@ class Tiles(SimtWriter, ContractWriter):
         self.group = self.side * self.side
         self.tile = POINTS.product_each * self.side
         self.row = self.tile + 1  # neighbours are not in the same bank, whichever way they are written
-        self.band = band(*(-(-n.const // self.tile) if n.is_const else POINTS.groups
-                           for n in (volume(kernel.rows), volume(kernel.columns))))
+        self.band = band(*(max(-(-kernel.about(volume(vars), POINTS.groups * self.tile) // self.tile), 1)
+                           for vars in (kernel.rows, kernel.columns)))
 
     def write(self) -> LaunchDraft:
         k, long, tile = self.k, self.d.long, self.tile

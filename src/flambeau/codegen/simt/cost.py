@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from flambeau.ir.expr import Expr, loads, walk
+from flambeau.ir.expr import Expr, conjuncts, loads, walk
 from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.program import (
     ContractKernel,
@@ -39,14 +39,18 @@ from .columns import ColumnLoops
 from .contraction_tiles import Tiles
 from .dialect import Shape, SimtDialect, SimtWriter
 from .kernel import write_points
-from .points import PointLoops, PointScan, PointStart
+from .points import PointLoops, Points, PointScan, PointStart
 from .rows import RowLoops
 from .scans import ColumnScan
 from .transposes import Transpose
 
 LINE = POINTS.line_bytes
+LARGE = 1 << 62
 CACHE = 768 << 10  # bytes: the second level of the smallest of Apple's desktop GPUs
 CORE_THREADS, CORE_LOCAL = 1024, 32 << 10  # what a core holds at least
+BOUNDS: dict[str, Callable[[int], tuple[int, int]]] = {  # of an index: the first, and behind the last
+    "lt": lambda n: (0, n), "le": lambda n: (0, n + 1), "ge": lambda n: (n, LARGE), "gt": lambda n: (n + 1, LARGE),
+    "eq": lambda n: (n, n + 1)}
 UNKNOWN = 1 << 10  # elements: a size that nothing is known of
 
 
@@ -109,6 +113,7 @@ class Access:
     itemsize: int
     at: Index
     ends: bool = False  # comes once for an outer point, when its inner ones are done
+    rounds: tuple[tuple[Sym, int], ...] = ()  # loops of which a mask allows so many rounds
 
     def touches(self, loops: Iterable[Sym]) -> int:
         """Bytes of the lines that it touches while these go round and the others stand still."""
@@ -212,19 +217,29 @@ class Model:
                      *self.spread(k.columns, w.tile * (POINTS.groups // w.band))]
             return [*((v, 1, False) for v in k.batch), *((v, n, False) for v, n in sides),
                     *((v, 1, False) for v in k.depth), *((v, n, True) for v, n in sides)]
+        if isinstance(w, Points) and w.bands is not None:
+            wide = w.wide if isinstance(w, ColumnLoops) else w.group
+            rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, wide)
+            along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else ())]
+            beside = [(v, n, True) for v, n in rows]
+            # Groups of columns that run at once go through them together.
+            within = [*along, *beside] if isinstance(w, ColumnLoops) else [*beside, *along]
+            return [*((v, n, False) for v, n in (*rows, *row)), *within, *((v, n, True) for v, n in row)]
         if isinstance(k, ScatterKernel):
             return [(v, 1, False) for v in (k.out_vars if isinstance(w, PointStart) else k.vars)]
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
         if isinstance(w, Transpose):
             both = ((w.along, w.long), (w.across, w.high))
-            return [*((v, 1, False) for v in k.outer if v not in (w.along, w.across)),
-                    *((v, n, False) for v, n in both), *((v, n, True) for v, n in both)]
+            return [*((v, 1, False) for v in w.apart), *((v, n, False) for v, n in both),
+                    *((v, 1, False) for v in w.beside), *((v, n, True) for v, n in both)]
         if isinstance(w, RowLoops) and not isinstance(w, ColumnLoops) or not k.outer:
             return [(v, 1, False) for v in (*k.outer, *inner)]
         # Neighbours go through their inner points side by side.
         wide = w.wide if isinstance(w, ColumnLoops | ColumnScan) else \
             w.group if isinstance(w, PointLoops | PointScan) else 1
         last = self.spread([w.column] if isinstance(w, ColumnScan) else k.outer, wide)
+        if isinstance(w, ColumnScan) and not w.others_first:  # groups that run at once go through columns together
+            last = [*last, *self.spread(w.others, POINTS.groups)]
         return [*((v, 1, False) for v in k.outer if v not in dict(last)), *((v, n, False) for v, n in last),
                 *((v, 1, False) for v in inner), *((v, n, True) for v, n in last)]
 
@@ -239,8 +254,9 @@ class Model:
     def loop(self, order: tuple[Sym, int, bool], number: int) -> Sym:
         v, at_once, inside = order
         size = self.about(v.size)
-        at_once = max(1, min(at_once, size))
-        s = Sym(f"L{number}", at_once if inside else max(-(-size // at_once), 1))
+        rounds = max(-(-size // max(1, min(at_once, size))), 1)
+        at_once = max(-(-size // rounds), 1)  # as if the last ones were no fewer than the others
+        s = Sym(f"L{number}", at_once if inside else rounds)
         here = as_index(s) * (1 if inside else at_once) if s.size.const > 1 else ZERO
         self.mapping[v] = self.mapping.get(v, ZERO) + here
         return s
@@ -270,7 +286,8 @@ class Model:
         """What is read in each pass over the points, and how much of it."""
         k, w = self.k, self.w
         if isinstance(k, ContractKernel):
-            yield [*self.accesses(loads(k.left, k.right)), *self.accesses(loads(*exprs_of(k.items)), ends=True)], 1.0
+            yield self.accesses(loads(k.left, k.right)), 1.0
+            yield self.accesses(loads(*exprs_of(k.items)), ends=True), 1.0  # once the factors are done with
             return
         if not isinstance(k, LoopKernel):
             exprs = k.everything() if not isinstance(k, ScatterKernel) else \
@@ -299,7 +316,23 @@ class Model:
         return [a for a in found if not any(a.name == b.name and a.is_beside(b, self.outer) for b in rows)]
 
     def accesses(self, found: Iterable[Expr], ends: bool = False) -> list[Access]:
-        return list(dict.fromkeys(self.access(e.attr[0], e.attr[1][0], ends) for e in found))
+        masks: dict[Access, list[dict[Sym, int]]] = {}
+        for e in found:
+            masks.setdefault(self.access(e.attr[0], e.attr[1][0], ends), []).append(dict(self.rounds(e)))
+        return [replace(a, rounds=tuple((s, sum(m[s] for m in of)) for s in of[0] if all(s in m for m in of)))
+                for a, of in masks.items()]
+
+    def rounds(self, e: Expr) -> Iterator[tuple[Sym, int]]:
+        """The loops of which a read's mask, a bound on their variable, allows some rounds alone."""
+        for s in self.loops if e.args else ():
+            v = next(v for v, at in self.mapping.items() if s in at.symbols())
+            lo, hi = 0, s.size.const
+            for c in conjuncts(e.args[0]):
+                if c.op in BOUNDS and [a.op for a in c.args] == ["index", "const"] and c.args[0].attr is as_index(v):
+                    first, last = BOUNDS[c.op](c.args[1].attr)
+                    lo, hi = max(lo, first), min(hi, last)
+            if self.mapping[v] is as_index(s) and hi - lo < s.size.const:
+                yield s, max(hi - lo, 0)
 
     @cached_property
     def every_read(self) -> list[tuple[list[Access], float]]:
@@ -319,15 +352,15 @@ class Model:
         return self.writes if meet else []
 
     def must(self) -> int:
-        every = [a for r, _ in self.every_read for a in r if a.name in self.given]
-        reads, writes = self.once(dict.fromkeys([*every, *self.joins()])), self.once(
-            a for a in self.writes if a.name not in self.own)
-        if isinstance(self.k, ContractKernel):
-            # No order of products reads less, with a cache of so many elements (Hong and Kung, 1981).
-            k, size = self.k, self.k.left.dtype.itemsize
-            products = prod(self.about(volume(v)) for v in (k.batch, k.rows, k.columns, k.depth))
-            reads = max(reads, round(2 * products * size / float(CACHE / size) ** 0.5))
-        return reads + writes
+        every = dict.fromkeys([*(a for r, _ in self.every_read for a in r if a.name in self.given), *self.joins()])
+        writes = self.once(a for a in self.writes if a.name not in self.own)
+        if not isinstance(self.k, ContractKernel):
+            return self.once(every) + writes
+        # No order of products reads less of its factors, with a cache of so many elements (Hong and Kung, 1981).
+        k, size = self.k, self.k.left.dtype.itemsize
+        products = prod(self.about(volume(v)) for v in (k.batch, k.rows, k.columns, k.depth))
+        least = int(2 * products * size / float(CACHE / size) ** 0.5)
+        return max(self.once(a for a in every if not a.ends), least) + self.once(a for a in every if a.ends) + writes
 
     def once(self, found: Iterable[Access]) -> int:
         """Bytes of all that is touched, each once."""
@@ -368,7 +401,8 @@ class Model:
         for k, s in enumerate(uncached[:-1]):
             c = a.at.coefficient(s)
             if c is ZERO:
-                times *= 1 if a.ends and s in self.inner_loops else s.size.const
+                rounds = min(dict(a.rounds).get(s, s.size.const), s.size.const)
+                times *= 1 if a.ends and s in self.inner_loops else rounds
             elif c is not None and c.is_const and abs(c.const) * a.itemsize < LINE:
                 near = min((abs(d.const) for x in self.around(a)[k + 1:] if (d := linear(a.at, x))), default=LINE)
                 if near > abs(c.const):  # the rest of a line is for later rounds

@@ -13,8 +13,8 @@ import torch
 
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, const
-from flambeau.ir.index import Sym, as_index, volume
-from flambeau.ir.program import Item, Kernel, LoopKernel, identities_of
+from flambeau.ir.index import Sym, as_index, ceildiv, volume
+from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, identities_of
 from flambeau.ir.tuning import POINTS
 
 from ..c.nest import NestWriter
@@ -24,6 +24,7 @@ from ..dialect import Dialect
 from ..stages import StageWriter
 from ..writer import Scope
 from .dialect import Exchange, LaunchDraft, Shape, SimtWriter
+from .group_order import Bands, bands
 
 SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is larger, and smaller than 1 / SMALL
 
@@ -31,19 +32,36 @@ SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is large
 class Points(SimtWriter, NestWriter):
     """One work-item for each point of some variables."""
 
+    bands: Bands | None = None  # of groups that share what they read
+
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
+        self.kernel = kernel
         self.total = as_index(1)
         self.group = shape.group
 
     @contextmanager
     def points(self, vars: Sequence[Sym]) -> Iterator[Scope]:
-        self.total = volume(vars)
-        me = self.fresh("me")
-        self.line(f"const {self.d.long} {me} = {self.d.item};")
-        with self.scope(f"if ({me} < {self.index(self.total)}) {{", vars) as s:
+        me, start = self.fresh("me"), self.first_point(vars, self.group)
+        self.line(f"const {self.d.long} {me} = " + (f"{start} + {self.d.lane};" if self.bands else f"{self.d.item};"))
+        with self.scope(f"if ({me} < {self.index(volume(vars))}) {{", vars) as s:
             self.decompose(me, vars)
             yield s
+
+    def first_point(self, vars: Sequence[Sym], chunk: int) -> str:
+        """The first point of this group, of so many of these variables' each. Groups of a band come side by side."""
+        k, long, wide = self.kernel, self.d.long, self.d.types[torch.int64]
+        points = volume(vars)
+        self.bands = b = None if isinstance(k, ContractKernel) else bands(k, vars, chunk)
+        self.total = (ceildiv(points, chunk) if b is None else b.padded(ceildiv(points, chunk))) * self.group
+        if b is None:
+            return f"({long}){self.d.group} * {chunk}"
+        g, size, start = f"({wide}){self.d.group}", self.index(b.size), self.fresh("start")
+        turn = f"({g} / {size} * {b.rows} + {g} % {b.rows}) * {self.index(b.groups)} + {g} % {size} / {b.rows}"
+        # The last band may have groups without points: they begin where all points end.
+        first = self.d.minimum.format(f"({turn}) * {chunk}", f"({wide}){self.index(points)}")
+        self.line(f"const {long} {start} = ({long}){first};")
+        return start
 
     def draft(self) -> LaunchDraft:
         return LaunchDraft(self, self.total, self.group)

@@ -121,7 +121,8 @@ class RowLoops(Rows, PointLoops):
         time when it is their turn: what all rows read is in a cache, and what only a later stage wants can wait."""
         stages = [self.ahead(exprs_of(s)) for s in self.k.stages]
         first = next((reads for reads in stages if reads), [])
-        own = [e for e in dict.fromkeys(e for reads in stages for e in reads) if e.attr[1][0].symbols() & self.around]
+        own = [e for e in dict.fromkeys(e for reads in stages for e in reads)
+               if not self.around or e.attr[1][0].symbols() & self.around]
         self.again = [e for e in own if sum(e in reads for reads in stages) > 1]
         return [e for e in own if e in first or e in self.again]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
-from flambeau.ir.index import ceildiv, volume
+from flambeau.ir.expr import loads
+from flambeau.ir.index import ONE, ceildiv, volume
 from flambeau.ir.program import ScanKernel
 from flambeau.ir.tuning import POINTS
 
@@ -48,7 +49,7 @@ class GroupScan(Rows, ScanWriter):
                 self.put({j: f"{own[j]}[{s}]" for j in own}, starts)
             with self.element(s, base, "skip"):
                 self.put({j: f"{own[j]}[{s}]" for j in own}, {j: self.value(k.exprs[j]) for j in own})
-        with self.every() as s, self.scope(f"if ({s} % {self.lanes} != 0) {{"):
+        with self.every(start=1) as s, self.scope(f"if ({s} % {self.lanes} != 0) {{"):
             now = {j: f"{own[j]}[{s}]" for j in own}
             self.put(now, self.joined({j: f"{own[j]}[{s} - 1]" for j in own}, now))
         return own
@@ -137,9 +138,13 @@ class ColumnScan(GroupScan):
 
     def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
-        column = kernel.column()
+        column = kernel.column(POINTS.scan_columns)
         assert column is not None
         self.column = column
+        self.others = [x for x in kernel.outer if x is not column]
+        # Groups that access neighbours in memory come one after the other.
+        places = [*(a for _, a in kernel.stores), *(e.attr[1][0] for e in loads(*kernel.exprs))]
+        self.others_first = not any(a.coefficient(x) is ONE for x in self.others for a in places)
         self.wide = kernel.form.width
         self.group = power_below(shape.group)
         self.each = self.lanes = power_below(max(POINTS.registers // 2 // self.words, 1))
@@ -152,15 +157,16 @@ class ColumnScan(GroupScan):
 
     def write(self) -> None:
         v, long = self.column, self.d.long
-        others = [x for x in self.k.outer if x is not v]
-        blocks = ceildiv(v.size, self.wide)
-        self.total = volume(others) * blocks * self.group
+        blocks, others = ceildiv(v.size, self.wide), volume(self.others)
+        self.total = others * blocks * self.group
+        inside = self.index(blocks if self.others_first else others)
         self.line(f"const int {self.me} = {self.d.lane};")
-        self.line(f"const {long} block = {self.d.group}, other = block / {self.index(blocks)};")
-        self.line(f"const {long} column = block % {self.index(blocks)} * {self.wide} + {self.me} % {self.wide};")
+        self.line(f"const {long} slow = {self.d.group} / {inside}, fast = {self.d.group} % {inside};")
+        other, block = ("slow", "fast") if self.others_first else ("fast", "slow")
+        self.line(f"const {long} column = {block} * {self.wide} + {self.me} % {self.wide};")
         sums = dict(zip(self.kinds, self.shared([*self.kinds.values()]), strict=True))
         with self.scope("{", self.k.outer):
-            self.decompose("other", others)
+            self.decompose(other, self.others)
             # Work-items beyond the last column scan it again, and store nothing.
             last = self.d.minimum.format("column", f"({long})({self.extent(v)} - 1)")
             self.line(f"const {long} {self.sym(v)} = {last};")

@@ -6,7 +6,7 @@ that one, and used along the first.
 
 from __future__ import annotations
 
-from flambeau.ir.index import Sym, ceildiv, volume
+from flambeau.ir.index import ONE, Sym, ceildiv, volume
 from flambeau.ir.program import LoopKernel
 from flambeau.ir.tuning import POINTS
 
@@ -22,6 +22,10 @@ class Transpose(Several, PointLoops):
         assert kernel.vector is not None and kernel.tile is not None
         self.along, self.across = kernel.vector, kernel.tile
         self.reads = kernel.transposed_reads()
+        # Tiles that share the lines of what is contiguous along a third variable come one after the other.
+        third = {v for _, a in kernel.accesses() for v in kernel.outer if a.coefficient(v) is ONE}
+        self.beside = [v for v in kernel.outer if v in third - {self.along, self.across}]
+        self.apart = [v for v in kernel.outer if v not in {*self.beside, self.along, self.across}]
         side = POINTS.transpose_side
         while side > 1 and self.bytes(side) > shape.local:
             side //= 2
@@ -34,17 +38,18 @@ class Transpose(Several, PointLoops):
 
     def write(self) -> None:
         long, along, across = self.d.long, self.along, self.across
-        others = [v for v in self.k.outer if v not in (along, across)]
+        beside = self.index(volume(self.beside))
         wide, high = ceildiv(along.size, self.long), ceildiv(across.size, self.high)
-        self.total = volume(others) * wide * high * self.group
+        self.total = volume(self.apart) * wide * high * volume(self.beside) * self.group
         arrays = {e: self.fresh("transposed") for e in self.reads}
         for e, array in arrays.items():  # a column more: neighbours are not in the same bank, whichever way
             self.line(f"{self.d.local} {self.d.stored[e.dtype]} {array}[{self.long * (self.high + 1)}];")
-        self.line(f"const {long} {self.me} = {self.d.lane}, block = {self.d.group};")
+        self.line(f"const {long} {self.me} = {self.d.lane}, block = {self.d.group} / {beside};")
         self.line(f"const {long} x0 = block % {self.index(wide)} * {self.long}, rest = block / {self.index(wide)};")
         self.line(f"const {long} y0 = rest % {self.index(high)} * {self.high}, other = rest / {self.index(high)};")
-        with self.scope("{", others):
-            self.decompose("other", others)
+        with self.scope("{", (*self.apart, *self.beside)):
+            self.decompose("other", self.apart)
+            self.decompose(f"{self.d.group} % {beside}", self.beside)
             with self.every() as s:
                 x, y = self.places(s, f"/ {self.high}", f"% {self.high}")
                 with self.scope("{", (along, across)):

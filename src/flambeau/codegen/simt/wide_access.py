@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, ceildiv, is_positive, volume
+from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, is_positive, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import Kernel, LoopKernel
 from flambeau.ir.tuning import POINTS
@@ -132,10 +132,10 @@ class Several(Points):
             yield scope
 
     @contextmanager
-    def every(self, step: int = 1, end: int = 0) -> Iterator[str]:
+    def every(self, step: int = 1, end: int = 0, start: int = 0) -> Iterator[str]:
         s = self.fresh("st")
         advance = f"++{s}" if step == 1 else f"{s} += {step}"
-        first, last = (0, end) if end else self.part or (0, self.each)
+        first, last = (start, end or self.each) if end or start else self.part or (0, self.each)
         with self.scope(f"for (int {s} = {first}; {s} < {last}; {advance}) {{", how=UNROLLED):
             yield s
 
@@ -229,8 +229,8 @@ class StreamedPoints(Several, PointLoops):
 
     def write(self) -> None:
         chunk, long = self.at_once(), self.d.long
-        self.total = ceildiv(self.number, chunk) * self.group
-        self.line(f"const {long} {self.me} = {self.d.lane}, base = ({long}){self.d.group} * {chunk};")
+        start = self.first_point(self.flat, chunk)
+        self.line(f"const {long} {self.me} = {self.d.lane}, base = {start};")
         self.look(self.reads, self.address)
         self.fetch(self.reads, "base")
         self.kept = {name: self.array(self.dtypes[name], "w") for name in self.address}
@@ -239,6 +239,9 @@ class StreamedPoints(Several, PointLoops):
             for stage in self.k.stages:
                 self.stage(stage)
         self.flush([*self.address], "base")
+
+    def is_whole(self) -> bool:
+        return self.bands is None and super().is_whole()
 
     def keep(self, name: str, level: str, text: str) -> None:
         self.line(f"{self.kept[name]}[{self.current}] = {text};")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ _SHARED = re.compile(r"(^|[;{}])(\s*)threadgroup\b(?=\s+[\w:]+\s+\w+\s*\[)", re.
 _ARRAY = re.compile(r"\bthreadgroup\s+([\w:]+)\s+((?:\w+\s*\[\s*\d+\s*\]\s*,?\s*)+);")
 _NUMBER = re.compile(r"(?<![\w.])(\d+\.\d*|\.\d+|\d+[eE][-+]?\d+)([eE][-+]?\d+)?(?![\w.])")
 _CAST = re.compile(r"\(\s*(?:const\s+)?(?:device|threadgroup|constant|thread)\b[^()]*\*\s*\)")
+_OWN = re.compile(r"\b(\w+)\s*\[\s*(\d+)\s*\];")
+_LOOP = re.compile(r"^( *)for \(int (\w+) = [^;]+; \2 (<=?) (\d+); \+\+\2\) \{$(.*?)^\1\}", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _SIZES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "short": 2, "ushort": 2, "half": 2, "char": 1,
           "uchar": 1, "bool": 1, "float4": 16, "uint4": 16, "float2": 8, "uint2": 8, "atomic_int": 4, "atomic_uint": 4}
@@ -82,7 +85,18 @@ def grammar(text: str) -> list[str]:
             out.append(f"{f.name}: {used} bytes of threadgroup memory, of {THREADGROUP_BYTES}")
         if f.name in re.findall(r"\b(\w+)\s*\(", body):
             out.append(f"{f.name}: recursion")
+        out += [f"{f.name}: {problem}" for problem in loops_beyond(body)]
     return out
+
+
+def loops_beyond(body: str) -> Iterator[str]:
+    """Loops that run past the end of an array of constant size, whatever stands around its accesses."""
+    sizes = {name: int(size) for name, size in _OWN.findall(body)}
+    for found in _LOOP.finditer(body):
+        _, v, compared, end, inside = found.groups()
+        for name in re.findall(rf"\b(\w+)\[{v}\]", inside):
+            if sizes.get(name, int(end)) < int(end) + (compared == "<="):
+                yield f"{v} {compared} {end}: {name} has {sizes[name]} elements"
 
 
 def types(text: str) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -65,7 +66,7 @@ class MacLaunch:
         few = direct(len(tensors))
         more = [tensors[few:]] if tensors[few:] else []  # a list of tensors is a buffer of their addresses
         device = tensors[0].device if tensors else torch.device("mps")
-        record = torch.zeros(RECORD, dtype=torch.int32, device=device)
+        record = torch.zeros(RECORD, dtype=torch.int32, device=device) if self.source.checks else nothing(device)
         for function, part, items in zip(self._functions, self.source.ranges, self._items(1, *sizes), strict=True):
             if items > 0:
                 threads = -(-items // part.group) * part.group  # groups are whole: kernels count on all their threads
@@ -77,6 +78,12 @@ class MacLaunch:
 
     def __call__(self, pointers: Sequence[Any], sizes: Sequence[int], /) -> int:
         return self.run([(t, 0) for t in pointers], sizes)
+
+
+@cache
+def nothing(device: torch.device) -> torch.Tensor:
+    """A record for kernels that look for no faults: none of them touches it."""
+    return torch.zeros(RECORD, dtype=torch.int32, device=device)
 
 
 def moved(t: torch.Tensor, offset: int) -> torch.Tensor:

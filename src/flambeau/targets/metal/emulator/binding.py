@@ -1,7 +1,8 @@
 """From Metal text to what g++ compiles: the kernels as they are, and beside them a function that binds their arguments.
 
-Two things of the language cannot be said by macros. An array in threadgroup memory is one object for all threads, made
-where nothing lies beside it; and a kernel's arguments are bound by their attributes.
+Three things cannot be said by macros. An array in threadgroup memory is one object for all threads, made where nothing
+lies beside it; the runner is told of an array of a thread, whose elements nobody may read before they are written; and
+a kernel's arguments are bound by their attributes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _LIMIT = re.compile(r"max_total_threads_per_threadgroup\((\d+)\)")
 _ARGUMENT = re.compile(r"^(?P<type>.*?)\b\w+\s*\[\[\s*(?P<what>\w+)(?:\((?P<number>\d+)\))?\s*\]\]$", re.DOTALL)
 _SHARED = re.compile(r"(?P<before>[;{}]\s*)threadgroup\s+(?P<type>[\w:]+)\s+"
                      r"(?P<names>\w+\s*\[[^;=]*\](?:\s*,\s*\w+\s*\[[^;=,]*\])*);")
+_OWN = re.compile(r"^(\s*(?!return\b)[\w:]+ (\w+)\[\d+\];)", re.MULTILINE)
 _NAMED = re.compile(r"(\w+)\s*((?:\[[^\]]*\])+)")
 
 
@@ -79,8 +81,8 @@ def _until(text: str, start: int) -> str:
     raise ValueError("a parenthesis is not closed")
 
 
-def with_shared(text: str) -> str:
-    """Arrays in threadgroup memory are the runner's."""
+def with_arrays(text: str) -> str:
+    """Arrays in threadgroup memory are the runner's, and it knows those of threads."""
     count = 0
 
     def declared(found: re.Match[str]) -> str:
@@ -94,14 +96,14 @@ def with_shared(text: str) -> str:
     before = None
     while before != text:  # one may end where the next begins
         before, text = text, _SHARED.sub(declared, text)
-    return text
+    return _OWN.sub(r"\1 flm_unset(\2, sizeof(\2));", text)
 
 
 def bound(source: RangeSource) -> KernelSource:
     """A kernel of the CPU's that runs the Metal one. Behind its sizes come the threads of each launch."""
     functions = {f.name: f for f in functions_of(source.text)}
     count = len(source.itemsizes)
-    lines = [with_shared(source.text)]
+    lines = [with_arrays(source.text)]
     for part in source.ranges:
         lines.append(f'FLM_PLAIN static void {part.function}_thread(void** a, const flm::Ids* i) '
                      f'{{ {functions[part.function].call()}; }}')

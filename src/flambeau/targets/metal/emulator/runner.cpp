@@ -55,15 +55,14 @@ struct Region {
 struct Array { uint32_t offset, bytes; };
 
 Fibre fibres[MOST_THREADS];
-char* stacks;
+char *stacks, *unset;  // which bytes of them are arrays' that nobody has written yet
 jmp_buf scheduler;
 char box[MOST_THREADS / WIDTH][2][WIDTH][16];
 Ids ids;
 const Part* part;
 void** given;
 int current;
-uint32_t passed, passed_device;  // barriers
-uint32_t group_begin;  // barriers of earlier groups
+uint32_t passed, passed_device, group_begin;  // barriers; those of earlier groups
 int barrier_flags;
 bool failed, collides;
 char message[1024];
@@ -106,8 +105,7 @@ void enter(int k) {  // until it waits or ends
   current = k;
   ids.lane = (uint32_t)k;
   ids.item = ids.group * (uint32_t)part->group + ids.lane;
-  const int how = _setjmp(scheduler);
-  if (how) return;
+  if (_setjmp(scheduler)) return;
   f.state = READY;
   if (f.started) _longjmp(f.place, 1);
   f.started = true;
@@ -125,9 +123,9 @@ void wait(State state, int line) {
   if (!_setjmp(f.place)) _longjmp(scheduler, 1);
 }
 
-bool alike(int from, int to, State state) {  // whether all of them wait there
+bool alike(int from, int to, State state) {  // whether all of them have ended, or wait there
   for (int k = from; k < to; ++k)
-    if (fibres[k].state != state || fibres[k].line != fibres[from].line) return false;
+    if (fibres[k].state != state || (state != DONE && fibres[k].line != fibres[from].line)) return false;
   return true;
 }
 
@@ -164,9 +162,6 @@ void run_group(int size) {
       }
     }
     if (failed || alike(0, size, DONE)) break;
-    bool ended = true;
-    for (int k = 0; k < size; ++k) ended &= fibres[k].state == DONE;
-    if (ended) break;
     if (alike(0, size, BARRIER)) {
       passed_device += barrier_flags & 1;
       passed += barrier_flags >> 1 & 1;
@@ -207,7 +202,11 @@ void touch(Access& a, uint32_t me, bool write, bool device, uint32_t now, const 
 
 void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false) {
   const uintptr_t at = (uintptr_t)pointer;
-  if (at - (uintptr_t)stacks < STACK * MOST_THREADS) return;
+  if (const size_t k = at - (uintptr_t)stacks; k < STACK * MOST_THREADS) {
+    if (write) memset(unset + k, 0, bytes);
+    else if (memchr(unset + k, 1, bytes)) fail("uninitialised: reads an element of an array of a thread, which it did not write");
+    return;
+  }
   if (at - (uintptr_t)given < MOST_POINTERS * sizeof(void*)) return;  // pointers that share a buffer
   if (at - (uintptr_t)shared_memory < sizeof(shared_memory)) {
     const size_t k = at - (uintptr_t)shared_memory;
@@ -237,13 +236,12 @@ void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false
       if (at + j >= r.from && at + j < r.to) touch(r.seen[(at - r.from + j) / (uint32_t)r.granule], me, write, true, passed_device, "a buffer", (int64_t)(at - r.from + j));
     return;
   }
-  int64_t nearest = INT64_MAX;
-  int which = 0;
+  int64_t nearest = INT64_MAX, which = 0;
   for (int k = 0; k < region_count; ++k) {
     const int64_t off = at >= regions[k].to ? (int64_t)(at - regions[k].to) + 1 : -(int64_t)(regions[k].from - at);
     if (llabs(off) < llabs(nearest)) nearest = off, which = k;
   }
-  fail("out of bounds: %s %u bytes %ld beside memory %d of its buffers", write ? "writes" : "reads", bytes, (long)nearest, which);
+  fail("out of bounds: %s %u bytes %ld beside memory %ld of its buffers", write ? "writes" : "reads", bytes, (long)nearest, (long)which);
 }
 
 // Copies of what the buffers reach, one for those that overlap, with room around each and the same alignment.
@@ -364,13 +362,16 @@ void* flm_shared(int number, uint32_t bytes) {
   return shared_memory + a.offset;
 }
 
+void flm_unset(const void* array, uint32_t bytes) { memset(unset + ((char*)array - stacks), 1, bytes); }
+
 // ---- called by the wrapper, and by Python ----------------------------------------------------------------------
 
 // The fault that a kernel reported, 0 if there is none, or -1 if something is wrong with the kernel (flm_message).
 int64_t flm_launch(const Buffer* buffers, int count, const Part* parts, int part_count, int collisions) {
   std::lock_guard<std::mutex> lock(one_launch);
   if (!stacks) {
-    stacks = (char*)mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    stacks = (char*)mmap(nullptr, 2 * STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unset = stacks + STACK * MOST_THREADS;
   }
   void* arguments[MOST_POINTERS];
   failed = false, collides = collisions != 0;
@@ -393,8 +394,6 @@ void __ubsan_handle_out_of_bounds(const Place* place, uint64_t index) {
   fail("out of bounds: element %ld of an array of a thread (line %u)", (long)index, place->line);
 }
 void __tsan_init() {}
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit() {}
 #define ACCESS(n)                                                   \
   void __tsan_read##n(void* p) { access(p, n, false); }             \
   void __tsan_write##n(void* p) { access(p, n, true); }             \

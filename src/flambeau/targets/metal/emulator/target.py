@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from flambeau.codegen.source import RangeSource, items_function
 from flambeau.config import config
 from flambeau.errors import CompileError, Error
 
-from ...base import Build, Launch, Plan, Source, Step
+from ...base import Allocator, Build, Launch, Plan, Source, Step
 from ...cache import DiskCache
 from ...cpu.target import CpuTarget
 from ...launch import PythonPlan
@@ -83,6 +85,20 @@ class EmulatorTarget(CpuTarget):
     def plan(self, steps: Sequence[Step]) -> Plan:
         return PythonPlan(steps)
 
+    def queue(self) -> None:
+        """No run finds what another one left in its memory."""
+
+    def fresh(self, memory: torch.Tensor) -> None:
+        """Nonsense, so that a result that no thread wrote is noticed: of floats, not a number."""
+        torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(0xff)
+
+    def allocator(self, device: torch.device) -> Allocator:
+        def made(*layout: Any) -> torch.Tensor:
+            self.fresh(memory := torch.empty_strided(*layout[:2], dtype=layout[2]))
+            return memory
+
+        return made
+
 
 class EmulatorLaunch:
     def __init__(self, source: RangeSource, launch: Launch) -> None:
@@ -94,9 +110,6 @@ class EmulatorLaunch:
         counts = self._items(1, *sizes)
         threads = [-(-n // part.group) * part.group for n, part in zip(counts, self._source.ranges, strict=True)]
         return raised(self._launch(list(pointers), [*sizes, *threads]), ", ".join(self._source.origins))
-
-    def __repr__(self) -> str:
-        return f"<Launch {self.name}>"
 
 
 _RUNNER: list[ctypes.CDLL] = []

@@ -1,0 +1,61 @@
+"""In which order the groups of a kernel come, where what they read does not depend on all of their variables.
+
+    scale[column] for every row: groups of one row after the other read all of `scale` again for each row.
+
+If a cache does not hold that much, some rows are walked side by side instead (a band): all of them read a part of
+`scale` before any group goes on to the next part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flambeau.ir.expr import loads
+from flambeau.ir.index import Index, Sym, ceildiv, maximum, volume
+from flambeau.ir.lines import apart
+from flambeau.ir.program import LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.tuning import POINTS
+
+
+@dataclass(frozen=True)
+class Bands:
+    outer: tuple[Sym, ...]  # their points are the rows
+    inner: tuple[Sym, ...]  # their points are a row
+    rows: int  # side by side
+    groups: Index  # of a row
+
+    @property
+    def size(self) -> Index:
+        """Groups of a band."""
+        return self.groups * self.rows
+
+    def padded(self, groups: Index) -> Index:
+        """As many groups as whole bands have."""
+        return ceildiv(groups, self.size) * self.size
+
+
+def bands(k: LoopKernel | ScanKernel | ScatterKernel, vars: Sequence[Sym], chunk: int) -> Bands | None:
+    """The bands of a kernel whose groups have so many points of these variables each; None if it needs none, or if data
+    say what a point reads."""
+    if isinstance(k, LoopKernel) and k.bounds is not None:
+        return None
+    itemsizes = {p.name: p.dtype.itemsize for p in k.params}
+    reads = [(e.attr[1][0], itemsizes[e.attr[0]]) for e in loads(*k.everything())]
+    if isinstance(k, ScatterKernel):
+        reads += [(k.address, itemsizes[k.name])]
+    inner = k.inner if isinstance(k, LoopKernel) else ()
+    found: dict[int, int] = {}  # bytes that are read again, by the number of outer variables
+    for n in range(1, len(vars)):
+        row, line = {*vars[n:], *inner}, POINTS.line_bytes
+        touched = {read: k.about(volume(row & read[0].symbols()), 1) * apart(*read, row, line) for read in reads}
+        again = sum(touched[read] for read in touched if apart(*read, {vars[n - 1]}, line) < line)
+        every = sum(touched.values())
+        if k.about(vars[n - 1].size, 1) > 1 and every > POINTS.row_lines and again * POINTS.band_share > every:
+            found[n] = again * (k.about(volume(vars[:n]), 1) - 1)
+    if not found:
+        return None
+    n = max(found, key=lambda n: found[n])
+    rows = k.about(volume(vars[:n]), 1)
+    beside = -(-rows // -(-rows // POINTS.band_rows))  # so that the last band is about as high as the others
+    return Bands(tuple(vars[:n]), tuple(vars[n:]), beside, maximum(ceildiv(volume(vars[n:]), chunk), 1))
