@@ -193,9 +193,11 @@ def main_places(graph: Graph, n: Reduce) -> list[Index]:
 
 
 def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
-    """Whether what is read next to each other is reduced together."""
+    """Whether what is read next to each other is reduced together, or nothing that is read changes along a row."""
     score = 0
     for place in main_places(graph, n):
+        if place.symbols().isdisjoint(n.reduced):
+            continue
         steps = {v: distance(place.coefficient(v), graph.typical) for v in n.vars if v.size is not ONE}
         near = min((v for v in steps if steps[v]), key=steps.__getitem__, default=None)
         if near is not None:
