@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._functorch.aot_autograd import aot_function
 
+import flambeau.debug
 from agreement import agree, through
 from flambeau.capture.decompositions import table
 from flambeau.capture.kept_whole import whole_operators
@@ -52,6 +53,14 @@ def test_dtypes() -> None:
 def test_a_number_and_none() -> None:
     agree(lambda a, b: (*every_scan(a, 0), a.logcumsumexp(0), *every_scan(b, 1)), torch.tensor(2.0),
           torch.empty(3, 0))
+
+
+def test_an_axis_of_one_element_is_no_scan() -> None:
+    x = torch.randn(5, 1, 3, requires_grad=True)
+    agree(lambda x: (*every_scan(x, 1), x.logcumsumexp(1)), x)
+    with flambeau.debug.collect() as graphs:
+        through(lambda x: every_scan(x, 1))(x.detach())
+    assert not any(isinstance(k, ScanKernel) for g in graphs for k in g.program.kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -157,3 +157,14 @@ def test_a_transposition_reads_whole_lines_whose_parts_share_statistics() -> Non
     p = for_blocks(norm, x, torch.empty(7, 16, device="meta"))
     kernel = p.kernels[0]
     assert isinstance(kernel, LoopKernel) and kernel.tile is not None and kernel.tile.size.const == 48
+
+
+def test_sums_that_read_nothing_along_their_rows_stay_with_them() -> None:
+    """The gradient of a loss over classes: what is summed follows from the class of a row."""
+    def slope(grad: Tensor, target: Tensor, out: Tensor) -> list[Tensor]:
+        picked = torch.where(torch.arange(336, device="meta") == target[:, None], grad, 0.0)
+        return [picked - out.exp() * picked.sum(1, keepdim=True)]
+
+    p = for_blocks(slope, torch.empty((), device="meta"), torch.empty(8897, dtype=torch.int64, device="meta"),
+                   torch.empty(8897, 336, device="meta"))
+    assert len(p.steps) == 1

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from flambeau.bench.cliff_cases import Case, draw
-from flambeau.bench.floors import TIMES, copy_bandwidth
+from flambeau.bench.floors import copy_bandwidth, cuda_times
 from flambeau.bench.harness import alternate, geometric_mean, message, own_code, wanted
 from flambeau.bench.parts import Talk, absorb, run, threads
 
 BACKENDS = ("eager", "inductor", "flambeau")
 SHORTEST = 20e-6  # seconds
-BATCH = 16  # cases of a process
+BATCH = 16  # cases of a process, at most
+ROUNDS, SECONDS = (5, 25), 0.05  # of a backend on a GPU: a thousand cases are to fit into minutes
 PREPARE = 0.7  # of the time, in which compilers run
 WITHIN = (1.05, 1.1, 1.5, 2.0)  # of the fastest peer
 WORST = 20
@@ -137,7 +138,7 @@ def prepare(case: Case, backends: Sequence[str], device: str, talk: Talk,
 
 def times(calls: dict[str, Callable[[], Any]], device: str, seconds: float) -> dict[str, float]:
     if device == "cuda":
-        return {name: statistics.median(TIMES["cuda"](call)) for name, call in calls.items()}
+        return {name: statistics.median(cuda_times(call, ROUNDS, SECONDS)) for name, call in calls.items()}
     return {name: statistics.median(t) for name, t in alternate(calls, seconds, (5, 50)).items()}
 
 
@@ -168,6 +169,8 @@ def part(talk: Talk, seeds: Sequence[int], size: str, device: str, backends: Seq
     ready: list[tuple[Case, dict[str, Callable[..., Any]]]] = []
     for seed in seeds:
         talk.attempt(f"case {seed}", partial(prepare, draw(seed, size), backends, device, talk, ready))
+    if device == "cuda":
+        profiled({"": lambda: torch.zeros(1, device=device)})  # the first takes seconds
     talk.turn()
     for case, steps in ready:
         inputs = case.tensors(device)
@@ -194,8 +197,9 @@ def measure(device: str, size: str, only: str | None, count: int, seed: int, bac
     bandwidth = copy_bandwidth(torch.device(device))
     seeds = list(rows)
     turn = limit * (1 - PREPARE) / max(count, 1)
-    parts = {f"cases {k}": {"seeds": seeds[k:k + BATCH], "size": size, "device": device, "backends": list(backends),
-                            "seconds": turn / 2} for k in range(0, len(seeds), BATCH)}
+    batch = max(1, min(BATCH, -(-count // jobs)))  # no process is without any
+    parts = {f"cases {k}": {"seeds": seeds[k:k + batch], "size": size, "device": device, "backends": list(backends),
+                            "seconds": turn / 2} for k in range(0, len(seeds), batch)}
     for _, told in run("flambeau.bench.cliffs", parts, jobs, limit, limit * PREPARE, threads(jobs)):
         for number, more in told.get("rows", {}).items():
             absorb(rows[int(number)], more)

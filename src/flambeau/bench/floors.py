@@ -69,7 +69,7 @@ class FloorRow:
 # ---- time ------------------------------------------------------------------------------------------------------
 
 
-def cuda_times(call: Callable[[], Any]) -> list[float]:
+def cuda_times(call: Callable[[], Any], rounds: tuple[int, int] = ROUNDS, limit: float = SECONDS) -> list[float]:
     """Of the device alone: it is kept busy before each call for as long as the host takes to launch it."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     flushes = 1
@@ -93,7 +93,7 @@ def cuda_times(call: Callable[[], Any]) -> list[float]:
     host = time.perf_counter() - begin  # at most: a full queue makes the host wait
     torch.cuda.synchronize()
     flushes += min(MOST_FLUSHES, int(2 * host / (FLUSH_BYTES / MEMORY_SPEED)))
-    return seconds([once() for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / max(first, 1e-9)))))])
+    return seconds([once() for _ in range(max(rounds[0], min(rounds[1], int(limit / max(first, 1e-9)))))])
 
 
 TIMES: dict[str, Callable[[Callable[[], Any]], list[float]]] = {

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .dtypes import DType, highest, is_bool, is_float, lowest
-from .expr import Expr, Scalar, binary, cast, index_value, lift, unary, where
-from .index import WORD, Index, IndexLike, Sym, as_index
+from .expr import Expr, Scalar, binary, cast, index_value, lift, rewrite, unary, where
+from .index import ONE, WORD, Index, IndexLike, Sym, as_index
 from .nodes import (
     Combine,
     Contract,
@@ -160,10 +160,15 @@ def scan(shape: Sequence[IndexLike], axis: int, combine: Combine,
     `finish` makes of them."""
     g = graph()
     vars = dim_vars(shape)
-    e = body(as_indices(vars))
-    names = tuple(g.add_buffer([as_index(n) for n in shape], d).name for d in dtypes or combine.dtypes)
-    return g.add(Scan(names, vars, axis, combine, _several(e), reverse,
-                      combine.left if finish is None else finish(combine.left), origin=_origin.get()))
+    inputs = _several(body(as_indices(vars)))
+    results = combine.left if finish is None else finish(combine.left)
+    kept = dtypes or combine.dtypes
+    if vars[axis].size is ONE:  # nothing comes before an element
+        given = dict(zip(combine.left, inputs, strict=True))
+        return tuple(pointwise(shape, _always(rewrite(e, lambda x: given.get(x, x))), d)
+                     for e, d in zip(results, kept, strict=True))
+    names = tuple(g.add_buffer([as_index(n) for n in shape], d).name for d in kept)
+    return g.add(Scan(names, vars, axis, combine, inputs, reverse, results, origin=_origin.get()))
 
 
 def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],

@@ -34,11 +34,13 @@ class Tuning:
     table_reads: int = number(64, "reads", "of each element of a table: where it lies hardly matters")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
+    flat_maps: bool = False  # short lines of a map's results are walked as one, whatever is read
     line_bytes: int = number(64, "bytes", "that memory moves at once")
     row_lines: int = number(0, "bytes", "of lines that a row leaves to the next: a cache still holds them then; 0: "
                                         "loops are ordered by what they write")
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
     split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
+    split_row: int = number(4096, "elements", "the same of a row, of which a program has only one")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
     split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
     split_columns: int = number(64, "columns", "one program computes so many results side by side")
@@ -63,6 +65,10 @@ class Tuning:
     memory_rate: int = number(4_000, "bytes a nanosecond", "read and written")
     launch: int = number(4_000, "nanoseconds", "of a kernel that has next to nothing to do")
     convolved_channels: int = number(64, "channels", "with no more of them a library convolves images as they lie")
+
+    def even(self, length: int) -> int:
+        """About so many elements of a row, as a piece of it has them."""
+        return -(-length // self.split_even) * self.split_even
 
     def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
         """Into how many parts the sum of a product is cut, each a worker's, which `programs` do at once."""
@@ -191,25 +197,32 @@ class PointTuning(Tuning):
 class BlockTuning(Tuning):
     """GPUs in Triton: programs over tiles."""
 
+    flat_maps: bool = True
     cheap_beside_memory: int = number(16, "operations", "a root and a quotient: less than a trip through memory")
     unroll: int = number(36, "steps", "constant windows up to it (3x3x3 and a bit) are written out")
     warp: int = number(32, "threads", "that run in step")
     most_warps: int = number(16, "warps", "of a program: more leave too few registers for each thread")
-    thread: int = number(8, "elements", "of a thread that reduces")
+    split_row: int = number(1024, "elements", "of a piece of a row: with longer ones few programs are under way")
+    thread: int = number(16, "elements", "of a thread that reduces: what it joins itself, it need not send to others")
+    thread_few: int = number(8, "elements", "of one where there are few programs: more threads have more under way")
     access: int = number(4, "elements", "of an access of 16 bytes, of the widest dtype that is common")
     access_most: int = number(16, "elements", "of an access of 16 bytes, of the narrowest dtype")
     # ---- maps
     threads: int = number(128, "threads", "of a program that maps: four warps")
     map_warp: int = number(64, "elements", "of a warp, at least: two of each thread")
-    held_reads: int = number(36, "reads", "of a thread that its registers hold at once")
+    held_reads: int = number(20, "reads", "of a thread at once: with more, fewer threads fit on a processor")
+    held_rows: int = number(64, "reads", "of a thread that joins rows, each of which it needs once")
     thread_draws: int = number(32, "elements", "of a thread that draws numbers: what prepares a draw is shared")
     shared_lanes: int = number(16, "lanes", "that share what is the same for all of them")
     window_threads: int = number(128, "threads", "of one that gives each point a thread")
     neighbour_threads: int = number(64, "threads", "of one whose points compute several windows")
     tile: int = number(1024, "elements", "of a program: two accesses of 16 bytes for each thread")
     transpose_side: int = number(64, "elements", "of the tile of a transposition")
+    transpose_few: int = number(32, "elements", "of one where there are few tiles")
+    enough_tiles: int = number(1024, "programs", "of a map that keep a GPU busy: eight of 128 threads on a processor")
     phases: int = number(16, "elements", "that one point computes together, at most: its registers")
     phase_values: int = number(4, "values", "of one variable that are written out")
+    phase_reads: int = number(4, "reads", "of a point that are cheaper than to write results one by one")
     neighbours: int = number(4, "windows", "next to each other that one point computes")
     warp_line: int = number(32, "elements", "of a row in a compact tile: one access of a warp")
     # ---- rows that are gathered
@@ -222,14 +235,24 @@ class BlockTuning(Tuning):
     row: int = number(16384, "elements", "of a row that a program holds whole")
     piece: int = number(2048, "elements", "of a row that goes by in pieces")
     columns: int = number(64, "columns", "side by side where they are what is contiguous")
-    lanes: int = number(120, "hundredths", "of the columns: with more lanes than that, columns of all axes are one")
+    lanes: int = number(120, "hundredths", "of the columns, or of a map's points: with more lanes than that, those of "
+                                           "several axes are one")
+    lanes_at_run: int = number(150, "hundredths", "of a map's points, where sizes of the run are to be divided by")
+    written_out: int = number(1200, "expressions", "of a reduction whose rows are written out: more compile too slowly")
     column_rows: int = number(64, "elements", "of a reduced axis that is held whole above columns")
+    column_tile: int = number(4096, "elements", "of columns that are held, where these are as wide as others")
+    sector: int = number(32, "bytes", "side by side, of the narrowest columns: what a cache asks memory for; twice "
+                                      "that is better, if there is room")
     few_programs: int = number(16, "programs", "too few to fill a GPU")
     few_columns: int = number(16, "columns", "of a program then")
     segment_items: int = number(8, "items", "of a segment read at once")
     segment_elements: int = number(256, "elements", "of the segments that one program reduces side by side")
     segment_warp: int = number(128, "elements", "of a warp: 512 bytes, which it reduces without the others")
     segment_warps: int = number(4, "warps", "of a program that reduces segments")
+    enough_programs: int = number(264, "programs", "two on each of the processors of an H200")
+    resident: int = number(8, "programs", "of a processor, of 256 threads each, at most")
+    under_way: int = number(32 << 10, "bytes", "on their way to a processor that keep memory busy: its share of the "
+                                               "bandwidth takes as long as a read")
     stages: int = number(4, "pieces", "of a row on their way at once")
     shared_bytes: int = number(96 << 10, "bytes", "of shared memory that they may take: two programs on a processor")
     # ---- scans
@@ -266,6 +289,13 @@ class BlockTuning(Tuning):
     tapped: int = number(2048, "elements", "of rows that are added in several places")
     tapped_warp: int = number(512, "elements", "of a warp that adds rows")
     scattered: int = number(256, "elements", "of a program that writes them one by one")
+
+    def even(self, length: int) -> int:
+        """A power of two, or several whole tiles: no lanes are idle."""
+        if length > self.row:
+            return -(-length // self.piece) * self.piece
+        high = 1 << (length - 1).bit_length()
+        return high if length * 4 > high * 3 else high // 2
 
     def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
         """The number with which the fastest tile is done first, what joins the pieces included."""

@@ -19,7 +19,7 @@ from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
 from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import along_shares, are_long, share_length, share_lengths, share_of, tabled
+from flambeau.ops.separable import along_shares, are_long, few_taps, share_length, share_lengths, share_of, tabled
 
 aten = torch.ops.aten
 
@@ -241,13 +241,15 @@ def sum_all(x: Value, sizes: Sequence[Index]) -> Value:
     """Sums over the shares of the last dimensions, one after the other.
 
     The very last is the one that is not read in order: it comes where the data is least."""
-    dims = list(enumerate(sizes, x.rank - len(sizes)))
+    dims = [(dim, size) for dim, size in enumerate(sizes, x.rank - len(sizes)) if size is not x.shape[dim]]
     grows = any(x.shape[dim].is_const and size.is_const and int(x.shape[dim]) < int(size) for dim, size in dims)
     combine = build.simple_combine("sum", opmath(x.dtype))
+    kept, shape = not few_taps([(x.shape[dim], size) for dim, size in dims]), list(x.shape)
+    read: Callable[[Place], Sequence[Expr]] = lambda i: [x.load(i)]  # noqa: E731
     for dim, size in reversed(dims) if grows else dims:
-        if size is not x.shape[dim]:
-            x, = along_shares(x.shape, dim, size, lambda i, x=x: [x.load(i)], combine)  # type: ignore[misc]
-    return x
+        read = along_shares(shape, dim, size, read, combine, kept)
+        shape[dim] = size
+    return build.pointwise(shape, lambda i: read(i)[0])
 
 
 def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -303,11 +305,13 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
     def forward(x: Value, output_size: Sequence[IndexLike]) -> tuple[Value, ...]:
         """One dimension after the other; the position so far is that in the dimensions that are done."""
         n, dtype = x.shape[-rank:], opmath(x.dtype)
-        position = narrow(product(n))
-        best: Value = x
+        sizes = [as_index(m) for m in output_size]
+        kept = not few_taps([(source, size) for source, size in zip(n, sizes, strict=True) if size is not source])
+        position, shape = narrow(product(n)), list(x.shape)
+        value: Callable[[Place], Expr] = lambda i: cast(x.load(i), dtype)  # noqa: E731
         place: Callable[[Place], Expr] = lambda i: const(0, position)  # noqa: E731
         ordered = True  # positions so far are those of one dimension: they grow along it
-        for dim, (size, source) in enumerate(zip(map(as_index, output_size), n, strict=True), x.rank - rank):
+        for dim, (size, source) in enumerate(zip(sizes, n, strict=True), x.rank - rank):
 
             def at(i: Place, before: Callable[[Place], Expr] = place, dim: int = dim) -> Expr:
                 return before(i) * index_value(x.shape[dim], position) + index_value(i[dim], position)
@@ -318,17 +322,20 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
                 combine = build.make_combine("greatest", (dtype, position), (lowest(dtype), highest(position)),
                                              next_greater if quick else greater)
 
-                def read(i: Place, best: Value = best, at: Callable[[Place], Expr] = at, quick: bool = quick
-                         ) -> tuple[Expr, Expr]:
-                    value = cast(best.load(i), dtype)
-                    return value, at(i) if quick else marked(value, at(i))
+                def read(i: Place, value: Callable[[Place], Expr] = value, at: Callable[[Place], Expr] = at,
+                         quick: bool = quick) -> tuple[Expr, Expr]:
+                    return value(i), at(i) if quick else marked(value(i), at(i))
 
-                best, marks = along_shares(best.shape, dim, size, read, combine)
+                found = along_shares(tuple(shape), dim, size, read, combine, kept)
+                shape[dim] = size
                 ordered = False
 
-                def place(i: Place, marks: Value = marks) -> Expr:
-                    return unmarked(marks.load(i))
-        return to_dtype(best, x.dtype), build.pointwise(best.shape, place, torch.int64)
+                def value(i: Place, found: Callable[[Place], Sequence[Expr]] = found) -> Expr:
+                    return found(i)[0]
+
+                def place(i: Place, found: Callable[[Place], Sequence[Expr]] = found) -> Expr:
+                    return unmarked(found(i)[1])
+        return together(shape, lambda i: (value(i), place(i)), (x.dtype, torch.int64))
 
     def backward(grad: Value, x: Value, indices: Value) -> Any:
         if not (grad.rank == x.rank == indices.rank) or not build.graph().agree(grad.shape, indices.shape):

@@ -15,7 +15,7 @@ from flambeau.ir import build
 from flambeau.ir.dtypes import DType, highest, is_bool, is_float, lowest, opmath
 from flambeau.ir.expr import Expr, binary, cast, const, index_value, require, where
 from flambeau.ir.faults import Fault
-from flambeau.ir.index import ONE, ZERO, Index, IndexLike, as_index, product
+from flambeau.ir.index import ONE, ZERO, Index, IndexLike, about, as_index, product
 from flambeau.ir.nodes import Shape, Value
 from flambeau.ir.scalar import eq, maximum
 
@@ -27,6 +27,7 @@ from .view import at_least_1d, expand, flat, is_empty, reshape
 aten = torch.ops.aten
 of_family(exact=EVERYWHERE)
 
+FEW = 2  # elements for each that is added: from there on most of them stay as they are
 Target = Callable[[tuple[Index, ...]], Sequence[Index]]
 Source = Callable[[tuple[Index, ...]], Expr]
 
@@ -35,16 +36,25 @@ def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode
           mask: Source | None = None) -> Value:
     """x after, for each j of the source in order, element target(j) takes or joins value(j).
 
-    Sums and products of half and bfloat16 are kept in float32 and rounded once; bools add as `or`.
+    Sums and products of half and bfloat16 are kept in float32 and rounded once, unless so little is added that to widen
+    all the rest would take longer; bools add as `or`.
     """
     if is_empty(source):
         return x
-    kept = x.dtype if mode == "set" else opmath(x.dtype)
+    kept = x.dtype if mode == "set" or adds_little(x, source, mode) else opmath(x.dtype)
     if is_bool(x.dtype):
         mode = {"add": "max", "mul": "min"}.get(mode, mode)
     out = build.scatter(x.shape, lambda i: cast(x.load(i), kept), source, target,
                         lambda j: cast(value(j), kept), mode, mask)
     return to_dtype(out, x.dtype)
+
+
+def adds_little(x: Value, source: Sequence[Index], mode: str) -> bool:
+    """Whether most elements stay as they are, and memory can join the others in their own dtype."""
+    g = build.graph()
+    caps, (added, points) = g.capabilities, (about(product(shape), g.typical, 0) for shape in (source, x.shape))
+    joins = not (caps.ordered_scatter or caps.deterministic) and caps.swaps(mode, x.dtype)
+    return joins and 0 < added * FEW <= points
 
 
 # ---- index_put ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -32,7 +33,7 @@ def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) ->
 def tabled(size: Index, source: Index, fn: Callable[[Index], Index]) -> Callable[[Index], Index]:
     """A position for each element of a dimension: what takes more than a multiplication is found once, in a table."""
     here, = as_indices(dim_vars((size,)))
-    if all(isinstance(a, Sym) or (isinstance(a, Op) and splits(a, size)) for a in fn(here).atoms()):
+    if all(isinstance(a, Sym) or (isinstance(a, Op) and (splits(a, size) or is_free(a))) for a in fn(here).atoms()):
         return fn
     t = table(size, lambda o: cast(index_value(fn(o)), narrow(source)))
     return lambda o: computed(t(o), *fn(here).bounds())
@@ -45,6 +46,14 @@ def splits(a: Op, size: Index) -> bool:
     return a.b.is_const and size.is_const and int(size) % int(a.b) == 0 and isinstance((a.a - a.a.const).atom(), Sym)
 
 
+def is_free(a: Op) -> bool:
+    """A division that takes no time beside a read, and is computed in 32 bits."""
+    if not build.graph().capabilities.waits_for_memory or not a.b.is_const:
+        return False
+    return not a.a.can_leave(1 << 31) or isinstance((a.a - a.a.const).atom(), Sym)
+
+
+TAPS = 16  # reads of one point that take less time than to keep what some of them come to
 LONG = 32  # elements of a sum that is worth a reduction: lanes of their own, joined at the end
 
 Span = Callable[[Index], tuple[Index, Index, int | None]]
@@ -158,9 +167,18 @@ def are_long(source: Index, size: Index) -> bool:
     return source.is_const and size.is_const and share_lengths(source, size)[0] > LONG
 
 
-def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[Place], Several], combine: Combine
-                 ) -> tuple[Value, ...]:
-    """What `read` gives, over `shape`, combined over each share of one dimension, which becomes `size` long."""
+def few_taps(sizes: Sequence[tuple[Index, Index]]) -> bool:
+    """Whether all that shares of several dimensions (each a source and a size) have in common is read at once, since
+    that takes less time than to keep what one dimension comes to."""
+    known = all(n.is_const and m.is_const for n, m in sizes)
+    return build.graph().capabilities.waits_for_memory and known and \
+        math.prod(share_lengths(n, m)[1] for n, m in sizes) <= TAPS
+
+
+def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[Place], Several], combine: Combine,
+                 kept: bool = True) -> Callable[[Place], Several]:
+    """What `read` gives, over `shape`, combined over each share of one dimension, which becomes `size` long; kept in
+    memory, or computed where it is asked for."""
     source, dtypes = shape[dim], combine.dtypes
     shape = (*shape[:dim], size, *shape[dim + 1:])
 
@@ -172,9 +190,13 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
         memo: dict[Expr, Expr] = {}
         return [rewrite(e, lambda x: stand.get(x, x), None, memo) for e in combine.result]
 
+    def made(body: Callable[[Place], Several]) -> Callable[[Place], Several]:
+        values = together(shape, body, dtypes)
+        return lambda i: [v.load(i) for v in values]
+
     if not (size.is_const and source.is_const):
-        return together(shape, lambda i: fold_over([share_of(i[dim], source, size)], combine.identity,
-                                                   lambda j, c: step(c, element(i, j[0]))), dtypes)
+        return made(lambda i: fold_over([share_of(i[dim], source, size)], combine.identity,
+                                        lambda j, c: step(c, element(i, j[0]))))
     least, most = share_lengths(source, size)
     start = tabled(size, source, lambda o: share_of(o, source, size)[0])
     length = share_length(source, size, torch.int32)
@@ -187,15 +209,17 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
             have = [where(inside, new, old) for new, old in zip(more, have, strict=True)]
         return have
 
-    if are_long(source, size):
+    if kept and are_long(source, size):
         common = build.reduce((*shape, as_index(least)), [len(shape)], combine,
                               lambda i: tuple(element(i[:-1], start(i[dim]) + i[-1])))
-        return together(shape, lambda i: rest(i, [c.load(i) for c in common]), dtypes)
+        return made(lambda i: rest(i, [c.load(i) for c in common]))
 
     def body(i: Place) -> Several:
         have = element(i, start(i[dim]))
-        if least > 1:
-            have = fold_over([(1, least)], have, lambda k, c: step(c, element(i, start(i[dim]) + k[0])))
+        if kept and least > 1:
+            return rest(i, fold_over([(1, least)], have, lambda k, c: step(c, element(i, start(i[dim]) + k[0]))))
+        for k in range(1, least):
+            have = step(have, element(i, start(i[dim]) + k))
         return rest(i, have)
 
-    return together(shape, body, dtypes)
+    return made(body) if kept else cache(body)

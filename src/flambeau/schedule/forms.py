@@ -153,8 +153,24 @@ def block_loops(k: LoopKernel, t: BlockTuning) -> Form:
     width = 1 if k.vector in k.inner else t.few_columns if few else t.columns
     if k.bounds is not None:
         return Form("segments", width)
-    most = t.row if k.vector in k.inner or k.scratch else t.column_rows
+    if k.vector in k.outer and length.is_const and (k.scratch or k.reads_again()):
+        read = {e.attr[0] for e in loads(*k.everything())}
+        held = held_columns(length.const, [p.dtype.itemsize for p in k.params if p.name in read], t)
+        return Form("whole rows", held) if held else Form("rows in pieces", width)
+    most = t.row if k.vector in k.inner else t.column_rows
     return Form("whole rows" if length.is_const and length.const <= most else "rows in pieces", width)
+
+
+def held_columns(length: int, read: Sequence[int], t: Tuning) -> int:
+    """How many columns of a length one program holds side by side, so that it reads them once: fewer, the longer they
+    are and the more is read, as long as they fill sectors of memory. None, if it cannot. `read`: bytes of an element of
+    each thing that is read."""
+    if not isinstance(t, BlockTuning) or not read:
+        return 0
+    rows, width, sector = 1 << (length - 1).bit_length(), t.columns, t.sector // min(read)
+    while width > sector and rows * width * len(read) > (t.column_tile if width > 2 * sector else t.row):
+        width //= 2
+    return width if rows * width <= t.row else 0
 
 
 def block_scans(k: ScanKernel, t: BlockTuning) -> Form:

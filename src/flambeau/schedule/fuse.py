@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from flambeau.ir.expr import Expr, loads, walk
-from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
+from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index, volume
 from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Segment
 
 MOST_MEMBERS = 48
 MOST_BUFFERS = 48
 MOST_NEAR = 64  # groups that read the same and are looked at
+SMALL = 1 << 14  # points of a reduction that is launched beside another for nothing
 
 Mapping = dict[Sym, Index]
 
@@ -81,7 +82,9 @@ def fuse(graph: Graph) -> list[Group | Single]:
         if isinstance(n, (Pointwise, Reduce)) and not isinstance(n, Contract):
             # What very many share, such as a learning rate, brings the latest of them together.
             known = {q for r in reads for q in (*near.get(r, ())[-MOST_NEAR:], home.get(r, -1)) if q >= max(first, 0)}
-            place = _find(groups, n, reads, sorted(known), sizes)
+            beside = {q for r in reads if r in home for m in groups[home[r]].nodes for name in m.names
+                      for q in near[name][-MOST_NEAR:] if q >= max(first, 0)} if is_small(n.vars, n) else set()
+            place = _find(groups, n, reads, sorted(known | beside), sizes, beside)
         if place is None:
             if isinstance(n, (Pointwise, Reduce)):
                 g = Group(len(groups), tuple(v.size for v in n.vars if v.size is not ONE))
@@ -112,8 +115,15 @@ def symbols_of(n: Node) -> set[Sym]:
     return out
 
 
-def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[int], sizes: dict[str, Index]
-          ) -> int | None:
+def is_small(vars: Iterable[Sym], n: Node) -> bool:
+    """Whether to launch a reduction takes longer than to compute it."""
+    points = volume(vars)
+    return isinstance(n, Reduce) and points.is_const and points.const <= SMALL
+
+
+def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[int], sizes: dict[str, Index],
+          beside: set[int]) -> int | None:
+    """`beside`: groups that read what comes from where n's own reads do, beside which n is launched for nothing."""
     best: tuple[int, int, bool] | None = None
     chosen = None
     for position in where:
@@ -121,7 +131,7 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
         if not isinstance(g, Group) or len(g.members) >= MOST_MEMBERS:
             continue
         shared = (reads & g.reads) | (reads & g.written.keys())
-        if not shared or len(g.reads | reads) + len(g.written) > MOST_BUFFERS:
+        if not (shared or position in beside) or len(g.reads | reads) + len(g.written) > MOST_BUFFERS:
             continue
         joined = _join(g, n)
         if joined is None:
@@ -132,7 +142,7 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
         # reductions; later groups on ties.
         score = (sum(_weight(sizes[r]) for r in reads & g.written.keys()), sum(_weight(sizes[r]) for r in shared),
                  isinstance(n, Reduce) == (g.axes is not None))
-        if not any(score[:2]):
+        if not any(score[:2]) and not (position in beside and g.axes is not None and is_small(g.vars, n)):
             continue
         if best is None or score >= best:
             best, chosen = score, (position, joined)

@@ -32,9 +32,9 @@ from flambeau.ir.index import (
 from flambeau.ir.lines import apart
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
-from flambeau.ir.tuning import PointTuning, Tuning
+from flambeau.ir.tuning import BlockTuning, PointTuning, Tuning
 
-from .forms import is_shared, leaves_cache, points_beside
+from .forms import held_columns, is_shared, leaves_cache, points_beside
 from .fuse import Group, member_exprs
 from .rewrites.one_pass import alive, exponentials_at_once
 
@@ -288,7 +288,7 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
                 score += 0.25 * weight
             else:
                 score -= weight
-        length = span(v, d)
+        length = span(v, d, t)
         if d.about(length, t.vector_least) < t.vector_least:
             score -= 6 * max(again.values(), default=1)
         score += 0.01 * k
@@ -297,12 +297,14 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
     return best
 
 
-def span(v: Sym, d: NestDraft) -> Index:
+def span(v: Sym, d: NestDraft, t: Tuning) -> Index:
     """The extent of a variable together with those that what is read at inner points walks as one with it, each a step
-    of all that it has."""
+    of all that it has; or the results of a map, where a machine walks their lines as one."""
     left = [w for w in (d.inner if v in d.inner else d.outer) if w is not v]
     length, inner = v.size, frozenset(d.inner)
     main = [i for i in d.indices() if inner & i.symbols()] if inner and v not in inner else list(d.indices())
+    if t.flat_maps and not inner:
+        main = list(d.stores.values())
     while (before := next((w for w in left if all(walks_as_one(i, w, v) for i in main)), None)) is not None:
         left.remove(before)
         length, v = length * before.size, before
@@ -399,9 +401,10 @@ def flat(d: NestDraft, tile: Sym, vector: Sym) -> bool:
     return all(i in transposed or walks_as_one(i, tile, vector) for i in d.indices())
 
 
-def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int]
-                ) -> tuple[LoopKernel, set[str]]:
-    """The kernel of a group, and the buffers it stores beyond those asked for. `typical`: values of run-time sizes."""
+def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int],
+                exact: bool = False) -> tuple[LoopKernel, set[str]]:
+    """The kernel of a group, and the buffers it stores beyond those asked for. `typical`: values of run-time sizes;
+    `exact`: with the bits of separate passes."""
     d = draft_group(g, buffers, stored)
     has_axes = g.axes is not None
     if not has_axes or caps.programs > 1:  # else a reduction's rounding would depend on the sizes that came first
@@ -439,17 +442,18 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         length = int(volume(d.inner))
         if isinstance(t, PointTuning):
             row = length * points_beside(length, vector in d.inner, t)
-        elif vector in d.inner and not is_shared(volume(d.outer), as_index(length), t):
+        elif is_held(d, vector, length, buffers, t):
             row = length
     scratch, extra = bring_forward(d, row, caps, dtype_of)
     if extra:
-        return shape_group(g, buffers, stored | extra, caps, typical)[0], extra
+        return shape_group(g, buffers, stored | extra, caps, typical, exact)[0], extra
     stages: dict[int, list[Item]] = {}
     for i in d.items:
         stages.setdefault(d.stage_of[i.names[0]], []).append(i)
     # What nobody reads any more, as it is computed again elsewhere, needs no item of its own.
     ordered = alive([tuple(stages[t]) for t in sorted(stages)], d.stores)
-    if caps.row_registers and not caps.holds(row or d.about(volume(d.inner), 1), read_words(d)):
+    if caps.row_registers and not caps.holds(row or d.about(volume(d.inner), 1), read_words(d)) or \
+            isinstance(t, BlockTuning) and not exact and (row is None or row > t.row):
         ordered = exponentials_at_once(ordered, d.stores)
     params = params_of(d.accesses(), buffers)
     sizes = sizes_of(d, params)
@@ -458,6 +462,14 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
                         tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
                         typical=typical_sizes(sizes, d.typical))
     return kernel, extra
+
+
+def is_held(d: NestDraft, vector: Sym | None, length: int, buffers: dict[str, Buffer], t: Tuning) -> bool:
+    """Whether a worker has fast memory for all that it reduces, as far as that depends on the form of its loops."""
+    if vector in d.inner:
+        return isinstance(t, BlockTuning) or not is_shared(volume(d.outer), as_index(length), t)
+    read = {e.attr[0] for e in loads(*d.exprs())}
+    return held_columns(length, [buffers[n].dtype.itemsize for n in read], t) > 0
 
 
 def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Buffer]) -> tuple[Param, ...]:

@@ -144,7 +144,7 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
         if isinstance(g, Group) and g.is_contract:
             kernel = shape_contract(g, graph.buffers, stored, caps.tuning, graph.typical)
         elif isinstance(g, Group):
-            kernel, extra = shape_group(g, graph.buffers, stored, caps, graph.typical)
+            kernel, extra = shape_group(g, graph.buffers, stored, caps, graph.typical, graph.policy.exact)
             stored |= extra
             kernel = without_stores(kernel, within - extra)
         else:

@@ -7,13 +7,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import index_value, loads, masked, walk, where
-from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, flat, unflat, volume, walks_as_one
+from flambeau.ir.index import ONE, ZERO, Index, Sym, about, as_index, ceildiv, flat, unflat, volume, walks_as_one
 from flambeau.ir.nodes import (
     Contract,
     Graph,
@@ -28,20 +28,43 @@ from flambeau.ir.nodes import (
 from flambeau.ir.program import CHUNK
 from flambeau.ir.tuning import Tuning
 
+from .forms import held_columns
 from .loop_nests import distance
+from .rewrites.one_pass import sum_of, with_sum_below
 
 
 def split_reductions(graph: Graph, caps: Capabilities) -> None:
     alike = Counter(filter(None, (whole_row(graph, n) for n in graph.nodes))) if caps.tables else Counter()
     nodes: list[Node] = []
+    done: set[str] = set()
     for n in graph.nodes:
         if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)):
             nodes.append(n)
         elif alike and alike[whole_row(graph, n)] >= caps.tuning.table_launches:
             nodes += in_blocks(graph, n)
-        else:
-            nodes += split(graph, n, caps) if caps.programs > 1 else [n]
+        elif caps.programs > 1 and n.names[0] not in done:
+            both = sums_and_largest(graph, n, caps) or split(graph, n, caps)
+            done |= {name for m in both for name in m.names}
+            nodes += both
+        elif n.names[0] not in done:
+            nodes.append(n)
     graph.nodes = nodes
+
+
+def sums_and_largest(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
+    """In pieces, and a softmax's sum with its largest element, so that rows are read once for both; nothing, where n is
+    not cut."""
+    found = None if graph.policy.exact else with_sum_below(n, graph.nodes)
+    if found is None:
+        return []
+    both, total = found
+    largest = graph.buffers[n.names[0]]
+    graph.add_buffer(largest.shape, both.combine.dtypes[1], both.names[1], largest.strides)
+    parts = split(graph, both, caps)
+    if len(parts) == 1:
+        del graph.buffers[both.names[1]]
+        return []
+    return [*parts, sum_of(total, both, graph)]
 
 
 def whole_row(graph: Graph, n: Node) -> Hashable:
@@ -83,9 +106,11 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
         points, results = points // short.size.const, results * short.size.const
     rows = short is None and reduces_contiguous(graph, n)
     across = rows and written_across(graph, n, t.vector_least)
+    if is_staged(graph, n) and is_held(n, points, rows, caps):
+        return [n]
     programs = results if rows and not across else -(-results // t.split_columns)
-    least = t.split_piece if rows and not across else t.split_piece // t.split_columns
-    if not 0 < programs * 2 <= caps.programs or points < 4 * least:
+    least = t.split_row if rows and not across else t.split_piece // t.split_columns
+    if not 0 < programs * (4 if rows and not across else 2) <= caps.programs or points < 4 * least:
         return [n]
     # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
     wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
@@ -113,7 +138,8 @@ def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, 
         if v not in alone and pieces >= (t.split_more if len(cuts) > len(alone) else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
             if about(length, graph.typical, 0) > t.split_even and any(i.coefficient(v) is ONE for i in at):
-                length = ceildiv(length, t.split_even) * t.split_even
+                length = as_index(t.even(length.const)) if length.is_const else \
+                    ceildiv(length, t.split_even) * t.split_even
             cuts[v] = (ceildiv(v.size, length) if v.size.is_const or length is ONE else as_index(pieces), length)
             wanted //= pieces
     return cuts
@@ -193,14 +219,22 @@ def main_places(graph: Graph, n: Reduce) -> list[Index]:
 
 
 def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
-    """Whether what is read next to each other is reduced together."""
+    """Whether what is read next to each other is reduced together, or nothing that is read changes along a row."""
     score = 0
     for place in main_places(graph, n):
-        steps = {v: distance(place.coefficient(v), graph.typical) for v in n.vars if v.size is not ONE}
+        if place.symbols().isdisjoint(n.reduced):
+            continue
+        steps = {v: first_step(place, v, n.vars, graph.typical) for v in n.vars if v.size is not ONE}
         near = min((v for v in steps if steps[v]), key=steps.__getitem__, default=None)
         if near is not None:
             score += 1 if near in n.reduced else -1
     return score >= 0
+
+
+def first_step(place: Index, v: Sym, vars: Sequence[Sym], typical: Mapping[Sym, int]) -> int:
+    """How far the second point of a variable is from its first: later ones may be anywhere, after a division."""
+    start: dict[Sym, Index] = dict.fromkeys(vars, ZERO)
+    return distance(place.subs({**start, v: ONE}) - place.subs(start), typical)
 
 
 def short_line(graph: Graph, n: Reduce, t: Tuning) -> Sym | None:
@@ -212,6 +246,22 @@ def short_line(graph: Graph, n: Reduce, t: Tuning) -> Sym | None:
                 i.coefficient(v) is ONE and any(i.coefficient(w) is v.size for w in n.kept) for i in at):
             return v
     return None
+
+
+def is_staged(graph: Graph, n: Reduce) -> bool:
+    """Whether its points are those of another node that it waits for, or that waits for it: of one kernel, if neither
+    is cut."""
+    made = {name for m in graph.nodes if isinstance(m, Reduce) and volume(m.vars) is volume(n.vars) for name in m.names}
+    return bool(n.reads() & made) or any(
+        isinstance(m, Pointwise | Reduce) and volume(m.vars) is volume(n.vars) and m.reads() & {*n.names}
+        for m in graph.nodes)
+
+
+def is_held(n: Reduce, points: int, rows: bool, caps: Capabilities) -> bool:
+    """Whether one program holds what it reduces, so that later stages do not read it again."""
+    if rows:
+        return caps.row_elements is not None and points <= caps.row_elements
+    return held_columns(points, [e.dtype.itemsize for e in loads(*n.inputs)], caps.tuning) > 0
 
 
 def written_across(graph: Graph, n: Reduce, least: int) -> bool:

@@ -20,7 +20,7 @@ from flambeau.ir.faults import LOW, head
 from flambeau.ir.index import WORD, Dyn, Index, Sym, as_index, largest, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Kernel, Param
+from flambeau.ir.program import AnySize, Kernel, Param
 from flambeau.ir.tuning import BLOCKS
 
 from ..dialect import Pipelined, Steps
@@ -390,6 +390,17 @@ def is_power(e: Expr) -> bool:
 def power(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def spans(k: AnySize, vars: Sequence[Sym], room: int) -> dict[Sym, int]:
+    """Axes for the innermost variables until the tile is full."""
+    out: dict[Sym, int] = {}
+    for v in reversed(vars):
+        block = min(room, power(k.about(v.size, room)))
+        if block > 1:
+            out[v] = block
+            room //= block
+    return {v: out[v] for v in vars if v in out}
 
 
 def width_of(k: Kernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index]], *nests: Sequence[Sym]) -> Width:

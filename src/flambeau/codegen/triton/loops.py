@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from flambeau.ir.expr import Expr, cast, walk
 from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, unflat, volume
@@ -19,15 +20,20 @@ from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 
 from ..dialect import Pipelined
 from ..stages import StageWriter
-from .blocks import WIDE, BlockWriter, PartDraft, count_text, padded_read, power, width_of
+from .blocks import WIDE, BlockWriter, PartDraft, count_text, padded_read, power, spans, width_of
+from .flat_maps import are_short_lines, as_lines, is_line_of_lines
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
+from .row_ends import ended, is_wide
+from .short_rows import rows_written_out
 
 
-def stages_for(k: AnySize, exprs: Iterable[Expr], blocks: Sequence[int], scale: Scale, line: Sym | None) -> int:
+def stages_for(k: AnySize, exprs: Iterable[Expr], blocks: Sequence[int], scale: Scale, line: Sym | None,
+               programs: int) -> int:
     """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory. There Triton
     lays out tiles of several axes across the lanes, which then wait for one bank, unless a thread reads several of a
-    line's elements at once: such tiles go to registers."""
+    line's elements at once: such tiles go to registers. So do all, where the programs of a processor have enough on its
+    way even if each waits for what it reads."""
     reads = {e for e in walk(*exprs) if e.op == "load"}
     sizes = {s: as_index(n) for s, n in k.typical}
     wide = line is not None and all(is_line(e.attr[1][0].subs(sizes), line, BLOCKS.access) for e in reads
@@ -35,18 +41,9 @@ def stages_for(k: AnySize, exprs: Iterable[Expr], blocks: Sequence[int], scale: 
     if len(blocks) > 1 and not wide:
         return 1
     piece = sum(e.dtype.itemsize * math.prod(blocks) for e in reads)
+    if piece * min(programs // BLOCKS.processors, BLOCKS.resident) >= BLOCKS.under_way:
+        return max(1, scale.staged(1))
     return min(scale.staged(BLOCKS.stages), 1 + BLOCKS.shared_bytes // piece) if piece else 1
-
-
-def spans(k: AnySize, vars: Sequence[Sym], room: int) -> dict[Sym, int]:
-    """Axes for the innermost variables until the tile is full."""
-    out: dict[Sym, int] = {}
-    for v in reversed(vars):
-        block = min(room, power(k.about(v.size, room)))
-        if block > 1:
-            out[v] = block
-            room //= block
-    return {v: out[v] for v in vars if v in out}
 
 
 Carries = dict[str, list[str]]  # what a loop carries of each reduction, by its first name
@@ -56,10 +53,11 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
     def __init__(self, k: LoopKernel, scale: Scale = UNSCALED) -> None:
         self.scale = scale
         lanes, self.guards = shared_lanes(k)
+        self.shares = lanes is not k
         self.k = self.formed(lanes)
         # Phases guard what they write by themselves, and lanes that are no axis of the tile share nothing.
         if self.guards and not self.guards.keys() <= self.map_tile().keys():
-            self.guards, self.k = {}, self.formed(k)
+            self.guards, self.shares, self.k = {}, False, self.formed(k)
         k = self.k
         exprs = k.everything()
         # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
@@ -71,6 +69,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         self.inner = volume(k.inner)
         self.line_axis: int | None = None  # of lines, where a row has several and pieces of it are tiles of these
         self.line_parts = "1"  # of a line, each of which is one of the tile's
+        self.programs = BLOCKS.enough_programs
+        self.end: Index | None = None  # of the row, where that is not its length
         self.segment = ("", "", "")  # where a segment begins, how long it is, and how long the longest of all
         self.state_dtypes = k.dtype_of()
 
@@ -78,10 +78,19 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         """The kernel with its rows gathered, or its phases written out, where it has any."""
         self.rows = rows_of(k)
         k = self.rows.kernel if self.rows else k
-        k = side_by_side(k) if k.inner else spelled(k)
-        self.phases = written_out(k)
-        self.apart = self.phases is not None  # one point for each thread
-        return self.phases.kernel if self.phases else k
+        self.phases = rows_written_out(k) if k.inner else None
+        if self.phases is None:
+            k = side_by_side(k) if k.inner else spelled(k)
+            self.phases = written_out(k)
+            if self.phases and are_short_lines(self.phases.kernel) and is_line_of_lines(k):
+                self.phases = None
+        self.apart = self.phases is not None and not self.phases.rows  # one point for each thread
+        k = self.phases.kernel if self.phases else k
+        if k.inner or k.tile is not None or self.rows or self.apart or self.shares:
+            return k
+        k = as_lines(k, BLOCKS.threads * per_thread(k.everything()))
+        self.phases = replace(self.phases, kernel=k) if self.phases else None
+        return k
 
     def render(self) -> PartDraft:
         k = self.k
@@ -92,7 +101,9 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
                 axis = self.axes[v]
                 self.masks[axis] = self.value(limit)
             if self.phases:
-                self.elements_together(self.phases)
+                wide = not self.apart and per_thread(k.everything()) >= BLOCKS.access
+                self.branched(self.all_inside() if wide else None, k.outer, self.full(),
+                              partial(self.elements_together, self.phases))
             else:
                 self.branched(self.all_inside(), k.outer, self.full(), self.stages)
             if self.rows:
@@ -101,6 +112,9 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             return PartDraft(self, grid, max(1, self.elements() // BLOCKS.warp if self.apart else warps))
         length, whole = self.row_length()
         blocks = spans(k, k.outer, self.rows_side_by_side(length))
+        self.programs = programs_of(k, k.outer, blocks)
+        if not blocks:
+            self.k, self.end = ended(k)
         grid = self.tile(k.outer, blocks, length)
         if k.bounds is not None:
             self.open_segment()
@@ -111,7 +125,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.whole_row()
         else:
             self.all_stages()
-        return PartDraft(self, grid, warps_for(self.elements()))
+        return PartDraft(self, grid, warps_for(self.elements(), self.programs))
 
     # ---- the tile --------------------------------------------------------------------------------------
 
@@ -150,14 +164,20 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         if self.rows:
             return self.rows.blocks
         if k.tile is not None and k.vector is not None:
-            pair = {v: min(BLOCKS.transpose_side, power(k.about(v.size, BLOCKS.transpose_side)))
-                    for v in (k.tile, k.vector)}
-            return {v: pair[v] for v in k.outer if v in pair}
+            return self.transposed(k.tile, k.vector)
         exprs = k.everything()
         windows = BLOCKS.neighbour_threads if self.phases and self.phases.neighbours else BLOCKS.window_threads
         room = self.scale.sized(windows if self.apart else BLOCKS.threads * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k, k.outer, room)
+
+    def transposed(self, *pair: Sym) -> dict[Sym, int]:
+        """Square tiles: smaller ones where there are few."""
+        for side in (BLOCKS.transpose_side, BLOCKS.transpose_few):
+            blocks = {v: min(side, power(self.k.about(v.size, side))) for v in self.k.outer if v in pair}
+            if programs_of(self.k, self.k.outer, blocks) >= BLOCKS.enough_tiles:
+                break
+        return blocks
 
     def row_length(self) -> tuple[int, bool]:
         """Elements of the reduced axis in one tile, and whether that is all of it."""
@@ -257,7 +277,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         axes = axes - (self.row_axes() - self.index_axes(address))
         self.store(name, address, text, axes)
 
-    def elements_together(self, p: Phases) -> None:
+    def elements_together(self, p: Phases) -> list[str]:
         """All that is read, then what is computed from it; stores last, since reads do not pass them."""
         everything = list(walk(*self.k.everything()))
         padded = {read for e in everything if (read := padded_read(e)) is not None}
@@ -278,6 +298,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
                 place, holds = f"({place})[{each}] + {step}", f"({holds})[{each}]" if holds else ""
                 texts = [self.interleaved([self.spread(t, full) for t in texts])]
             self.line(f"tl.store({place}, {texts[0]}{f', {holds}' if holds else ''})")
+        return []
 
     def interleaved(self, texts: Sequence[str]) -> str:
         """Two or four blocks side by side along one more axis."""
@@ -307,9 +328,12 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
     def whole_row(self) -> None:
         assert self.row is not None
-        exact = self.inner.const == self.blocks[self.row]
-        self.decompose(self.open_row("", "" if exact else self.index(self.inner)), self.k.inner)
-        self.stages()
+        block, count = self.blocks[self.row], self.inner if self.end is None else self.end
+        exact = count.is_const and count.const == block
+        end = "" if exact else self.index(count)
+        self.decompose(self.open_row("", end), self.k.inner)
+        inside = f"{end} == {block}" if self.end is not None and self.inner.const == block and is_wide(self.k) else None
+        self.branched(inside, self.k.inner, (self.row,), self.stages)
 
     def declare(self, items: Sequence[Item], reductions: Sequence[Item]) -> Carries:
         if self.k.bounds is None and items is not self.k.stages[0]:
@@ -323,17 +347,32 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
     def in_pieces(self, items: Sequence[Item], states: Carries) -> None:
         assert self.row is not None
         k, length = self.k, self.blocks[self.row]
-        count, lanes = self.inner, 0 if self.line_axis is None else self.blocks[self.line_axis]
-        if lanes:
+        count, lanes = self.inner if self.end is None else self.end, 0
+        if self.line_axis is not None:
+            lanes = self.blocks[self.line_axis]
             count = volume(k.inner[:-1]) * ceildiv(k.inner[-1].size, lanes)
-        exact = count.is_const and count.const % length == 0
+        exact, end = count.is_const and count.const % length == 0, self.index(count)
         first = Sym(f"base{k.stages.index(tuple(items))}", count)
-        ahead = Pipelined(stages_for(k, exprs_of(items), self.blocks, self.scale, k.vector))
-        with self.loop(first, "0", self.index(count), str(length), how=ahead) as s:
-            s.vars.update(k.inner)
-            at = self.open_row(self.sym(first), "" if exact else self.index(count))
+        ahead = Pipelined(stages_for(k, exprs_of(items), self.blocks, self.scale, k.vector, self.programs))
+
+        def piece(mask: str) -> None:
+            at = self.open_row(self.sym(first), mask)
             self.decompose(self.open_line(at, lanes) if lanes else at, k.inner[:-1] if lanes else k.inner)
             self.body(items, states)
+
+        # All but the last piece are whole, which is worth a text of their own where accesses are wide then.
+        peeled = not exact and not lanes and is_wide(k) and self.blocks == [length]
+        if peeled:
+            end = self.fresh("whole")
+            self.line(f"{end} = {self.index(count)} // {length} * {length}")
+        with self.loop(first, "0", end, str(length), how=ahead) as s:
+            s.vars.update(k.inner)
+            piece("" if exact or peeled else end)
+        if peeled:
+            with self.scope(f"if {end} < {self.index(count)}:", k.inner, footer=""):
+                self.line(f"{self.sym(first)} = {end}")
+                piece(self.index(count))
+                self.masks.pop(self.row)
 
     def open_line(self, at: str, lanes: int) -> str:
         """The lanes of a line, or of a part of one; `at` counts these. The position of each line among all."""
@@ -436,7 +475,13 @@ def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
     return k, {}
 
 
-def warps_for(elements: int) -> int:
-    """For a program that reduces so many elements."""
-    return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * BLOCKS.thread)))
+def warps_for(elements: int, programs: int = BLOCKS.enough_programs) -> int:
+    """For a program that reduces so many elements, one of so many."""
+    each = BLOCKS.thread if programs >= BLOCKS.enough_programs else BLOCKS.thread_few
+    return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
+
+
+def programs_of(k: AnySize, vars: Iterable[Sym], blocks: dict[Sym, int]) -> int:
+    """About how many there are."""
+    return math.prod(-(-k.about(v.size, BLOCKS.enough_programs * blocks.get(v, 1)) // blocks.get(v, 1)) for v in vars)
 

@@ -29,6 +29,7 @@ class Phases:
     holds: dict[str, Expr]  # what must hold for its store
     joined: tuple[tuple[str, ...], ...]  # elements next to each other in memory
     neighbours: bool = False  # not phases, but windows next to each other
+    rows: bool = False  # not phases, but the rows of a reduction
 
 
 def written_out(k: LoopKernel) -> Phases | None:
@@ -111,6 +112,9 @@ def phase_variables(k: LoopKernel) -> list[Sym]:
     for v in reversed(k.outer):
         if not v.size.is_const or not 1 < v.size.const <= BLOCKS.phase_values or count * v.size.const > BLOCKS.phases:
             continue
+        beside = any(a.coefficient(v) is ONE for _, a in k.stores)
+        if beside and v.size.const == 3 and len(followed) <= BLOCKS.phase_reads:
+            continue  # three results side by side are three accesses, which cost more than what they read
         shared = sum(not follows(a, v) for a in followed)
         if shared and shared >= 4 * (len(followed) - shared):
             chosen.append(v)

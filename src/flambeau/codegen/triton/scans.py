@@ -21,8 +21,8 @@ from flambeau.ir.program import ScanKernel, sites_of
 from flambeau.ir.tuning import BLOCKS, Scale
 
 from ..dialect import Pipelined
-from .blocks import BlockWriter, PartDraft, count_text, power, width_of
-from .loops import spans, stages_for
+from .blocks import BlockWriter, PartDraft, count_text, power, spans, width_of
+from .loops import stages_for
 
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 
@@ -215,7 +215,7 @@ class ScanBlocks(BlockWriter):
             step = Sym("step", self.length)
             count = count_text(self.length, size, self.index)
             line = self.k.axis if self.k.form.name == "rows" else outer[-1]
-            ahead = stages_for(self.k, self.k.exprs, self.blocks, self.scale, line)
+            ahead = stages_for(self.k, self.k.exprs, self.blocks, self.scale, line, 0)
             with self.loop(step, "0", count, how=Pipelined(ahead)) as s:
                 s.vars.add(self.k.axis)
                 self.line(f"first = {self.place(self.sym(step), count)} * {size}")

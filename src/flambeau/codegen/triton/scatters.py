@@ -13,8 +13,8 @@ from flambeau.ir.index import ONE, Index, Sym, as_index, volume
 from flambeau.ir.program import Form, Item, LoopKernel, ScatterKernel, sites_of
 from flambeau.ir.tuning import BLOCKS
 
-from .blocks import BlockWriter, PartDraft, width_of
-from .loops import LoopBlocks, spans, warps_for
+from .blocks import BlockWriter, PartDraft, spans, width_of
+from .loops import LoopBlocks, warps_for
 
 ATOMIC = {"add": "tl.atomic_add", "min": "tl.atomic_min", "max": "tl.atomic_max"}
 

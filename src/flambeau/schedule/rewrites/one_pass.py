@@ -8,7 +8,7 @@ whenever a larger element comes (Milakov and Gimelshein, 2018).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -16,8 +16,8 @@ import torch
 
 from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr, const, rewrite, walk, where
-from flambeau.ir.nodes import Combine
+from flambeau.ir.expr import Expr, const, loads, rewrite, walk, where
+from flambeau.ir.nodes import Combine, Graph, Node, Pointwise, Reduce, as_indices, dim_vars
 from flambeau.ir.program import Item
 from flambeau.ir.scalar import abs_, eq, exp, fma, maximum
 
@@ -35,14 +35,42 @@ def exponentials_at_once(stages: Sequence[Stage], stored: Collection[str]) -> li
             both = replace(top, names=(top.names[0], f"{total.names[0]}_at_once"), combine=_scaled_sum(torch.float32),
                            exprs=(top.exprs[0], const(1, torch.float32)))
             m, s = (Expr("local", torch.float32, (), n) for n in both.names)
-            # As in two passes: infinities below themselves are no numbers.
-            result = Item(total.names, "outer", (where(eq(abs_(m), math.inf), math.nan, s),))
+            result = Item(total.names, "outer", (finished(m, s),))
             out = list(stages)
             out[place] = tuple(i for i in out[place] if i is not total)
             out[at] = tuple(both if i is top else i for i in stage)
             out.insert(at + 1, (result,))
             return exponentials_at_once(alive(out, stored), stored)
     return list(stages)
+
+
+def with_sum_below(n: Reduce, nodes: Iterable[Node]) -> tuple[Reduce, Reduce] | None:
+    """A reduction to the largest element that also finds the sum of exponentials below it, under a name of its own; and
+    the node that finds that sum otherwise."""
+    if n.combine is not simple_combine("max", torch.float32):
+        return None
+    for m in nodes:
+        if type(m) is not Reduce or m.combine is not simple_combine("sum", torch.float32) or m.axes != n.axes \
+                or [v.size for v in m.vars] != [v.size for v in n.vars] or n.names[0] not in m.reads():
+            continue
+        e = m.inputs[0].subs(dict(zip(m.vars, as_indices(n.vars), strict=True)))
+        top = next(x for x in loads(e) if x.attr[0] == n.names[0])
+        if e is exp(n.inputs[0] - top):
+            return replace(n, names=(n.names[0], f"{m.names[0]}_at_once"), combine=_scaled_sum(torch.float32),
+                           inputs=(n.inputs[0], const(1, torch.float32)), inlined=(*n.inlined, *m.origins)), m
+    return None
+
+
+def sum_of(m: Reduce, both: Reduce, graph: Graph) -> Pointwise:
+    """The sum, from what was found together."""
+    vars = dim_vars([v.size for v in m.kept])
+    top, total = (graph.whole(name).load(as_indices(vars)) for name in both.names)
+    return Pointwise(m.names, vars, finished(top, total), origin=m.origin)
+
+
+def finished(top: Expr, total: Expr) -> Expr:
+    """As in two passes: infinities below themselves are no numbers."""
+    return where(eq(abs_(top), math.inf), math.nan, total)
 
 
 def is_sum_below(i: Item, stage: Stage, top: Item) -> bool:

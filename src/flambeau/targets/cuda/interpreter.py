@@ -46,7 +46,9 @@ class InterpreterTarget(BlockTarget):
         from flambeau.codegen.c.dialect import INEXACT
         from flambeau.codegen.triton.dialect import CAPABILITIES
 
-        return replace(CAPABILITIES, name=self.name, inexact=INEXACT)  # beside eager's kernels for CPUs
+        assert CAPABILITIES.scatters is not None
+        joins = frozenset((mode, d) for mode, d in CAPABILITIES.scatters if d is not torch.bfloat16)  # numpy has none
+        return replace(CAPABILITIES, name=self.name, inexact=INEXACT, scatters=joins)  # beside eager's for CPUs
 
     def bounded(self, kernel: AnyKernel, name: str) -> BlockSource:
         source = self.render(kernel, name)
