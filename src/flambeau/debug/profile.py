@@ -27,7 +27,7 @@ NAME = re.compile(r".* \[(\d+)(?: (.+))?\]")  # title [program where]
 LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "privateuse1_runtime", "privateuse1_driver")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op", "user_annotation")
-REST = "rest"  # what a program does beside its launches and calls: copies, memory that is filled
+REST = "rest"  # of a program, beside its launches and calls: on a GPU copies and fills, on a CPU the host's own work
 ENGINE = "autograd::engine::evaluate_function: "
 POINTS = 1500  # of a curve of memory
 
@@ -155,10 +155,12 @@ def program_time(number: int, ranges: Ranges, seconds: dict[Any, float], device:
         if n == number and where and part.count:
             part.seconds = seconds[number, where]
             made.parts[where] = part
-    if device:  # what is launched by the program itself is one step more
-        if seconds[number, ""]:
-            made.parts[REST] = PartTime(Part(plan, REST, REST), whole.count, seconds[number, ""])
-        made.seconds = sum(p.seconds for p in made.parts.values())
+    steps = sum(p.seconds for p in made.parts.values())
+    # On a GPU this is what the program launched outside of its steps. On a CPU its range covers its steps as well.
+    rest = made.seconds if device else max(made.seconds - steps, 0.0)
+    if rest:
+        made.parts[REST] = PartTime(Part(plan, REST, REST), whole.count, rest)
+    made.seconds = steps + rest
     return made
 
 

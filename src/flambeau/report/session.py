@@ -21,6 +21,7 @@ from rich.table import Column, Table
 
 import flambeau
 from flambeau.debug.clocks import ProgramTime, copy_speed
+from flambeau.debug.profile import REST
 from flambeau.debug.session import Session
 from flambeau.pipeline import Compiled
 from flambeau.report import program
@@ -39,7 +40,7 @@ class Row:
 
     graph: int
     name: str  # k0, aten.mm; of kernels with one text, the first
-    kind: str  # kernel, library, ATen or call
+    kind: str  # kernel, library, ATen, call, or rest: what a program does between its steps
     title: str = ""  # the name that profilers show
     count: float = 0.0  # in one call of the graph
     seconds: float = 0.0
@@ -132,7 +133,8 @@ def graph_of(number: int, t: ProgramTime, made: Compiled | None, functions: Mapp
     for p in t.parts.values():
         called, step = p.part.title.removesuffix(".default").removesuffix(".out"), p.part.step
         name = t.plan.kernels[step.kernel].name if step is not None else called
-        row = rows.setdefault(called, Row(number, name, "kernel" if step is not None else "call", called))
+        kind = "kernel" if step is not None else "rest" if p.part.where == REST else "call"
+        row = rows.setdefault(called, Row(number, name, kind, called))
         row.count += p.count / max(t.calls, 1)
         row.seconds += p.seconds
         row.bytes += p.bytes
@@ -187,7 +189,8 @@ def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
         yield name, "\n".join([f"{found.total()}" if found else "none", *listed, *more])
     kinds = Counter[str]()
     for r in o.rows:
-        kinds[r.kind] += round(r.count)
+        if r.kind != "rest":
+            kinds[r.kind] += round(r.count)
     yield "steps", ", ".join(f"{n} {program.NAMES.get(kind, 'call(s)')}" for kind, n in kinds.items()) or "none"
     slow = [f"{op} ({n} times) has no lowering, and is called as it is" for op, n in o.externs.most_common(limit)]
     slow += [f"{op} ran on the CPU: {n:,} calls, {size(moved)}" for op, n, moved in o.fallbacks[:limit]]

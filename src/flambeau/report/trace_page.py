@@ -41,12 +41,20 @@ def page(session: Session, profile: Profile) -> str:
                   profile.calls[:min(CALLS, len(profile.calls) // steps)]],
         "graphs": [graph_data(g, steps) for g in o.graphs],
         "rows": [row_data(r, steps) for r in rows], "texts": texts,
-        "others": [[name, n / steps, s / steps] for name, (n, s) in
-                   sorted(profile.others.items(), key=lambda x: -x[1][1])[:OTHERS]],
+        "others": others_data(profile, steps),
         "memory": profile.memory,
     }
     template = Path(__file__).with_name("trace_page.html").read_text()
     return template.replace("DATA", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"), 1)
+
+
+def others_data(profile: Profile, steps: int) -> list[list[Any]]:
+    """What ran outside of compiled graphs: name, times a step, seconds a step. The short ones are one row."""
+    found = sorted(((name, n, s) for name, (n, s) in profile.others.items()), key=lambda x: -x[2])
+    shown, more = found[:OTHERS], found[OTHERS:]
+    if more:
+        shown.append((f"{len(more)} more", sum(n for _, n, _ in more), sum(s for *_, s in more)))
+    return [[name, n / steps, s / steps] for name, n, s in shown]
 
 
 def machine(graphs: list[Graph]) -> str:
