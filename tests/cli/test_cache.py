@@ -42,7 +42,7 @@ def test_another_machine_takes_over_what_was_exported(tmp_path: Path, capsys: py
         there = DiskCache()
         there.put(KEY, b"2", ".chosen")  # stays
         assert main(["cache", "--import", str(file)]) == 0
-        assert "took 1 new entries" in capsys.readouterr().out
+        assert "added 1 new entries" in capsys.readouterr().out
         assert (there.read(KEY, ".so"), there.read(KEY, ".chosen")) == (b"some code", b"2")
 
 
