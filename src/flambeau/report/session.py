@@ -117,6 +117,8 @@ def overview_of(session: Session, times: Sequence[ProgramTime] | None = None) ->
 
 
 def place(function: str, file: str, line: int) -> str:
+    if Path(file).name == "external_utils.py":  # torch's own wrapper around a module that is compiled as a whole
+        return "the compiled module"
     return f"{function}, {Path(file).name}:{line}"
 
 
