@@ -17,8 +17,8 @@ from .run import TARGETS, Report
 
 HEAD = """# Fuzzing
 
-The fuzzer (`make fuzz`) draws random programs and compares each with eager. A *finding* is a bug of Flambeau's: a
-wrong value, missing or extra aliasing, strides that differ from eager's, another error, a crash or a hang. *Torch's own*
+The fuzzer (`make fuzz`) draws random programs and compares each with eager. A *finding* is a bug in Flambeau: a
+wrong value, missing or extra aliasing, other strides than eager's, another error, a crash or a hang. *Torch's own*
 counts programs that `backend="aot_eager"` runs in the same way, or cannot run. Every run drew a new seed. `make docs`
 writes this page from `results/fuzz.json`.
 """

@@ -1,4 +1,4 @@
-"""Clipping of gradients by their norm: one pass along a table for the norm, and one to scale.
+"""Gradient clipping by norm: one pass over all tensors for the norm, and one to scale.
 
 The norm of all tensors together is that of the blocks that they are cut into: which thread or program takes which block
 decides nothing, so results do not depend on the run.

@@ -1,4 +1,4 @@
-"""Functions over lists of tensors, such as the steps of torch's optimizers, as one kernel for all tensors of a kind.
+"""Runs functions over lists of tensors, such as optimizer steps, as one kernel for all tensors of a kind.
 
 Such a function computes each row of its lists (a parameter, its gradient, its states) by itself. So one row of each
 kind, that is of each combination of dtypes, is compiled (row_kernels.py), and its kernels go along a table of all rows:

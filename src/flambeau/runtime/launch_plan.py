@@ -1,4 +1,4 @@
-"""A program in its last form: plain data, from which its run function is made in any process.
+"""A program in its final form: plain data, from which any process can make its run function.
 
     package = executor.write(program, ...)     # when a graph is compiled
     run = package.load()                       # there, in a later process, or out of a file

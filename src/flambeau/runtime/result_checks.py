@@ -1,4 +1,4 @@
-"""What torch was told of a graph's results: their strides, and which share memory with each other or with inputs.
+"""Checks the results of a graph against torch's metadata: their strides, and which share memory.
 
 With the setting `verify` a program compares its results with that before it returns them.
 """

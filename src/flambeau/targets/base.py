@@ -1,4 +1,4 @@
-"""What a machine is to the rest of Flambeau: a `Target` builds kernels, runs them and owns memory.
+"""The interface of a machine: a `Target` builds kernels, runs them, and owns memory.
 
     target = get_target("cpu")
     build = target.build(sources)        # compilers run in the background

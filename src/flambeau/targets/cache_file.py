@@ -1,4 +1,4 @@
-"""The cache on disk as one file, to be carried to another machine.
+"""The cache on disk as one file, for another machine.
 
     count = export(cache, Path("kernels.zip"))
     new = load(cache, Path("kernels.zip"))         # CacheError says what is wrong with it; then nothing was taken

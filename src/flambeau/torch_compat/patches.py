@@ -1,4 +1,4 @@
-"""Every change that Flambeau makes to torch: what, why, for which releases, who sees it, and its undo.
+"""All changes that Flambeau makes to torch: what, why, for which versions, scope, and undo.
 
     PATCHES                                  # all of them; docs/reference/settings.md has the table
     with WRAPPERS.applied(post_compile):     # within a block

@@ -1,4 +1,4 @@
-"""From Metal text to what g++ compiles: the kernels as they are, and beside them a function that binds their arguments.
+"""Turns Metal source into C++ for g++: the kernels unchanged, and a function that binds their arguments.
 
 Two things of the language cannot be said by macros. An array in threadgroup memory is one object for all threads, made
 where nothing lies beside it; and a kernel's arguments are bound by their attributes.
