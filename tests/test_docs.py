@@ -1,4 +1,4 @@
-"""The Python examples of the README and of pages run as they stand, and tests that a page names are there."""
+"""The code blocks of the README and of all pages run; links, tables and generated pages are up to date."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_links(page: Path) -> None:
 
 
 def test_the_page_of_the_architecture_has_the_tree() -> None:
-    """Its rooms are the folders that there are, files that it names are there, and no folder is a heap."""
+    """It names all folders, the files that it names exist, and no folder has too many files."""
     source = README.parent / "src" / "flambeau"
     page = (README.parent / "docs" / "concepts" / "architecture.md").read_text()
     rooms = {path.parent.relative_to(source) for path in source.rglob("*.py")} - {Path()}
     tops = {str(room) for room in rooms if len(room.parts) == 1}
-    table, beside = re.split(r"\nBeside the line", page, maxsplit=1)
+    table, beside = re.split(r"\nOther folders", page, maxsplit=1)
     assert set(re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE)) | set(
         re.findall(r"`(\w+)/`", beside.partition("\n\n")[0])) == tops
     for name in set(re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|h))`", page)):
         assert any((base / name).exists() for base in (source, source.parent, README.parent)), name
     crowded = {str(room): n for room in rooms if (n := len(list((source / room).glob("*.py")))) > 16}
-    assert set(crowded) <= {"bench", "ops", "torch_compat"}, crowded  # files by operators, benches, parts of torch
+    assert set(crowded) <= {"bench", "ops", "torch_compat"}, crowded  # one file per family of operators, benchmark or part of torch
 
 
 def test_tests_that_the_page_of_the_device_names() -> None:
