@@ -40,6 +40,10 @@ def test_from_a_function_to_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["bench", str(tmp_path / "none.flam")])
     assert "is neither a file (*.flam) nor one of" in capsys.readouterr().err
+    for words in (["run", "none.flam"], ["inspect", "none.flam"], ["run", package, "--output", "/no/folder/y"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert "there is no f" in capsys.readouterr().err
     np.save(tmp_path / "x.npy", np.zeros(3))
     assert main(["run", package, "--input", f"{tmp_path}/x.npy"]) == 1
     assert "input 'x': expected float32 [4, 16] contiguous, got float64 [3]" in capsys.readouterr().err

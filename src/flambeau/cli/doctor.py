@@ -228,7 +228,8 @@ def _cache(name: str) -> Finding:
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
-        return Finding(name, str(error), "set FLAMBEAU_CACHE_DIR to a folder that you can write to")
+        remedy = "set FLAMBEAU_CACHE_DIR to a folder that you can write to; without one, every process compiles again"
+        return Finding(name, str(error), remedy, "slow")
     entries, size = DiskCache(root).stats()
     return Finding(name, f"{root}: {entries} entries, {size / 2**20:.1f} MiB, writable")
 

@@ -6,11 +6,11 @@ import argparse
 
 from rich.markup import escape
 
-from flambeau.cli.subject import new_table, page_console
+from flambeau.cli.subject import existing, new_table, page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package")
+    parser.add_argument("package", type=existing)
     parser.add_argument("--texts", action="store_true", help="print the kernel sources")
     parser.add_argument("--verify", metavar="KEY", help="an Ed25519 public key (a PEM file): fail unless the package "
                         "was signed with its private key")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 
+from flambeau.cli.subject import existing, prefix
 from flambeau.errors import OptionError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package")
+    parser.add_argument("package", type=existing)
     parser.add_argument("--method", default="forward")
     parser.add_argument("--input", action="append", default=[], metavar="[NAME=]FILE.npy", help="in order, or by name")
-    parser.add_argument("--output", metavar="PREFIX", help="write the results to PREFIX0.npy, PREFIX1.npy and so on")
+    parser.add_argument("--output", metavar="PREFIX", type=prefix, help="write results to PREFIX0.npy, ...")
     parser.add_argument("--verify", metavar="KEY", help="an Ed25519 public key (a PEM file): fail unless the package "
                         "was signed with its private key")
 

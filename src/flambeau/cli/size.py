@@ -7,11 +7,11 @@ import json
 from collections import Counter
 from html import escape
 
-from flambeau.cli.subject import new_table, output, page_console
+from flambeau.cli.subject import existing, new_table, output, page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package")
+    parser.add_argument("package", type=existing)
     parser.add_argument("--html", type=output, metavar="FILE", help="write a web page with a treemap")
 
 

@@ -43,6 +43,19 @@ def output(text: str) -> Path:
     return path
 
 
+def existing(text: str) -> str:
+    """The argparse type of an input file."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return text
+
+
+def prefix(text: str) -> str:
+    """The argparse type of the beginning of the names of output files."""
+    output(f"{text}0")
+    return text
+
+
 def page_console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
