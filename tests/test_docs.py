@@ -41,8 +41,8 @@ def test_examples(page: Path, tmp_path: Path) -> None:
 def commands(page: Path) -> list[list[str]]:
     """The lines of blocks that are not Python and begin with `flambeau` or `make`, without variables and comments."""
     found = []
-    for block in re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        for line in block.splitlines():
+    for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in block.splitlines() if kind in ("", "console") else ():
             words = shlex.split(re.split(r"\s{3,}|\s+# ", line.removeprefix("$ "))[0].replace("'", ""))
             words = words[next((k for k, w in enumerate(words) if not re.fullmatch(r"[A-Z_]+=.*", w)), 0):]
             if len(words) > 1 and words[0] in ("flambeau", "make") and re.match(r"[a-z]", words[1]):
