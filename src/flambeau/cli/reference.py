@@ -25,7 +25,8 @@ from flambeau.package.module import Module
 from flambeau.report.program import Explanation
 
 KINDS = {"Compiling": ("mark_layers",), "Eager operators": ("accelerate", "accelerated"),
-         "The device": ("enable_device", "fallbacks"), "Packages": ("export", "load")}
+         "The device": ("enable_device", "fallbacks"), "Packages": ("export", "load", "TrainStep")}
+LINE = 100  # characters of a signature on one line
 WIDTH = "100"  # columns of the help texts
 OBJECTS, QUOTED = re.compile(r" at 0x[0-9a-f]+"), re.compile(r"(: |-> )'([^']*)'")  # annotations are strings
 
@@ -33,9 +34,17 @@ OBJECTS, QUOTED = re.compile(r" at 0x[0-9a-f]+"), re.compile(r"(: |-> )'([^']*)'
 def entry(name: str, found: Any) -> Iterator[str]:
     """The entry of a function or class: signature and docstring."""
     try:
-        signature = QUOTED.sub(r"\1\2", OBJECTS.sub("", str(inspect.signature(found))))
+        parts = inspect.signature(found)
     except ValueError:
-        signature = "()"
+        parts = inspect.Signature()
+    signature = str(parts)
+    if len(name) + len(signature) > LINE:  # one argument on each line
+        arguments = list(parts.parameters.values())
+        lines, kinds = [str(p) for p in arguments], [p.kind for p in arguments]
+        if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+        signature = "(\n    " + ",\n    ".join(lines) + f"\n){str(parts.replace(parameters=()))[2:]}"
+    signature = QUOTED.sub(r"\1\2", OBJECTS.sub("", signature))
     yield f"### {name.removeprefix('flambeau.')}\n\n```\n{name}{signature}\n```\n\n{inspect.getdoc(found) or ''}\n"
 
 
