@@ -1,6 +1,6 @@
 """A complete target for an accelerator that does not exist.
 
-Its kernel language is C++, its compiler is the C++ compiler, and its memory is memory of the process at other addresses.
+Its kernel language is C++, its compiler is the C++ compiler, and its memory is process memory at other addresses.
 docs/guides/new-target.md explains this file.
 """
 
