@@ -48,12 +48,12 @@ def test_another_machine_takes_over_what_was_exported(tmp_path: Path, capsys: py
 
 def no_zip(file: Path) -> str:
     file.write_bytes(b"no zip")
-    return "no file of kernels"
+    return "not an exported cache"
 
 
 def cut_short(file: Path) -> str:
     file.write_bytes(file.read_bytes()[:-30])
-    return "no file of kernels"
+    return "not an exported cache"
 
 
 def another_name(file: Path) -> str:

@@ -521,7 +521,7 @@ def test_runs_that_overlap_do_not_share_intermediates() -> None:
     ({"numerix": "fast"}, ("unknown option 'numerix'", "numerics")),
     ({"numerics": "slow"}, ("numerics is 'slow'", "'fast' or 'eager'")),
     ({"numerics": None}, ("numerics is None",)),
-    ({"target": "cud"}, ("no target is called 'cud'",)),
+    ({"target": "cud"}, ("no target 'cud'",)),
 ])
 def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(flambeau.OptionError) as caught:  # as it is: Dynamo does not wrap it
