@@ -203,8 +203,8 @@ def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
     moved, took, limit_s = o.moved()
     if took and limit_s:
         speeds = ", ".join(f"{device} {size(s)}/s" for device, s in o.speed.items())
-        yield "memory", f"kernels moved {size(moved)} in {took * 1e3:,.2f} ms: {limit_s / took:.0%} of the limit " \
-                        f"(speed of a copy: {speeds})"
+        share = f"{min(limit_s / took, 1.0):.0%} of the limit{', data in cache' if limit_s > took else ''}"
+        yield "memory", f"kernels moved {size(moved)} in {took * 1e3:,.2f} ms: {share} (speed of a copy: {speeds})"
 
 
 def size(n: float) -> str:
