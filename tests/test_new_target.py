@@ -114,5 +114,5 @@ def test_a_device_that_no_target_has() -> None:
 
     with config.override(device="no-such-target"), pytest.raises(OptionError, match="there is no target"):
         device_target()
-    with config.override(device="cpu"), pytest.raises(UnsupportedError, match="the target cpu is no device"):
+    with config.override(device="cpu"), pytest.raises(UnsupportedError, match="the target cpu has no driver"):
         device_target().driver()
