@@ -104,5 +104,5 @@ def test_the_device_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert findings()["device"].detail == f'torch.device("flambeau"), opencl: {", ".join(d.name for d in devices())}'
     with config.override(device="cpu"):
-        assert "none: the target cpu is no device" in findings()["device"].detail
+        assert "none: the target cpu has no driver" in findings()["device"].detail
     assert not findings()["device"].remedy
