@@ -1,10 +1,10 @@
-# Flambeau: `make demo` and `make test` do all their own set-up. They need Python 3.11 to 3.13, g++ and make.
+# Flambeau: `make demo` and `make test` set up everything themselves. They need Python 3.11 to 3.13, g++ and make.
 #
-#   PYTHON       the interpreter that the environment in .venv is made with
-#   CONSTRAINTS  the versions that are installed; pip's own PIP_* variables are honoured as well
-#   JOBS         how many tests run at once
-#   TARGET, COUNT, FUZZ  what `make fuzz` runs: cpu, interpreter, opencl or device; how many programs; other options
-#   FILES        parts of names of PyTorch's test files, for test-torch
+#   PYTHON       the interpreter for the environment in .venv
+#   CONSTRAINTS  a pip constraints file with the versions to install; pip's PIP_* variables work too
+#   JOBS         number of tests that run at once
+#   TARGET, COUNT, FUZZ  for `make fuzz`: cpu, interpreter, opencl or device; number of programs; other options
+#   FILES        for test-torch: parts of the names of PyTorch's test files
 
 PYTHON      ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -26,18 +26,18 @@ PIP   := $(BIN)/python $(INSTALL) -c $(CONSTRAINTS)
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
-	@echo "make demo      set up, then take the tour"
-	@echo "make test      set up, then linters, the fast tests and a sample of the slow ones"
-	@echo "make test-all  the same with every sample of every operator (long)"
-	@echo "make test-newest  the tests with the newest torch, in an environment of its own ($(NEWEST))"
-	@echo "make test-torch PYTORCH_TESTS=path   PyTorch's own tests on the device and the backend (hours)"
-	@echo "make test-outside  models of the transformers library train on the device as on the CPU (long)"
-	@echo "make test-metal  the operator database and small models on a Mac's GPU, for results/metal.json"
-	@echo "make fuzz      COUNT=2000 random programs on TARGET=cpu against eager, seeds drawn anew"
-	@echo "make bench     Flambeau beside eager and Inductor"
-	@echo "make docs      rewrite the generated pages under docs/, and build the site into build/site"
-	@echo "make test-site  its pages and reports in headless Chromium: errors, phone and dark, accessibility"
-	@echo "make test-install  wheel and sdist, each in a clean environment made with PYTHON"
+	@echo "make demo      a tour: train two small models with eager, Inductor and Flambeau"
+	@echo "make test      linters, the fast tests, and a sample of the slow ones"
+	@echo "make test-all  all tests with all samples (long)"
+	@echo "make test-newest  the tests with the newest torch, in a separate environment ($(NEWEST))"
+	@echo "make test-torch PYTORCH_TESTS=path   PyTorch's own tests, on the device and with the backend (hours)"
+	@echo "make test-outside  train models of the transformers library on the device and on the CPU (long)"
+	@echo "make test-metal  operator tests and small models on a Mac's GPU; writes results/metal.json"
+	@echo "make fuzz      compare COUNT=2000 random programs on TARGET=cpu with eager"
+	@echo "make bench     measure Flambeau beside eager and Inductor"
+	@echo "make docs      write the generated pages in docs/, and build the site into build/site"
+	@echo "make test-site  check the pages and reports in headless Chromium"
+	@echo "make test-install  install wheel and sdist in a clean environment of PYTHON, and try them"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
 
 setup: check-compiler $(READY)
@@ -48,7 +48,7 @@ check-compiler:
 	  echo "Install g++ (package g++ or gcc-c++), or name another compiler: FLAMBEAU_CXX=clang++ make ..."; \
 	  exit 1; } >&2
 
-# An environment that is there stays, whatever interpreter is on the PATH today; so the checks stand in the recipe.
+# The checks are in the recipe, because an existing environment is kept, whatever interpreter is on the PATH.
 $(BIN)/python $(NEWEST)/bin/python: %/bin/python:
 	@command -v "$(PYTHON)" >/dev/null || { \
 	  echo "$(PYTHON) was not found. Install Python 3.11 to 3.13, or name it: make PYTHON=python3.12 ..."; \
@@ -63,7 +63,7 @@ $(BIN)/python $(NEWEST)/bin/python: %/bin/python:
 	  echo "$(PYTHON) cannot make environments. On Debian and Ubuntu, install the package python3-venv."; \
 	  exit 1; } >&2
 
-# torch first and alone, under the constraint: the extras must not choose another build of it.
+# torch is installed first, with the constraints, so that the extras do not choose another build of it.
 $(READY): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "==> installing torch (a large download the first time)"
 	@$(PIP) torch
@@ -91,7 +91,7 @@ test-all: lint
 	@echo "==> tests: everything"
 	@FLAMBEAU_SAMPLE=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
-# No constraints: what `pip install` gives today. torch first, for the reason above.
+# Without constraints: the newest versions. torch first, for the reason above.
 test-newest: check-compiler $(NEWEST)/bin/python
 	@echo "==> installing the newest torch and Flambeau into $(NEWEST)"
 	@$(NEWEST)/bin/python $(INSTALL) --upgrade torch
@@ -99,10 +99,10 @@ test-newest: check-compiler $(NEWEST)/bin/python
 	@$(NEWEST)/bin/python -c 'import torch; print("==> tests with torch", torch.__version__)'
 	@$(NEWEST)/bin/python -m pytest -q -n $(JOBS) -m "not sweep"
 
-# What is known is kept in build/torch-tests, so that a run that was stopped goes on where it was.
+# Results are kept in build/torch-tests, so that an interrupted run continues.
 test-torch: setup
 	@test -f "$(PYTORCH_TESTS)/test_torch.py" || { \
-	  echo "PYTORCH_TESTS is to be the folder test of PyTorch's sources, of the version of torch in $(VENV)."; \
+	  echo "PYTORCH_TESTS must be the folder "test" of PyTorch's sources, of the same version as torch in $(VENV)."; \
 	  exit 1; } >&2
 	@echo "==> PyTorch's tests"
 	@mkdir -p results
@@ -114,7 +114,7 @@ test-outside: setup
 	@$(PIP) transformers
 	@$(BIN)/python tests/outside_models.py --jobs $(JOBS) --json results/outside-models.json
 
-# On a Mac, once: what only a Mac can show. The file can be sent back.
+# Only for Macs. Please send us the file.
 test-metal: setup
 	@echo "==> Metal kernels on this Mac's GPU"
 	@mkdir -p results
@@ -153,7 +153,7 @@ test-site: setup
 	@$(PIP) '.[site]'
 	@$(BIN)/python -m pytest -q tests/test_site.py
 
-# With whatever torch the index has. One environment after the other: torch is large.
+# With the newest torch. One environment after the other, because torch is large.
 test-install:
 	@rm -rf build/dist build/install
 	@echo "==> wheel and sdist"
@@ -161,7 +161,7 @@ test-install:
 	@build/install/builder/bin/python $(INSTALL) build
 	@build/install/builder/bin/python -m build --outdir build/dist . > build/install/build.log
 	@for archive in build/dist/*.whl build/dist/*.tar.gz; do \
-	  echo "==> $$archive in an environment of its own"; \
+	  echo "==> $$archive in a clean environment"; \
 	  "$(PYTHON)" tests/installed.py $$archive build/install/clean || exit 1; done
 
 clean:

@@ -1,4 +1,4 @@
-"""Data-parallel training on torch.device("flambeau"), started by torchrun as on any device.
+"""Data-parallel training on torch.device("flambeau"), started with torchrun.
 
     torchrun --standalone --nproc-per-node=2 ddp.py
 """
@@ -21,7 +21,7 @@ def main() -> None:
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    torch.manual_seed(rank)  # every process has data of its own
+    torch.manual_seed(rank)  # each process has its own data
     x = torch.randn(64, 8)
     y = x[:, :2].prod(1, keepdim=True)
     x, y = x.to("flambeau"), y.to("flambeau")

@@ -1,4 +1,4 @@
-"""Generating with a static cache of keys and values: one compiled program for all positions, compiled once.
+"""Text generation with a static key-value cache: one program for all positions, compiled once.
 
     python decode.py
     python decode.py --layers 24 --dim 1024 --tokens 500 --device cuda    # with CUDA graphs
@@ -24,7 +24,7 @@ class Layer(nn.Module):
         self.register_buffer("values", torch.zeros(batch, heads, length, dim // heads))
 
     def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """One token of each row, at a position that is a tensor: another position is no other program."""
+        """One token of each row. The position is a tensor, so a new position does not recompile."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).movedim(1, 0).unsqueeze(3)
         self.keys.index_copy_(2, at, k)
         self.values.index_copy_(2, at, v)

@@ -39,7 +39,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = DLRM(args.rows, args.tables, dense=13, dim=16).to(args.device)
-    compiled = torch.compile(model, backend="flambeau", dynamic=True)  # bags hold other numbers of indices every time
+    compiled = torch.compile(model, backend="flambeau", dynamic=True)  # the bags have different lengths every time
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.02)
     losses = []
     for _ in range(args.steps):

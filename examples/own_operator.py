@@ -1,4 +1,4 @@
-"""An operator of your own: its formula is written once, and is fused with what stands around it, gradient included.
+"""Your own operator: you write its formula once, and Flambeau fuses it with its neighbours, gradient included.
 
     python own_operator.py
 """
@@ -9,7 +9,7 @@ import flambeau.debug
 from flambeau.ir.expr import where
 from flambeau.ops.registry import lower_pointwise
 
-# PyTorch's side: schema, an eager kernel, shapes, and a gradient that is an operator as well.
+# What PyTorch needs: a schema, an eager kernel, shapes, and a gradient, which is an operator too.
 torch.library.define("mine::squash", "(Tensor x, float slope) -> Tensor")
 torch.library.define("mine::squash_backward", "(Tensor grad, Tensor x, float slope) -> Tensor")
 
@@ -38,7 +38,7 @@ torch.library.register_autograd(
     setup_context=keep)
 
 
-# Flambeau's side: the two formulas.
+# What Flambeau needs: the two formulas.
 @lower_pointwise(torch.ops.mine.squash, operands=1)
 def squash(x, slope):
     return where(x > 0, x / (1 + x), x * slope)

@@ -1,4 +1,4 @@
-"""A residual network in channels-last memory, trained in bfloat16: layouts stay as eager has them.
+"""A residual network in channels-last layout, trained in bfloat16. Results have the same layout as in eager.
 
     python resnet.py
     python resnet.py --image 224 --width 64 --batch 64 --steps 50

@@ -1,4 +1,4 @@
-"""A language model trained with AdamW, eager and compiled side by side: with exact numerics every bit is eager's.
+"""A language model trained with AdamW, in eager and compiled: with exact numerics, both are equal bit for bit.
 
     python train_lm.py                    # small, in seconds on any machine
     python train_lm.py --layers 12 --dim 512 --steps 200
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()  # this file, by bytes
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()  # the bytes of this file
     length, batch = 32, 8
 
     def trained(compiled: bool) -> tuple[LM, list[float]]:

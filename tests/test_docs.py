@@ -1,9 +1,12 @@
-"""The Python examples of the README and of pages run as they stand, and tests that a page names are there."""
+"""The code blocks of the README and of all pages run; links, tables and generated pages are up to date."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 
 import warm
-from flambeau.cli import reference
+from flambeau.cli import doctor, reference
+from flambeau.config import SETTINGS
 from flambeau.report import numerics, performance
 from torch_suite import report
 
@@ -34,14 +38,50 @@ def test_examples(page: Path, tmp_path: Path) -> None:
     assert status == 0, printed
 
 
+def commands(page: Path) -> list[list[str]]:
+    """The lines of blocks that are not Python and begin with `flambeau` or `make`, without variables and comments."""
+    found = []
+    for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in block.splitlines() if kind in ("", "console") else ():
+            words = shlex.split(re.split(r"\s{3,}|\s+# ", line.removeprefix("$ "))[0].replace("'", ""))
+            words = words[next((k for k, w in enumerate(words) if not re.fullmatch(r"[A-Z_]+=.*", w)), 0):]
+            if len(words) > 1 and words[0] in ("flambeau", "make") and re.match(r"[a-z]", words[1]):
+                found.append(words)
+    return found
+
+
+TEXTS = [*sorted(README.parent.glob("*.md")), *sorted((README.parent / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if commands(page)], ids=lambda page: page.name)
+def test_commands(page: Path) -> None:
+    """Commands on a page have the options that it names, and make has the targets."""
+    targets = set(re.findall(r"^([\w-]+):", (README.parent / "Makefile").read_text(), re.MULTILINE))
+    for program, name, *rest in commands(page):
+        if program == "make":
+            assert name in targets, name
+            continue
+        parser = argparse.ArgumentParser(prog=f"flambeau {name}", exit_on_error=False)
+        module = importlib.import_module(f"flambeau.cli.{name}")
+        module.add_arguments(parser)
+        for action in parser._actions:
+            action.type = None  # files need not be there
+        parser.parse_args(module.split(rest)[0] if hasattr(module, "split") else rest)
+
+
+def test_settings_on_pages_exist() -> None:
+    known = {s.env for s in SETTINGS} | doctor.ASIDE
+    for page in TEXTS:
+        assert set(re.findall(r"\bFLAMBEAU_[A-Z]+(?:_[A-Z]+)*\b", page.read_text())) <= known, page
+
+
 def anchors(page: Path) -> set[str]:
     """Of the headings, as GitHub and MkDocs name them."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", [*README.parent.glob("*.md"), *sorted((README.parent / "docs").rglob("*.md"))],
-                         ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_links(page: Path) -> None:
     """What a page links to is there, headings included."""
     for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
@@ -51,18 +91,18 @@ def test_links(page: Path) -> None:
 
 
 def test_the_page_of_the_architecture_has_the_tree() -> None:
-    """Its rooms are the folders that there are, files that it names are there, and no folder is a heap."""
+    """It names all folders, the files that it names exist, and no folder has too many files."""
     source = README.parent / "src" / "flambeau"
     page = (README.parent / "docs" / "concepts" / "architecture.md").read_text()
     rooms = {path.parent.relative_to(source) for path in source.rglob("*.py")} - {Path()}
     tops = {str(room) for room in rooms if len(room.parts) == 1}
-    table, beside = re.split(r"\nBeside the line", page, maxsplit=1)
+    table, beside = re.split(r"\nOther folders", page, maxsplit=1)
     assert set(re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE)) | set(
         re.findall(r"`(\w+)/`", beside.partition("\n\n")[0])) == tops
     for name in set(re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|h))`", page)):
         assert any((base / name).exists() for base in (source, source.parent, README.parent)), name
     crowded = {str(room): n for room in rooms if (n := len(list((source / room).glob("*.py")))) > 16}
-    assert set(crowded) <= {"bench", "ops", "torch_compat"}, crowded  # files by operators, benches, parts of torch
+    assert set(crowded) <= {"bench", "ops", "torch_compat"}, crowded  # by family, benchmark, part of torch
 
 
 def test_tests_that_the_page_of_the_device_names() -> None:

@@ -112,7 +112,7 @@ def test_a_device_that_no_target_has() -> None:
     from flambeau.errors import OptionError, UnsupportedError
     from flambeau.targets.base import device_target
 
-    with config.override(device="no-such-target"), pytest.raises(OptionError, match="no target is called"):
+    with config.override(device="no-such-target"), pytest.raises(OptionError, match="there is no target"):
         device_target()
-    with config.override(device="cpu"), pytest.raises(UnsupportedError, match="the target cpu is no device"):
+    with config.override(device="cpu"), pytest.raises(UnsupportedError, match="the target cpu has no driver"):
         device_target().driver()

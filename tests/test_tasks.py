@@ -8,15 +8,19 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
 TASKS = {title: text for title, _, text in (part.partition("\n") for part in PAGE.split("\n## ")[1:])}
 STATUS = {"flambeau compare block.py:net": 3}  # values differ
 MOST = 5
+EXTRAS = ("setuptools", "expecttest")  # what builds packages; what the page asks for
 pytestmark = pytest.mark.slow
 
 
@@ -34,8 +38,28 @@ def prints(said: str) -> str:
     return "".join(lines)
 
 
+def needed() -> list[Distribution]:
+    """What `pip install '.[opencl]'` and the commands of the page install, taken from the environment of the tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [Requirement(r) for r in (*project["project"]["dependencies"], *EXTRAS,
+                                       *project["project"]["optional-dependencies"]["opencl"])]
+    found: dict[str, Distribution] = {}
+    while wanted:
+        r = wanted.pop()
+        try:
+            there = distribution(r.name)
+        except PackageNotFoundError:
+            continue
+        if r.name not in found or r.extras:
+            found[r.name] = there
+            more = (Requirement(x) for x in there.requires or ())
+            wanted += [x for x in more if x.marker is None or any(x.marker.evaluate({"extra": e})
+                                                                  for e in (r.extras or {""}))]
+    return list(found.values())
+
+
 class Place:
-    """A checkout and an environment beside it, with torch and what else ours has, and without Flambeau."""
+    """A checkout and a new environment beside it: with torch and what `pip install` would bring, and nothing else."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkout"
@@ -51,7 +75,10 @@ class Place:
         drop = ["pip", "uninstall", "--quiet", "--yes", "setuptools"]  # an old one, in the way of ours
         subprocess.run([str(folder / "new" / "bin" / "python"), "-m", *drop], check=True)
         own = sysconfig.get_path("purelib", vars={"base": str(folder / "new")})
-        Path(own, "torch.pth").write_text(sysconfig.get_path("purelib"))
+        for found in needed():
+            for file in {f.parts[0] for f in found.files or () if f.parts[0] != ".."}:
+                if not Path(own, file).exists():
+                    Path(own, file).symlink_to(Path(str(found.locate_file(file))))
         aside = ("FLAMBEAU_", "TORCH_", "TRITON_", "PIP_", "PYTHONPATH", "VIRTUAL_ENV")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(aside)}
         self.environ = kept | {

@@ -1,4 +1,4 @@
-/* Wide tables scroll by themselves: the keyboard shall reach them. The theme makes their wrappers once the page is there. */
+/* Wide tables scroll horizontally. Make them reachable by keyboard. The theme adds their wrappers when the page has loaded. */
 addEventListener("load", () => {
   for (const box of document.querySelectorAll(".md-typeset__scrollwrap")) {
     box.tabIndex = 0

@@ -1,7 +1,7 @@
-"""A target for an accelerator that does not exist, complete: what one takes to write, with nothing left out.
+"""A complete target for an accelerator that does not exist.
 
-Its language is C++, its compiler the C++ compiler, its memory is memory of the process that goes by other addresses.
-docs/guides/new-target.md walks through this file.
+Its kernel language is C++, its compiler is the C++ compiler, and its memory is process memory at other addresses.
+docs/guides/new-target.md explains this file.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ KERNEL = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class EchoTarget(Target):
-    """Text for kernels, a compiler for the text, launches for what it made, and memory."""
+    """Writes kernels, compiles them, launches them, and has memory."""
 
     name = "echo"
-    opaque = True  # nobody else can read its memory by the addresses that PyTorch knows
+    opaque = True  # other code cannot read its memory at the addresses that PyTorch knows
 
     def __init__(self):
         self._driver = EchoDriver()
@@ -56,7 +56,7 @@ class EchoTarget(Target):
 
 
 class EchoBuild(Build):
-    """Kernels that are compiled at once; others may start a compiler here and wait for it in `wait`."""
+    """Compiles kernels immediately. Other targets may start a compiler here, and wait for it in `wait`."""
 
     def __init__(self, sources, driver):
         self._kernels = {source.name: self._compiled(source, driver) for source in sources}
@@ -85,7 +85,7 @@ class EchoBuild(Build):
 
 
 class EchoLaunch:
-    """A loaded kernel: it takes addresses and sizes, and returns 0 or what was wrong with the data."""
+    """A loaded kernel: takes addresses and sizes, and returns 0 or an error in the data."""
 
     def __init__(self, name, kernel, driver):
         self.name, self._kernel, self._driver = name, kernel, driver
@@ -96,17 +96,17 @@ class EchoLaunch:
 
 
 class EchoDriver:
-    """The accelerator as PyTorch's device: memory by address, and streams on which nothing is ever left to do."""
+    """The accelerator as a PyTorch device: memory by address, and streams that are always idle."""
 
     devices = 1
-    accelerates = False  # nothing to recommend to programs that take whatever accelerator there is
+    accelerates = False  # do not recommend it to programs that pick any accelerator
 
     def __init__(self):
         self.found = (SimpleNamespace(name="an accelerator that does not exist"),)
         self._blocks, self._starts, self._events = {}, [], {}
 
     def follow(self, current_stream):
-        """Kernels would go to the stream that this C function names."""
+        """A real device would ask this C function for the current stream."""
 
     # ---- memory ----------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class EchoDriver:
         return MEMORY - sum(map(len, self._blocks.values())), MEMORY
 
     def place(self, address):
-        """Where an address of the device lies in the process; one of the process, where it is."""
+        """The address in the process of an address of the device. Addresses of the process stay as they are."""
         at = bisect_right(self._starts, address) - 1
         start = self._starts[at] if at >= 0 else 0
         block = self._blocks.get(start, b"")

@@ -1,8 +1,8 @@
-"""Flambeau: a PyTorch compiler that writes each operator once.
+"""Flambeau: a compiler for PyTorch in which each operator is written once.
 
     torch.compile(model, backend="flambeau")
 
-Importing this package is cheap: torch is imported by the doors, when the first of them is used.
+Importing this package is fast: torch is imported when a function that needs it is first used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flambeau.errors import CacheError, CompileError, Error, OptionError, Unsupp
 
 __version__ = "0.1.0"
 
-# Public names that need torch, and the module that has them.
+# Public names that are imported at first use, and their modules. Most need torch.
 _LAZY = {
     "TrainStep": "flambeau.package.trace",
     "accelerate": "flambeau.eager.accelerate",
@@ -24,10 +24,10 @@ _LAZY = {
     "export": "flambeau.package.export",
     "fallbacks": "flambeau.device.fallback",
     "flambeau_backend": "flambeau.compile.backend",
-    "load": "flambeau.package.module",  # without torch
+    "load": "flambeau.package.module",  # works without torch
     "mark_layers": "flambeau.compile.regions.marked_layers",
 }
-_MODULES = ("debug",)  # that need torch
+_MODULES = ("debug",)  # submodules that are imported at first use
 
 __all__ = [
     "CacheError",
@@ -53,8 +53,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'flambeau' has no attribute {name!r}")
-    # By name, at run time: an import statement here would give every room that imports from `flambeau` a way
-    # to the doors, against the import order.
+    # Imported by name: with an import statement here, every module that imports from `flambeau` would also import the
+    # high-level modules, against the import order that CI checks.
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
@@ -66,11 +66,11 @@ def __dir__() -> list[str]:
 
 def _start_log() -> None:
     if not _config.is_given("log"):
-        return  # Python's own way with warnings, or TORCH_LOGS
+        return  # Python's default handling of warnings, or TORCH_LOGS
     logger = logging.getLogger(__name__)
     logger.setLevel(_config.log.upper())
     if logger.level < logging.WARNING:
-        # Asked for by FLAMBEAU_LOG, and without a handler Python shows only warnings and errors.
+        # Without a handler, Python shows only warnings and errors.
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         logger.addHandler(handler)

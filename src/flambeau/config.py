@@ -1,12 +1,12 @@
-"""Every setting of Flambeau: one typed line with its environment variable, its default and what it does.
+"""All settings of Flambeau. Each is one typed line: environment variable, default, description.
 
     from flambeau.config import config
 
     config.compiler                          # FLAMBEAU_CXX, else "g++"
-    with config.override(numerics="eager"):  # in this thread, until the block ends
+    with config.override(numerics="eager"):  # for this thread, until the end of the block
         ...
 
-The environment is read once, at the first use of each setting.
+The environment variable of a setting is read once, when the setting is first used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ T = TypeVar("T")
 class Setting(Generic[T]):
     """One setting, read as an attribute of `Config`.
 
-    `convert` takes the text of the environment variable as well as the value given to `override`, and says in
-    a ValueError what it expects. `default` is a value, or a function where it depends on the machine.
+    `convert` is called with the text of the environment variable, or with the value given to `override`. It raises
+    a ValueError that says what it expects. `default` is a value, or a function if it depends on the machine.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Setting(Generic[T]):
             ) from None
 
     def from_environ(self, environ: Mapping[str, str]) -> T:
-        # A variable set to nothing counts as unset: `FLAMBEAU_LOG= flambeau demo` asks for the default.
+        # An empty variable counts as unset: `FLAMBEAU_LOG= flambeau demo` uses the default.
         if text := environ.get(self.env):
             return self.checked(text, self.env)
         return self.default() if callable(self.default) else self.default
@@ -124,7 +124,7 @@ def _one_of(*words: str) -> Callable[[object], str]:
 
 
 def _user_cache() -> Path:
-    # The XDG base directory specification tells readers to ignore a relative path.
+    # The XDG base directory specification says that a relative path has to be ignored.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "flambeau"
 
@@ -141,44 +141,44 @@ _NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
 class Config:
-    """The settings as attributes. `config`, below, is the one that Flambeau reads."""
+    """The settings as attributes. Flambeau reads the instance `config`, at the end of this file."""
 
     # fmt: off
-    cache_dir      = Setting("FLAMBEAU_CACHE_DIR", _path, _user_cache, "folder of compiled kernels")
-    cache_limit_mb = Setting("FLAMBEAU_CACHE_LIMIT_MB", _positive, 1024, "MiB before the oldest entries go")
-    graph_cache    = Setting("FLAMBEAU_GRAPH_CACHE", _boolean, True, "keep whole compiled graphs in that folder")
-    compiler       = Setting("FLAMBEAU_CXX", _text, "g++", "C++ compiler, on the PATH or with its folder")
-    compile_jobs   = Setting("FLAMBEAU_JOBS", _positive, _cpu_count, "how many compilers run at once")
-    compile_timeout = Setting("FLAMBEAU_COMPILE_TIMEOUT", _positive, 600, "seconds until a compiler is ended")
+    cache_dir      = Setting("FLAMBEAU_CACHE_DIR", _path, _user_cache, "folder for compiled kernels")
+    cache_limit_mb = Setting("FLAMBEAU_CACHE_LIMIT_MB", _positive, 1024, "MiB above which the oldest entries go")
+    graph_cache    = Setting("FLAMBEAU_GRAPH_CACHE", _boolean, True, "store whole compiled graphs there too")
+    compiler       = Setting("FLAMBEAU_CXX", _text, "g++", "C++ compiler: a name on the PATH, or a path")
+    compile_jobs   = Setting("FLAMBEAU_JOBS", _positive, _cpu_count, "number of compilers that run at once")
+    compile_timeout = Setting("FLAMBEAU_COMPILE_TIMEOUT", _positive, 600, "seconds after which a compiler is stopped")
     verify         = Setting("FLAMBEAU_VERIFY", _verify, False, "1: check graphs, accesses, results; passes: graphs")
-    numerics       = Setting("FLAMBEAU_NUMERICS", _numerics, "fast", "fast, or eager: bits as eager PyTorch")
-    target         = Setting("FLAMBEAU_TARGET", _optional_text, None, "runs all graphs, in place of their device's own")
-    device         = Setting("FLAMBEAU_DEVICE", _text, "opencl", 'target whose machines are torch.device("flambeau")')
+    numerics       = Setting("FLAMBEAU_NUMERICS", _numerics, "fast", "fast, or eager: equal eager PyTorch bit for bit")
+    target         = Setting("FLAMBEAU_TARGET", _optional_text, None, "the target that runs all graphs")
+    device         = Setting("FLAMBEAU_DEVICE", _text, "opencl", 'the target behind torch.device("flambeau")')
     fallback       = Setting("FLAMBEAU_FALLBACK", _fallback, "allow", "allow, or error: no device operator on the CPU")
-    contractions   = Setting("FLAMBEAU_CONTRACTIONS", _contractions, "choose", "products: choose, library or own")
+    contractions   = Setting("FLAMBEAU_CONTRACTIONS", _contractions, "choose", "matrix products: choose, library, own")
     regions        = Setting("FLAMBEAU_REGIONS", _boolean, True, "compile repeated parts of a graph once")
-    region_count   = Setting("FLAMBEAU_REGION_COUNT", _positive, 6, "how often they repeat at least (cuts cost time)")
+    region_count   = Setting("FLAMBEAU_REGION_COUNT", _positive, 6, "how often a part must repeat for that")
     search         = Setting("FLAMBEAU_SEARCH", _boolean, False, "time block shapes at first calls, keep the fastest")
-    graphs         = Setting("FLAMBEAU_GRAPHS", _boolean, False, "record runs and replay them (NVIDIA GPUs)")
-    patches        = Setting("FLAMBEAU_PATCHES", _boolean, True, "0: nothing in torch is changed that others could see")
-    progress       = Setting("FLAMBEAU_PROGRESS", _boolean, True, "a bar on the terminal while compiles take long")
+    graphs         = Setting("FLAMBEAU_GRAPHS", _boolean, False, "record CUDA graphs and replay them (NVIDIA GPUs)")
+    patches        = Setting("FLAMBEAU_PATCHES", _boolean, True, "0: change nothing in torch that others could see")
+    progress       = Setting("FLAMBEAU_PROGRESS", _boolean, True, "show a progress bar while compiling takes long")
     nvtx           = Setting("FLAMBEAU_NVTX", _boolean, False, "NVTX ranges around programs and launches (NVIDIA GPUs)")
-    debug          = Setting("FLAMBEAU_DEBUG", _debug, 0, "at exit: 1 what was compiled, 2 each kernel, 3 its text")
+    debug          = Setting("FLAMBEAU_DEBUG", _debug, 0, "at exit, print 1 a summary, 2 kernels, 3 sources")
     log            = Setting("FLAMBEAU_LOG", _level, "warning", "debug, info, warning or error, to stderr")
     # fmt: on
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self.environ = environ
         self._values: dict[str, object] = {}
-        # A context variable, so that an override holds for one thread (or asyncio task) and no other. Work
-        # handed to another thread must take the value along: it does not see the override.
+        # A context variable, so that an override holds only for one thread (or asyncio task). Code that hands work to
+        # another thread has to pass the value along, because that thread does not see the override.
         self._overrides: ContextVar[Mapping[str, object]] = ContextVar("overrides", default=_NO_OVERRIDES)
-        # Native code looks at this word, and asks for the variant once it is not 0.
+        # Native code reads this word, and calls `variant` only if it is not 0.
         self.changed = ctypes.c_int64(0)
         self._variants: dict[tuple[object, ...], int] = {}
 
     def read(self, setting: Setting[Any]) -> object:
-        """The value of a setting: of the innermost override, else of the environment, else its default."""
+        """The value of a setting: from the innermost override, else from the environment, else the default."""
         overrides = self._overrides.get()
         if setting.name in overrides:
             return overrides[setting.name]
@@ -187,25 +187,25 @@ class Config:
         return self._values[setting.name]
 
     def variant(self) -> int:
-        """A number for the settings that a compiled operator depends on, as they are here; 0 without overrides."""
+        """A number that stands for the current values of the settings in COMPILED_FOR; 0 without overrides."""
         overrides = self._overrides.get()
         given = tuple((name, overrides[name]) for name in COMPILED_FOR if name in overrides)
         return self._variants.setdefault(given, len(self._variants) + 1) if given else 0
 
     def is_given(self, name: str) -> bool:
-        """Whether somebody chose the value of a setting."""
+        """Whether an override or the environment sets this setting."""
         return name in self._overrides.get() or bool(self.environ.get(_BY_NAME[name].env))
 
     @contextmanager
     def override(self, **values: object) -> Iterator[None]:
-        """Give settings other values in this thread until the block ends. Blocks nest."""
+        """Change settings for this thread, inside a `with` block. Blocks can be nested."""
         if unknown := values.keys() - _BY_NAME.keys():
             raise OptionError(
-                f"no setting is called {', '.join(sorted(unknown))}", hint=did_you_mean(min(unknown), _BY_NAME)
+                f"there is no setting {', '.join(sorted(unknown))}", hint=did_you_mean(min(unknown), _BY_NAME)
             )
         checked = {name: _BY_NAME[name].checked(value, name) for name, value in values.items()}
         if not checked.keys().isdisjoint(COMPILED_FOR):
-            self.changed.value = 1  # for good: a task that was started in the block may outlive it
+            self.changed.value = 1  # never reset: a task that was started in the block can outlive it
         token = self._overrides.set({**self._overrides.get(), **checked})
         try:
             yield
@@ -214,6 +214,7 @@ class Config:
 
 
 SETTINGS: tuple[Setting[Any], ...] = tuple(s for s in vars(Config).values() if isinstance(s, Setting))
+# Compiled operators depend on these settings.
 COMPILED_FOR = ("numerics", "target", "contractions", "search", "verify")
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 

@@ -1,4 +1,4 @@
-"""Every error Flambeau raises: what failed, on which shapes and dtypes, on which target, and the way out."""
+"""All errors that Flambeau raises. They name the operator, shapes, dtypes, target, and what to do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 
 class Error(RuntimeError):
-    """The base of all Flambeau errors.
+    """The base class of all errors of Flambeau.
 
-    The fields are optional and stay readable as attributes; ``str(error)`` shows those that are set.
+    All fields are optional, and can be read as attributes. ``str(error)`` shows those that are set.
     """
 
     def __init__(
@@ -22,8 +22,8 @@ class Error(RuntimeError):
         target: str | None = None,
         hint: str | None = None,
     ) -> None:
-        # Only the message goes into `args`: pickle rebuilds an exception as cls(*args) and then restores the
-        # attributes, so errors survive the way back from a worker process.
+        # Only the message is in `args`. Pickle creates an exception as cls(*args) and then restores its attributes, so
+        # errors can be sent back from a worker process.
         super().__init__(message)
         self.message = message
         self.operator = operator
@@ -44,7 +44,7 @@ class Error(RuntimeError):
 
 
 class CompileError(Error):
-    """Generated text did not compile, or the compiler could not be run."""
+    """A generated kernel did not compile, or the compiler could not be run."""
 
 
 class CacheError(Error):
@@ -52,35 +52,34 @@ class CacheError(Error):
 
 
 class OptionError(Error, ValueError):
-    """A setting or an option has a name or a value that Flambeau does not know."""
+    """A setting or option has an unknown name or an invalid value."""
 
 
 class UnsupportedError(Error):
-    """An operator, dtype or layout that this target cannot run."""
+    """This target cannot run an operator, dtype or layout."""
 
 
 class BoundsError(Error):
-    """A kernel accessed memory outside of its buffer. Found by the setting `verify`."""
+    """A kernel accessed memory outside of a buffer. Checked with the setting `verify`."""
 
 
 class PromiseError(Error):
-    """A result has other strides, or shares other memory, than torch was told. Found by the setting `verify`."""
+    """A result has other strides, or shares other memory, than torch expects. Checked with the setting `verify`."""
 
 
 class OrderError(Error):
-    """Two steps of a program use the same memory, and nothing says which of them runs first. Found by the setting
-    `verify`."""
+    """Two steps of a program use the same memory in no defined order. Checked for programs with several streams."""
 
 
 class GuessedShapeError(UnsupportedError):
-    """The data decides a shape, and torch does not know that it does."""
+    """A shape depends on data, but torch treats it as known."""
 
 
 def did_you_mean(name: str, there: Iterable[str]) -> str:
-    """A hint for a name that is not there."""
+    """A hint for an unknown name: the closest known one, or the list of all."""
     known = list(there)
     near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"known names: {', '.join(known)}"
 
 
 def _shape(shape: tuple[object, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The line from a captured graph to something that runs: capture, schedule, render, build, execute."""
+"""From a captured graph to a function that runs: capture, schedule, generate code, build, execute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose kernel computes a product: a library's, with a kernel of ours for what follows, or ours with that in it.
+"""Chooses the kernel of a matrix product: a library call, or our kernel with the next operators fused into it.
 
 A product and what kernels of ours make of it, up to the next call of a library, are a graph by themselves (`Region`).
 Products that meet in one kernel, as those of a gated unit do, are one region. It is compiled both ways and timed on

@@ -1,4 +1,4 @@
-"""A file of results: what was measured, on which machine, by which command, at which commit.
+"""Results files: what was measured, on which machine, by which command, at which commit.
 
     write_results(Path("results/models-cpu.json"), "models", rows, summary)
     read_results(Path("results/models-cpu.json"))  # an error, if it does not say where it comes from

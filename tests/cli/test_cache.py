@@ -42,18 +42,18 @@ def test_another_machine_takes_over_what_was_exported(tmp_path: Path, capsys: py
         there = DiskCache()
         there.put(KEY, b"2", ".chosen")  # stays
         assert main(["cache", "--import", str(file)]) == 0
-        assert "took 1 new entries" in capsys.readouterr().out
+        assert "added 1 new entries" in capsys.readouterr().out
         assert (there.read(KEY, ".so"), there.read(KEY, ".chosen")) == (b"some code", b"2")
 
 
 def no_zip(file: Path) -> str:
     file.write_bytes(b"no zip")
-    return "no file of kernels"
+    return "not an exported cache"
 
 
 def cut_short(file: Path) -> str:
     file.write_bytes(file.read_bytes()[:-30])
-    return "no file of kernels"
+    return "not an exported cache"
 
 
 def another_name(file: Path) -> str:

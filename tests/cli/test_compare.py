@@ -115,7 +115,7 @@ def test_bars_are_as_long_as_their_numbers() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    (["nothing"], "no model is called 'nothing'"), (["model.py"], "model.py:forward"), (["absent.py:net"], "no file"),
+    (["nothing"], "no model 'nothing'"), (["model.py"], "model.py:forward"), (["absent.py:net"], "no file"),
     (["model.py:absent"], "no function"), (["model.py:broken"], "model.py:broken does not run: KeyError: 'here'"),
     (["gpt", "--device", "nowhere"], "no device 'nowhere'"), (["model.py:same", "--target", "nowhere"], "no target")])
 def test_what_is_not_there(arguments: list[str], text: str, model: Path, monkeypatch: pytest.MonkeyPatch,

@@ -120,7 +120,7 @@ def test_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["aten.hardswish"] == {"float32": "native", "complex64": "unsupported"}
     assert "native" in capsys.readouterr().out
     assert main(["ops", "--target", "no-such-target"]) == 1
-    assert "no target is called" in capsys.readouterr().err
+    assert "there is no target" in capsys.readouterr().err
 
 
 # ---- the page --------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_from_a_function_to_its_results(tmp_path: Path, capsys: pytest.CaptureFi
         assert "kernels of cpu" in shown and "mean, sub, relu (float32)" in shown
     assert main(["export", f"{file}:norm", "-o", f"{tmp_path}/bare.flam", "--drop-debug"]) == 0
     assert (tmp_path / "bare.flam").stat().st_size < Path(package).stat().st_size
-    assert main(["size", f"{tmp_path}/bare.flam"]) == 0 and "code of kernels" in capsys.readouterr().out
+    assert main(["size", f"{tmp_path}/bare.flam"]) == 0 and "kernel code" in capsys.readouterr().out
     words = ["bench", package, "--model", f"{file}:norm", "--limit", "0.05", "--json", f"{tmp_path}/load.json"]
     with patch("flambeau.bench.packages.available", lambda peers: ["eager"]):
         assert main(words) == 0
@@ -40,6 +40,10 @@ def test_from_a_function_to_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["bench", str(tmp_path / "none.flam")])
     assert "is neither a file (*.flam) nor one of" in capsys.readouterr().err
+    for words in (["run", "none.flam"], ["inspect", "none.flam"], ["run", package, "--output", "/no/folder/y"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert "there is no f" in capsys.readouterr().err
     np.save(tmp_path / "x.npy", np.zeros(3))
     assert main(["run", package, "--input", f"{tmp_path}/x.npy"]) == 1
     assert "input 'x': expected float32 [4, 16] contiguous, got float64 [3]" in capsys.readouterr().err

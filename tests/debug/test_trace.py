@@ -48,6 +48,32 @@ def test_a_block(tmp_path: Path) -> None:
         assert any(e.get("name", "").startswith("flambeau_") for e in json.load(file)["traceEvents"])
 
 
+def test_the_table_adds_up_to_the_step(tmp_path: Path) -> None:
+    """Kernels, calls, what a program does between them, and steps of optimizers that were bound before the trace."""
+    weight = torch.nn.Parameter(torch.randn(300, 300))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    torch.compiler.reset()
+    forward = torch.compile(lambda x: torch.nn.functional.gelu(x @ weight).sum(), backend="flambeau")
+    update = torch.compile(lambda: optimizer.step(), backend="flambeau")
+
+    def step() -> None:
+        forward(torch.randn(300, 300)).backward()
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        update()
+        optimizer.zero_grad()
+
+    step()
+    with flambeau.debug.trace(tmp_path):
+        for _ in range(3):
+            step()
+    data = data_of((tmp_path / "report.html").read_text())
+    assert data["steps"] == 3 and len(data["graphs"]) == 3  # forward, backward, optimizer
+    inside, outside = sum(r["ms"] for r in data["rows"]), sum(seconds * 1e3 for *_, seconds in data["others"])
+    assert inside == pytest.approx(sum(g["ms"] for g in data["graphs"]), rel=1e-3)
+    assert {r["kind"] for r in data["rows"]} >= {"kernel", "rest"}
+    assert 0.5 * data["wall"] * 1e3 < inside + outside < 1.05 * data["wall"] * 1e3
+
+
 def test_what_is_found_on_disk_has_kernels_and_no_operators(tmp_path: Path) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return x.cos().cumsum(0)

@@ -297,7 +297,7 @@ def test_a_kernel_that_does_not_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenClTarget, "render", broken)
     with pytest.warns(RuntimeWarning, match="did not build, and the CPU computes it. Please report this") as said:
         assert torch.equal(torch.erf(x).cpu(), torch.erf(torch.arange(5.0)))
-    assert "aten.erf" in str(said[0].message) and "its text is in" in str(said[0].message)
+    assert "aten.erf" in str(said[0].message) and "its source is in" in str(said[0].message)
     with config.override(fallback="error"), pytest.warns(RuntimeWarning), \
             pytest.raises(flambeau.UnsupportedError, match="did not compile"):
         torch.expm1(x)

@@ -15,12 +15,12 @@ from flambeau.results_file import machine, origin, read_results, write_results
 
 from .run import TARGETS, Report
 
-HEAD = """# Random programs
+HEAD = """# Fuzzing
 
-Written by `make docs` from `results/fuzz.json`. Each run of the fuzzer (`make fuzz`) drew its seed when it began, and
-compared each of its programs with eager. *Findings* are ours: a wrong value, missing or extra aliasing, strides unlike
-eager's, another error, a crash or a hang. *Torch's own*: what `backend="aot_eager"` does in the same way,
-or cannot run.
+The fuzzer (`make fuzz`) draws random programs and compares each with eager. A *finding* is a bug in Flambeau: a
+wrong value, missing or extra aliasing, other strides than eager's, another error, a crash or a hang. *Torch's own*
+counts programs that `backend="aot_eager"` runs in the same way, or cannot run. Every run drew a new seed. `make docs`
+writes this page from `results/fuzz.json`.
 """
 
 

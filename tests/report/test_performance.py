@@ -89,8 +89,8 @@ def test_steps_on_a_gpu_name_it(tmp_path: Path) -> None:
     row = {"name": "gpt", "group": "train", "mode": "train", "seconds": {"eager": 2e-3, "flambeau": 1e-3}}
     page, _ = written(tmp_path, {"kind": "models", **ORIGIN, "machine": MACHINE | GPU, "rows": [row], "summary": {}},
                       {"kind": "models", **ORIGIN, "machine": MACHINE, "rows": [row], "summary": {}})
-    assert "## Steps of the model suite (CUDA)\n\na GPU" in page
-    assert "## Steps of the model suite\n\na CPU" in page
+    assert "## Step times of the model suite (CUDA)\n\na GPU" in page
+    assert "## Step times of the model suite\n\na CPU" in page
 
 
 def test_the_operator_database(tmp_path: Path) -> None:
@@ -101,6 +101,6 @@ def test_the_operator_database(tmp_path: Path) -> None:
               "summary": {"float32": counts | {"native": 562}}}
     page, _ = written(tmp_path, compiled, device)
     first, second = page.split("## PyTorch's operator database")[1:]
-    assert "takes the sample, beside eager: every" in first and "PoCL, through OpenCL" in second
+    assert "can trace the sample, compared with eager: every" in first and "PoCL, through OpenCL" in second
     assert "| float32 | 677 | 676 | 16,821 | 13,278 |" in first and "- `pow`, float32: large terms cancel" in first
     assert "| float32 | 677 | 676 | 562 | 16,821 | 13,278 |" in second and "Not counted" not in second

@@ -209,7 +209,7 @@ def test_a_bad_kernel_is_alone_with_its_error(machine: Machine, bad: KernelSourc
     error = build.wait()[bad.name]
     assert isinstance(error, CompileError)
     assert {"bad": "nonsense", "unlinked": "elsewhere"}[bad.name] in str(error)
-    path = Path(str(error).split("its text is in ")[1])
+    path = Path(str(error).split("its source is in ")[1])
     assert "extern" in path.read_text()
     started = machine.compiles
     check(target.build([scale(2), scale(3), scale(4)]), 2, 3, 4)

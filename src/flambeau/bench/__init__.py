@@ -1,1 +1,1 @@
-"""The benchmark harness, which measures peers in the same run."""
+"""Benchmarks: Flambeau measured beside eager, Inductor and other peers, in one run."""

@@ -1,4 +1,4 @@
-"""Whether `numerics="eager"` has eager's bits: operators alone, op_db's entries, chains, large shapes, optimizers.
+"""Counts values that differ from eager's with `numerics="eager"`: single operators, chains, large shapes, optimizers.
 
     tasks("tiny", "cpu")[0].run()        # [Finding("alone", "abs float32", values=..., unequal=0), ...]
 

@@ -1,4 +1,4 @@
-"""What eager's bits are asked of: operators alone on values of every kind, reductions and the like on large shapes.
+"""The cases of bench/bits.py: single operators on all kinds of values, reductions and others on large shapes.
 
 `ALONE` holds functions of three tensors of one dtype; `large(device, size)` functions of leaves, with their shapes.
 """

@@ -1,4 +1,4 @@
-"""Networks in training with `numerics="eager"`: bits beside eager's, step times; and fast numerics beside float64.
+"""Trains networks with `numerics="eager"`: counts bits that differ from eager's, and measures step times.
 
 A part for each network (`numerics`). Losses, the first gradients, and parameters, state and generator after the last
 step are compared, with dropout and AdamW, both compiled; eager is run twice, as it may differ from itself.

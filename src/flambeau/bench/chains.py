@@ -1,4 +1,4 @@
-"""Random chains of pointwise operators, to be compared with eager once they are fused into kernels.
+"""Random chains of pointwise operators, which are compared with eager after fusion.
 
     names, run = chain(7)
     results = run(*inputs_of(7, torch.bfloat16, "cuda", 4099))

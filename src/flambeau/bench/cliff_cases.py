@@ -1,4 +1,4 @@
-"""Cases drawn at random over all families of operators: any axes, sizes, layouts, dtypes; forward or gradients.
+"""Random cases of all families of operators: axes, sizes, layouts, dtypes, forward or gradients.
 
     case = draw(7, "cpu")                       # the same seed, the same case
     case.function(*case.tensors("cpu"))

@@ -1,4 +1,4 @@
-"""Where a user would fall off a cliff: random cases beside eager and Inductor, and the worst of them with their limits.
+"""Measures random cases beside eager and Inductor, and lists the worst with what limits them.
 
     flambeau bench cliffs --target cuda --cases 1000 --seed 17 --json results/cliffs-cuda.json
 

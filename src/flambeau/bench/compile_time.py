@@ -1,4 +1,4 @@
-"""Compile time: the first training step of a model in a fresh process, with cache folders of its own.
+"""Measures compile time: the first training step of a model, in a new process with its own cache folders.
 
 Each state of the caches is a process of its own:
 

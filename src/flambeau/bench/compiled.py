@@ -1,4 +1,4 @@
-"""Whole networks, compiled in every way: step times, memory, first steps, and whether regions change a bit.
+"""Measures large networks: step times, memory, first steps, and whether regions change any bit.
 
     flambeau bench compiled --target cuda --json results/compiled-cuda.json
 

@@ -1,4 +1,4 @@
-"""Contractions to measure: products of drawn shapes, products with tails, FP8, attention with masks, experts.
+"""Contractions to measure: random matrix products, fused operators, FP8, attention with masks, experts.
 
 Shapes are drawn from a seed; `scale` divides them, for machines on which only the results matter.
 """

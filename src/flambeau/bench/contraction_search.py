@@ -1,4 +1,4 @@
-"""What the choice between kernels costs, and whether it is the same each time: processes that compile one product.
+"""Measures what the choice between product kernels costs, and whether it is the same in each process.
 
     python -m flambeau.bench.contraction_search cuda 1000 512 768
 

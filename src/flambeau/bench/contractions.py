@@ -1,4 +1,4 @@
-"""Products, their tails, FP8, attention and experts: ours beside the library, eager and Inductor, in one run.
+"""Measures matrix products, fused operators, FP8, attention and experts beside the library, eager and Inductor.
 
     flambeau bench contractions --target cuda --only products,tails,FP8,experts,search --json results/contractions.json
 

@@ -1,4 +1,4 @@
-"""What an operator of the device costs the host, beside the same operator of PyTorch's CPU device, in turns.
+"""Measures the host time of operators on the device, beside PyTorch's CPU device, in turns.
 
     python -m flambeau.bench.device
 

@@ -1,4 +1,4 @@
-"""Training steps and a matrix product on the device beside PyTorch's CPU device, in turns.
+"""Measures training steps and a matrix product on the device, beside PyTorch's CPU device, in turns.
 
     flambeau bench device-steps
 

@@ -1,4 +1,4 @@
-"""Operators whose time is that of the bytes they move, in the sizes in which a GPU shows it.
+"""Operators that are limited by memory bandwidth, in sizes that are large enough for a GPU.
 
 Every case says what it moves: each input read once, each output written once. Inputs that an operator takes and need
 not read are left out, and so are those of less than a percent, such as the offsets of bags.

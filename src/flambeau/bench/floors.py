@@ -1,4 +1,4 @@
-"""How far operators are from the memory limit: ours beside eager, Inductor and FlagGems, in one run.
+"""Measures how far operators are from the memory limit, beside eager, Inductor and FlagGems, in one run.
 
 The floor of a case is the time that its bytes take at the bandwidth of a device copy, measured first. On a GPU times
 come from CUDA events, with the second-level cache flushed before every call; those of small calls are of many in a row,

@@ -1,4 +1,4 @@
-"""Measuring: callables of every backend take turns in one process, so that drift hits all of them alike.
+"""Measuring: the backends take turns in one process, so that changes of the machine affect all of them.
 
 A backend is "eager", or a `torch.compile` backend with options after a colon:
 "inductor:freezing=True+max_autotune=False".

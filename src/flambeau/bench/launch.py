@@ -1,4 +1,4 @@
-"""What a launch costs the host: ours beside Triton's own launcher and an eager operator, in turns, on one GPU.
+"""Measures the host time of a launch beside Triton's own launcher and an eager operator, in turns, on one GPU.
 
     python -m flambeau.bench.launch
 

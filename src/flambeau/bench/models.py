@@ -1,4 +1,4 @@
-"""The model suite: small networks of every kind, with random weights, in three sizes.
+"""The model suite: small networks of many kinds, with random weights, in three sizes.
 
     built = SUITE["gpt"].build("tiny")
     *args, target = built.make_inputs(batch=2)

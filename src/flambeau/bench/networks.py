@@ -1,4 +1,4 @@
-"""The networks whose compiled steps are judged as a whole, in the dtypes that they are trained in.
+"""The large networks of bench/compiled.py, in the dtypes in which they are trained.
 
     built = NETWORKS["lm24"].build("tiny", device="cpu", dtype=torch.float32)
 

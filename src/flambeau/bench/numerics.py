@@ -1,4 +1,4 @@
-"""Eager's bits, counted: what `numerics="eager"` promises, in numbers, and what it costs.
+"""Runs all checks of `numerics="eager"` in parallel, until the time is over, and adds up the results.
 
     flambeau bench numerics --target cuda --json results/numerics-cuda.json
 

@@ -1,4 +1,4 @@
-"""Single operators with a million elements and more, by family: forward, and forward with backward."""
+"""Single operators on a million elements and more, by family: forward, and forward with backward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Steps of optimizers over many tensors: torch's foreach and fused forms, ours compiled, ours under accelerate.
+"""Measures optimizer steps over many tensors: torch's foreach and fused forms, ours compiled, ours accelerated.
 
     flambeau bench optimizers --target cuda
 

@@ -1,4 +1,4 @@
-"""Packages beside eager, our own compiler, AOTInductor and ONNX Runtime: steps, loads, and what one call costs.
+"""Measures packages beside eager, torch.compile, AOTInductor and ONNX Runtime: steps, load times, single calls.
 
     measure(["gpt"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
     measure_load(); measure_call()

@@ -1,4 +1,4 @@
-"""Parts of a bench, each in a process of its own: they prepare side by side, and measure one after the other.
+"""Runs parts of a benchmark in separate processes: they compile in parallel, and are measured one after the other.
 
     for name, told in run("flambeau.bench.compiled", {"lm24 train": {...}}, jobs=6, limit=240, prepare=160): ...
 

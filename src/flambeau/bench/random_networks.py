@@ -1,4 +1,4 @@
-"""Networks drawn at random: convolutions, products, norms, poolings, reductions and the maps between them.
+"""Random networks: convolutions, matrix products, norms, pooling, reductions, and maps between them.
 
     module, x = draw(seed, "tiny")      # the same seed, the same network and weights
 

@@ -1,4 +1,4 @@
-"""Operators of the device that memory bounds, beside a copy and, where the device is a CPU, beside PyTorch's own CPU.
+"""Measures memory-bound operators of the device beside a copy and, if the device is a CPU, beside PyTorch's CPU.
 
     flambeau bench device
 

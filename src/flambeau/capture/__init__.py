@@ -1,1 +1,1 @@
-"""A captured FX graph, or one call, becomes a Graph."""
+"""Turns a captured FX graph, or a single call, into a Graph of the loop language."""

@@ -1,5 +1,5 @@
-"""Which operators torch takes apart before we see them: all of its core decompositions but those we lower, and those
-that say so (`Facts.decomposed`).
+"""Chooses which operators torch decomposes: its core decompositions, except operators with a lowering, and those with
+the fact `decomposed`.
 
 In exact numerics only those that move values: eager does not take apart what has a kernel, and its kernel rounds in its
 own places.

@@ -1,4 +1,4 @@
-"""Whether eager has a kernel for the dtypes of a call: where it has none, the call is left to it, and it says so.
+"""Checks whether eager has a kernel for the dtypes of a call. If not, eager is called and raises its error.
 
 PyTorch's rules for shapes and dtypes let calls through that its kernels refuse, such as a softmax of integers. Eager
 itself is asked, once for each combination of dtypes, with tensors of two elements along each axis: eager warns of a

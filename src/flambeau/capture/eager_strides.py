@@ -1,4 +1,4 @@
-"""Strides that eager's results have where torch's metadata says others.
+"""Finds the strides of eager's results where torch's metadata has others.
 
 AOTAutograd traces with rules for shapes and strides that stand beside the kernels, and some disagree with the kernels.
 What a captured graph says is what we promise to the caller, so it is put right here, from the node that is wrong to the

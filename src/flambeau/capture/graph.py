@@ -1,4 +1,4 @@
-"""From a captured ATen graph to our Graph: every operator through its lowering, or called as it is."""
+"""Turns a captured ATen graph into a Graph: each operator by its lowering, or as a call of ATen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that return new values of their arguments, called in the form that writes them where they belong.
+"""Replaces operators that return new values of their arguments by their in-place forms.
 
 A graph without side effects has running statistics as results, which it copies into its inputs at the end; eager's
 kernel writes them there itself. Where nobody else looks at either, so does the call.

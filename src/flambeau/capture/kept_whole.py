@@ -1,4 +1,4 @@
-"""Operators kept whole while a graph is captured, where torch takes them apart before any table is asked.
+"""Keeps operators whole during capture that torch would decompose before it asks any table.
 
 Some operators have Python kernels of torch below autograd that write them as many small ones (upsampling becomes
 a dozen gathers, and its gradient as many scatters). Within `whole_operators` those kernels are put aside for what we

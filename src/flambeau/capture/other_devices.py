@@ -1,4 +1,4 @@
-"""What a graph has on other devices than its own, and how it gets to its own."""
+"""Tensors of a graph that are on other devices than the graph itself, and how they get there."""
 
 from __future__ import annotations
 

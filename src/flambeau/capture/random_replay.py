@@ -1,4 +1,4 @@
-"""Random operators that backward runs again (activation checkpointing): called as they are, with the state they had.
+"""Random operators that the backward runs again (activation checkpointing): calls with the saved random state.
 
 The partitioner wraps them: forward returns the generator's state beside the result, backward takes it. Forward and
 backward are compiled apart, and one of them may have been left to ATen; so the state is always torch's own, and the

@@ -1,4 +1,4 @@
-"""Numbers for the sizes that a graph leaves open.
+"""Sample values for the symbolic sizes of a graph.
 
 A rule of ATen's compares sizes and strides. Where those are symbols it is asked at some numbers for them, the first of
 which are the sizes that the graph was captured with, and what it answers is written in terms of the symbols again.

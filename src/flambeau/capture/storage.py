@@ -1,4 +1,4 @@
-"""The memory that eager has a value in: whose it is, with which strides, and who shares it.
+"""Models eager's memory: which storage a value is in, with which strides, and which values share it.
 
 Lowerings are lazy: a repeat, a flip or a copy is a change of index on somebody else's buffer, and costs nothing to who
 reads its elements. Some look at memory instead: `as_strided`, a view as another dtype, the caller who gets two results

@@ -1,4 +1,4 @@
-"""The streams of a captured graph: which of them each stretch of nodes is on, and what orders them.
+"""The streams of a captured graph: the stream of each group of nodes, and what orders the streams.
 
 A node goes to the stream that it was traced on, and events stay where they stood between nodes: the order of the nodes
 is that of the function. Streams and events are known by their places in a table that each call fills (torch_compat/

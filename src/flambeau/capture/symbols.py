@@ -1,4 +1,4 @@
-"""Symbolic sizes of torch as indices of ours, and as Python source."""
+"""Converts symbolic sizes of torch into our indices, and into Python source."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The `flambeau` command: a thin layer that hands over to one module per subcommand.
+"""The `flambeau` command. Each subcommand is a module in this folder.
 
-A subcommand is a module `flambeau.cli.<name>` with `add_arguments(parser)` and `run(args) -> int`; one that runs
-programs also has `split(arguments)`, which parts theirs (`args.rest`) from its own. Only the module that was asked for
-is imported, so that `flambeau --help` does not wait for torch.
+A subcommand is a module `flambeau.cli.<name>` with `add_arguments(parser)` and `run(args) -> int`. A subcommand that
+runs programs also has `split(arguments)`, which separates its own arguments from those of the program (`args.rest`).
+Only the module of the chosen subcommand is imported, so `flambeau --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Sequence
 from flambeau import Error, __version__
 
 COMMANDS = {
-    "doctor": "what works on this machine, and what to install for the rest",
-    "demo": "the tour: compile a model, compare it with eager, show what was fused",
-    "ops": "which operators have a lowering of their own",
-    "bench": "Flambeau beside eager and Inductor, in one run",
-    "explain": "what was captured, fused and generated, and why",
-    "compare": "where a compiled model differs from eager, by how much, and from which operator on",
-    "export": "a model as a package: one file that runs without compiler and torch",
-    "run": "a method of a package on arrays out of files",
-    "inspect": "what is in a package",
-    "size": "the bytes of a package, by what they are for",
-    "warm": "build the usual classes of eager programs ahead",
-    "cache": "show or clear the kernels kept on disk, or carry them to another machine",
+    "doctor": "check this machine, and say what to install",
+    "demo": "a tour: train two small models with eager, Inductor and Flambeau, and compare them",
+    "ops": "list operators and dtypes, and which of them Flambeau compiles",
+    "bench": "measure Flambeau beside eager and Inductor",
+    "explain": "show what was captured, fused and generated, and why",
+    "compare": "compare a compiled model with eager and float64, value by value",
+    "export": "write a package: a model in one file, which runs without torch and without a compiler",
+    "run": "call a method of a package with arrays from files",
+    "inspect": "show what is in a package",
+    "size": "show how many bytes each part of a package takes",
+    "warm": "compile the programs of common eager calls ahead of time",
+    "cache": "show, clear, export or import the kernels stored on disk",
 }
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"{__name__}.{chosen}")
     module.add_arguments(subcommands[chosen])
     rest: list[str] = []
-    if hasattr(module, "split"):  # what follows is not ours
+    if hasattr(module, "split"):
         arguments, rest = module.split(arguments)
     try:
         return int(module.run(parser.parse_args(arguments, argparse.Namespace(rest=rest))))

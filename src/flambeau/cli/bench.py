@@ -1,4 +1,4 @@
-"""`flambeau bench`: ours beside eager and Inductor, in one run."""
+"""`flambeau bench`: measure Flambeau beside eager and Inductor, in one run."""
 
 import argparse
 import os
@@ -21,55 +21,55 @@ DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach
             "compiled": "eager,ours,whole,inductor,graphs,reduce",
             "contractions": "eager,inductor,autotuned,flambeau,own",
             "packages": "eager,flambeau,aotinductor,onnxruntime,package"}
-PLAIN_WIDTH = 140  # columns of a table that no terminal bounds
-COUNTS = ("done", "planned", "over_eager", "error", "error_of_results")  # of a summary, shown below the table
+PLAIN_WIDTH = 140  # columns, if the output is not a terminal
+COUNTS = ("done", "planned", "over_eager", "error", "error_of_results")  # numbers that are printed below the table
 Measured: TypeAlias = "Iterator[tuple[list[Any], str, dict[str, Any]]]"  # rows so far, title, summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", type=subject, metavar=f"{{{','.join(sorted(KINDS))}}}",
-        help="models: steps; ops: operators; compile: compile times; optimizers: their steps; "
-        "compiled: steps, memory and bits of whole networks, in pieces and recorded; "
+        help="models: steps of the model suite; ops: operators; compile: compile times; optimizers: optimizer steps; "
+        "compiled: time, memory and bits of large networks, with and without regions and CUDA graphs; "
         "numerics: values that differ from eager's, where none should; "
-        "floors: operators beside the memory limit, which is also what ops on cuda are; "
+        "floors: operators beside the memory limit (the same as ops on cuda); "
         "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there; "
-        "cliffs: cases drawn at random over all families, and the worst of them; "
-        "contractions: products, what follows them, FP8, attention and experts; "
-        "packages: steps and loads of packages beside AOTInductor and ONNX Runtime; "
-        "or a package's file: percentiles of its calls, and how many a second by threads")
+        "cliffs: random cases of all families, and the worst of them; "
+        "contractions: matrix products with fused operators, FP8, attention and experts; "
+        "packages: steps and load times of packages beside AOTInductor and ONNX Runtime; "
+        "or a package file: percentiles of its calls, and calls per second by number of threads")
     add("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
     add("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
     add("--backends", metavar="LIST",
-        help="separated by commas, eager,inductor,flambeau by default (floors: and flaggems, where it is installed); "
-        "options follow a colon: flambeau:numerics=fast; floors: accelerate, eager calls on our kernels")
-    add("--size", choices=("small", "large", "tiny"), help="of the models; large for steps on cuda, else small")
-    add("--json", type=output, metavar="FILE", help="write the measurements and the machine here")
+        help="separated by commas (default: eager,inductor,flambeau; for floors also flaggems, if installed); "
+        "options follow a colon: flambeau:numerics=fast; for floors also accelerate: eager calls with our kernels")
+    add("--size", choices=("small", "large", "tiny"), help="size of the models (default: large on cuda, else small)")
+    add("--json", type=output, metavar="FILE", help="write measurements and machine as JSON")
     add("--limit", type=float, metavar="SECONDS",
-        help="time for the rounds of one case; floors: the most that one backend may take for a case; "
-        "compiled, numerics, cliffs and contractions: for all of it")
-    add("--jobs", type=int, metavar="N", help="processes at once; half of the cores for compiled, else all")
+        help="time to measure one case; floors: the most that one backend may take for a case; "
+        "compiled, numerics, cliffs and contractions: time for everything")
+    add("--jobs", type=int, metavar="N", help="number of processes (default: half of the cores for compiled, else all)")
     add("--seed", type=int, metavar="N",
-        help="numerics, cliffs, contractions: of the first case drawn; 0 by default, contractions draw one")
-    add("--cases", type=int, default=100, metavar="N", help="cliffs: how many are drawn")
+        help="numerics, cliffs, contractions: seed of the first case (default: 0; contractions: random)")
+    add("--cases", type=int, default=100, metavar="N", help="cliffs: number of cases")
     add("--states", default="cold,warm,primed", metavar="LIST",
-        help="compile: of the caches; cold is always measured")
-    add("--method", default="forward", help="a package's file: which of its methods")
-    add("--model", metavar="SUBJECT", help="a package's file: what it was made of (FILE:FUNC, or a model), "
+        help="compile: states of the caches; cold is always measured")
+    add("--method", default="forward", help="for a package file: the method to call")
+    add("--model", metavar="SUBJECT", help="for a package file: its source (FILE:FUNC, or a model), "
         "to measure eager, AOTInductor and ONNX Runtime beside it")
     floor_options = parser.add_argument_group("floors")
     floor_options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     sizes = floor_options.add_mutually_exclusive_group()
     for name, text in (("odd", "sizes that no block divides"),
-                       ("small", "less than 64K elements, timed with the host's work"),
+                       ("small", "less than 64K elements; the host's work is timed too"),
                        ("tiny", "sizes for tests, also on the CPU")):
         sizes.add_argument(f"--{name}", dest="sizes", action="store_const", const=name, default="full", help=text)
-    floor_options.add_argument("--strided", action="store_true", help="inputs transposed or channels last")
+    floor_options.add_argument("--strided", action="store_true", help="transposed or channels-last inputs")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", dest="modes", action="store_const", const=("train",), default=("train", "infer"),
-                      help="models: training steps alone; ops: backward alone")
+                      help="models: only training; ops: only backward")
     mode.add_argument("--infer", dest="modes", action="store_const", const=("infer",),
-                      help="models: inference alone; ops: forward alone")
+                      help="models: only inference; ops: only forward")
 
 
 def subject(text: str) -> str:
@@ -79,19 +79,19 @@ def subject(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the table, and returns 1 if a backend failed somewhere."""
+    """Measure and print the table. Returns 1 if a backend failed in some case."""
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     if args.target == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            raise UnsupportedError("torch finds no CUDA device here", hint="flambeau doctor, or --target cpu")
+            raise UnsupportedError("torch finds no CUDA device", hint="run flambeau doctor, or use --target cpu")
     what = "floors" if args.what == "ops" and (args.target, args.sizes) != ("cpu", "full") else args.what
     what = what if what in KINDS else "package"
     backends = args.backends or DEFAULTS.get(what, "eager,inductor,flambeau")
     measured = None
     for measured in KINDS.get(what, package)(args, backends.split(","), console):
-        if args.json:  # after every case, as a run on a borrowed machine may end at any time
+        if args.json:  # after every case, because a run can be interrupted at any time
             write_results(args.json, what, measured[0], measured[2], args.target)
     if measured is None or not measured[0]:
         console.print(f"No case matches --only {args.only!r}.")
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(console: Console, what: str, rows: Sequence[Any], title: str, summary: dict[str, Any]) -> None:
-    """The tables of docs/results/performance.md, of what was measured now."""
+    """Print the tables of docs/results/performance.md for these measurements."""
     from flambeau.report.performance import SECTIONS
     from flambeau.report.sheet import Sheet, terminal
 

@@ -1,4 +1,4 @@
-"""`flambeau cache`: where the compiled kernels are, how many, how large; `--clear`, `--export` and `--import`."""
+"""`flambeau cache`: show, clear, export or import the kernels stored on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--clear", action="store_true", help="delete every entry")
     which.add_argument("--export", metavar="FILE", type=output, help="write all entries to one file")
-    which.add_argument("--import", metavar="FILE", type=Path, dest="load", help="take over the entries of such a file")
+    which.add_argument("--import", metavar="FILE", type=Path, dest="load", help="add the entries of an exported file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"wrote {export(cache, args.export)} entries to {args.export}")
         return 0
     if args.load is not None:
-        console.print(f"took {load(cache, args.load)} new entries from {args.load} into {cache.root}")
+        console.print(f"added {load(cache, args.load)} new entries from {args.load} to {cache.root}")
         return 0
     entries, size = cache.stats()
     console.print(f"location  {cache.root}")

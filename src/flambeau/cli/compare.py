@@ -1,4 +1,4 @@
-"""`flambeau compare`: where a compiled model differs from eager, by how much, and from which operator on."""
+"""`flambeau compare`: compare a compiled model with eager and float64, value by value."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from flambeau.compare.differences import Difference
     from flambeau.compare.first_difference import First
 
-DIFFERENT = 3  # the exit status; 1 is an error, and 2 an error of usage
-SHORT = 12  # rows of a table, unless --full
-BAR, ULPS = 50, "ulps"  # characters of the longest bar; what stands above the names of bars
+DIFFERENT = 3  # exit status if values differ; 1 is an error, and 2 a usage error
+SHORT = 12  # rows of a table, without --full
+BAR, ULPS = 50, "ulps"  # characters of the longest bar; heading of the histogram
 EPILOG = f"""\
-MODEL is the name of a model of the bench suite (a training step of it, without dropout), or FILE:FUNC.
+MODEL is a model of the bench suite (its training step without dropout is compared), or FILE:FUNC.
 
 {FILES}
   flambeau compare example.py:norm --numerics eager
   flambeau compare gpt --dtype bfloat16 --html gpt.html
 
-The exit status is 0 if results, gradients and changed buffers are eager's bit for bit, {DIFFERENT} if some
+The exit status is 0 if all results, gradients and changed buffers equal eager's bit for bit, {DIFFERENT} if some
 differ, and 1 if there was an error.
 """
 
@@ -49,20 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("model", nargs="?", metavar="MODEL", help="of the bench suite, or FILE:FUNC, see below")
-    what.add_argument("--demo", action="store_true", help="a normalisation, an activation and a softmax")
+    what.add_argument("model", nargs="?", metavar="MODEL", help="a model of the bench suite, or FILE:FUNC (see below)")
+    what.add_argument("--demo", action="store_true", help="a built-in example")
     parser.add_argument("--numerics", choices=("fast", "eager"), default="fast", help=Config.numerics.doc)
     parser.add_argument("--infer", action="store_true", help="without gradients")
     parser.add_argument("--size", choices=("tiny", "small", "large"), default="tiny", help="of a model of the suite")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="float32",
-                        help="of a model of the suite")
-    parser.add_argument("--device", default="cpu", help="of a model of the suite, such as cuda")
+                        help="dtype of a model of the suite")
+    parser.add_argument("--device", default="cpu", help="device of a model of the suite, such as cuda")
     parser.add_argument("--target", metavar="NAME", help=Config.target.doc)
-    parser.add_argument("--no-locate", action="store_true", help="do not look for the first operator that differs")
-    parser.add_argument("--no-layers", action="store_true", help="do not compile again to see layers")
-    parser.add_argument("--full", action="store_true", help="every row, not the first ones")
-    parser.add_argument("--html", type=output, metavar="FILE", help="write a page with tables and a plot")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write everything here")
+    parser.add_argument("--no-locate", action="store_true", help="do not search for the first operator that differs")
+    parser.add_argument("--no-layers", action="store_true", help="do not compile a second time to compare layers")
+    parser.add_argument("--full", action="store_true", help="print every row")
+    parser.add_argument("--html", type=output, metavar="FILE", help="write a web page with tables and a histogram")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                              layers=not args.no_layers, locate=not args.no_locate)
     except Error:
         raise
-    except Exception as e:  # of the model, most likely: it is the reader's own code
+    except Exception as e:  # most likely raised by the user's model
         raise UnsupportedError(f"{title(args)} does not run: {type(e).__name__}: {e}") from e
     show(console, report, None if args.full else SHORT)
     if args.html:
@@ -102,7 +102,7 @@ def subject(args: argparse.Namespace) -> Subject:
     if ":" in args.model:
         return file_subject(args.model)
     if args.model.endswith(".py"):
-        raise OptionError(f"{args.model} does not say which function", hint=f"for example {args.model}:forward")
+        raise OptionError(f"{args.model} is a file; name a function in it", hint=f"for example {args.model}:forward")
     try:
         torch.empty(0, device=args.device)
     except Exception as e:  # torch raises many kinds
@@ -110,7 +110,7 @@ def subject(args: argparse.Namespace) -> Subject:
     return model_subject(args.model, args.size, args.infer, args.device, args.dtype, dropout=False)
 
 
-# ---- the page --------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------
 
 
 def show(console: Console, report: Comparison, limit: int | None) -> None:
@@ -121,11 +121,11 @@ def show(console: Console, report: Comparison, limit: int | None) -> None:
             console.print(f"[bold]{heading}[/]")
             console.print(table(rows, limit))
     if report.histogram:
-        console.print("[bold]How many ulps they differ by[/]")
+        console.print("[bold]Size of the differences[/]")
         for line in histogram(report.histogram):
             console.print(line)
         console.print()
-    for heading, first in [("First", report.first), *(("Also", f) for f in report.also)]:
+    for heading, first in [("First difference", report.first), *(("Also", f) for f in report.also)]:
         if first is not None:
             show_first(console, heading, first)
     for note in report.notes:
@@ -136,7 +136,7 @@ def table(rows: Sequence[Difference], limit: int | None) -> Table:
     from flambeau.report.comparison import HEADINGS, cells
 
     made = new_table(*HEADINGS, right=range(2, 8))
-    made.columns[0].no_wrap = False  # names of parameters are long
+    made.columns[0].no_wrap = False  # parameter names are long
     for row in rows[:limit]:
         made.add_row(*map(escape, cells(row)), style=None if row.equal else "yellow")
     if limit is not None and len(rows) > limit:

@@ -1,4 +1,4 @@
-"""`flambeau demo`: the tour. Two small networks learn one batch by heart, on eager, Inductor and Flambeau."""
+"""`flambeau demo`: a tour. Trains two small networks on one batch, with eager, Inductor and Flambeau."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ if TYPE_CHECKING:
     from flambeau.bench.models import Built
     from flambeau.pipeline import Compiled
 
-# Large enough for fusion to show, small enough for a cold Inductor to be done in a minute on two cores.
+# Large enough to show fusion, small enough for Inductor to finish in a minute on two cores with empty caches.
 SIZES = {
     "gpt": {"batch": 4, "vocab": 1024, "time": 64, "dim": 192, "heads": 6, "depth": 2},
     "resnet": {"batch": 8, "image": 64, "width": 16, "blocks": 1, "classes": 10},
 }
 TITLES = {"gpt": "a transformer", "resnet": "a convolutional net"}
-RATE = 0.05  # of learning
-SECONDS = 2.0  # of alternating steps for each network
+RATE = 0.05  # learning rate
+SECONDS = 2.0  # of measured steps for each network
 
 INTRO = """\
 [bold]Flambeau[/] compiles PyTorch models: [cyan]torch.compile(model, backend="flambeau")[/].
-Two small networks train for {steps} steps from the same weights, with each of
-{backends}. Kernel caches start empty; each compiler first
-compiles one linear layer, so that its one-time work is not counted below.
+Two small networks train for {steps} steps, from the same weights, with each of
+{backends}. Kernel caches are empty. Each compiler first compiles
+one linear layer, so that its start-up time is not counted below.
 """
 LEGEND = """\
-[dim]compile: seconds of the first step less those of a later one. loss, weights: the
-largest difference from eager, over all steps and after the last. float32 rounds
-at 6e-08 of a value, and sums in another order round differently.[/]
+[dim]compile: the first step minus a later one. loss, weights: the largest difference
+from eager, over all steps and after the last one. float32 has a relative rounding
+error of 6e-08, and sums in another order round differently.[/]
 """
 NEXT = """\
 [bold]What to try next[/]
-  [cyan]flambeau explain --demo --text[/]  what is fused, and the generated C++
+  [cyan]flambeau explain --demo --text[/]  see what is fused, and the generated C++
   [cyan]flambeau explain --model gpt[/]    the same for a network
-  [cyan]flambeau ops --filter softmax[/]   which operators, in which dtypes
-  [cyan]flambeau bench models[/]           eight networks beside eager and Inductor
-and in a program of yours:
+  [cyan]flambeau ops --filter softmax[/]   see which operators are compiled, in which dtypes
+  [cyan]flambeau bench models[/]           measure eight networks beside eager and Inductor
+and in your own program:
   [cyan]torch.compile(model, backend="flambeau")[/]
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps (default: 5)")
-    parser.add_argument("--no-inductor", action="store_true", help="eager and Flambeau alone: a shorter tour")
+    parser.add_argument("--no-inductor", action="store_true", help="leave out Inductor: a shorter tour")
 
 
 @dataclass
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def empty_caches() -> Iterator[None]:
-    """Compiled code of earlier runs would make the compile times of this one meaningless."""
+    """Use empty caches: compiled code of earlier runs would make the compile times meaningless."""
     from flambeau.bench.compile_time import CACHES
     from flambeau.config import config
 
@@ -107,7 +107,7 @@ def empty_caches() -> Iterator[None]:
 
 @contextmanager
 def spinner(console: Console) -> Iterator[Callable[[str], None]]:
-    """Says what is happening: on one line of a terminal, or else a line for each thing."""
+    """Show what is happening: on one line of a terminal, or else one line for each thing."""
     if not console.is_terminal:
         yield lambda text: console.print(f"  {text} ...", markup=False)
         return
@@ -118,7 +118,7 @@ def spinner(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def get_ready(backend: str) -> None:
-    """One linear layer: imports, probes of the compiler and precompiled headers happen here."""
+    """Compile one linear layer: imports, tests of the compiler and precompiled headers happen here."""
     import torch
 
     from flambeau.bench.harness import compiled
@@ -145,7 +145,7 @@ def train_all(name: str, backends: list[str], steps: int, say: Callable[[str], N
         runs[backend] = Run()
         try:
             calls[backend] = train(harness.copied(built), backend, steps, runs[backend])
-        except Exception as error:  # one failing backend is shown beside the others
+        except Exception as error:  # show the error beside the results of the others
             runs[backend].error = harness.message(error)
     say(f"{TITLES[name]}: measuring steps, in turns")
     for backend, times in harness.alternate(calls, SECONDS).items():
@@ -154,7 +154,7 @@ def train_all(name: str, backends: list[str], steps: int, say: Callable[[str], N
 
 
 def train(built: Built, backend: str, steps: int, out: Run) -> Callable[[], Any]:
-    """Fills in what training shows, and returns the step (without the optimizer) for measuring."""
+    """Train, fill in `out`, and return the step (without the optimizer) for measuring."""
     import torch
 
     from flambeau.bench.harness import training_step
@@ -162,7 +162,7 @@ def train(built: Built, backend: str, steps: int, out: Run) -> Callable[[], Any]
 
     step = training_step(built, built.make_inputs(), backend)
     optimizer = torch.optim.SGD(built.module.parameters(), lr=RATE)
-    with collect() as out.graphs:  # of eager and Inductor there are none
+    with collect() as out.graphs:  # empty for eager and Inductor
         for number in range(steps):
             start = time.perf_counter()
             loss = step()
@@ -174,11 +174,11 @@ def train(built: Built, backend: str, steps: int, out: Run) -> Callable[[], Any]
     return step
 
 
-# ---- what is shown ---------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------
 
 
 def show(console: Console, name: str, runs: dict[str, Run]) -> Run:
-    """Prints one network, and returns how Flambeau fared."""
+    """Print the results of one network, and return those of Flambeau."""
     console.print(table(TITLES[name], runs))
     for backend, r in runs.items():
         if r.error:
@@ -208,7 +208,7 @@ def table(title: str, runs: dict[str, Run]) -> Table:
 
 
 def differences(r: Run, eager: Run) -> tuple[float, float]:
-    """The largest difference of a loss, and of a parameter after the last step."""
+    """The largest difference of a loss, and of a parameter after the last step, from eager's."""
     losses = max(abs(a - b) for a, b in zip(r.losses, eager.losses))
     return losses, max((p - eager.parameters[name]).abs().max().item() for name, p in r.parameters.items())
 

@@ -1,4 +1,4 @@
-"""`flambeau doctor`: what works on this machine, and what to install for the rest."""
+"""`flambeau doctor`: check this machine, and say what to install."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from flambeau import Error, __version__
 from flambeau.config import SETTINGS, Setting, config
 from flambeau.errors import did_you_mean
 
-PYTHON = ((3, 11), (3, 14))  # from, and the first that is too new
+PYTHON = ((3, 11), (3, 14))  # the first that is supported, and the first that is not
 TORCH = (2, 11)
 COMPILE_TIMEOUT_S = 60
-ASIDE = {"FLAMBEAU_COMMIT", "FLAMBEAU_SAMPLE", "FLAMBEAU_TEST_ROUNDS", "FLAMBEAU_TEST_SEED"}  # of tests and benches
+ASIDE = {"FLAMBEAU_COMMIT", "FLAMBEAU_SAMPLE", "FLAMBEAU_TEST_ROUNDS", "FLAMBEAU_TEST_SEED"}  # of tests and benchmarks
 COLOURS = {"ok": "green", "slow": "yellow", "missing": "bold red", "invalid": "bold red", "broken": "bold red"}
-# The x86 extensions that decide how wide a vectorised loop is, and the ARM ones, as the kernel names them.
+# The x86 extensions that decide how wide a vectorised loop is, and the ARM ones, with the names in /proc/cpuinfo.
 VECTOR_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
 
 PROBE_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC")
@@ -53,12 +53,12 @@ extern "C" int flambeau_probe(int n, float* out) {
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of one check. `remedy` is empty exactly when all is well."""
+    """The result of one check. `remedy` says what to do; it is empty if all is well."""
 
     name: str
     detail: str
     remedy: str = ""
-    bad: str = "missing"  # what is wrong then; "slow": Flambeau works without it
+    bad: str = "missing"  # the verdict if there is a remedy; "slow": Flambeau works without it
 
     @property
     def verdict(self) -> str:
@@ -67,8 +67,8 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The exit status is 1 if torch.compile(..., backend='flambeau') does not work on the CPU."
-    parser.add_argument("--settings", action="store_true", help="also every setting and its value")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON, for a report or a program")
+    parser.add_argument("--settings", action="store_true", help="also list all settings and their values")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, for a bug report or a program")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plain(findings: list[Finding], fine: bool) -> dict[str, object]:
-    """For issues, and for programs."""
+    """The findings as JSON data."""
     checks = [{"check": f.name, "verdict": f.verdict, "found": f.detail, "remedy": f.remedy} for f in findings]
     settings = {s.env: _value(s) for s in SETTINGS if config.is_given(s.name)}
     return {"flambeau": __version__, "works": fine, "system": platform.platform(), "checks": checks,
@@ -98,7 +98,7 @@ def plain(findings: list[Finding], fine: bool) -> dict[str, object]:
 
 
 def examine() -> Iterator[Finding]:
-    """Run every check. A setting with a bad value fails the check that reads it, not the others."""
+    """Run all checks. An invalid setting fails only the check that reads it."""
     for name, check in CHECKS.items():
         try:
             yield check(name)
@@ -124,7 +124,7 @@ def _torch(name: str) -> Finding:
 
 
 def _backend(name: str) -> Finding:
-    """torch finds backends by entry point, which a package that is only on the PYTHONPATH does not have."""
+    """torch finds backends by entry point. A package that is only on the PYTHONPATH has none."""
     if importlib.metadata.entry_points(group="torch_dynamo_backends", name="flambeau"):
         return Finding(name, 'backend="flambeau" is registered')
     return Finding(name, "the backend is not registered", "install the package: pip install -e .")
@@ -140,7 +140,7 @@ def _compiler(name: str) -> Finding:
 
 
 def _compile(name: str) -> Finding:
-    """A compiler that is found may still not work."""
+    """The compiler may exist and still not work."""
     try:
         _run_probe()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -152,12 +152,12 @@ def _openmp(name: str) -> Finding:
     try:
         threads = _run_probe("-fopenmp")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return Finding(name, str(error), "install libgomp; without it, kernels run on one thread", "slow")
+        return Finding(name, str(error), "install libgomp; without it, kernels use one thread", "slow")
     return Finding(name, f"{threads} threads")
 
 
 def _run_probe(*flags: str) -> int:
-    """Compile a loop, load it, run it and look at its result. Returns how many threads it may use."""
+    """Compile a loop, load it, run it and check its result. Returns the number of threads it may use."""
     with tempfile.TemporaryDirectory(prefix="flambeau-doctor-") as folder:
         source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
         source.write_text(PROBE)
@@ -173,7 +173,7 @@ def _run_probe(*flags: str) -> int:
 
 
 def _vector(name: str) -> Finding:
-    # A slow machine is not a broken one, so this never has a remedy.
+    # No remedy: a slow machine is not a broken one.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -184,7 +184,7 @@ def _vector(name: str) -> Finding:
 
 
 def _device(name: str) -> Finding:
-    # The device is optional, so this never has a remedy.
+    # No remedy: the device is optional.
     from flambeau.targets.base import device_target
 
     try:
@@ -195,7 +195,7 @@ def _device(name: str) -> Finding:
 
 
 def _metal(name: str) -> Finding:
-    # It is optional as well.
+    # No remedy: Metal is optional too.
     import importlib.util
 
     import torch
@@ -203,24 +203,24 @@ def _metal(name: str) -> Finding:
     if torch.backends.mps.is_available():
         return Finding(name, "this Mac's GPU, through torch.mps")
     found = importlib.util.find_spec("clang") is not None
-    checks = "libclang looks through texts" if found else "pip install libclang for the checker"
-    return Finding(name, f"no Mac: FLAMBEAU_TARGET=metal-emulator runs its kernels on the CPU; {checks}")
+    checks = "libclang checks them" if found else "pip install libclang to check them"
+    return Finding(name, f"not a Mac: FLAMBEAU_TARGET=metal-emulator runs Metal kernels on the CPU; {checks}")
 
 
 def _functions(name: str) -> Finding:
-    # Where it is not there, operators that need it are eager's own kernels: nothing is missing.
+    # No remedy: without it, operators that need it call eager's kernels.
     from flambeau.targets.cuda.libdevice import inexact, toolkit_library, torch_cuda
 
     version = torch_cuda()
     if not version:
         return Finding(name, "not needed: torch is built without CUDA")
     path = toolkit_library()
-    kept = f"with eager numerics, {', '.join(sorted(inexact()))} are eager's own kernels"
-    return Finding(name, str(path) if path else f"Triton's own; there is no toolkit of CUDA {version}: {kept}")
+    kept = f"with numerics=eager, {', '.join(sorted(inexact()))} call eager's kernels"
+    return Finding(name, str(path) if path else f"Triton's own, as there is no CUDA {version} toolkit: {kept}")
 
 
 def _cache(name: str) -> Finding:
-    from flambeau.targets.cache import DiskCache  # here, so that the other checks answer without torch
+    from flambeau.targets.cache import DiskCache  # imported here, so that the other checks work without torch
 
     root = config.cache_dir
     try:
@@ -228,24 +228,25 @@ def _cache(name: str) -> Finding:
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
-        return Finding(name, str(error), "set FLAMBEAU_CACHE_DIR to a folder that can be written")
+        remedy = "set FLAMBEAU_CACHE_DIR to a folder that you can write to; without one, every process compiles again"
+        return Finding(name, str(error), remedy, "slow")
     entries, size = DiskCache(root).stats()
     return Finding(name, f"{root}: {entries} entries, {size / 2**20:.1f} MiB, writable")
 
 
 def _settings(name: str) -> Finding:
     for setting in SETTINGS:
-        config.read(setting)  # raises, and so becomes the finding, where the value makes no sense
+        config.read(setting)  # raises if the value is invalid
     known = {setting.env for setting in SETTINGS}
     unknown = sorted(v for v in config.environ if v.startswith("FLAMBEAU_") and v not in known | ASIDE)
     if unknown:
-        return Finding(name, f"{', '.join(unknown)}: no setting has this variable",
+        return Finding(name, f"unknown: {', '.join(unknown)}",
                        did_you_mean(unknown[0], sorted(known)), "invalid")
     return Finding(name, "valid")
 
 
 def _main_job(name: str) -> Finding:
-    """All that is above may be right, and this not."""
+    """Compile and run a function: the other checks may pass, and this one still fail."""
     try:
         import torch
 
@@ -256,9 +257,9 @@ def _main_job(name: str) -> Finding:
         y = torch.compile(lambda x: torch.softmax(x.sin() * 2, 0), backend=flambeau_backend)(x)
         seconds = time.perf_counter() - start
         torch.testing.assert_close(y, torch.softmax(x.sin() * 2, 0))
-    except Exception as error:  # whatever it is, it is what the user would meet
+    except Exception as error:  # whatever the user would get
         return Finding(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-                       "mend what is above; if all is well there, report this with `flambeau doctor --json`", "broken")
+                       "fix the problems above; if there are none, report this with `flambeau doctor --json`", "broken")
     return Finding(name, f"a function was compiled and run, {seconds:.1f} s")
 
 

@@ -1,4 +1,4 @@
-"""`flambeau explain`: what was captured, fused, kept in memory and generated, and why."""
+"""`flambeau explain`: show what was captured, fused, stored in memory and generated, and why."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from flambeau.report.program import Summary
     from flambeau.runtime.recording import Tally
 
-SHORT = 12  # lines of a section, unless --full
-CALLS = 5  # with --graphs: a warm-up, a recording, and what follows
+SHORT = 12  # lines of a section, without --full
+CALLS = 5  # with --graphs: a warm-up, a recording, and some replays
 VALUED = ("--html", "--json", "--trace", "--model")
-PLACES = {"output": 1, "input": 2}  # the order of the memory table; others come first
+PLACES = {"output": 1, "input": 2}  # order of the memory table; other places come first
 EPILOG = f"""\
 {FILES}
-Where a result requires a gradient, the backward graph is compiled and shown as well.
+If a result requires a gradient, the backward graph is shown too.
 
   flambeau explain example.py:norm --text
 
-SCRIPT.py is a program of yours, run as `python SCRIPT.py ARGUMENTS` would be: options for explain come before it.
-What FLAMBEAU_DEBUG=2 prints of it is shown (with --text, 3), and with --trace a report is written.
+SCRIPT.py is a program, which is run like `python SCRIPT.py ARGUMENTS`. Put options for explain before it. The output is
+that of FLAMBEAU_DEBUG=2 (with --text, of level 3). --trace also writes a report of three of its steps.
 
   flambeau explain --trace out train.py --epochs 1
 """
@@ -55,23 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("function", nargs="?", metavar="FILE:FUNC | SCRIPT.py ARGUMENTS...",
-                      help="a function and its inputs, or a program, see below")
-    what.add_argument("--demo", action="store_true", help="a normalisation, an activation and a softmax")
+                      help="a function with its inputs, or a program (see below)")
+    what.add_argument("--demo", action="store_true", help="a built-in example")
     what.add_argument("--model", metavar="NAME", help="a training step of a model of the bench suite")
-    parser.add_argument("--size", choices=("tiny", "small"), default="tiny", help="of the model")
+    parser.add_argument("--size", choices=("tiny", "small"), default="tiny", help="size of the model")
     parser.add_argument("--infer", action="store_true", help="without gradients")
     parser.add_argument("--numerics", choices=("fast", "eager"), default="fast", help=Config.numerics.doc)
-    parser.add_argument("--text", action="store_true", help="print the generated kernels")
-    parser.add_argument("--full", action="store_true", help="every section whole, not its first lines")
-    parser.add_argument("--regions", action="store_true", help="the parts that repeat, and are compiled once")
-    parser.add_argument("--graphs", action="store_true", help="what of several calls was recorded and replayed")
-    parser.add_argument("--html", type=output, metavar="FILE", help="with --regions: a page of them")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write everything here")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="of a script: a report and a Perfetto trace")
+    parser.add_argument("--text", action="store_true", help="print the source of the kernels")
+    parser.add_argument("--full", action="store_true", help="do not shorten any section")
+    parser.add_argument("--regions", action="store_true", help="show the parts that repeat and are compiled once")
+    parser.add_argument("--graphs", action="store_true", help="show which of five calls were recorded and replayed")
+    parser.add_argument("--html", type=output, metavar="FILE", help="with --regions: write a web page")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="for a script: write a report and a trace")
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Ours, and those of a script."""
+    """Separate our arguments from those of a script."""
     at = next((k for k, a in enumerate(arguments) if a.endswith(".py") and arguments[k - 1] not in VALUED), None)
     return (arguments, []) if at is None else (arguments[:at + 1], arguments[at + 1:])
 
@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
     if args.function and args.function.endswith(".py"):
         return run_program(console, args)
     if args.trace:
-        raise OptionError("--trace is for a script", hint="in Python: with flambeau.debug.trace(folder)")
+        raise OptionError("--trace needs a script", hint="in Python: with flambeau.debug.trace(folder)")
     function, inputs = subject(args)
     if args.html and not args.regions:
-        raise OptionError("--html is a page of repeated regions", hint="add --regions")
+        raise OptionError("--html needs --regions", hint="add --regions")
     with torch.set_grad_enabled(not args.infer), collect_regions() as found:
         before = recordings()
         graphs = compile_once(function, inputs, numerics=args.numerics, graphs=args.graphs,
@@ -138,7 +138,7 @@ def subject(args: argparse.Namespace) -> Subject:
     return model_subject(args.model, args.size, args.infer) if args.model else file_subject(args.function)
 
 
-# ---- the page --------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------
 
 
 def show(console: Console, number: int, s: Summary, limit: int | None, text: bool) -> None:
@@ -147,11 +147,11 @@ def show(console: Console, number: int, s: Summary, limit: int | None, text: boo
     console.print("[bold]Runs as[/]")
     console.print(steps_table(s, limit))
     externs = [f"{n} x {operator}" for operator, n in s.externs.items()]
-    section(console, "Without a lowering: called as ATen", externs, limit)
+    section(console, "Without a lowering: calls of ATen", externs, limit)
     section(console, "Products", [escape(why) for why in s.choices], limit)
-    section(console, "Computed once, and never memory",
+    section(console, "Computed once, not stored in memory",
             [f"a value of {operator}: {escape(why)}" for operator, why in s.local.items()], limit)
-    console.print(f"[bold]Memory[/]  intermediates of known size share an arena of {s.arena_bytes:,} bytes")
+    console.print(f"[bold]Memory[/]  intermediates share one block of {s.arena_bytes:,} bytes")
     console.print(memory_table(s, limit))
     times = ", ".join(f"{phase} {seconds * 1e3:.0f} ms" for phase, seconds in s.seconds.items())
     console.print(f"[bold]Time[/]  {times}\n")
@@ -173,7 +173,7 @@ def show_regions(console: Console, found: list[Pieces], graphs: list[Compiled], 
         console.rule(f"[bold]graph {number}[/], {escape(s.headline())}", align="left")
         if not s.stretches:
             continue
-        table = new_table("piece", "calls", "operators", "seconds", "from", "to", "why it is not what is before it",
+        table = new_table("piece", "calls", "operators", "seconds", "from", "to", "why it differs from the one before",
                           right=(1, 2, 3))
         for x in s.stretches:
             table.add_row(x.letter, str(x.calls), str(x.operators), f"{x.seconds:.2f}", x.first, x.last,
@@ -193,8 +193,8 @@ def show_recordings(console: Console, tallies: list[Tally]) -> None:
                    for counts in (t.recorded, t.uncaptured)]
         table.add_row(escape(t.label), str(t.calls), str(t.replayed), *reasons, f"{t.copied:,}")
     console.print(table)
-    console.print("[dim]The calls had the same arguments, and gradients add up. A program of yours may differ: "
-                  "flambeau.debug.recordings() tells.[/]")
+    console.print("[dim]All calls had the same arguments, and gradients accumulate. For your own program, "
+                  "use flambeau.debug.recordings().[/]")
 
 
 def section(console: Console, title: str, lines: list[str], limit: int | None) -> None:
@@ -225,10 +225,10 @@ def steps_table(s: Summary, limit: int | None) -> Table:
 
 
 def memory_table(s: Summary, limit: int | None) -> Table:
-    """Intermediates first: they are what fusion saves, and inputs and outputs are the caller's."""
+    """Intermediates come first, because fusion can avoid them. Inputs and outputs belong to the caller."""
     rows = sorted(s.memory, key=lambda m: (PLACES.get(m.place, 0), -(m.bytes or 0)))
     shown = rows[:limit]
-    table = new_table("buffer", "type", "place", "bytes", "of operator", "why it is memory", right=(3,))
+    table = new_table("buffer", "type", "place", "bytes", "operator", "why it is stored", right=(3,))
     for m in shown:
         size = "at run time" if m.bytes is None else f"{m.bytes:,}"
         table.add_row(m.buffer, escape(m.type), m.place, size, m.operator, m.why)

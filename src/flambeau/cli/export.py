@@ -1,4 +1,4 @@
-"""`flambeau export`: a function or model becomes a package."""
+"""`flambeau export`: write a function or a model as a package."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = FILES
     parser.add_argument("subject", help="FILE:FUNC, or a model of the bench suite")
-    parser.add_argument("-o", "--output", type=output, default="model.flam", help="the package (model.flam)")
+    parser.add_argument("-o", "--output", type=output, default="model.flam", help="default: model.flam")
     parser.add_argument("--target", action="append", help='"cpu" (the default), "cpu:x86-64-v3", '
-                        '"cuda:sm_90", "opencl", "opencl:cpu", "opencl:here" or "metal"; may be repeated')
+                        '"cuda:sm_90", "opencl", "opencl:cpu", "opencl:here" or "metal"; can be repeated')
     parser.add_argument("--numerics", choices=("fast", "eager"))
-    parser.add_argument("--drop-debug", action="store_true", help="leave programs and texts of kernels out")
-    parser.add_argument("--sign", metavar="KEY", help="sign it with this private key of Ed25519 (a PEM file)")
+    parser.add_argument("--drop-debug", action="store_true", help="leave out programs and kernel sources")
+    parser.add_argument("--sign", metavar="KEY", help="sign the package with this Ed25519 private key (a PEM file)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`flambeau inspect`: what is in a package, every byte of which is checked first."""
+"""`flambeau inspect`: check every byte of a package, and show what is in it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 
 from rich.markup import escape
 
-from flambeau.cli.subject import new_table, page_console
+from flambeau.cli.subject import existing, new_table, page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package")
-    parser.add_argument("--texts", action="store_true", help="print the texts of kernels")
-    parser.add_argument("--verify", metavar="KEY", help="refuse it unless it was signed with the private key of this "
-                        "public one (Ed25519, a PEM file)")
+    parser.add_argument("package", type=existing)
+    parser.add_argument("--texts", action="store_true", help="print the kernel sources")
+    parser.add_argument("--verify", metavar="KEY", help="an Ed25519 public key (a PEM file): fail unless the package "
+                        "was signed with its private key")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`flambeau ops`: the operators by family, and what happens to each in each dtype."""
+"""`flambeau ops`: list operators by family, and what Flambeau does with each in each dtype."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ MARKS = {"native": ("N", "green"), "partly": ("P", "green"), "library": ("L", "c
 HEADS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64",
          "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool", "complex64": "c64"}
 EPILOG = """\
-A cell says what torch.compile(backend="flambeau") does with the operator in that dtype on the CPU, or
-with --target on another machine:
+A cell shows what torch.compile(backend="flambeau") does with the operator in that dtype, on the CPU or on the
+machine given by --target:
 
   N  native   compiled by Flambeau
-  P  partly   the same, except for some arguments, with which ATen is called
+  P  partly   compiled by Flambeau, but ATen is called for some arguments
   L  library  one call of ATen's library (matrix products, convolutions, attention)
-  E  extern   called as it is in ATen
+  E  extern   ATen's operator is called
   .  none     PyTorch does not have the operator in this dtype on the CPU
 
-With the target of torch.device("flambeau"), which is OpenCL unless FLAMBEAU_DEVICE names another, it says
-what the device does, in eager mode as well:
+For the target of torch.device("flambeau") (OpenCL, unless FLAMBEAU_DEVICE names another), it shows what the
+device does, in eager mode too:
 
   N  native       a kernel on the device
-  P  partly       the same, except for some arguments, with which it is computed on the CPU
-  F  fallback     computed on the CPU, and counted: flambeau.fallbacks()
+  P  partly       a kernel on the device, but some arguments run on the CPU
+  F  fallback     runs on the CPU, and is counted: flambeau.fallbacks()
   .  unsupported  PyTorch does not have the operator in this dtype on the CPU
 
-Nothing is run for this. N and P follow from the lowering and from the dtypes of the loop language, which
-every lowering is written for; whether PyTorch has the operator in a dtype is taken from PyTorch's operator
-tests (OpInfo). Small letters (n, p, l, e): OpInfo does not know the operator, so its dtypes are assumed.
-Operators that PyTorch takes apart before a backend sees them have no row: their parts have.
+The command does not run the operators. Each lowering works for all dtypes of the loop language; PyTorch's
+operator tests (OpInfo) say whether PyTorch has the operator in a dtype. Small letters (n, p, l, e) mean that
+OpInfo does not know the operator, so its dtypes are assumed. Operators that PyTorch decomposes before a backend
+sees them are not listed; their parts are.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--target", metavar="NAME", default="cpu", help="the machine, such as opencl; default: cpu")
-    parser.add_argument("--family", metavar="NAME", help="a file of flambeau/ops, such as activation")
-    parser.add_argument("--dtype", metavar="D", action="append", help="a column, such as int64; repeatable")
+    parser.add_argument("--target", metavar="NAME", default="cpu", help="the machine, such as opencl (default: cpu)")
+    parser.add_argument("--family", metavar="NAME", help="one family (a file of flambeau/ops), such as activation")
+    parser.add_argument("--dtype", metavar="D", action="append", help="one column, such as int64; can be repeated")
     parser.add_argument("--filter", metavar="TEXT", help="operators whose name contains TEXT")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write the rows here")
-    parser.add_argument("--html", type=output, metavar="FILE", help="write a page here that filters and searches")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write the table as JSON")
+    parser.add_argument("--html", type=output, metavar="FILE", help="write a web page with filters and a search")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     every = coverage([dtype_named(d) for d in args.dtype] if args.dtype else DTYPES, machine, device)
     families = list(dict.fromkeys(row.family for row in every))
     if args.family and args.family not in families:
-        raise OptionError(f"no family is called {args.family!r}", hint=f"there are {', '.join(families)}")
+        raise OptionError(f"there is no family {args.family!r}", hint=f"families: {', '.join(families)}")
     rows = [row for row in every if (not args.family or row.family == args.family)
             and (not args.filter or args.filter in row.name)]
     if not rows:
@@ -117,7 +117,7 @@ def mark(cell: str, assumed: bool) -> str:
 
 
 def counts(rows: list[Operator]) -> Counter[str]:
-    """Operators by what is best about them: native in one dtype makes an operator native."""
+    """Number of operators by their best cell: native in one dtype counts as native."""
     return Counter(min(row.cells.values(), key=list(MARKS).index) for row in rows)
 
 
@@ -125,4 +125,4 @@ def totals(rows: list[Operator]) -> str:
     found = counts(rows)
     words = [f"[{MARKS[key][1]}]{found[key]} {key}[/]" for key in MARKS if found[key]]
     return f"{len(rows)} operators ({sum(row.overloads for row in rows)} overloads): {', '.join(words)}. " \
-           "[dim]flambeau ops --help says what the letters mean.[/]"
+           "[dim]flambeau ops --help explains the letters.[/]"

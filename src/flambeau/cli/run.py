@@ -1,19 +1,20 @@
-"""`flambeau run`: a method of a package on arrays out of files."""
+"""`flambeau run`: call a method of a package with arrays from files."""
 
 from __future__ import annotations
 
 import argparse
 
+from flambeau.cli.subject import existing, prefix
 from flambeau.errors import OptionError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package")
+    parser.add_argument("package", type=existing)
     parser.add_argument("--method", default="forward")
     parser.add_argument("--input", action="append", default=[], metavar="[NAME=]FILE.npy", help="in order, or by name")
-    parser.add_argument("--output", metavar="PREFIX", help="write results to PREFIX0.npy, PREFIX1.npy and so on")
-    parser.add_argument("--verify", metavar="KEY", help="refuse it unless it was signed with the private key of this "
-                        "public one (Ed25519, a PEM file)")
+    parser.add_argument("--output", metavar="PREFIX", type=prefix, help="write results to PREFIX0.npy, ...")
+    parser.add_argument("--verify", metavar="KEY", help="an Ed25519 public key (a PEM file): fail unless the package "
+                        "was signed with its private key")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         given = [np.load(x) for x in args.input if "=" not in x]
         flat = method.ordered(given, {name: np.load(x) for name, x in named.items()})
     except (OSError, ValueError) as e:
-        raise OptionError(f"an input cannot be read: {e}") from e
+        raise OptionError(f"cannot read an input: {e}") from e
     for k, (port, found) in enumerate(zip(method.entry.outputs, method.run(flat))):
         print(f"{port.name}: {port.dtype} {list(found.shape)}")
         if args.output:

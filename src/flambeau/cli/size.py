@@ -1,4 +1,4 @@
-"""`flambeau size`: the bytes of a package, by what they are for."""
+"""`flambeau size`: show how many bytes each part of a package takes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from collections import Counter
 from html import escape
 
-from flambeau.cli.subject import new_table, output, page_console
+from flambeau.cli.subject import existing, new_table, output, page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package")
-    parser.add_argument("--html", type=output, metavar="FILE", help="write a treemap")
+    parser.add_argument("package", type=existing)
+    parser.add_argument("--html", type=output, metavar="FILE", help="write a web page with a treemap")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,12 +22,12 @@ def run(args: argparse.Namespace) -> int:
     sections = read(args.package)
     index = read_index(the(sections, INDEX, "index").data)
     rows: list[tuple[str, str, int]] = []
-    kernels = json.loads(index.metadata.get("kernels", "{}"))  # without what is for people they are not there
+    kernels = json.loads(index.metadata.get("kernels", "{}"))  # missing if exported with --drop-debug
     for s in sections:
         if s.kind in (CODE, DEVICE) and kernels.get(s.name):
             found = [(f"{operators} ({dtypes})", size) for operators, dtypes, size in kernels[s.name]]
             rows += [(f"kernels of {s.name}", of, size) for of, size in sorted(found, key=lambda x: -x[1])]
-            rows.append((f"kernels of {s.name}", "tables and what they share", len(s.data) - sum(n for _, n in found)))
+            rows.append((f"kernels of {s.name}", "tables and shared code", len(s.data) - sum(n for _, n in found)))
         elif s.kind == WEIGHTS:
             by_dtype: Counter[str] = Counter()
             for w in index.weights:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             rows += [("weights", dtype, size) for dtype, size in by_dtype.most_common()]
             rows.append(("weights", "header and padding", len(s.data) - sum(by_dtype.values())))
         else:
-            rows.append(("code of kernels" if s.kind == CODE else KINDS.get(s.kind, "?"), s.name, len(s.data)))
+            rows.append(("kernel code" if s.kind == CODE else KINDS.get(s.kind, "?"), s.name, len(s.data)))
     table = new_table("part", "of", "bytes", right=(2,))
     for part, of, size in rows:
         table.add_row(part, of, f"{size:,}")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def treemap(rows: list[tuple[str, str, int]]) -> str:
-    """A page of boxes, each as large as its part: slices of a row, the row of what is left below the largest."""
+    """A page of boxes in a row, each as wide as its share of the bytes."""
     total = sum(size for *_, size in rows) or 1
     boxes = "".join(f'<div style="flex:{max(size, total // 200)} 0 0" title="{size:,} bytes"><b>{escape(part)}</b> '
                     f"{escape(of)}<br>{size:,}</div>" for part, of, size in sorted(rows, key=lambda r: -r[2]) if size)

@@ -1,4 +1,4 @@
-"""What a command works on: a function of a Python file, a model of the bench suite, or a function that comes along."""
+"""What a command works on: a function in a Python file, a model of the bench suite, or a built-in example."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ inputs(), which returns the arguments to call it with: a tuple, or one tensor.
   def norm_inputs(): return (torch.randn(64, 512, requires_grad=True),)
 """
 
-WIDTH = 160  # of a page that is not a terminal: a file is read without wrapped tables
+WIDTH = 160  # columns, if the output is not a terminal
 Subject = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def output(text: str) -> Path:
-    """The type of an argument that names a file to write: what is wrong with it is said before anything is run."""
+    """The argparse type of an output file. An error is reported before anything runs."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder")
@@ -43,6 +43,19 @@ def output(text: str) -> Path:
     return path
 
 
+def existing(text: str) -> str:
+    """The argparse type of an input file."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return text
+
+
+def prefix(text: str) -> str:
+    """The argparse type of the beginning of the names of output files."""
+    output(f"{text}0")
+    return text
+
+
 def page_console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -51,7 +64,7 @@ def page_console() -> Console:
 
 
 def new_table(*columns: str, right: Collection[int] = ()) -> Table:
-    """Without rows; the columns `right` hold numbers."""
+    """An empty table. The columns in `right` are right-aligned."""
     made = (Column(name, overflow="fold", justify="right" if k in right else "left", no_wrap=k == 0)
             for k, name in enumerate(columns))
     return Table(*made, box=box.SIMPLE_HEAD)
@@ -76,7 +89,7 @@ def model_subject(name: str, size: str, infer: bool, device: str = "cpu", dtype:
     from flambeau.bench.models import SUITE, without_dropout
 
     if name not in SUITE:
-        raise OptionError(f"no model is called {name!r}", hint=f"there are {', '.join(SUITE)}")
+        raise OptionError(f"there is no model {name!r}", hint=f"models: {', '.join(SUITE)}")
     built = SUITE[name].build(size, device=device, dtype=getattr(torch, dtype))
     *inputs, target = built.make_inputs()
     module, loss_of = built.module, built.loss
@@ -101,14 +114,14 @@ def file_subject(text: str) -> Subject:
         raise OptionError(f"{path} defines no function {name}")
     make = getattr(module, f"{name}_inputs", None) or getattr(module, "inputs", None)
     if not callable(make):
-        raise OptionError(f"{path} does not say what to call {name} with",
+        raise OptionError(f"{path} does not define inputs for {name}",
                           hint=f"define {name}_inputs() or inputs(), which returns a tuple of arguments")
     inputs = make()
     return function, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
 def load(path: Path) -> ModuleType:
-    """The file as a module; its neighbours can be imported, as when it is run as a script."""
+    """Load a file as a module. Like a script, it can import files in its own folder."""
     if not path.is_file():
         raise OptionError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)

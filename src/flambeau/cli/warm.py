@@ -1,4 +1,4 @@
-"""`flambeau warm`: build the usual classes of eager programs ahead, for the device or for `accelerate`."""
+"""`flambeau warm`: compile the programs of common eager calls ahead of time, for the device or for `accelerate`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flambeau.runtime.progress import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="flambeau", help="flambeau, or cpu or cuda: for flambeau.accelerate there")
-    parser.add_argument("--dtype", nargs="+", default=["float32"], help="of the tensors (float32)")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="arithmetic, activations, norms, ... (all)")
+    parser.add_argument("--device", default="flambeau", help="flambeau (default), or cpu or cuda for accelerate")
+    parser.add_argument("--dtype", nargs="+", default=["float32"], help="dtypes of the tensors (default: float32)")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="arithmetic, activations, norms, ... (default: all)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> int:
     ours = args.device == "flambeau"
     chosen = args.only or (usual.USUAL if ours else usual.REPLACED)
     if unknown := {*chosen} - usual.USUAL.keys():
-        raise OptionError(f"nothing usual is called {', '.join(sorted(unknown))}", hint=f"{', '.join(usual.USUAL)}")
+        raise OptionError(f"unknown part: {', '.join(sorted(unknown))}", hint=f"parts: {', '.join(usual.USUAL)}")
     dtypes = [x for name in args.dtype if isinstance(x := getattr(torch, name, None), torch.dtype)]
     if len(dtypes) < len(args.dtype) or not all(x.is_floating_point for x in dtypes):
-        raise OptionError(f"of {', '.join(args.dtype)}, not all are floating dtypes of torch")
+        raise OptionError(f"{', '.join(args.dtype)}: expected floating-point dtypes of torch")
     if ours:
         enable_device()
     cache, console = DiskCache(), Console(soft_wrap=True, highlight=False)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         for name, dtype in parts:
             try:
                 usual.USUAL[name](usual.Place(device, dtype, sizes))
-            except (RuntimeError, NotImplementedError) as error:  # not every device has every dtype
+            except (RuntimeError, NotImplementedError) as error:  # the device may not have this dtype
                 console.print(f"{name} in {dtype}: {str(error).splitlines()[0]}")
             step()
     entries, size = cache.stats()

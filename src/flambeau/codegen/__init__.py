@@ -1,1 +1,1 @@
-"""From scheduled nodes to kernel text."""
+"""Generates the source code of kernels."""

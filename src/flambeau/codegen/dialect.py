@@ -1,4 +1,4 @@
-"""What differs between C-like languages: a dialect is a small table over one walker (`writer.py`)."""
+"""What differs between C-like languages: a dialect is a small table that the writer (`writer.py`) reads."""
 
 from __future__ import annotations
 

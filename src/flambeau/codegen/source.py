@@ -1,4 +1,4 @@
-"""The text of one kernel, as codegen hands it to a target."""
+"""The source code of one kernel, as codegen passes it to a target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of a kernel, as the writers of every language go through them.
+"""The stages of a kernel, in the order in which the writers of all languages write them.
 
 Stages follow each other for every outer point. One that reduces declares a state for each component, joins the values
 of every point to it, and finishes: what lanes or threads found is brought together, and the components become values of

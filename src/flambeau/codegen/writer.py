@@ -1,4 +1,4 @@
-"""One walker renders kernels in every C-like language; a dialect is a small table over it.
+"""Writes kernels in all C-like languages; a dialect says what differs.
 
 Text is built in nested scopes. An expression is emitted in the outermost scope in which all it depends on is
 known, so whatever does not change in a loop stands outside it. Expressions are interned, so each is emitted once.

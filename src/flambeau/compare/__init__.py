@@ -1,1 +1,1 @@
-"""Eager, compiled and float64 side by side."""
+"""Compares eager, compiled and float64 runs of a model."""

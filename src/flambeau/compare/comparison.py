@@ -1,11 +1,11 @@
-"""A call in eager, compiled and in float64: how far results, gradients and layers are apart, and where that begins.
+"""Runs a function in eager, compiled and in float64, and compares results, gradients and layers.
 
     report = flambeau.debug.compare(model, x, numerics="eager")
     report.equal, report.first, report.worse()
 
-The three runs have copies of parameters, buffers and inputs, and start from the same random numbers. Layers are the
-results of submodules, by forward hooks in all three; compiled, the hooks are part of the graph, so a layer is what the
-compiled model has there when it also returns it. Results and gradients come from a model without hooks.
+Each run uses copies of parameters, buffers and inputs, and starts from the same random state. Layers are the results
+of submodules, recorded by forward hooks. In the compiled run, the hooks are part of the graph, so a layer is what the
+model computes there if it also has to return it. Results and gradients come from another run, without hooks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HERE = str(Path(__file__).parents[1])
 
 @dataclass
 class Comparison:
-    """What `compare` found. Rows name a result, a gradient, a changed input or buffer, or a layer."""
+    """The result of `compare`. A row is a result, a gradient, a changed input or buffer, or a layer."""
 
     numerics: str
     target: str
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Bit for bit, NaN payloads aside. Layers show the way, and are not counted."""
+        """Whether all rows, except layers, are equal bit for bit (except for NaN payloads)."""
         return all(row.equal for row in self.rows)
 
     @property
@@ -73,18 +73,18 @@ class Comparison:
 
     @property
     def histogram(self) -> dict[str, int]:
-        """How many values differ by 1 ulp, by 2 or 3, by 4 to 7, ..."""
+        """Number of values that differ by 1 ulp, by 2 or 3, by 4 to 7, ..."""
         return gathered(self.rows)
 
     def worse(self, than: float = 1.0) -> list[Difference]:
-        """Rows whose error against float64 is more than this multiple of eager's, the worst first."""
+        """Rows whose error against float64 is more than `than` times eager's, the worst first."""
         found = [row for row in self.rows if row.ratio is not None and row.ratio > than]
         return sorted(found, key=lambda row: -(row.ratio or 0.0))
 
     @property
     def nearness(self) -> float | None:
-        """How many times nearer to float64 compiled values are than eager's: the geometric mean over rows that have
-        an error. None: there is no reference, or nothing to compare with it."""
+        """How many times nearer to float64 compiled is than eager: the geometric mean over all rows with an error. None
+        if there is no reference, or no error."""
         logs = [math.log(row.rms_eager / row.rms_compiled) for row in self.rows if row.rms_eager and row.rms_compiled]
         return math.exp(sum(logs) / len(logs)) if logs else None
 
@@ -96,7 +96,7 @@ class Comparison:
         return f"{near}{self.differ:,} of {self.total:,} values differ from eager's ({what})"
 
     def _repr_html_(self) -> str:
-        """For notebooks. By name: what shows it stands above."""
+        """For notebooks. Imported by name, because `report` is a higher layer."""
         return str(import_module("flambeau.report.comparison").fragment(self))
 
     def __str__(self) -> str:
@@ -114,11 +114,11 @@ def nearer(times: float) -> str:
 
 def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", backward: bool = True,
             target: str | None = None, layers: bool = True, locate: bool = True) -> Comparison:
-    """Runs the function in eager, compiled and in float64, on copies of all it holds.
+    """Run a function in eager, compiled and in float64, on copies of everything it refers to, and compare.
 
-    `backward`: gradients too, of results weighted from -1 to 1. `target`: as the option of torch.compile.
-    `layers`: compile once more to see the results of submodules. `locate`: look for the first operator that differs,
-    which compiles the graph that holds it again and again.
+    `backward`: also compare gradients of a weighted sum of the results. `target`: as the option of torch.compile.
+    `layers`: compile a second time to compare the results of submodules. `locate`: search for the first operator that
+    differs; this compiles its graph many times.
     """
     options = {"numerics": numerics, **({"target": target} if target is not None else {})}
     check_options(options, None)

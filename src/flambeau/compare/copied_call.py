@@ -1,4 +1,4 @@
-"""A call made again with copies of all it holds: parameters, buffers and inputs stay as they were, also in float64.
+"""Repeats a call with copies of its parameters, buffers and inputs, also in float64. The originals do not change.
 
     twin = Twin(function, args)          # or Twin(function, args, wide=True)
     outputs = twin.call()

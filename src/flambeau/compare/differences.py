@@ -1,4 +1,4 @@
-"""How far two tensors are apart: how many values differ, by how many ulps, and how far each is from a reference.
+"""Compares two tensors: how many values differ, by how many ulps, and how far each is from a reference.
 
 A value differs if its bits do; a NaN equals a NaN, whatever its payload. Distances are counted in representable numbers
 of the dtype (ulps), for integers in ones, and gathered by powers of two.

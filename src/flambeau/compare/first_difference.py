@@ -1,4 +1,4 @@
-"""The first operator at which a compiled graph leaves eager: bisection over the captured ATen graph.
+"""Finds the first operator at which a compiled graph differs from eager, by bisection of the ATen graph.
 
 The graph is compiled again with some of its nodes as further results, run on the inputs it was called with, and
 compared at these nodes with ATen, which runs the same graph operator by operator. A step of the search takes the values

@@ -1,4 +1,4 @@
-"""Compiled graphs as they were called: what each was given and returned, and the same graph run again by ATen.
+"""Records the inputs and outputs of compiled graphs, and runs the same graphs again with ATen.
 
     with recorded() as calls:
         torch.compile(function, backend="flambeau")(x)

@@ -1,1 +1,1 @@
-"""torch.compile(backend="flambeau")."""
+"""The backend of torch.compile: torch.compile(model, backend="flambeau")."""

@@ -1,4 +1,4 @@
-"""torch.compile(backend="flambeau"): AOTAutograd captures, our pipeline compiles.
+"""The backend of torch.compile: AOTAutograd traces a graph of Dynamo's, and our pipeline compiles it.
 
     torch.compile(model, backend="flambeau", options={"numerics": "fast"})
 """
@@ -39,21 +39,22 @@ from .regions.pieces import in_pieces
 from .stream_checks import check_streams, not_carried, refuse_gradients, refuse_writes_behind
 from .subgraphs import calls_subgraphs, written_out
 
-# Name: what it may be (None: `get_target` knows), and what it does.
+# Name: allowed values (None: checked by `get_target`), and a description.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    "numerics": (("fast", "eager"), "fast: more precision inside fused kernels; eager: bit for bit what eager has"),
-    "target": (None, "runs the graphs, in place of the target of their device"),
+    "numerics": (("fast", "eager"), "fast: keep more precision inside fused kernels; eager: equal eager bit for bit"),
+    "target": (None, "the target that runs the graphs, instead of that of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
-    "graphs": ((False, True), "record runs after a warm-up and replay them (NVIDIA GPUs)"),
-    "contractions": (("choose", "library", "own"), "products and attention: a library's, our kernels with what follows "
-                                                   "in them, or what is faster (NVIDIA GPUs)"),
-    "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
+    "graphs": ((False, True), "record CUDA graphs after a warm-up and replay them (NVIDIA GPUs)"),
+    "contractions": (("choose", "library", "own"), "matrix products and attention: the faster kernel, the library's, "
+                                                   "or our own with later operators fused into it (NVIDIA GPUs)"),
+    "search": ((False, True), "time block shapes at the first call, and store the fastest on disk (NVIDIA GPUs)"),
 }
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
-    # Read now: a backward may be compiled later, in a thread where an override does not hold.
+    """The settings of one compilation: the options, and the defaults of those that are not given."""
+    # Read here, because a backward can be compiled later, in a thread that does not see an override.
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
                            "contractions": config.contractions,
                            "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
@@ -63,7 +64,7 @@ def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str,
             raise OptionError(f"unknown option {name!r}", hint=did_you_mean(name, OPTIONS))
         allowed, _ = OPTIONS[name]
         if allowed is not None and value not in allowed:
-            raise OptionError(f"option {name}={value!r} is not one of {allowed}")
+            raise OptionError(f"option {name} is {value!r}, expected {' or '.join(map(repr, allowed))}")
         out[name] = value
     if mode not in MODES:
         raise OptionError(f"unknown mode {mode!r}", hint=f"the modes are {MODES}")
@@ -76,6 +77,7 @@ def flambeau_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
     mode: str | None = None, **_: Any
 ) -> Callable[..., Any]:
+    """What torch.compile calls with a graph of Dynamo's; the entry point "flambeau" in `torch_dynamo_backends`."""
     try:
         settings = check_options(options, mode)
         streams = check_streams(gm)
@@ -88,9 +90,9 @@ def flambeau_backend(
         raise handed_on(error, inspect.currentframe()) from None
     if CompileContext.try_get() is not None:
         without_runtime_marks()
-    # Gradients come laid out as eager's do: torch 2.11 would copy those that are not contiguous, between pieces too,
-    # and cuDNN's attention keeps plans that are wrong for another layout than the one it met first. Where a result has
-    # an element at several places, torch 2.11 cannot copy its gradient so.
+    # Expect gradients in the layout of the results, as in eager. Otherwise torch 2.11 copies those that are not
+    # contiguous, between pieces too, and cuDNN's attention keeps plans that are wrong for another layout than the first
+    # one it saw. torch 2.11 cannot do this if a result has an element in several places (stride 0).
     laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
     with (progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out),
           patches.SHARED_INPUTS.applied()):
@@ -103,7 +105,7 @@ def flambeau_backend(
 
 
 def results(gm: fx.GraphModule) -> list[torch.Tensor]:
-    """The tensors that a graph of Dynamo's returns, as Dynamo knows them."""
+    """The example values of the tensors that a graph of Dynamo's returns."""
     known = (n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes)
     return [t for t in known if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
@@ -114,9 +116,10 @@ def compiled_backend(
     context = TracingContext.try_get()
     if context is None or not context.fakify_first_call:
         return compile_dynamo_graph(gm, example_inputs, settings)
-    # DDP compiles its buckets one by one, and runs each on fake tensors first, to learn what the next one gets.
-    # AOTAutograd would serve that run; but a graph out of the cache, or a piece called twice, does not come by it.
-    # Nor may a backward wait for its first run: torch counts those as one to a bucket, and pieces are more.
+    # DDP compiles its buckets one by one. It runs each on fake tensors first, to find the inputs of the next one.
+    # AOTAutograd handles this run, but a graph from the cache, or a piece that is called twice, does not go through
+    # AOTAutograd. So fake tensors run the original graph here. Backwards are compiled now and not at their first run,
+    # because torch expects one backward for each bucket, and a bucket in pieces has more.
     context.fakify_first_call = False
     try:
         with aot_config.patch(force_non_lazy_backward_lowering=True):
@@ -133,7 +136,7 @@ def compiled_backend(
 def compile_dynamo_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
 ) -> Callable[..., Any]:
-    """In pieces, if some of them repeat."""
+    """Compile a graph, in pieces if some of them repeat."""
     if calls_subgraphs(gm):
         gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
@@ -147,10 +150,10 @@ def compile_dynamo_graph(
             try:
                 run = in_pieces(found, lambda piece, inputs: compile_whole(piece, inputs, settings | {"part": True}))
                 return torch.compiler.disable(run, reason="calls compiled graphs")
-            except Exception as e:  # torch may refuse a piece where it takes the whole
+            except Exception as e:  # torch may reject a piece although it accepts the whole graph
                 if config.verify:
                     raise
-                warnings.warn(f"flambeau: repeated regions are not used for this graph: {type(e).__name__}: {e}. "
+                warnings.warn(f"flambeau: this graph is compiled without repeated regions: {type(e).__name__}: {e}. "
                               "Please report it.", RuntimeWarning, stacklevel=2)
     return compile_whole(gm, example_inputs, settings)
 
@@ -171,7 +174,7 @@ def compile_anew(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], target: Target | None,
     cache: GraphCache
 ) -> Callable[..., Any]:
-    # Imported here: a process that finds its graphs in the cache needs none of the compiler.
+    # Imported here, because a process that finds its graphs in the cache does not need the compiler.
     from flambeau.capture.decompositions import table
     from flambeau.capture.eager_strides import settle_strides
     from flambeau.capture.kept_whole import whole_operators
@@ -199,7 +202,7 @@ def compile_anew(
         pad_products(graph.graph, tuning)
         return compile_graph(graph, wanted)
 
-    # One for each: torch writes into that of the backward.
+    # A separate compiler for each, because torch writes attributes to that of the backward.
     backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(),
                            inference_compiler=cache.compiler(compile_inference),
                            partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning),

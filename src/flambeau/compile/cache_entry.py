@@ -1,4 +1,4 @@
-"""A compiled graph as plain data: what of torch's cache entry is kept, and the table of all types that it is made of.
+"""A compiled graph as plain data for the disk cache: which parts of torch's entry are kept, and all types in it.
 
 What torch's wrappers around a compiled function depend on is kept; what is only for logs, what says where Dynamo found
 its inputs, and wrappers that have nothing to do are left out. All private classes of torch that an entry is made of

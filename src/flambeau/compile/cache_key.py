@@ -1,4 +1,4 @@
-"""What decides a compiled graph, as one key: the graph, its inputs, torch's state, our options, the versions.
+"""The key of a compiled graph in the disk cache: graph, inputs, torch's state, options, versions.
 
 The graph is Dynamo's, before AOTAutograd: to make the key must be much cheaper than to trace. What text
 cannot tell apart with certainty gets no key: functions of the user, operators from outside, tensors held as

@@ -1,4 +1,4 @@
-"""Images whose channels are contiguous, where the machine's library convolves those fastest.
+"""Converts images to channels-last layout if the machine's convolutions are fastest with it.
 
 Every convolution of a captured graph is given its image and its weight in that order. What follows takes it over: most
 operators keep the order of what they read, the backward pass does, and what is in the order already is not copied.

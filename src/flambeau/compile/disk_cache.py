@@ -1,4 +1,4 @@
-"""Whole compiled graphs on disk: what an earlier process compiled is neither traced nor compiled again.
+"""Stores whole compiled graphs on disk, so that later processes neither trace nor compile them.
 
 An entry is what torch's own cache of AOTAutograd would keep (wrappers for mutation, aliasing, autograd, and
 guards on sizes), with our packages of forward and backward in it, as plain data of a closed table of types

@@ -1,4 +1,4 @@
-"""A short way from a call to its compiled graph, and back through autograd.
+"""A fast path from a call to its compiled graph, and through autograd.
 
 AOTAutograd wraps a graph for all that a graph may do: change its inputs, return views of them, hand sizes, random
 states and tensor subclasses to its backward. What most graphs do is read tensors and return new ones. Those get the

@@ -1,4 +1,4 @@
-"""Operators that Dynamo writes out in others, left as they were written where eager's bits are wanted.
+"""Keeps Dynamo from decomposing some operators, if results have to equal eager's bit for bit.
 
 `torch.addcdiv` with a number becomes a quotient, a product and a sum, `torch._foreach_lerp_` a difference and a sum, so
 that the number may be a tensor. What is written out rounds where eager's kernel does not.

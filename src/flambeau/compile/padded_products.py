@@ -1,4 +1,4 @@
-"""Matrix products whose lines no wide access can read (a vocabulary of 50257 words), in matrices that are a bit larger.
+"""Pads matrix products whose rows are not aligned for wide loads, such as a vocabulary of 50257 words.
 
 Libraries of GPUs take a product to their fastest kernels only if the contiguous dimension of each matrix is a multiple
 of some bytes. Where that pays, matrices are padded with zeros up to it: by the kernel that makes them, or else by a

@@ -1,4 +1,4 @@
-"""The joint graph cut into forward and backward: equal calls are merged, then torch's minimal cut decides.
+"""Splits the joint graph into forward and backward: merges equal calls, then uses torch's minimal cut.
 
 Torch's cut would merge by itself, but for that it imports all of Inductor, which takes longer than most cuts.
 """

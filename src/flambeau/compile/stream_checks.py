@@ -1,5 +1,4 @@
-"""What a function does with streams and cannot be carried through compilation is an error with a name, and never
-another order: a wait that is lost is a wrong number now and then."""
+"""Raises an error for uses of streams that cannot be compiled, because a lost wait would give wrong results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subgraphs that Dynamo calls several times, written out where they are called.
+"""Inlines subgraphs that Dynamo calls several times.
 
 Under a mark of the user (`torch.compiler.nested_compile_region`, or `flambeau.mark_layers`) Dynamo traces a layer once
 and then calls its subgraph. Written out, the graph is what Dynamo would have made of the unmarked model, and the search

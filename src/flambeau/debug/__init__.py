@@ -1,4 +1,4 @@
-"""Looking inside: every graph that Flambeau compiles in a block, and what became of it.
+"""Tools to look into compiled programs: collect graphs, explain, compare with eager, trace.
 
     with flambeau.debug.collect() as graphs:
         torch.compile(function, backend="flambeau")(x)
@@ -43,7 +43,7 @@ __all__ = ["Comparison", "Explanation", "collect", "collect_regions", "compare",
 
 @contextmanager
 def collect() -> Iterator[list[Compiled]]:
-    """The graphs compiled inside the block, by whichever thread, in the order of their compilation."""
+    """Collect the graphs that are compiled inside the block, by any thread, in order."""
     found: list[Compiled] = []
     with observed(found.append):
         yield found
@@ -51,21 +51,21 @@ def collect() -> Iterator[list[Compiled]]:
 
 @contextmanager
 def collect_regions() -> Iterator[list[Pieces]]:
-    """What became of the graphs in which repeated regions were looked for, inside the block."""
+    """Collect how graphs were cut into pieces inside the block, to compile repeated regions once."""
     found: list[Pieces] = []
     with held(region_search.OBSERVERS, found.append):
         yield found
 
 
 def recordings() -> list[Tally]:
-    """Of every graph that was compiled with the option `graphs` and still is in use: what became of its calls."""
+    """Counts of recorded and replayed calls of each graph in use that was compiled with the option `graphs`."""
     return [r.tally for r in sorted(RECORDED, key=lambda r: r.number)]
 
 
 def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[list[list[fx.Node]]]]:
-    """The graph that Dynamo captures of a call, and its repeated regions: for each, the nodes of every instance.
+    """The graph that Dynamo captures for a call, and its repeated regions: for each region, the nodes of each instance.
 
-    Of several graphs it is the largest. Nothing is compiled; the call runs as it is.
+    If there are several graphs, this is the largest. Nothing is compiled; the call runs as in eager mode.
     """
     found: list[Pieces] = []
 
@@ -81,14 +81,14 @@ def regions(function: Callable[..., Any], *args: Any) -> tuple[fx.Graph, list[li
 
 
 def explain(function: Callable[..., Any], *args: Any, numerics: str = "fast", backward: bool = True) -> Explanation:
-    """What becomes of a function that is called with these arguments: captured graphs, kernels, calls, memory."""
+    """Compile a function for these arguments, and show its graphs, kernels, library calls and memory."""
     return Explanation([summarise(g) for g in compile_once(function, args, numerics=numerics, backward=backward)])
 
 
 def compile_once(function: Callable[..., Any], inputs: Sequence[Any], *, backward: bool = True,
                  numerics: str = "fast", graphs: bool = False, calls: int = 1) -> list[Compiled]:
-    """The graphs of a function, compiled for these inputs and run, with its backward if it has one."""
-    torch.compiler.reset()  # what an earlier call left compiled would not be compiled, and seen, again
+    """Compile a function for these inputs, run it (and its backward, if it has one), and return its graphs."""
+    torch.compiler.reset()  # otherwise graphs of earlier calls would be reused, and not be seen here
     compilation_time_metrics.clear()
     compiled = torch.compile(function, backend="flambeau", options={"numerics": numerics, "graphs": graphs})
     with collect() as found:

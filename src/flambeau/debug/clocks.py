@@ -1,7 +1,6 @@
-"""How often programs run, and how long their steps take: clocks around the first calls of each program.
+"""Clocks for FLAMBEAU_DEBUG: count the calls of each program, and time the steps of the first few.
 
-Of a program's calls all are counted and the first few are timed, its very first only until there are others: it may
-wait for a compiler, and touches memory for the first time.
+The very first call is only used if there is no other: it may wait for a compiler, and it touches new memory.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import torch
 from flambeau.runtime.launch_plan import LaunchPlan
 from flambeau.runtime.watchers import Part
 
-TIMED = 8  # calls of a program, after its first
-COPIED, COPIES = 64 << 20, 6  # bytes and times, of the copy that is the limit
+TIMED = 8  # timed calls of a program, after the first one
+COPIED, COPIES = 64 << 20, 6  # size of the copy that measures the memory limit, in bytes, and number of repetitions
 
 
 @dataclass
 class PartTime:
-    """One launch or call of a program, over all of the program's calls."""
+    """Total time and bytes of one launch or call in a program, over all calls of the program."""
 
     part: Part
     count: int = 0
@@ -40,7 +39,7 @@ class ProgramTime:
 
 
 def moved(part: Part, args: Any, result: Any) -> int:
-    """Bytes: as the plan knows them of a launch, and of a call those of its tensors."""
+    """Bytes that a step reads and writes: for a launch, what the plan says; for a call, the size of its tensors."""
     if part.step is None:
         return sum(x.numel() * x.element_size() for x in flat([args, result]))
     sizes = args[1]
@@ -59,8 +58,8 @@ class Clocks:
 
     def __init__(self) -> None:
         self.programs: dict[int, ProgramTime] = {}  # in the order in which they were bound
-        self.noted: dict[Part, list[tuple[int, Any, Any, int]]] = {}  # which call of the program, start, end, bytes
-        self.on: set[int] = set()  # programs that run now, and are timed
+        self.noted: dict[Part, list[tuple[int, Any, Any, int]]] = {}  # number of the call, start, end, bytes
+        self.on: set[int] = set()  # programs that are running and being timed
 
     def __call__(self, part: Part, call: Callable[..., Any]) -> Callable[..., Any]:
         key = id(part.plan)
@@ -90,7 +89,7 @@ class Clocks:
         return step if part.where else run
 
     def read(self) -> list[ProgramTime]:
-        """Programs that ran, as if all of their calls took as long as the median of those that were timed."""
+        """The programs that ran. Total times assume that each call took as long as the median of the timed calls."""
         for part, noted in self.noted.items():
             program = self.programs[id(part.plan)]
             later = [n for n in noted if n[0] > 1] or noted
@@ -106,7 +105,7 @@ class Clocks:
 
 
 def clock_of(device: torch.device) -> Callable[[], Any]:
-    """Seconds of the host where it waits for kernels; an event of the device where it does not."""
+    """The host's clock if kernels are synchronous, events of the device if not."""
     if device.type == "cpu":
         return time.perf_counter
 
@@ -119,8 +118,8 @@ def clock_of(device: torch.device) -> Callable[[], Any]:
 
 
 def copy_speed(device: torch.device) -> float | None:
-    """Bytes that a copy on the device reads and writes in a second: what no kernel that moves memory exceeds. None
-    where there is no room to measure it."""
+    """Bytes per second that a copy on the device reads and writes: the limit for kernels that only move memory. None
+    if there is not enough memory to measure it."""
     now = clock_of(device)
     try:
         source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
@@ -131,12 +130,12 @@ def copy_speed(device: torch.device) -> float | None:
             target.copy_(source)
             noted.append((start, now()))
         return 2 * COPIED / min(between(*pair) for pair in noted)
-    except RuntimeError:  # out of memory, or a device that failed before
+    except RuntimeError:  # out of memory, or the device has failed before
         return None
 
 
 def between(start: Any, end: Any) -> float:
-    """Seconds."""
+    """Seconds between two readings of a clock."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()

@@ -1,4 +1,4 @@
-"""FLAMBEAU_DEBUG=1, 2 or 3: a session from the first door that is opened until the process ends, and then a table."""
+"""FLAMBEAU_DEBUG=1, 2 or 3: watch the process from the first use of Flambeau, and print a report when it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(session: Session, process: int) -> None:
     from flambeau.report.session import overview_of
     from flambeau.report.session import show as show_overview
 
-    if os.getpid() != process:  # a fork's end is not the program's
+    if os.getpid() != process:  # a forked child ends, not the program
         return
     overview = overview_of(session)
     if overview.graphs or overview.compiled:
@@ -36,4 +36,4 @@ def show(session: Session, process: int) -> None:
         show_overview(console, overview, config.debug)
 
 
-WIDTH = 160  # of what is read in a file
+WIDTH = 160  # columns, if the output is not a terminal

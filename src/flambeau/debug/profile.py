@@ -1,7 +1,7 @@
-"""A stretch of a program under torch's profiler: times of steps, kernels that are not ours, memory.
+"""Read a trace of torch's profiler: times of steps, kernels that are not ours, memory over time.
 
-Every launch and call of our programs is a range with a name of its own. What a GPU did is found by the range in which
-the host launched it, so that kernels of libraries count where they belong; on a CPU the range is the time.
+Each launch and each call of our programs is a named range in the trace. A GPU kernel belongs to the range in which the
+host launched it, so library kernels are counted for the call that started them. On a CPU, the range itself is the time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NAME = re.compile(r".* \[(\d+)(?: (.+))?\]")  # title [program where]
 LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "privateuse1_runtime", "privateuse1_driver")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op", "user_annotation")
-REST = "rest"  # what a program does beside its launches and calls: copies, memory that is filled
+REST = "rest"  # of a program, beside its launches and calls: on a GPU copies and fills, on a CPU the host's own work
 ENGINE = "autograd::engine::evaluate_function: "
-POINTS = 1500  # of a curve of memory
+POINTS = 1500  # of a curve of memory over time
 
 
 class Ranges:
-    """A watcher (runtime/watchers.py): ranges of the profiler around programs and their steps."""
+    """A watcher (runtime/watchers.py) that puts profiler ranges around programs and their steps."""
 
     def __init__(self) -> None:
         self.on = True
@@ -65,8 +65,8 @@ class Span:
     start: float  # microseconds, as torch has them
     seconds: float
     thread: tuple[Any, Any]
-    inner: float = 0.0  # seconds of what is directly inside
-    step: tuple[int, str] | None = None  # of ours: program, and where in it
+    inner: float = 0.0  # seconds of the spans directly inside this one
+    step: tuple[int, str] | None = None  # if it is one of our ranges: number of the program, and place in it
 
     @property
     def end(self) -> float:
@@ -75,16 +75,16 @@ class Span:
 
 @dataclass
 class Profile:
-    times: list[ProgramTime]  # of the programs that ran, by their first calls
-    calls: list[tuple[int, float, float]] = field(default_factory=list)  # of those: number from 1 on, start, seconds
-    others: dict[str, tuple[int, float]] = field(default_factory=dict)  # outside of our programs: how often, seconds
+    times: list[ProgramTime]  # programs that ran, in the order of their first calls
+    calls: list[tuple[int, float, float]] = field(default_factory=list)  # program (from 1), start, seconds
+    others: dict[str, tuple[int, float]] = field(default_factory=dict)  # outside of our programs: count, seconds
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # by device: second, bytes
     wall: float = 0.0
-    busy: float = 0.0  # seconds in which the GPU did something; 0 without one
+    busy: float = 0.0  # seconds in which the GPU was busy; 0 without a GPU
 
 
 class Lookup:
-    """The innermost of our ranges at a time of a thread."""
+    """Finds the innermost of our ranges at a given time of a thread."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.by: dict[tuple[Any, bool], list[Span]] = defaultdict(list)
@@ -95,7 +95,7 @@ class Lookup:
             found.sort(key=attrgetter("start"))
 
     def at(self, thread: Any, time: float) -> Span | None:
-        for kind in (True, False):  # a step, else a program
+        for kind in (True, False):  # prefer a step to a program
             spans = self.by.get((thread, kind), [])
             k = bisect_right(spans, time, key=attrgetter("start"))
             if k and spans[k - 1].end >= time:
@@ -104,7 +104,7 @@ class Lookup:
 
 
 def read(path: Path, ranges: Ranges, wall: float) -> Profile:
-    """What the profiler has written."""
+    """Read the file that the profiler has written."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     host: list[Span] = []
@@ -155,15 +155,17 @@ def program_time(number: int, ranges: Ranges, seconds: dict[Any, float], device:
         if n == number and where and part.count:
             part.seconds = seconds[number, where]
             made.parts[where] = part
-    if device:  # what is launched by the program itself is one step more
-        if seconds[number, ""]:
-            made.parts[REST] = PartTime(Part(plan, REST, REST), whole.count, seconds[number, ""])
-        made.seconds = sum(p.seconds for p in made.parts.values())
+    steps = sum(p.seconds for p in made.parts.values())
+    # On a GPU this is what the program launched outside of its steps. On a CPU its range covers its steps as well.
+    rest = made.seconds if device else max(made.seconds - steps, 0.0)
+    if rest:
+        made.parts[REST] = PartTime(Part(plan, REST, REST), whole.count, rest)
+    made.seconds = steps + rest
     return made
 
 
 def nested(spans: Sequence[Span]) -> None:
-    """How much of each is spent in others."""
+    """Set `inner` of each span: the time spent in the spans directly inside it."""
     open_: dict[Any, list[Span]] = defaultdict(list)
     for s in sorted(spans, key=lambda s: (s.start, -s.seconds)):
         stack = open_[s.thread]
@@ -175,7 +177,7 @@ def nested(spans: Sequence[Span]) -> None:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what they cover together."""
+    """The total length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(end - max(start, until), 0.0)
@@ -184,7 +186,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def curves(events: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, int]]]:
-    """Allocated bytes over time, by device; of many points the highest of each stretch."""
+    """Allocated bytes over time, by device. If there are many points, keep the highest of each stretch."""
     found: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for e in events:
         if e.get("name") == "[memory]" and "Total Allocated" in (args := e["args"]):

@@ -1,7 +1,7 @@
-"""A whole script under a session, as `python script.py args` would run it; with a folder, also a trace of some steps.
+"""Run a whole script in a session, as `python script.py args` would; with a folder, also trace some of its steps.
 
-What is traced are three steps that are like the others: they begin where the first program is called again after all
-have run twice, and end with its fourth call from there on. A script without such steps is traced by clocks alone.
+The trace covers three steps. It begins when the first program is called again after all programs have run twice, and
+ends with the fourth call after that. If a script has no such steps, the report uses the clocks of the session.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 3
 
 
 class Window:
-    """A watcher that starts torch's profiler and stops it."""
+    """A watcher that starts and stops torch's profiler."""
 
     def __init__(self, session: Session, ranges: Ranges) -> None:
         self.session, self.ranges = session, ranges
@@ -51,7 +51,7 @@ class Window:
         return run
 
     def turn(self) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         if self.profiler is not None:
             self.left -= 1
             if not self.left:
@@ -75,14 +75,14 @@ class Window:
 
 
 def run_script(script: Path, arguments: Sequence[str], folder: Path | None = None) -> tuple[Session, int]:
-    """What was seen, and the exit status of the script."""
+    """Run a script. Returns the session and the script's exit status."""
     if not script.is_file():
         raise OptionError(f"there is no file {script}")
     out = None if folder is None else made_folder(folder)
     session, ranges = Session(), Ranges()
     window = Window(session, ranges)
     if out is not None:
-        session.watchers += [ranges, window]  # the window stands around the others
+        session.watchers += [ranges, window]  # the window is outermost
     with config.override(graph_cache=False), session:
         status = executed(script, arguments)
     if out is not None:
@@ -102,7 +102,7 @@ def executed(script: Path, arguments: Sequence[str]) -> int:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1 if end.code else 0
-    except Exception:  # of the script: what was seen until then is shown
+    except Exception:  # raised by the script: still report what happened until then
         traceback.print_exc()
         return 1
     finally:

@@ -1,4 +1,4 @@
-"""What is seen of a program while a session is open: graphs, breaks, recompilations, times of steps, caches.
+"""A session watches what happens while it is open: graphs, breaks, recompilations, times of steps, caches.
 
     with Session() as session: ...
     show(session)                      # report/session.py
@@ -27,7 +27,7 @@ from .clocks import Clocks
 
 @dataclass
 class Before:
-    """Where torch's counters and ours stood."""
+    """The counters of torch and ours when the session began."""
 
     compilations: int = field(default_factory=lambda: len(compilations()))
     breaks: int = field(default_factory=lambda: len(breaks()))
@@ -36,7 +36,7 @@ class Before:
 
 
 class Session:
-    """`watchers` stand around the programs, the last of them outermost; clocks do if nobody else does."""
+    """`watchers` are put around programs, the last one outermost. Without any, clocks are used."""
 
     def __init__(self, *watchers: Watcher) -> None:
         self.graphs: list[Compiled] = []
@@ -60,33 +60,33 @@ class Session:
         bind_anew()
 
     def known(self) -> list[Compiled]:
-        """The graphs that there are, those from before included."""
+        """All graphs in use, including those compiled before the session."""
         return [*self.graphs, *(h for h in BOUND if isinstance(h, Compiled) and h not in self.graphs)]
 
     def compilations(self) -> Sequence[Compilation]:
         return compilations()[self.before.compilations:]
 
     def functions(self) -> dict[str, Compilation]:
-        """What Dynamo compiled, by its numbers of functions; those from before included."""
+        """What Dynamo compiled, by frame, including before the session."""
         return {c.frame: c for c in compilations()}
 
     def breaks(self) -> Sequence[Break]:
         return breaks()[self.before.breaks:]
 
     def seconds(self) -> dict[str, list[float]]:
-        """Torch's own clocks."""
+        """Compile times, measured by torch."""
         return {name: times[self.before.seconds.get(name, 0):] for name, times in compilation_time_metrics.items()}
 
     def cache(self) -> Counter[str]:
-        """Of graphs on disk: hit, miss, stored, refused."""
+        """Counts of the graph cache on disk: hit, miss, stored, refused."""
         return disk_cache.stats - self.before.cache
 
     def externs(self) -> Counter[str]:
-        """Operators without a lowering that graphs call as they are."""
+        """Operators without a lowering, for which graphs call ATen."""
         return sum((Counter(g.captured.externs) for g in self.graphs), Counter())
 
     def fallbacks(self) -> list[tuple[str, int, int]]:
-        """Operators of the device that the CPU computed, with calls and bytes; of the whole process."""
+        """Operators of the device that ran on the CPU in this process, with calls and bytes."""
         found = sys.modules.get("flambeau.device.fallback")
         return [] if found is None else found.fallbacks()
 

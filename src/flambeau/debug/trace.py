@@ -1,6 +1,6 @@
-"""`with flambeau.debug.trace("out/"):` a report of what runs inside, as one page, and a trace for Perfetto.
+"""`with flambeau.debug.trace("out/"):` writes a report of what runs inside the block, and a trace for Perfetto.
 
-    out/report.html     graphs, kernels by what they lose against the limit, memory over time, texts
+    out/report.html     where the time went, graphs, kernels ranked by lost time, memory over time, sources
     out/trace.json.gz   for https://ui.perfetto.dev
 """
 
@@ -25,10 +25,10 @@ REPORT, TRACE = "report.html", "trace.json.gz"
 
 @contextmanager
 def trace(folder: str | Path) -> Iterator[Session]:
-    """Trace what runs inside the block, graphs that were compiled before included, and write a report into a folder.
+    """Trace what runs inside the block, and write a report into a folder: `report.html` and `trace.json.gz`.
 
-    Put it around a few steps that are like the others, after the first ones: torch's profiler runs along, and what is
-    compiled inside is counted with what runs.
+    Put it around a few typical steps, after the first ones. Graphs that were compiled before the block are included.
+    torch's profiler runs during the block. If something is compiled inside the block, its time is part of the report.
     """
     out = made_folder(folder)
     ranges = Ranges()
@@ -44,7 +44,7 @@ def trace(folder: str | Path) -> Iterator[Session]:
 
 
 def write_report(out: Path, session: Session, found: Profile) -> None:
-    from flambeau.report.trace_page import page  # which reads sessions, and so stands above them
+    from flambeau.report.trace_page import page  # imported here, because it imports this package
 
     (out / REPORT).write_text(page(session, found))
 
@@ -54,7 +54,7 @@ def made_folder(folder: str | Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"{folder} is no folder that a report could go to: {error.strerror}") from None
+        raise OptionError(f"cannot write a report to {folder}: {error.strerror}") from None
     return out
 
 
@@ -65,6 +65,6 @@ def activities() -> list[ProfilerActivity]:
 
 
 def settle() -> None:
-    """What was launched is done."""
+    """Wait until everything that was launched is finished."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

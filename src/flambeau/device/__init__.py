@@ -1,1 +1,1 @@
-"""torch.device("flambeau")."""
+"""The PyTorch device torch.device("flambeau")."""

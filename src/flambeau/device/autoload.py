@@ -1,4 +1,4 @@
-"""The device's name, for PyTorch: `import torch` is enough for `torch.device("flambeau")`.
+"""Makes the name of the device known when torch is imported.
 
 PyTorch calls `autoload` while it is imported (entry point group `torch.backends`), so nothing happens here but that the
 name becomes known. The first tensor on the device starts it (`torch.flambeau._lazy_init`), or says why there is none.

@@ -1,4 +1,4 @@
-"""What torch.compile asks of a device: an interface for Dynamo, and for Inductor a code generator, which it lacks."""
+"""What torch.compile asks of a device: an interface for Dynamo, and the missing code generator of Inductor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies to, from and within the device: any layout, any dtype, conjugated and negated views as well.
+"""Copies to, from and within the device, for all layouts and dtypes, conjugated and negated views included.
 
 Elements travel as they lie: the bytes from a tensor's first to its last element are one copy between host and device.
 What needs more (another dtype, other strides) is done to them on the host.

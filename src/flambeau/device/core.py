@@ -1,4 +1,4 @@
-"""The native core of the device (device_core.cpp), and the driver behind it as C functions.
+"""The native core of the device (device_core.cpp), and its driver as C functions.
 
     core = load_core()
     core.start(driver)      # from here on PyTorch's allocator, guard and hooks of the device are the core's

@@ -1,4 +1,4 @@
-"""The device "flambeau": after `enable_device()`, tensors live on it.
+"""`flambeau.enable_device()`: starts the device, so that tensors can be created on it.
 
     flambeau.enable_device()
     x = torch.randn(3, device="flambeau")

@@ -1,4 +1,4 @@
-"""What leaves the device: DLPack within the process, and a clear no to other processes."""
+"""DLPack within the process, and a clear error for other processes."""
 
 from __future__ import annotations
 

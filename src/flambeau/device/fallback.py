@@ -1,4 +1,4 @@
-"""Operators without a kernel on the device: computed on the CPU, counted, and named once.
+"""Runs operators without a kernel on the CPU, counts them, and prints the name of each once.
 
     flambeau.fallbacks()          # which operators, how often, how many bytes went to the host and back
     FLAMBEAU_FALLBACK=error       # such a call is an error

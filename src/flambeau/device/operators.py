@@ -1,4 +1,4 @@
-"""The operators of the device: every lowering, in every form that PyTorch calls it in.
+"""Registers the operators of the device: all lowerings, in every form in which PyTorch calls them.
 
 A gate (device_gate.cpp) stands before each operator. The first call of a kind asks this file for a program; what there
 is none for goes on to the kernel that PyTorch or fallback.py has.

@@ -1,4 +1,4 @@
-"""torch.distributed on the device: collectives that go through memory of the host, by gloo.
+"""torch.distributed on the device: collectives copy through host memory and use gloo.
 
     torch.distributed.init_process_group("flambeau")     # or "cpu:gloo,flambeau:flambeau"
 

@@ -1,4 +1,4 @@
-"""What kernels of the device that are written in Python have in common."""
+"""What the device's kernels in Python have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers of the device: its generators are a seed and a count, from which every call draws seeds of its own."""
+"""Random state of the device: a generator is a seed and a count, from which each call gets its own seed."""
 
 from __future__ import annotations
 

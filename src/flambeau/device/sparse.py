@@ -1,4 +1,4 @@
-"""Sparse tensors of the device: their indices and values are tensors of it, and the CPU computes with them.
+"""Sparse tensors on the device: indices and values are on the device, and the CPU computes with them.
 
 PyTorch's own sparse kernels that take such a tensor apart, put it together or copy it call other operators and look at
 no memory. These serve the device as they are; all others go to fallback.py, part by part.

@@ -1,4 +1,4 @@
-"""What `torch.flambeau` is: the functions that PyTorch and its users expect of a device's module.
+"""The module `torch.flambeau`, with the functions that PyTorch and its users expect of a device.
 
 Streams and events are `torch.Stream` and `torch.Event`; most of the rest is `torch.accelerator`, for this device.
 The module may stand there before there is a device behind it (autoload.py): what needs one starts it.

@@ -1,1 +1,1 @@
-"""flambeau.accelerate: eager operators on our kernels."""
+"""`flambeau.accelerate`: runs eager operators on our kernels."""

@@ -1,14 +1,15 @@
-"""`accelerate`: eager operators of a device run on our kernels, where those are faster than torch's.
+"""`flambeau.accelerate`: replaces eager operators with our kernels, where these are faster.
 
     flambeau.accelerate("cuda")                 # from here on; .undo() ends it
     with flambeau.accelerate("cpu", only="cumsum"):
         ...
     print(*flambeau.accelerated(), sep="\\n")    # what was replaced, and how often it was used
 
-A native gate (gate.cpp) stands before each operator at the backend's dispatch key, below autograd and autocast. Small
-calls pass it. For a larger one it looks for a program as the device's gates do (any_shape.py). The first call of a
-class is torch's, the second asks this file for a program and waits. From which size on ours are the faster ones is a
-table of the target (`Target.wins`), and no clock has a say: the same calls have the same bits in every process.
+Native code (a gate, gate.cpp) is registered for each operator at the backend's dispatch key, below autograd and
+autocast. Small calls go straight to torch. For a larger call the gate looks for a program, as on the device
+(any_shape.py). The first call of a class runs torch's kernel; the second asks this file for a program and waits for it.
+A table of the target (`Target.wins`) says from which size on our kernels are faster. Nothing is timed at run time, so
+the same calls have the same bits in every process.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from .refusal import refusal
 
 log = logging.getLogger(__name__)
 
-MOST_KERNELS = 64  # of one shape, for one form of an operator: where none serves many, it would compile for ever
-UNTRIED = 1 << 15  # elements, for operators that only their user's wish replaces
+MOST_KERNELS = 64  # kernels for single shapes, per form of an operator; without a limit, it might compile for ever
+UNTRIED = 1 << 15  # elements; the size limit of operators that are only replaced if `only` names them
 
 
 # ---- what users call -----------------------------------------------------------------------------------
@@ -58,15 +59,15 @@ UNTRIED = 1 << 15  # elements, for operators that only their user's wish replace
 
 def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | None = None,
                exclude: str | Iterable[str] | None = None, *, wait: bool = False) -> Acceleration:
-    """Replace eager operators of a device, until `undo()` of what this returns or the end of its `with` block.
+    """Replace eager operators of a device type with our kernels.
 
-    `only` and `exclude` name operators ("cumsum") or groups of them ("max pooling"). With `wait` the first call of a
-    class waits for its program, and not the second. Without `only`, steps of torch's optimizers and the clipping of
-    gradients run on our kernels as well.
+    Returns an object with `undo()`, which is also a context manager. `only` and `exclude` name operators ("cumsum") or
+    groups ("max pooling"). `wait`: compile at the first call of a class instead of the second. Without `only`, steps of
+    torch's optimizers and gradient clipping also run on our kernels.
     """
     kind = torch.device(device)
     if kind.index is not None:
-        raise OptionError(f"operators are replaced on all devices of a type, and {kind} is one of them",
+        raise OptionError(f"operators are replaced on all devices of a type, not only on {kind}",
                           hint=f"accelerate({kind.type!r})")
     target = target_of(kind, config.target)
     if target is None:
@@ -82,7 +83,7 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
 
 
 def accelerated() -> list[Replaced]:
-    """The operators that are replaced now, the most used first."""
+    """The operators that are currently replaced, with counts of calls. The most used come first."""
     with _LOCK:
         rows = [gate.row() for gate in _GATES.values() if gate.holders]
     return sorted(rows, key=lambda row: (-row.ours, -row.original, row.operator))
@@ -90,17 +91,17 @@ def accelerated() -> list[Replaced]:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A form of an operator with a gate before it."""
+    """One replaced operator, and its calls since it was replaced."""
 
     operator: str
     device: str
     group: str
-    elements: int  # from which a call is looked at
-    ours: int  # calls since it was replaced
-    original: int
-    kernels: int  # kinds of calls that ours serve
-    apart: int  # those whose results torch lays out in another way, and keeps
-    refused: dict[str, int] = field(default_factory=dict)  # why there is none, and for how many kinds of calls
+    elements: int  # smaller calls always go to torch
+    ours: int  # calls that ran our kernels
+    original: int  # calls that ran torch's kernels
+    kernels: int  # number of classes of calls with a kernel of ours
+    apart: int  # classes that stay with torch, because its results have other strides
+    refused: dict[str, int] = field(default_factory=dict)  # why classes have no kernel of ours, with counts
 
     def __str__(self) -> str:
         text = f"{self.operator} ({self.device}, from {self.elements} elements): {self.ours} calls ours, " \
@@ -110,7 +111,7 @@ class Replaced:
 
 
 class Acceleration:
-    """What one `accelerate` replaced."""
+    """The result of one `accelerate`: `undo()` ends it, and so does the end of a `with` block."""
 
     def __init__(self, native: Gates, device: str, key: str, forms: dict[Form, int], wait: bool,
                  steps: EagerSteps | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One program for calls of many shapes: their sizes are symbols while it is made, and read from the tensors at the run.
+"""One program for calls of many shapes: sizes are symbols when it is compiled, and are read at run time.
 
 Calls of a class differ in nothing but sizes from two on, and in what follows from those: operator, dtypes, ranks, order
 and gaps of memory, sizes of zero and one, numbers and options are the same. What torch and the lowerings assumed about

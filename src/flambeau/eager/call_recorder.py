@@ -1,4 +1,4 @@
-"""The operators that a function of tensors calls, written into an FX graph.
+"""Records the operators that a function calls as an FX graph.
 
 While torch's `make_fx` traces, its flags and patches hold for the whole process, and a compiled function that another
 thread calls then refuses to run. Programs for hot shapes are made in the background, so their calls are recorded by a

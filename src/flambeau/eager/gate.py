@@ -1,4 +1,4 @@
-"""The native gates (gate.cpp): compiled once for each torch, with the signatures of the operators they stand before."""
+"""The native code in front of eager operators (gate.cpp), compiled once for each version of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs for classes of calls on disk: a later process, or another machine, lowers and compiles nothing for them.
+"""Stores the programs of eager calls on disk, so that later processes do not compile them.
 
 They lie in the folder of the kernels, under what decides them: the class, the settings, releases and our source, the
 machine. `flambeau cache --export` takes them along.

@@ -1,4 +1,4 @@
-"""One call of an eager operator as a graph, and the program that serves calls like it.
+"""One call of an eager operator as a graph, and the program for calls like it.
 
 The graph is the functional operator; what the form writes to is written at its end. Operators that torch or we put
 together out of others are taken apart first.

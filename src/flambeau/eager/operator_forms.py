@@ -1,4 +1,4 @@
-"""Which eager operators can be replaced, by group, and the forms in which each is called.
+"""The eager operators that can be replaced, by group, and the forms in which each is called.
 
 A group is what a target knows: `Target.wins` says from how many elements its kernels of a group beat those of
 torch. Which operators are in one, their lowerings say (`@lower(..., group=...)`); how out= and in-place forms come from

@@ -1,4 +1,4 @@
-"""What eager refuses: a call is tried on the CPU before the device makes a program for calls like it.
+"""Tries a call on the CPU before it is compiled for the device, so that eager's errors are raised.
 
 A lowering says what an operator computes, and would do so for truth values that eager does not subtract, or a source of
 another shape than its index. What an operator checks stands in its kernels alone; so they are asked. A program that

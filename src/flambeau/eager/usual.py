@@ -1,4 +1,4 @@
-"""The usual calls of eager programs, made once: what serves classes of calls like them is built, and kept on disk.
+"""Common eager calls, which `flambeau warm` makes to compile their programs ahead of time.
 
 Each row is a part of a model, forward and backward, or an optimizer's steps, at sizes that tell the classes apart: a
 batch of several and one of one, as in training and decoding. Other sizes of a class need no program of their own.

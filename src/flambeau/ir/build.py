@@ -1,4 +1,4 @@
-"""How lowerings make nodes: `pointwise`, `reduce`, `scan`, `segment`, `scatter`, `extern` in the current graph."""
+"""Functions with which lowerings make nodes: `pointwise`, `reduce`, `scan`, `segment`, `scatter`, `extern`."""
 
 from __future__ import annotations
 

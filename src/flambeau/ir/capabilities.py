@@ -1,4 +1,4 @@
-"""What the passes may know of a machine, as plain data."""
+"""What the compiler passes know about a machine, as plain data."""
 
 from __future__ import annotations
 

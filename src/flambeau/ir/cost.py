@@ -1,4 +1,4 @@
-"""How much an expression costs, roughly: enough to decide what to compute twice and what to divide among threads."""
+"""A rough cost of an expression, to decide what to compute twice and what to run in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dtype rules: categories, type promotion, the precision arithmetic is done in."""
+"""Dtype rules: categories, type promotion, and the precision of arithmetic."""
 
 from __future__ import annotations
 

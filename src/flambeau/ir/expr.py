@@ -1,4 +1,4 @@
-"""Scalar expressions: typed, interned, immutable. What a kernel computes at one point of its domain.
+"""Scalar expressions: what a kernel computes at one point. They are typed, immutable and interned.
 
 An expression is a DAG node `(op, dtype, args, attr)`; equal expressions are the same object. Leaves:
 

@@ -1,4 +1,4 @@
-"""What a kernel can find wrong with its data, and the error that eager raises for it.
+"""Errors that a kernel can find in its data, and the errors that eager raises for them.
 
 A kernel returns the worst fault it met as one number of 63 bits, so that threads and lanes join theirs by a maximum:
 the kind, the dimension, which of several sizes of that kind and dimension was exceeded, and the offending index.

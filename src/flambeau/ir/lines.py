@@ -1,4 +1,4 @@
-"""How an expression walks memory: which variables it walks as one, and whose elements lie next to each other."""
+"""How an expression accesses memory: which variables form one, and which elements are adjacent."""
 
 from __future__ import annotations
 

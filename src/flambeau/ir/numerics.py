@@ -1,4 +1,4 @@
-"""The numerics policy as plain data: what a compiled graph may compute otherwise than eager does.
+"""The numerics policy as plain data: where a compiled graph may compute differently from eager.
 
 A graph carries its policy. Lowerings, passes and targets ask it, and nobody else looks at the setting. To be exact is
 to have the bits of eager's kernels on the graph's device; what differs between those devices is a row in `EAGER`.

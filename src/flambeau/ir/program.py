@@ -1,4 +1,4 @@
-"""What the scheduler hands on: kernels as loop nests, and the Program that runs them. Plain data.
+"""What the scheduler produces: kernels as loop nests, and the Program that runs them, as plain data.
 
 In a kernel every read is `load(buffer, (address,))` with one linear element address, or `local(name)`, a value
 that the same kernel computed. A loop kernel walks `outer` (the points it is parallel over) and, inside, `inner`

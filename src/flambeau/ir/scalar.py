@@ -1,4 +1,4 @@
-"""The functions a lowering writes its formula with: exp, where, clamp, minimum and their kin, on expressions."""
+"""The functions with which lowerings write formulas: exp, where, clamp, minimum and so on, on expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stable sort along one axis, made of the other nodes: ranks of short rows, a radix sort of long ones.
+"""A stable sort along one axis, built from other nodes: ranks for short rows, radix sort for long ones.
 
 What is sorted is a key for each element, an integer that is not negative and orders as torch does: NaN above all else,
 zeros of both signs alike. A key of up to 32 bits and the element's place in its row share one word of 64, so that one

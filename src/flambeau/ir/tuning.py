@@ -1,4 +1,4 @@
-"""The numbers by which loops are shaped, one table for each kind of machine: a value, its unit, and the reason for it.
+"""The numbers that shape loops, one table for each kind of machine: value, unit and reason.
 
     from flambeau.ir.tuning import CPU
     CPU.long_row          # 8192

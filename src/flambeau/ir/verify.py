@@ -1,4 +1,4 @@
-"""The verifier: what must hold of every graph, said in words when it does not."""
+"""The verifier: checks the rules that every graph must obey, and explains violations."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""C++ against torch's own headers, and the build of it."""
+"""C++ code that uses torch's headers, and its build."""

@@ -1,4 +1,4 @@
-"""C++ against torch's own headers: compiled once for each torch and Python, then taken from the cache on disk."""
+"""Builds C++ code that uses torch's headers, once for each version of torch and Python."""
 
 from __future__ import annotations
 

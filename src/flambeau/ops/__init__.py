@@ -1,4 +1,4 @@
-"""What each operator computes: one lowering per ATen operator, in files by family, with all that is known of it."""
+"""The operators: one lowering for each ATen operator, in files by family, and facts about operators."""
 
 from .facts import LOWERINGS, ops_loaded
 

@@ -1,5 +1,5 @@
-"""Attention: whole for the libraries that have a kernel for it, and where a machine has none, two products with a
-softmax between them, five for the gradient.
+"""Attention: a library call if the machine has one; otherwise two matrix products with a softmax between them (five
+products for the gradient).
 
 Torch chooses a library's kernel for each call, by switches, sizes and strides, and takes the call apart into products
 and a softmax where none takes it. That is slow on GPUs (in float32, with all scores in memory), so arguments that no

@@ -1,4 +1,4 @@
-"""Casts and copies: the same numbers in another dtype or another place."""
+"""Casts and copies: the same numbers in another dtype or place."""
 
 from __future__ import annotations
 

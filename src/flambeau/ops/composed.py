@@ -1,5 +1,5 @@
-"""Operators that the device makes of others: those whose results are as large as data say, and their users; draws that
-sort; and many parts in a row. NotImplemented hands a call to the CPU."""
+"""Operators that the device composes of others: results whose size depends on data, random draws that need a sort, and
+long concatenations. NotImplemented leaves a call to the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contractions: matrix products of all kinds. Thin ones are loops, others a library's or kernels of their own."""
+"""Matrix products of all kinds: small ones are loops, others are library calls or kernels of our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions with their gradients, transposed ones too, where a machine has no library for them.
+"""Convolutions, also transposed, with their gradients, for machines without a library for them.
 
 With y the side that a convolution makes (channels o, places q) and x the side that it reads (channels c, places p), all
 of them are one of three sums:

@@ -1,4 +1,4 @@
-"""Embeddings and bags of embeddings: rows of a table by index, reduced over bags, with their gradients."""
+"""Embeddings and embedding bags: rows of a table by index, reduced over bags, with gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators without a lowering: what is known of them."""
+"""Facts about operators without a lowering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors out of nothing: constants, ranges, windows."""
+"""Operators that create tensors: constants, ranges, windows."""
 
 from __future__ import annotations
 

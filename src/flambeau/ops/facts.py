@@ -1,4 +1,4 @@
-"""What is known of an operator: `@lower` and `describe` say it, its schema and its tags tell the rest.
+"""Facts about operators: given to `@lower` and `describe`, or taken from the operator's schema and tags.
 
     @lower(aten.hardswish, exact=WIDE, group="light activations")    # beside its formula
     describe(aten.convolution.default, library=True)                                   # without a lowering of its own

@@ -1,4 +1,4 @@
-"""Resizing of byte images in fixed point, as ATen and PIL do it: 16-bit weights, rounded after each dimension."""
+"""Resizing of byte images in fixed point, as in ATen and PIL: 16-bit weights, rounded after each dimension."""
 
 from __future__ import annotations
 

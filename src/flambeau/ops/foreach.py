@@ -1,4 +1,4 @@
-"""Operators on lists of tensors: each is the operator on one tensor, applied along the lists."""
+"""Operators on lists of tensors: the operator on one tensor, applied to each."""
 
 from __future__ import annotations
 

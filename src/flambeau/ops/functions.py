@@ -1,4 +1,4 @@
-"""Functions and methods of torch, by the names that Dynamo's graphs have for them: what is known of them.
+"""Facts about functions and methods of torch, by their names in Dynamo's graphs.
 
 They become operators only after a graph has been cut into regions and looked for in the cache. Nothing is imported here
 that a process without a compilation can do without.

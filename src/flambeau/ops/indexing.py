@@ -1,4 +1,4 @@
-"""Reads at computed places: advanced indexing, index_select, gather, take."""
+"""Reads at computed indices: advanced indexing, index_select, gather, take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Negative log-likelihoods: x[n, class, ...] picked by target[n, ...]. Torch takes the other losses apart itself."""
+"""Negative log-likelihood losses. torch decomposes the other losses itself."""
 
 from __future__ import annotations
 

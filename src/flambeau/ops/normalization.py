@@ -1,4 +1,4 @@
-"""Normalisation with its gradients: layer, RMS, batch and group norm, and weight norm.
+"""Normalisation with gradients: layer, RMS, batch, group and weight norm.
 
 With xhat = (x - mean) * rstd, y = xhat * weight + bias, g the gradient of y and h = g * weight, and averages
 taken over the elements that share one mean,

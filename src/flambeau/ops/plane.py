@@ -1,4 +1,4 @@
-"""Positions in planes: what pooling, grid sampling and upsampling share."""
+"""Positions in images, used by pooling, grid sampling and upsampling."""
 
 from __future__ import annotations
 

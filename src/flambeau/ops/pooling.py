@@ -1,4 +1,4 @@
-"""Pooling over windows, and the gradients as gathers: a position visits the windows that hold it."""
+"""Pooling over windows. Gradients are gathers: a position visits the windows that contain it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers: Philox 4x32-10, counted by element: a draw depends on its seed and its place alone.
+"""Random numbers: Philox 4x32-10. A number depends only on the seed and the position of the element.
 
 Every random operator has a seed of its own, drawn anew for each run; an element's linear index is its
 counter and gives it four words of 32 bits. Where four neighbours can share a draw, those that need one word each

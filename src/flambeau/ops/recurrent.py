@@ -1,4 +1,4 @@
-"""Recurrent cells as torch asks devices for them: one fused operator, which the CPU does not have."""
+"""Recurrent cells, as fused operators that torch expects of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions: sums, products, means, variances, extrema with and without their index, any and all, norms."""
+"""Reductions: sums, products, means, variances, extrema with and without index, any, all, norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry: `@lower` binds an operator to the one function that knows it; `@pointwise` makes one of a formula."""
+"""The registry of lowerings: `@lower` binds an operator to its function; `@pointwise` makes one from a formula."""
 
 from __future__ import annotations
 

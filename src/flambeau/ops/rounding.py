@@ -1,4 +1,4 @@
-"""Where eager's kernels round: what a formula is written with so that it has their bits where the policy asks for it.
+"""Helpers for formulas that have to round exactly where eager's kernels do.
 
 nvcc and g++ contract a * b + c to one rounding; kernels for small floats compute in float32, most of them up to the
 end, some step by step. Read from the machine code of eager's kernels, or of the same formulas compiled with nvcc.

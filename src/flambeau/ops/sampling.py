@@ -1,4 +1,4 @@
-"""Grid sampling: an image read at real positions, with the gradients of the image and of the grid.
+"""Grid sampling: reads an image at real positions, with gradients of the image and the grid.
 
 ATen has two sets of formulas, equal but for rounding and for what is not a number. A point that lies on the
 border in the one may lie beside it in the other, so a lowering follows its operator's (`Axis`, `PlainAxis`).

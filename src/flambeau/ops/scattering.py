@@ -1,4 +1,4 @@
-"""Writes at computed places: index_put, index_add and kin, scatter, masked_scatter, put.
+"""Writes at computed indices: index_put, index_add, scatter, masked_scatter, put.
 
 Where several writes meet, `set` keeps the last in order of the source, as ATen does on one thread.
 """

@@ -1,4 +1,4 @@
-"""One dimension at a time: sums with weights from a table (resizing and its gradient), shares of a dimension."""
+"""Operators that work on one dimension at a time: weighted sums from a table, such as resizing."""
 
 from __future__ import annotations
 

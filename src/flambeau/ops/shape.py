@@ -1,4 +1,4 @@
-"""Shape operators that make new arrays: joining, padding, rearranging, and patches (im2col, col2im)."""
+"""Shape operators that create new arrays: concatenation, padding, rearranging, patches (im2col, col2im)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax and its kin: the largest of a row, the sum of exponentials below it, a map back over the row."""
+"""Softmax, log-softmax and logsumexp: maximum of a row, sum of exponentials, and a map over the row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sorts, what is chosen by order (topk, kthvalue, medians, mode), and searches in what is sorted.
+"""Sorts, selection by order (topk, kthvalue, medians, mode), and searches in sorted data.
 
 Where a machine has no sort of its own (`Capabilities.sorts`), they are made of the other nodes: ir/sort.py.
 """

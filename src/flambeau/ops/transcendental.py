@@ -1,4 +1,4 @@
-"""Exponentials, logarithms, trigonometric and hyperbolic functions, and what is made of them."""
+"""Exponentials, logarithms, trigonometric and hyperbolic functions, and functions built from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Upsampling: nearest, linear and cubic resizing, one dimension after the other, with gathered gradients.
+"""Upsampling: nearest, linear and cubic, one dimension at a time. Gradients are gathers.
 
 A resize is a matrix for each dimension, with a few taps in a row. The taps are tables as long as the dimension,
 computed once; what runs over the image are products of table and neighbours. The gradient reads columns of the same

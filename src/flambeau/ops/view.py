@@ -1,4 +1,4 @@
-"""Views: every one is a change of index and costs nothing; its scatter and backward forms stand beside it."""
+"""Views: each is a change of the index and costs nothing. Their scatter and backward forms are beside them."""
 
 from __future__ import annotations
 

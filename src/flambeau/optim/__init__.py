@@ -1,1 +1,1 @@
-"""Steps of optimizers and clipping, as kernels along tables of tensors."""
+"""Optimizer steps and gradient clipping, as kernels over tables of tensors."""

@@ -1,4 +1,4 @@
-"""Clipping of gradients by their norm: one pass along a table for the norm, and one to scale.
+"""Gradient clipping by norm: one pass over all tensors for the norm, and one to scale.
 
 The norm of all tensors together is that of the blocks that they are cut into: which thread or program takes which block
 decides nothing, so results do not depend on the run.
@@ -27,6 +27,7 @@ from flambeau.pipeline import LOCK
 from flambeau.runtime.address_tables import counts_of, words
 from flambeau.runtime.memory_layout import dense
 from flambeau.runtime.tensor_lists import Watch
+from flambeau.runtime.watchers import BOUND
 from flambeau.schedule.tensor_tables import PLACE
 from flambeau.targets.base import Run, Target
 from flambeau.torch_compat.ops import foreach_mul_
@@ -67,7 +68,7 @@ class NormGroup:
     partial: Run  # what each of their blocks comes to
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
     """The norm of tensors with these dtypes, sizes and layouts."""
 
@@ -75,6 +76,13 @@ class Plan:
     groups: list[NormGroup]
     compute: DType
     result: DType
+    stale: bool = False  # its programs were bound for other watchers
+
+    def __post_init__(self) -> None:
+        BOUND.add(self)
+
+    def bind_again(self) -> None:
+        self.stale = True
 
 
 _PLANS: dict[tuple[Any, ...], list[Plan]] = {}
@@ -85,10 +93,10 @@ def norm_of(tensors: list[torch.Tensor], order: float, wanted: str | None) -> to
     device = tensors[0].device
     with _ALONE:
         plans = _PLANS.setdefault((len(tensors), order, wanted), [])
-        plan = next((p for p in plans if p.watch.check([tensors])), None)
+        plan = next((p for p in plans if not p.stale and p.watch.check([tensors])), None)
         if plan is None:
             plan = planned(tensors, order, wanted)
-            plans[:] = [plan, *plans[: MOST_PLANS - 1]]
+            plans[:] = [plan, *[p for p in plans if not p.stale][: MOST_PLANS - 1]]
         found = [g.partial([plan.watch.addresses[g.members]])[0] for g in plan.groups]
         every = torch.cat([t.to(device, plan.compute) for t in found])
     norm = ORDERS[order][2](every) if len(every) else torch.zeros((), dtype=plan.compute, device=device)

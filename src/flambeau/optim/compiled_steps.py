@@ -1,4 +1,4 @@
-"""torch.compile of an optimizer's step, or of the clipping of gradients: Dynamo traces none of it.
+"""Compiled optimizer steps and gradient clipping: Dynamo does not trace them, we run our kernels instead.
 
 To trace a step over two thousand parameters takes Dynamo and AOTAutograd minutes, and most of it is bookkeeping of
 tensors one by one. So where this backend compiles, the frames of torch's optimizers run as they are, and the functions

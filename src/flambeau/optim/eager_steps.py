@@ -1,4 +1,4 @@
-"""Uncompiled steps of optimizers on an accelerated device: the kernels of compiled ones, rounded as eager does.
+"""Optimizer steps in eager mode on an accelerated device: the kernels of compiled steps, with eager's rounding.
 
 Nothing is imported for it before the first step of any optimizer. Clipping of gradients is ours from that step on.
 """

@@ -1,4 +1,4 @@
-"""Functions over lists of tensors, such as the steps of torch's optimizers, as one kernel for all tensors of a kind.
+"""Runs functions over lists of tensors, such as optimizer steps, as one kernel for all tensors of a kind.
 
 Such a function computes each row of its lists (a parameter, its gradient, its states) by itself. So one row of each
 kind, that is of each combination of dtypes, is compiled (row_kernels.py), and its kernels go along a table of all rows:
@@ -27,6 +27,7 @@ from flambeau.runtime import tensor_lists
 from flambeau.runtime.address_tables import words
 from flambeau.runtime.memory_layout import dense
 from flambeau.runtime.tensor_lists import PLAIN, Watch
+from flambeau.runtime.watchers import BOUND
 from flambeau.targets.base import Run
 from flambeau.torch_compat.dispatch import count_dispatch_modes
 from flambeau.torch_compat.optim import COUNT
@@ -41,7 +42,7 @@ MOST_PARTS = 64  # of the rows of one kind, of which each has tables
 DECLINED: Counter[str] = Counter()  # reasons why calls were left to torch
 
 
-@dataclass
+@dataclass(eq=False)
 class Class:
     """Rows of one kind."""
 
@@ -50,6 +51,13 @@ class Class:
     variants: list[Variant | Declined]
     # Along tables of some or all of the rows: which, if not all that there are.
     runs: dict[Any, tuple[torch.Tensor | None, list[Run]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        BOUND.add(self)
+
+    def bind_again(self) -> None:
+        """Bind the programs anew at the next call, because the watchers changed."""
+        self.runs.clear()
 
 
 @dataclass

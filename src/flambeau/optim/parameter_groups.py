@@ -1,4 +1,4 @@
-"""The lists that an optimizer gathers from its groups before each step, remembered.
+"""Caches the lists of tensors that an optimizer collects from its parameter groups in each step.
 
 Torch goes through all parameters in Python: two thousand take it longer than the step takes a GPU. What it finds are
 the parameters, their gradients and their states. As long as those are the same objects, and gradients come in the same

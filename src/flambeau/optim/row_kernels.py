@@ -1,4 +1,4 @@
-"""One row of a function over lists of tensors, traced and compiled into kernels along a table of all rows.
+"""Compiles a function over lists of tensors: traces it for one tensor, and makes kernels over a table of all.
 
 Numbers that may change from call to call (a learning rate, the count of steps) are symbols of the trace: numbers of the
 run, computed as Python computes them. Decisions that depend on them become conditions of a `Variant`.

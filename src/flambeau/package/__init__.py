@@ -1,1 +1,1 @@
-"""Packages: a compiled model in one file, without compiler, tracer and torch (docs/reference/package-format.md)."""
+"""Packages: a compiled model in one file, which runs without torch and without a compiler."""

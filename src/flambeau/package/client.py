@@ -1,4 +1,4 @@
-"""The C runtime in Python, by ctypes: the shared library out of a package, and its structures."""
+"""Python binding (ctypes) of the C runtime: the shared library in a package, and its structures."""
 
 from __future__ import annotations
 

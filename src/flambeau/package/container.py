@@ -1,4 +1,4 @@
-"""The container of a package: a header, a table of sections, and sections at multiples of 64 bytes.
+"""The file format of packages: a header, a table of sections, and sections aligned to 64 bytes.
 
     write("model.flam", [Section(INDEX, "index", data), ...])
     sections = read("model.flam")          # DamagedPackage unless every byte is what was written

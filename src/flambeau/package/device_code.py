@@ -1,4 +1,4 @@
-"""Code of packages for GPUs and OpenCL devices: machine code of Triton kernels, or texts that a driver compiles.
+"""Device code of packages: machine code of Triton kernels, or OpenCL sources that a driver compiles.
 
 A kernel becomes a `DeviceKernel`: which functions are launched, under which condition, and how many groups of each, as
 Python expressions over the kernel's sizes; `plan.py` makes numbers of the run of them. The code itself is a section of

@@ -1,4 +1,4 @@
-"""flambeau.export: a model, traced by torch.export and compiled ahead of time, in one file.
+"""`flambeau.export`: traces a model with torch.export, compiles it, and writes it to one file.
 
     flambeau.export(model, (x,), "model.flam", dynamic_shapes={"x": {0: torch.export.Dim("N")}})
 """

@@ -1,4 +1,4 @@
-"""What a package says of itself: methods, inputs and outputs, weights, targets. Needs neither torch nor NumPy."""
+"""The index of a package: methods, inputs, outputs, weights, targets. Needs neither torch nor NumPy."""
 
 from __future__ import annotations
 

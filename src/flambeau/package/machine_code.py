@@ -1,4 +1,4 @@
-"""Machine code of packages: the kernels of a target as one shared object, and the runtime that loads it.
+"""CPU machine code of packages: the kernels as one shared object, and the runtime that loads it.
 
 Neither needs OpenMP, libtorch or Python: kernels reach threads through a table that the runtime gives them.
 """

@@ -1,4 +1,4 @@
-"""flambeau.load: a package as an object with methods, without tracing, without a compiler, and without torch.
+"""`flambeau.load`: a package as a Python object with methods. Needs neither torch nor a compiler.
 
     module = flambeau.load("model.flam")
     y = module.forward(x)                          # NumPy arrays, or torch tensors where torch is there

@@ -1,4 +1,4 @@
-"""A Program as the runtime of packages takes it: words for how numbers are found, where buffers lie, what is launched.
+"""Encodes a Program for the C runtime: how to compute sizes, where buffers are, what to launch.
 
 Every number of a run (a size, an offset, a scale) is found from those before it by one operation, so that the runtime
 interprets no expressions, and a file cannot hold a cycle of them. Their order is that of

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of packages: whose key made a file, where checksums only say that it is whole.
+"""Ed25519 signatures of packages: they show who made a file. Checksums only show that it is complete.
 
     flambeau.export(model, args, "model.flam", sign="private.pem")
     flambeau.load("model.flam", verify="public.pem")

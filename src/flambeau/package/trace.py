@@ -1,4 +1,4 @@
-"""Methods of a package: functions and modules as torch.export traces them, with names, ranges and nesting."""
+"""Traces the methods of a package with torch.export, with names, ranges and nested arguments."""
 
 from __future__ import annotations
 

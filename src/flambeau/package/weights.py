@@ -1,4 +1,4 @@
-"""The weights of a package: a section that is a safetensors file, each tensor once and at a multiple of 64 bytes."""
+"""The weights of a package: a section in safetensors format, each tensor once, aligned to 64 bytes."""
 
 from __future__ import annotations
 

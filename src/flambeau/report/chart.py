@@ -1,6 +1,6 @@
-"""A chart of ratios, or of seconds, on a logarithmic axis, as SVG: our bar on each line, and a mark for every peer.
+"""Charts of ratios or seconds on a logarithmic axis, as SVG: on each line a bar for us, and a mark for every peer.
 
-Written by hand, as a page of docs is no reason for a plotting library.
+Written without a plotting library, so that the documentation needs none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARKS = {
     "square": "<rect x='{l:.1f}' y='{t:.1f}' width='7' height='7' fill='{c}' stroke='#ffffff' stroke-width='0.8'/>",
     "diamond": "<path d='M{x:.1f} {t:.1f} l4 4 l-4 4 l-4 -4 z' fill='{c}' stroke='#ffffff' stroke-width='0.8'/>",
 }
-MARKS["bar"] = MARKS["square"]  # in the legend
+MARKS["bar"] = MARKS["square"]  # used in the legend
 
 
 def mark(series: Series, x: float, y: float) -> str:
@@ -45,7 +45,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", size: int = 12, 
 
 
 def ratio_chart(title: str, lines: Sequence[Line], series: Sequence[Series], unit: str = "×") -> str:
-    """One line for each case. The series whose mark is "bar" is drawn as one, with its number behind it."""
+    """One line for each case. A series with the mark "bar" is drawn as a bar, with its number at the right."""
     values = [v for _, ratios in lines for v in ratios.values()]
     low, high = min(0.9, *values), max(2.0, *values) * 1.1
     bottom = TOP + PITCH * len(lines)

@@ -1,4 +1,4 @@
-"""A comparison with eager as a page: tables, a histogram of ulps, and the first operator that differs."""
+"""The web page of `flambeau compare`: tables, a histogram of ulps, and the first operator that differs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flambeau.compare.first_difference import First
 from flambeau.report.sheet import html_page
 
 HEADINGS = ("", "type", "differ", "of", "most ulps", "error of eager", "compiled", "ratio", "")
-BAR, GAP, TALL, LEFT, TOP = 34, 10, 180, 44, 24  # of the plot, in pixels
+BAR, GAP, TALL, LEFT, TOP = 34, 10, 180, 44, 24  # sizes in the histogram, in pixels
 
 STYLE = """tr.differs td:first-child { box-shadow: inset 4px 0 #ee6677 }
 tr.equal td:first-child { box-shadow: inset 4px 0 #228833 }
@@ -24,7 +24,7 @@ svg text { font: 11px system-ui, sans-serif; fill: currentColor } svg rect { fil
 
 
 def cells(d: Difference) -> tuple[str, ...]:
-    """A row of the tables, as text."""
+    """The cells of one row, as text."""
     ratio = "" if d.ratio is None else "∞" if math.isinf(d.ratio) else f"{d.ratio:.2f}"
     errors = ("" if e is None else f"{e:.2e}" for e in (d.rms_eager, d.rms_compiled))
     return (d.name, f"{d.dtype}{list(d.shape)}", f"{d.differ:,}", f"{d.total:,}", f"{d.max_ulps:,}", *errors, ratio,
@@ -36,7 +36,7 @@ def page(report: Comparison, title: str) -> str:
 
 
 def fragment(report: Comparison) -> str:
-    """The same inside of another page, such as a notebook."""
+    """The same content for use inside another page, such as a notebook."""
     return f"<style>{STYLE}</style>" + "\n".join(parts(report))
 
 
@@ -45,14 +45,14 @@ def parts(report: Comparison) -> list[str]:
     for heading, first in [("The first difference", report.first), *(("Also", f) for f in report.also)]:
         body += about(heading, first) if first is not None else []
     if report.histogram:
-        body += ["<h2>How many ulps they differ by</h2>", plot(report.histogram)]
+        body += ["<h2>Size of the differences</h2>", plot(report.histogram)]
     body += ["<h2>Results and gradients</h2>", table(report.rows)]
     if report.layers:
-        body += ["<h2>Layers</h2><p>Results of submodules, in a model compiled so that it returns them too.</p>",
+        body += ["<h2>Layers</h2><p>Results of submodules, from a compiled model that also returns them.</p>",
                  table(report.layers)]
     body += [f"<p class=note>{escape(note)}</p>" for note in report.notes]
-    body.append("<p>An error is the root of the mean square of the difference from a float64 reference; the ratio is "
-                "the compiled error as a multiple of eager's.</p>")
+    body.append("<p>Errors are root mean square differences from a float64 reference. The ratio is the error of "
+                "compiled divided by the error of eager.</p>")
     return body
 
 
@@ -77,7 +77,7 @@ def table(rows: Sequence[Difference]) -> str:
 
 
 def plot(bins: Mapping[str, int]) -> str:
-    """Bars on a logarithmic scale: a single value that is far off must be seen beside thousands that are not."""
+    """Bars on a logarithmic scale, so that a single large difference is visible beside thousands of small ones."""
     most = math.log10(max(bins.values()) + 1)
     step = BAR + GAP
     bars = []
@@ -91,7 +91,7 @@ def plot(bins: Mapping[str, int]) -> str:
     width, height, middle = LEFT * 2 + step * len(bins) + 20, TOP + TALL + 100, TOP + TALL / 2
     bars += [f'<line x1="{LEFT - 6}" x2="{width - LEFT}" y1="{TOP + TALL}" y2="{TOP + TALL}" stroke="currentColor"/>',
              f'<text x="{LEFT + step * len(bins) / 2}" y="{height - 6}" text-anchor="middle">difference in ulps</text>',
-             f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">values, logarithmic'
-             "</text>"]
+             f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">'
+             "number of values (logarithmic)</text>"]
     return (f'<svg id=histogram role=img aria-label="differences in ulps" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}">{"".join(bars)}</svg>')

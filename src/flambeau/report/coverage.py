@@ -1,9 +1,9 @@
-"""Which operators have a lowering, in which dtypes: from the registry and PyTorch's own operator tests.
+"""Finds which operators have a lowering, in which dtypes, from the registry and PyTorch's own operator tests.
 
-Nothing is run. A lowering is written for all dtypes of the loop language at once, so what a cell says
-follows from three facts: whether there is a lowering, whether the machine has the dtype, and whether
-PyTorch has the operator in that dtype on the CPU. The last comes from OpInfo, PyTorch's table of operators
-for testing; an operator that is not in it, or every one where it cannot be imported, is marked as assumed.
+No operator is run. A lowering works for all dtypes of the loop language, so a cell follows from three facts: whether
+there is a lowering, whether the machine has the dtype, and whether PyTorch has the operator in that dtype on the CPU.
+The last fact comes from OpInfo, PyTorch's table of operators for tests. An operator that is not in this table is marked
+as assumed, and so are all operators if the table cannot be imported.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 CELLS = {
     "native": "compiled by Flambeau",
-    "partly": "compiled by Flambeau, except for some arguments, with which ATen is called",
+    "partly": "compiled by Flambeau, but ATen is called for some arguments",
     "library": "one call of ATen's library (matrix products, convolutions, attention)",
-    "extern": "called as it is in ATen",
+    "extern": "ATen's operator is called",
     "none": "PyTorch does not have the operator in this dtype on the CPU",
 }
-# On a device that only Flambeau knows there is no ATen to call: the CPU's does it.
+# A device that only Flambeau knows has no ATen kernels. Those of the CPU are used.
 CELLS_OF_A_DEVICE = {
     "native": "a kernel on the device",
-    "partly": "a kernel on the device, except for some arguments, with which it is computed on the CPU",
-    "fallback": "computed on the CPU, and counted (flambeau.fallbacks)",
+    "partly": "a kernel on the device, but some arguments run on the CPU",
+    "fallback": "runs on the CPU, and is counted (flambeau.fallbacks)",
     "unsupported": "PyTorch does not have the operator in this dtype on the CPU",
 }
 _ON_A_DEVICE = {"library": "fallback", "extern": "fallback", "none": "unsupported"}
 LIBRARY, UNLOWERED = "contraction", "without a lowering"  # families
 
-# How names in graphs differ from the names in OpInfo: `_log_softmax_backward_data` is about `log_softmax`.
+# Endings that names in graphs have and names in OpInfo do not: `_log_softmax_backward_data` belongs to `log_softmax`.
 ENDINGS = ("_backward_data", "_backward", "_forward", "_functional", "_copy", "_with_indices", "_kernel",
            "_for_cpu", "_aa", "_dense")
 Dtypes = tuple[set[torch.dtype], set[torch.dtype]]  # forward, backward
@@ -64,9 +64,10 @@ class Operator:
 
 def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | None = None,
              device: bool = False) -> list[Operator]:
-    """Every operator with a lowering, every contraction, and those that are called as they are.
+    """All operators with a lowering, all contractions, and all operators for which ATen is called.
 
-    On a machine, or on the CPU; `device`: for tensors on torch.device("flambeau"), in the words of CELLS_OF_A_DEVICE.
+    `machine`: the machine, by default the CPU. `device`: for tensors on torch.device("flambeau"), with the cells of
+    CELLS_OF_A_DEVICE.
     """
     ops_loaded()
     supported = SUPPORTED if machine is None else machine.dtypes
@@ -84,12 +85,12 @@ def coverage(dtypes: Iterable[torch.dtype] = DTYPES, machine: Capabilities | Non
         row = Operator(name, family_of(overloads), len(set(overloads)), assumed=found is None)
         partly = any(hands_over(LOWERINGS[o]) for o in overloads if o in LOWERINGS)
         best = "library" if library else "extern" if not ours else "partly" if partly else "native"
-        # Views of the device's memory move nothing, whatever it holds.
+        # Views of the device's memory work in every dtype.
         everywhere = best == "library" or (device and all(op.is_view for op in overloads))
         best = "native" if everywhere and best != "library" else best
         for d in dtypes:
             have = found is None or d in found
-            # A library call is ATen's own, whatever the dtype.
+            # Library calls are ATen's, and work in every dtype.
             cell = "none" if not have else best if d in supported or everywhere else "extern"
             row.cells[str(d).removeprefix("torch.")] = _ON_A_DEVICE.get(cell, cell) if device else cell
         rows.append(row)
@@ -107,7 +108,7 @@ def family_of(overloads: list[OpOverload]) -> str:
 
 
 def hands_over(lowering: Callable[..., Any], depth: int = 2) -> bool:
-    """Whether a lowering can return NotImplemented, itself or through functions of its file that it calls."""
+    """Whether a lowering, or a function of the same file that it calls, can return NotImplemented."""
     fn = getattr(lowering, "__wrapped__", lowering)
     if not isinstance(fn, FunctionType):
         return False
@@ -123,10 +124,10 @@ def hands_over(lowering: Callable[..., Any], depth: int = 2) -> bool:
 
 
 def opinfo_dtypes() -> dict[str, Dtypes]:
-    """Operator name -> the dtypes it has on the CPU. Empty where PyTorch's test tables cannot be imported."""
+    """Operator name -> its dtypes on the CPU. Empty if PyTorch's test tables cannot be imported."""
     try:
         from flambeau.torch_compat.testing import operator_tables
-    except ImportError:  # they need packages that PyTorch itself does not
+    except ImportError:  # they need packages that PyTorch does not require
         return {}
     out: dict[str, Dtypes] = {}
     for info in operator_tables():
@@ -141,7 +142,7 @@ def opinfo_dtypes() -> dict[str, Dtypes]:
 
 
 def lookup(name: str, known: dict[str, Dtypes]) -> set[torch.dtype] | None:
-    """The dtypes of an operator as it is called in graphs, by the nearest name that OpInfo has."""
+    """The dtypes of an operator of a graph, found by the closest name in OpInfo."""
     short, backward = name, "_backward" in name
     while True:
         for candidate in (short, short.lstrip("_")):
@@ -154,11 +155,12 @@ def lookup(name: str, known: dict[str, Dtypes]) -> set[torch.dtype] | None:
 
 
 def unlowered(known: dict[str, Dtypes]) -> list[OpOverload]:
-    """Operators that a captured graph calls as they are: neither lowered, nor taken apart, nor a contraction.
+    """Operators for which a graph calls ATen: no lowering, no decomposition, not a contraction.
 
-    Of PyTorch's thousands of internal ones, those of its core set and those that OpInfo tests on the CPU.
+    PyTorch has thousands of internal operators. These are the ones of its core set, and those that OpInfo tests on the
+    CPU.
     """
-    # torch 2.11 takes the forms with named dimensions apart, into the others.
+    # torch 2.11 decomposes the forms with named dimensions into the others.
     taken_apart = (o for o in decompositions(False)
                    if isinstance(o, OpOverload) and "dimname" not in o._overloadname)
     handled = {name_of(o) for o in (*LOWERINGS, *overloads_with("library"), *taken_apart)}
@@ -181,11 +183,11 @@ def unlowered(known: dict[str, Dtypes]) -> list[OpOverload]:
 
 
 def page(rows: list[Operator], target: str, cells: dict[str, str]) -> str:
-    """A page of its own, which filters and searches without anything from elsewhere."""
+    """A self-contained web page with filters and a search."""
     data = {
         "title": f"Operators on {target}",
-        "about": "What follows from the lowerings and from PyTorch's operator tests (OpInfo); nothing was run for it. "
-                 "Operators that PyTorch takes apart before a backend sees them have no row: their parts have.",
+        "about": "From the lowerings and from PyTorch's operator tests (OpInfo); the operators were not run. Operators "
+                 "that PyTorch decomposes before a backend sees them are not listed; their parts are.",
         "cells": cells,
         "families": list(dict.fromkeys(row.family for row in rows)),
         "dtypes": list(rows[0].cells) if rows else [],

@@ -1,4 +1,4 @@
-"""The page docs/reference/exact-operators.md: which operators keep eager's bits by a lowering, and which by a call.
+"""Writes docs/reference/exact-operators.md: which operators are fused with numerics="eager".
 
 python -m flambeau.report.numerics > docs/reference/exact-operators.md
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.facts import facts, is_exact
 
-HEAD = """# Operators with eager's bits
+HEAD = """# Operators that are fused with numerics="eager"
 
-Which operators keep them under `options={"numerics": "eager"}` by a fused lowering, by family. Some that only move
-values (`stack`, `pixel_shuffle`) are taken apart into such; every other one is a call of eager's kernel.
-[Numerics](../guides/numerics.md) says how.
+With `options={"numerics": "eager"}`, results equal eager's bit for bit. The operators in this table have a lowering
+that rounds exactly as eager does, and are fused. Some operators that only move values (`stack`, `pixel_shuffle`) are
+decomposed into such operators. For every other operator, eager's kernel is called.
+[Exact numerics](../guides/numerics.md) explains how.
 
 | family | fused on CUDA | fused on the CPU |
 |---|---|---|
@@ -34,7 +35,8 @@ def page() -> str:
         cuda, cpu = by.get("cuda", set()), by.get("cpu", set())
         same = "the same" if cpu == cuda else ""
         rows += f"| {family} | {', '.join(sorted(cuda)) or '-'} | {same or ', '.join(sorted(cpu)) or '-'} |\n"
-    return f"{HEAD}{rows}\n¹ in float32 and float64; in half precision a call.\n² in float16 a call.\n"
+    return (f"{HEAD}{rows}\n¹ in float32 and float64; in half precision, eager's kernel is called.\n"
+            "² in float16, eager's kernel is called.\n")
 
 
 if __name__ == "__main__":

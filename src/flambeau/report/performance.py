@@ -1,4 +1,4 @@
-"""The pages and charts in docs/results, written from the files that `flambeau bench ... --json` left in results/.
+"""Writes the pages and charts in docs/results, from the files of `flambeau bench ... --json` in results/.
 
     python -m flambeau.report.performance results docs/results
 """
@@ -14,34 +14,38 @@ from typing import Any
 from flambeau.bench.cliffs import WORST, CliffRow, limits
 from flambeau.bench.floors import OURS, PEERS, REFERENCE
 from flambeau.bench.harness import NOISY, comparisons, geometric_mean
-from flambeau.report.chart import Series, ratio_chart
+from flambeau.report.chart import Line, Series, ratio_chart
 from flambeau.report.sheet import Parts, Sheet, markdown
 from flambeau.results_file import read_results
 
-CHART, COMPILE_CHART = "performance-cuda.svg", "compile-time.svg"
-# Pages: a title, and the kinds of results on it.
+CHARTS = ("performance-cuda.svg", "compile-time.svg", "models-cuda.svg")
+# Pages: title, and the kinds of results on the page.
 PAGES = {"performance.md": ("Performance", ("models", "compiled", "compile", "optimizers", "numerics", "device-steps")),
          "operators.md": ("Operators", ("floors", "cliffs", "contractions", "opinfo")),
          "operators-cpu.md": ("Operators on CPUs", ("ops", "device")),
          "packages.md": ("Packages", ("packages", "package"))}
 HEAD = """# {}
 
-Every figure below was measured beside its peers in one run, the backends taking turns, and is a median. Ratios are
-one time over the other: below 1 the first is faster. `~` marks a time that varied by more than a quarter, `!` one whose
-results are off. This page is written by `make docs` from the files in `results/`;
-`flambeau bench models --json FILE` (also `ops`, `compile`, `compiled`, `numerics`) makes such a file on your machine.
+All times are medians. The backends of a table were measured in one run, taking turns. "A over B" is the time of A
+divided by the time of B: below 1, A is faster. `~` marks a time that varied by more than a quarter, `!` a time with
+wrong results.
+
+`make docs` writes this page from the files in `results/`. Each section names the machine, the command and the commit.
+To measure on your own machine, run the same command, for example `flambeau bench models --json FILE`.
 """
-FLOORS = """Times as multiples of the floor: the time that the bytes of a case take at the bandwidth of a device copy,
-each input read once and each output written once. Medians by CUDA events, the second-level cache flushed before each
-call; the fastest of a row is bold. FlagGems has a figure where it has the operator and was installed."""
-SMALL = """Of calls of less than 64K elements, a hundred in a row, the host's work included: what a gate costs that lets
-them pass. As multiples of the floor."""
-SAMPLES = """every sample of every entry in `op_db`, forward and gradient, at torch's own
-tolerances; where the two differ in rounding alone, float64 is the judge."""
+FLOORS = """Times are multiples of the floor: the time that the bytes of a case take at the bandwidth of a device copy,
+if each input is read once and each output is written once. They were measured with CUDA events; the second-level cache
+was flushed before each call. The fastest backend of a row is bold. FlagGems is shown where it has the operator and was
+installed."""
+SMALL = """Calls on less than 64K elements, a hundred in a row, including the work of the host. This shows what it costs
+to check a call and leave it to PyTorch. Times are multiples of the floor."""
+SAMPLES = """every sample of every entry in `op_db`, forward and
+gradient, with torch's own tolerances. If two results differ only by rounding, they are compared with float64."""
 SERIES = (Series("eager", "eager", "#8c959f", "circle"), Series("inductor", "Inductor", "#0969da", "square"),
           Series("flaggems", "FlagGems", "#1a7f37", "diamond"), Series("flambeau", "Flambeau", "#f08c2e", "bar"),
           Series("accelerate", "eager, accelerated", "#bf3989", "bar"))
 LABELS = {s.key: s.label for s in SERIES}
+PAIR = [s for s in SERIES if s.key in ("inductor", "flambeau")]
 
 
 def cell(x: float | None, form: str = "{:.2f}") -> str:
@@ -49,7 +53,7 @@ def cell(x: float | None, form: str = "{:.2f}") -> str:
 
 
 def over(times: dict[str, float], peer: str, ours: str = "flambeau") -> float | None:
-    """Our time over the peer's."""
+    """Our time divided by the peer's."""
     return times[ours] / times[peer] if ours in times and peer in times else None
 
 
@@ -64,12 +68,12 @@ def machine_line(m: dict[str, Any]) -> str:
 
 
 def backends_of(report: dict[str, Any]) -> list[str]:
-    """Those that have a time in some row, or failed in all."""
+    """The backends that have a time in some row, or failed in all rows."""
     return list(dict.fromkeys(b for key in ("seconds", "errors") for r in report["rows"] for b in r.get(key, ())))
 
 
 def milliseconds(row: dict[str, Any], backend: str, scale: float = 1e3) -> str:
-    """`~` before a time that varies: the machine was busy with something else."""
+    """`~` marks a time that varied: the machine was busy with something else."""
     if backend not in row["seconds"]:
         return "failed" if backend in row.get("errors", ()) else ""
     noisy = row.get("spread", {}).get(backend, 0.0) > NOISY
@@ -92,7 +96,7 @@ def steps(report: dict[str, Any]) -> Parts:
         times = [r["seconds"] for r in rows if name in (r["group"], "all")]
         means = [geometric_mean([x for t in times if (x := over(t, base, b)) is not None]) for b, base in pairs]
         sheet.mean(f"geometric mean, {name}", *("" for _ in backends), *map(cell, means))
-    return [sheet, *(["Errors are those of results against float64, as multiples of eager's own."] if checked else [])]
+    return [sheet, *(["Errors are against float64, as multiples of eager's error."] if checked else [])]
 
 
 def compile_seconds(report: dict[str, Any]) -> Parts:
@@ -108,7 +112,7 @@ def compile_seconds(report: dict[str, Any]) -> Parts:
             sheet.add(r["name"], state, *(cell(t[b]) if b in t else "failed" for b in backends),
                       *(cell(over(t, peer, b)) for b, peer in ours))
     for state, times in found.items():
-        # A sum of fewer models would look like a gain.
+        # No sum if a model failed: it would look faster.
         sums = [sum(t[b] for t in times) if all(b in t for t in times) else None for b in backends]
         means = [geometric_mean([x for t in times if (x := over(t, peer, b)) is not None]) for b, peer in ours]
         sheet.mean("sum, geometric mean", state, *map(cell, sums), *map(cell, means))
@@ -116,19 +120,17 @@ def compile_seconds(report: dict[str, Any]) -> Parts:
 
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
-    """Each backend's time over the floor; those with wrong results are left out, as are those without a time."""
+    """Each backend's time divided by the floor, without backends that failed or gave wrong results."""
     return {b: s / row["floor"] for b, s in row["seconds"].items() if b not in row["errors"]}
 
 
 def floors(report: dict[str, Any]) -> Parts:
-    """Multiples of the floor, then their means over the cases that a backend has."""
+    """Multiples of the floor, then their means over the cases that a backend ran."""
     summary, backends = report["summary"], backends_of(report)
     ours = [b for b in backends if b.startswith(OURS)]
     layout = ", inputs transposed or channels last" if summary.get("strided") else ""
     copy = f"device copy {summary['bandwidth'] / 1e12:.2f} TB/s"
     parts: Parts = [f"{summary['dtype']}, {summary['sizes']} sizes{layout}; {copy}."]
-    if has_chart(report):
-        parts.append(f"![Times over the memory floor]({CHART})")
     sheet = Sheet(["case", "floor ms", *map(label, backends), *(f"{label(b)} over best peer" for b in ours),
                    *(f"{label(b)} at {REFERENCE / 1e12} TB/s" for b in ours)])
     for row in report["rows"]:
@@ -156,30 +158,27 @@ def case_name(row: dict[str, Any]) -> str:
     return row["name"] if row["mode"] == "forward" else f"{row['name']}, {row['mode']}"
 
 
-def has_chart(report: dict[str, Any]) -> bool:
-    """One variant of the table has a chart: float32 in full sizes on a GPU."""
-    summary = report["summary"]
-    return (report.get("kind") == "floors" and "gpu" in report["machine"] and summary["dtype"] == "float32"
-            and summary["sizes"] == "full" and not summary.get("strided") and any(map(ratios, report["rows"])))
+def chart(report: dict[str, Any]) -> tuple[str, str, str] | None:
+    """File, title and SVG of the chart of a report, if it has one. Only measurements on a GPU have charts."""
+    kind, machine, rows = report.get("kind"), report.get("machine", {}), report.get("rows", [])
+    if "gpu" not in machine:
+        return None
+    lines: list[Line] = []
+    if kind == "floors" and plain_floors(report["summary"]):
+        file, title, unit, shown = CHARTS[0], "Time as a multiple of the memory floor", "×", series_of(report)
+        lines = [(case_name(row), found) for row in rows if (found := ratios(row))]
+    elif kind == "compile":
+        file, title, unit, shown = CHARTS[1], "Seconds until the first training step", " s", PAIR
+        lines = sorted((r["name"], {b: t["cold"] for b, t in r["seconds"].items() if "cold" in t}) for r in rows)
+    elif kind == "models":
+        file, title, unit, shown = CHARTS[2], "Step time as a multiple of eager's", "×", PAIR
+        lines = [(case_name(r), {b: t / r["seconds"]["eager"] for b, t in r["seconds"].items() if b != "eager"})
+                 for r in rows if "eager" in r["seconds"]]
+    return (file, title, ratio_chart(f"{title}, {machine['gpu']}", lines, shown, unit)) if lines else None
 
 
-def chart(reports: Iterable[dict[str, Any]]) -> str | None:
-    for report in filter(has_chart, reports):
-        lines = [(case_name(row), found) for row in report["rows"] if (found := ratios(row))]
-        return ratio_chart(f"Time over the memory floor, {report['machine']['gpu']}", lines, series_of(report))
-    return None
-
-
-def compile_chart(reports: Iterable[dict[str, Any]]) -> str | None:
-    """Seconds to the first training step from empty caches, beside Inductor, on a GPU."""
-    for report in reports:
-        if report.get("kind") == "compile" and "gpu" in report["machine"]:
-            lines = [(r["name"], {b: t["cold"] for b, t in r["seconds"].items() if "cold" in t})
-                     for r in report["rows"]]
-            shown = [s for s in SERIES if s.key in ("inductor", "flambeau")]
-            return ratio_chart(f"Seconds to the first training step, {report['machine']['gpu']}",
-                               sorted(lines), shown, unit=" s")
-    return None
+def plain_floors(summary: dict[str, Any]) -> bool:
+    return summary["dtype"] == "float32" and summary["sizes"] == "full" and not summary.get("strided")
 
 
 def optimizer_steps(report: dict[str, Any]) -> Parts:
@@ -195,7 +194,7 @@ def optimizer_steps(report: dict[str, Any]) -> Parts:
 
 
 def device_streams(report: dict[str, Any]) -> Parts:
-    """Share of a copy's bandwidth; beside PyTorch's CPU device where the device is one."""
+    """Share of a copy's bandwidth, and the ratio to PyTorch's CPU device if the device is a CPU."""
     summary = report["summary"]
     sheet = Sheet(["operator", "GB/s", "of a copy", "over the CPU device"])
     for r in report["rows"]:
@@ -206,7 +205,7 @@ def device_streams(report: dict[str, Any]) -> Parts:
 
 
 def device_steps(report: dict[str, Any]) -> Parts:
-    """Training steps and a product on the device, beside PyTorch's CPU device."""
+    """Training steps and a matrix product on the device, beside PyTorch's CPU device."""
     summary, sheet = report["summary"], Sheet(["case", "CPU device ms", "device ms", "ratio"])
     for r in report["rows"]:
         sheet.add(f"{r['name']} {r['mode']}", milliseconds(r, "cpu"), milliseconds(r, "flambeau"),
@@ -216,11 +215,11 @@ def device_steps(report: dict[str, Any]) -> Parts:
 
 
 def compiled_steps(report: dict[str, Any]) -> Parts:
-    """Whole models: time and memory, with and without repeated regions, and recorded; and tensors with other bits."""
+    """Large models: time and memory with and without regions and CUDA graphs; number of tensors with other bits."""
     kinds = {"eager": "eager", "inductor": "Inductor", "ours": "Flambeau", "whole": "without regions",
-             "reduce": "Inductor, recorded", "graphs": "Flambeau, recorded"}
+             "reduce": "Inductor, CUDA graphs", "graphs": "Flambeau, CUDA graphs"}
     some = ("eager", "inductor", "ours")
-    shown = {  # of a row: what is shown, of which kinds, over which
+    shown = {  # field of a row: (backend, backend to divide by or "")
         "ms": [*((k, "") for k in kinds), ("ours", "whole"), ("ours", "inductor"), ("graphs", "reduce")],
         "peak_mib": [*((k, "") for k in some), ("ours", "eager"), ("ours", "inductor")],
         "first_s": [("ours", ""), ("inductor", "")]}
@@ -237,13 +236,13 @@ def compiled_steps(report: dict[str, Any]) -> Parts:
 
 
 def bits(report: dict[str, Any]) -> Parts:
-    """`numerics="eager"` beside eager, value by value; and how long it takes."""
-    sheet = Sheet(["what", "cases", "values", "unequal", "eager does not repeat itself", "errors"])
+    """`numerics="eager"` compared with eager, value by value; and step times."""
+    sheet = Sheet(["what", "cases", "values", "unequal", "not repeatable in eager", "errors"])
     for r in report["rows"]:
         sheet.add(r["name"], *(f"{n:,}" for n in (r["cases"], r["values"], r["unequal"])),
                   *(f"{n:,}" if n else "" for n in (r.get("unsteady"), len(r.get("errors", ())))))
-    modes = {"exact": "eager's bits", "fast": "fast", "exact graphs": "eager's bits, recorded",
-             "fast graphs": "fast, recorded"}
+    modes = {"exact": "numerics=eager", "fast": "fast", "exact graphs": "numerics=eager, CUDA graphs",
+             "fast graphs": "fast, CUDA graphs"}
     times = Sheet(["training step, over eager's", *modes.values(), "error of fast over eager's"])
     for name, t in report["summary"]["ms"].items():
         times.add(name, *(cell(over(t, "eager", k)) for k in modes),
@@ -253,7 +252,7 @@ def bits(report: dict[str, Any]) -> Parts:
 
 
 def random_cases(report: dict[str, Any]) -> Parts:
-    """The worst of them, beside what limits them, and the distribution below."""
+    """The worst cases and what limits them, then the distribution."""
     summary, backends = report["summary"], backends_of(report)
     timed = sorted(((ratio, row) for row in (CliffRow(**r) for r in report["rows"])
                     if not row.short() and (ratio := row.ratio()) is not None), key=lambda found: -found[0])
@@ -270,10 +269,10 @@ def random_cases(report: dict[str, Any]) -> Parts:
 
 
 def database(report: dict[str, Any]) -> Parts:
-    """Entries of `op_db` by dtype: how many agree, and on the device how many of these without the CPU's help."""
+    """Entries of `op_db` by dtype: how many agree and, on the device, how many of these do not need the CPU."""
     device = report["machine"].get("device")
-    what = (f"{device}, through OpenCL, in eager mode, beside the results and errors of PyTorch's CPU device" if device
-            else "Compiled, where AOTAutograd takes the sample, beside eager")
+    what = (f"{device}, through OpenCL, in eager mode, compared with PyTorch's CPU device" if device
+            else "Compiled, if AOTAutograd can trace the sample, compared with eager")
     sheet = Sheet(["dtype", "entries", "agree", "without fallback", "samples", "gradients"])
     for dtype, n in report["summary"].items():
         sheet.add(dtype, str(n["entries"]), str(n["passed"]), str(n["native"]) if device else "", f"{n['samples']:,}",
@@ -285,7 +284,7 @@ def database(report: dict[str, Any]) -> Parts:
 def contractions(report: dict[str, Any]) -> Parts:
     timed = [row for row in report["rows"] if "seconds" in row]
     backends = list(dict.fromkeys(b for row in timed for b in row["seconds"]))
-    sheet = Sheet(["case", *(f"{b}, us" for b in backends), "best peer over ours"])
+    sheet = Sheet(["case", *(f"{b}, us" for b in backends), "best peer over Flambeau"])
     for row in timed:
         took = row["seconds"]
         peers = [t for b, t in took.items() if b not in ("flambeau", "own")]
@@ -296,7 +295,7 @@ def contractions(report: dict[str, Any]) -> Parts:
 
 
 def packages(report: dict[str, Any]) -> Parts:
-    """Steps, calls and loads of packages, beside what else ships a model."""
+    """Steps, calls and load times of packages, beside other ways to ship a model."""
     peers = [b for b in backends_of(report) if b != "package"]
     names = {"flambeau": "torch.compile", "aotinductor": "AOTInductor", "onnxruntime": "ONNX Runtime"}
     parts: Parts = []
@@ -315,7 +314,7 @@ def packages(report: dict[str, Any]) -> Parts:
 
 
 def calls(report: dict[str, Any]) -> Parts:
-    """A package under load: percentiles of a call, and calls a second."""
+    """A package under load: percentiles of a call, and calls per second."""
     rows = report["rows"]
     percentiles, threads = (list(dict.fromkeys(k for r in rows for k in r[key])) for key in ("latency", "calls"))
     sheet = Sheet(["", *(f"{p} ms" for p in percentiles), *(f"calls/s, {n} threads" for n in threads)])
@@ -326,20 +325,20 @@ def calls(report: dict[str, Any]) -> Parts:
 
 
 SECTIONS = {
-    "packages": ("Packages beside what else ships a model", packages),
+    "packages": ("Packages beside other ways to ship a model", packages),
     "package": ("A package under load", calls),
-    "contractions": ("Products, their tails and attention", contractions),
-    "models": ("Steps of the model suite", steps),
-    "compiled": ("Whole models, in pieces and recorded", compiled_steps),
-    "compile": ("Compile time, first training step", compile_seconds),
+    "contractions": ("Matrix products with fused operators, and attention", contractions),
+    "models": ("Step times of the model suite", steps),
+    "compiled": ("Large models: time and memory", compiled_steps),
+    "compile": ("Compile time until the first training step", compile_seconds),
     "ops": ("Operators", steps),
     "floors": ("Operators beside the memory limit", floors),
     "cliffs": ("Random cases", random_cases),
-    "optimizers": ("Steps of optimizers", optimizer_steps),
-    "numerics": ("Eager's bits", bits),
+    "optimizers": ("Optimizer steps", optimizer_steps),
+    "numerics": ("Values that differ from eager's with numerics=eager", bits),
     "opinfo": ("PyTorch's operator database", database),
-    "device": ("The device", device_streams),
-    "device-steps": ("Steps on the device", device_steps),
+    "device": ("Operators on the device flambeau", device_streams),
+    "device-steps": ("Training steps on the device flambeau", device_steps),
 }
 
 
@@ -354,7 +353,8 @@ def page(reports: list[dict[str, Any]], title: str, kinds: Iterable[str]) -> str
         for report in (r for r in reports if r.get("kind") == kind):
             where = " (CUDA)" if "gpu" in report["machine"] else ""
             origin = f"{machine_line(report['machine'])} `{report['command']}` at {report['commit']}."
-            out.append(f"## {title}{where}\n\n{origin}\n\n{markdown(table(report))}\n")
+            picture = f"![{found[1]}]({found[0]})\n\n" if (found := chart(report)) is not None else ""
+            out.append(f"## {title}{where}\n\n{origin}\n\n{picture}{markdown(table(report))}\n")
     return "\n".join(out)
 
 
@@ -362,10 +362,8 @@ def write(results: Path, docs: Path) -> None:
     reports = read(results)
     for file, (title, kinds) in PAGES.items():
         (docs / file).write_text(page(reports, title, kinds))
-    if (picture := chart(reports)) is not None:
-        (docs / CHART).write_text(picture)
-    if (picture := compile_chart(reports)) is not None:
-        (docs / COMPILE_CHART).write_text(picture)
+    for file, _, picture in filter(None, map(chart, reports)):
+        (docs / file).write_text(picture)
 
 
 if __name__ == "__main__":

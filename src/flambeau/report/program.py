@@ -1,4 +1,4 @@
-"""What became of a captured graph, as plain data: its steps, what was fused into them, memory, seconds."""
+"""Summary of a compiled graph as plain data: its steps, the operators in each, memory, compile times."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch
 NAMES = {"kernel": "kernel(s)", "library": "library call(s)", "ATen": "ATen call(s)",
          "copy": "update(s) of inputs", "order": "step(s) that order streams"}
 KINDS = {"library": "library", "extern": "ATen", "sort": "ATen"}
-MOVES = ("view",)  # families whose operators are index changes: they cost nothing and are not shown as fused
+MOVES = ("view",)  # families that only change the index: they cost nothing, and are not shown as fused
 
 
 @dataclass
 class Step:
-    """One launch, call or copy, or what orders streams. The loops are empty where it is not a kernel of ours."""
+    """One launch, call, copy, or synchronisation of streams. Only our kernels have loops."""
 
     kind: str  # kernel, library, ATen, copy or order
-    name: str  # of a kernel, that within its graph
+    name: str  # of a kernel: its name in the graph, k0, k1, ...
     operators: list[str]
     reads: list[str]
     writes: list[str]
     outer: str = ""
     inner: str = ""
     vector: str = ""
-    same_as: str = ""  # an earlier kernel with the same text: one compilation serves both
-    title: str = ""  # of a kernel, the name that profilers show
+    same_as: str = ""  # an earlier kernel with the same source, which is compiled once
+    title: str = ""  # of a kernel: its name in profilers
     stream: int = 0
 
 
 @dataclass
 class Memory:
-    """A buffer, and why it is one."""
+    """A buffer, and why it is needed."""
 
     buffer: str
     type: str
     place: str
-    bytes: int | None  # None: known at run time only
+    bytes: int | None  # None: only known at run time
     operator: str
     why: str
 
@@ -71,14 +71,14 @@ class Memory:
 @dataclass
 class Summary:
     direction: str
-    operators: list[str]  # the ATen graph, a line for each call
+    operators: list[str]  # the ATen graph, one line for each call
     steps: list[Step]
     memory: list[Memory]
-    local: dict[str, str]  # operators with a value that stays inside its kernel, and why it is computed apart
+    local: dict[str, str]  # operators whose value is computed once inside a kernel, and why
     arena_bytes: int
     externs: dict[str, int]
     seconds: dict[str, float]
-    choices: list[str]  # of products: whose kernels they are, and why
+    choices: list[str]  # for matrix products: which kernel was chosen, and why
     texts: dict[str, str] = field(default_factory=dict)
 
     def count(self, kind: str) -> int:
@@ -91,12 +91,12 @@ class Summary:
 
 @dataclass
 class Explanation:
-    """What `flambeau.debug.explain` found: a `Summary` for each graph, as text and, in notebooks, as tables."""
+    """The result of `flambeau.debug.explain`: a `Summary` of each graph. Prints as text, and as tables in notebooks."""
 
     graphs: list[Summary]
 
     def __str__(self) -> str:
-        """Each graph: a headline, and a line for each of its steps."""
+        """For each graph, a headline and one line per step."""
         lines = []
         for s in self.graphs:
             lines.append(s.headline())
@@ -106,7 +106,7 @@ class Explanation:
         return "\n".join(lines)
 
     def texts(self) -> dict[str, str]:
-        """The generated kernels, by the names that profilers show."""
+        """The source of each kernel, by the name that profilers show."""
         return {step.title or step.name: s.texts[step.name] for s in self.graphs for step in s.steps
                 if step.kind == "kernel"}
 
@@ -115,7 +115,7 @@ class Explanation:
 
 
 def graph_html(s: Summary) -> str:
-    """A table of steps, whose kernels open to their text."""
+    """A table of steps. Kernels can be unfolded to show their source."""
     rows = []
     for step in s.steps:
         name, text = html.escape(step.title or step.name), s.texts.get(step.name, "")
@@ -127,7 +127,7 @@ def graph_html(s: Summary) -> str:
 
 
 def summarise(graph: Compiled) -> Summary:
-    """Reads a compiled graph; nothing is run or changed."""
+    """Summarise a compiled graph. Nothing is run or changed."""
     p = graph.program
     calls = [n for n in graph.gm.graph.nodes if n.op == "call_function" and not is_getitem(n)]
     backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.gm.graph.nodes)
@@ -142,7 +142,7 @@ def summarise(graph: Compiled) -> Summary:
 
 
 def reasons(graph: Compiled) -> dict[str, str]:
-    """Why each value that was not computed inside its consumer was not: the notes, and the plain cases."""
+    """For each value that was not fused into its consumer: why it was not."""
     p = graph.program
     out = dict.fromkeys(p.places, "read by a later step")
     out |= {name: reason for name, _, reason in (note.partition(" is kept: ") for note in p.notes)}
@@ -163,7 +163,7 @@ def typed(dtype: torch.dtype, shape: Iterable[Any]) -> str:
 
 
 def line(n: fx.Node) -> str:
-    """`gelu: f32[32, 256] = aten.gelu.default(add)`, without what is not a value of the graph."""
+    """A node as text: `gelu: f32[32, 256] = aten.gelu.default(add)`."""
     val = n.meta.get("val")
     results = val if isinstance(val, (list, tuple)) else [val]
     types = ", ".join(typed(v.dtype, v.shape) if isinstance(v, torch.Tensor) else str(v) for v in results)
@@ -201,7 +201,7 @@ def steps(graph: Compiled) -> list[Step]:
 
 
 def ordering(s: Record | Wait | Synchronize | Keep) -> str:
-    """What a step says about the order of streams."""
+    """A step that orders streams, as text."""
     if isinstance(s, Keep):
         return f"stream {s.stream} keeps {s.buffer}"
     if isinstance(s, Synchronize) and s.event is None and s.place is None:
@@ -212,14 +212,14 @@ def ordering(s: Record | Wait | Synchronize | Keep) -> str:
 
 
 def loops(kernel: AnyKernel) -> tuple[str, str, str]:
-    """As text: what the kernel is parallel over, what it walks inside, and the variable that vectorises."""
+    """Outer loops (parallel), inner loops, and the vectorised variable of a kernel, as text."""
 
     def extents(variables: Iterable[Sym]) -> str:
         return " ".join(f"{v.name}:{v.extent}" for v in variables)
 
     if isinstance(kernel, LoopKernel):
         inner = extents(kernel.inner) + (" (a range read from memory)" if kernel.bounds else "")
-        vectors = [v.name for v in (kernel.vector, kernel.tile) if v]  # two: walked in square tiles
+        vectors = [v.name for v in (kernel.vector, kernel.tile) if v]  # two: the loops go over square tiles
         return extents(kernel.outer), inner, " x ".join(vectors)
     if isinstance(kernel, ContractKernel):
         points = " x ".join(extents(vars) for vars in (kernel.batch, kernel.rows, kernel.columns) if vars)
@@ -235,10 +235,10 @@ def loops(kernel: AnyKernel) -> tuple[str, str, str]:
 
 
 def absorbed(graph: Compiled) -> dict[int, list[str]]:
-    """The operators that were computed inside their consumers, by the step that computes them.
+    """The operators that were fused into their consumers, by the step that computes them.
 
-    A step names only the operators whose results it makes. One that no step names, and that is no view, lives
-    on inside the steps of its users.
+    A step only names the operators whose results it writes. An operator that no step names, and that is not a view, is
+    computed inside the steps of its users.
     """
     named: dict[str, set[int]] = {}
     for at, step in enumerate(graph.program.steps):

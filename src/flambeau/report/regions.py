@@ -1,4 +1,4 @@
-"""The repeated regions of a captured graph: how many instances, why others are not joined, where the seconds went."""
+"""Summary of the repeated regions of a graph: instances, why their neighbours differ, compile time by phase."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from flambeau.compile.regions.nodes import name_of
 from flambeau.pipeline import Compiled
 from flambeau.report.sheet import html_page
 
-# Distinguishable with colour blindness, on white and on black.
+# Distinguishable for colour-blind readers, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
-# Of torch's own clocks: Dynamo's whole work, the backend within it, AOTAutograd within that.
+# Names of torch's clocks: all of Dynamo, the backend inside it, and AOTAutograd inside the backend.
 CLOCKS = ("_compile.compile_inner", "OutputGraph.call_user_compiler", "create_aot_dispatcher_function")
 
 
 @dataclass
 class Stretch:
-    """Neighbouring pieces that are calls of one compiled function."""
+    """Consecutive pieces that call the same compiled function."""
 
-    letter: str  # of the function: A, B, ...
+    letter: str  # the name of the function: A, B, ...
     calls: int
     operators: int  # in each
     first: str
     last: str
     repeated: bool
-    seconds: float  # of tracing and lowering, in the first of all calls
-    why: str = ""  # why it is not what comes before it
-    nodes: list[str] = field(default_factory=list)  # of the first call: name and operator
+    seconds: float  # for tracing and lowering, at the first call
+    why: str = ""  # why it differs from the piece before it
+    nodes: list[str] = field(default_factory=list)  # name and operator of each node in the first call
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Regions:
     nodes: int
     compiled: int  # distinct pieces
     called: int
-    why: str  # there are none
+    why: str  # why there are no regions
     search: float
     stretches: list[Stretch] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ def summarise(found: Pieces) -> Regions:
 
 def phases(metrics: Mapping[str, Sequence[float]], found: Sequence[Pieces],
            graphs: Sequence[Compiled]) -> dict[str, float]:
-    """Seconds by phase, from torch's clocks and ours."""
+    """Compile time by phase, from torch's clocks and ours."""
     dynamo, backend, aot = (sum(metrics.get(name, ())) for name in CLOCKS)
     own = {phase: sum(g.seconds.get(phase, 0.0) for g in graphs)
            for phase in ("lower", "schedule", "codegen", "wait for compiler")}
@@ -112,7 +112,7 @@ def section(number: int, g: Regions) -> Iterator[str]:
              f'{html.escape(s.last)}">{s.letter}</span>' for s in g.stretches for _ in range(s.calls)]
     yield f"<div class=strip>{''.join(cells)}</div>"
     yield ("<table><tr><th>piece</th><th>calls</th><th>operators</th><th>seconds</th><th>nodes</th>"
-           "<th>why it is not joined with what is before it</th></tr>")
+           "<th>why it differs from the piece before</th></tr>")
     for s in g.stretches:
         nodes = html.escape("\n".join(s.nodes))
         yield (f'<tr><td><span class=box style="background:{colour(s, order)}"></span>{s.letter}</td>'

@@ -1,4 +1,4 @@
-"""What a session saw, in figures and on a terminal: FLAMBEAU_DEBUG=1 prints the overview, 2 each kernel, 3 its text.
+"""The report of a session: FLAMBEAU_DEBUG=1 prints an overview, 2 also each kernel, 3 also its source.
 
     overview = overview_of(session)
     show(console, overview, level=2)
@@ -21,6 +21,7 @@ from rich.table import Column, Table
 
 import flambeau
 from flambeau.debug.clocks import ProgramTime, copy_speed
+from flambeau.debug.profile import REST
 from flambeau.debug.session import Session
 from flambeau.pipeline import Compiled
 from flambeau.report import program
@@ -29,22 +30,22 @@ from flambeau.runtime.watchers import title
 from flambeau.targets.cache import counts
 from flambeau.torch_compat.compilations import Compilation
 
-FEW = 8  # lines of a list, at level 1
+FEW = 8  # lines of a list at level 1
 FOUND = "found on disk"
 
 
 @dataclass
 class Row:
-    """A kernel, or the calls of one operator, in one graph. Seconds and bytes are of all calls of the graph."""
+    """A kernel, or all calls of one operator, in one graph. Seconds and bytes are totals over the graph's calls."""
 
     graph: int
-    name: str  # k0, aten.mm; of kernels with one text, the first
-    kind: str  # kernel, library, ATen or call
-    title: str = ""  # the name that profilers show
-    count: float = 0.0  # in one call of the graph
+    name: str  # k0, aten.mm; if kernels have the same source, the first one
+    kind: str  # kernel, library, ATen, call, or rest: what a program does between its steps
+    title: str = ""  # name in profilers
+    count: float = 0.0  # number of runs in one call of the graph
     seconds: float = 0.0
     bytes: float = 0.0
-    limit: float = 0.0  # seconds that the bytes take at the speed of a copy
+    limit: float = 0.0  # the memory limit: seconds that a copy of the bytes takes; 0: there is none
     operators: list[str] = field(default_factory=list)
     outer: str = ""
     inner: str = ""
@@ -55,7 +56,7 @@ class Row:
 
     @property
     def lost(self) -> float | None:
-        """Seconds beyond the limit; None where memory is not what limits."""
+        """Seconds beyond the memory limit; None if there is no limit."""
         return max(self.seconds - self.limit, 0.0) if self.limit else None
 
 
@@ -65,10 +66,10 @@ class Graph:
     what: str  # forward of step (train.py:12)
     target: str
     calls: int = 0
-    seconds: float = 0.0  # of all calls
+    seconds: float = 0.0  # total of all calls
     operators: int = 0
     rows: list[Row] = field(default_factory=list)
-    summary: program.Summary | None = None  # None: found on disk, or a program of one eager call
+    summary: program.Summary | None = None  # None: the graph was loaded from disk, or is one eager call
     times: ProgramTime | None = None
     made: Compiled | None = None
 
@@ -85,7 +86,7 @@ class Overview:
     recompiled: Counter[str]
     phases: dict[str, float]
     cache: Counter[str]
-    externs: Counter[str]  # operators that graphs call as they are, because they have no lowering
+    externs: Counter[str]  # operators without a lowering
     fallbacks: list[tuple[str, int, int]]
     speed: dict[str, float]  # bytes per second of a copy, by device
 
@@ -94,13 +95,13 @@ class Overview:
         return [r for g in self.graphs for r in g.rows]
 
     def moved(self) -> tuple[float, float, float]:
-        """Bytes of our kernels, the seconds that they took, and those that a copy would take."""
+        """Total bytes and seconds of our kernels, and the seconds that copies of the same bytes would take."""
         ours = [r for r in self.rows if r.kind == "kernel" and r.bytes and r.seconds]
         return sum(r.bytes for r in ours), sum(r.seconds for r in ours), sum(r.limit for r in ours)
 
 
 def overview_of(session: Session, times: Sequence[ProgramTime] | None = None) -> Overview:
-    """`times`: of a profile, where there is a better one than the session's clocks."""
+    """Make an overview. `times`: from a profile, instead of the session's clocks."""
     ran = session.clocks.read() if times is None else times
     speed = {str(d): found for d in {t.plan.device for t in ran} if (found := copy_speed(d))}
     made, functions, done = {id(g.package): g for g in session.known()}, session.functions(), session.compilations()
@@ -116,6 +117,8 @@ def overview_of(session: Session, times: Sequence[ProgramTime] | None = None) ->
 
 
 def place(function: str, file: str, line: int) -> str:
+    if Path(file).name == "external_utils.py":  # torch's own wrapper around a module that is compiled as a whole
+        return "the compiled module"
     return f"{function}, {Path(file).name}:{line}"
 
 
@@ -132,7 +135,8 @@ def graph_of(number: int, t: ProgramTime, made: Compiled | None, functions: Mapp
     for p in t.parts.values():
         called, step = p.part.title.removesuffix(".default").removesuffix(".out"), p.part.step
         name = t.plan.kernels[step.kernel].name if step is not None else called
-        row = rows.setdefault(called, Row(number, name, "kernel" if step is not None else "call", called))
+        kind = "kernel" if step is not None else "rest" if p.part.where == REST else "call"
+        row = rows.setdefault(called, Row(number, name, kind, called))
         row.count += p.count / max(t.calls, 1)
         row.seconds += p.seconds
         row.bytes += p.bytes
@@ -155,7 +159,7 @@ def graph_of(number: int, t: ProgramTime, made: Compiled | None, functions: Mapp
 
 
 def plain(o: Overview) -> dict[str, Any]:
-    """For programs."""
+    """The overview as JSON data."""
     def graph(g: Graph) -> dict[str, Any]:
         own = replace(g, times=None, made=None)
         return dataclasses.asdict(own)
@@ -178,7 +182,7 @@ def show(console: Console, o: Overview, level: int, what: str = "") -> None:
 
 
 def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
-    """The overview, in words."""
+    """The lines of the overview: heading and text."""
     calls = sum(g.calls for g in o.graphs)
     yield "graphs", f"{o.compiled} compiled, {o.found} {FOUND}; {len(o.graphs)} ran, {calls:,} calls"
     for name, found in (("breaks", o.breaks), ("recompiled", o.recompiled)):
@@ -187,9 +191,10 @@ def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
         yield name, "\n".join([f"{found.total()}" if found else "none", *listed, *more])
     kinds = Counter[str]()
     for r in o.rows:
-        kinds[r.kind] += round(r.count)
+        if r.kind != "rest":
+            kinds[r.kind] += round(r.count)
     yield "steps", ", ".join(f"{n} {program.NAMES.get(kind, 'call(s)')}" for kind, n in kinds.items()) or "none"
-    slow = [f"{op} ({n} times) has no lowering, and is called as it is" for op, n in o.externs.most_common(limit)]
+    slow = [f"{op} ({n} times) has no lowering: ATen is called" for op, n in o.externs.most_common(limit)]
     slow += [f"{op} ran on the CPU: {n:,} calls, {size(moved)}" for op, n, moved in o.fallbacks[:limit]]
     yield "fallbacks", "\n".join(slow) or "none"
     spent = ", ".join(f"{phase} {s:.2f}" for phase, s in o.phases.items() if s >= 0.005)
@@ -198,12 +203,12 @@ def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
     moved, took, limit_s = o.moved()
     if took and limit_s:
         speeds = ", ".join(f"{device} {size(s)}/s" for device, s in o.speed.items())
-        yield "memory", f"our kernels moved {size(moved)} in {took * 1e3:,.2f} ms: {limit_s / took:.0%} of the limit " \
-                        f"(a copy: {speeds})"
+        share = f"{min(limit_s / took, 1.0):.0%} of the limit{', data in cache' if limit_s > took else ''}"
+        yield "memory", f"kernels moved {size(moved)} in {took * 1e3:,.2f} ms: {share} (speed of a copy: {speeds})"
 
 
 def size(n: float) -> str:
-    """Bytes, with three digits."""
+    """A number of bytes as text, with three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
             return f"{n:.3g} {unit}"
@@ -227,7 +232,7 @@ def graphs_table(graphs: Sequence[Graph]) -> Table:
 
 
 def rows_table(rows: Sequence[Row]) -> Table:
-    """Kernels by what they lose against the limit, then calls by what they take."""
+    """Kernels by lost time, then calls by time."""
     table = figures("step", "ms", "share", "bytes", "of the limit", "ms lost", text=("step",))
     total = sum(r.seconds for r in rows) or 1.0
     for r in ranked(rows):
@@ -242,7 +247,7 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def reached(r: Row) -> str:
-    """The share of the limit; beyond it, the data was in a cache."""
+    """The share of the limit that is reached. If a kernel is faster than the limit, its data was in a cache."""
     if not r.limit or not r.seconds:
         return ""
     return f"{r.limit / r.seconds:.0%}" if r.limit <= r.seconds else "in cache"
@@ -253,7 +258,7 @@ def times(r: Row) -> str:
 
 
 def named(operators: Sequence[str]) -> str:
-    """gelu, gelu_1 and gelu_2 are three times gelu."""
+    """The operators with their counts: gelu, gelu_1 and gelu_2 become `gelu x 3`."""
     found = Counter(re.sub(r"_\d+$", "", o) for o in operators)
     return ", ".join(f"{o} x {n}" if n > 1 else o for o, n in found.items())
 

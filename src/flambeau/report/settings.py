@@ -1,4 +1,4 @@
-"""The page docs/reference/settings.md: settings and changes to torch, from the lists in the code; what is trusted.
+"""Writes docs/reference/settings.md: all settings, what Flambeau trusts, and what it changes in torch.
 
 python -m flambeau.report.settings > docs/reference/settings.md
 """
@@ -10,15 +10,15 @@ from flambeau.torch_compat.patches import PATCHES, Patch
 
 HEAD = """# Settings
 
-Each setting is an environment variable, read once at its first use. In a program,
-`flambeau.config.config.override(name=value)` changes it for one thread inside a `with` block.
-`flambeau doctor --settings` prints the values in force.
+Each setting is an environment variable, which is read once, at its first use. In a program, use
+`with flambeau.config.config.override(name=value):` to change a setting for the current thread.
+`flambeau doctor --settings` prints the current values.
 
 | setting | variable | default | what it does |
 |---|---|---|---|
 """
 
-# Defaults that depend on the machine are described, so that the page is the same wherever it is written.
+# Defaults that depend on the machine are described in words, so that the page is the same on every machine.
 DESCRIBED = {
     "cache_dir": "`$XDG_CACHE_HOME/flambeau`, else `~/.cache/flambeau`",
     "compile_jobs": "number of CPUs",
@@ -28,34 +28,36 @@ DESCRIBED = {
 TRUST = """
 ## What is trusted
 
-Compiled kernels and graphs are code, and run with the rights of the user who loads them: shared libraries, binaries for
-GPUs, and, in the entry of a graph, the Python source of its run function, the guards on its sizes and the names of the
-operators that it calls. So an entry is read only where nobody else can have written it, which is checked each time:
+Cached kernels and graphs are code, which runs with your rights. A kernel is a shared library or a GPU binary. The
+entry of a graph contains the Python source of its run function, the guards on its sizes, and the names of the
+operators that it calls. So Flambeau reads an entry only if nobody else can have written it. It checks each time that
 
-- the file and the folder of the cache belong to this user or to root, and neither group nor others can write to them;
-- the same holds for every folder above it, by its real path. A folder with the sticky bit, such as `/tmp`, may stand
-  above one that belongs to this user;
-- the last line of an entry is the sha256 of its name and its content: what is damaged is deleted and built again.
+- the file and the cache folder belong to you or to root, and that group and others cannot write to them;
+- the same holds for every folder above, by its real path. A folder with the sticky bit, such as `/tmp`, is allowed
+  above a folder that belongs to you;
+- the last line of an entry is the sha256 of its name and content. A damaged entry is deleted and built again.
 
-A folder that does not meet this is neither read nor written. One warning says what is wrong with it, and the process
-keeps its kernels in a temporary folder of its own. `chmod go-w` or `chown` of the folder that is named, or another
-`FLAMBEAU_CACHE_DIR`, is the way out.
+If a folder fails these checks, it is neither read nor written. A warning says what is wrong, and the process uses a
+temporary folder instead. To fix it, run `chmod go-w` or `chown` on the folder in the warning, or set
+`FLAMBEAU_CACHE_DIR`.
 
-The entry of a graph is plain data (`runtime/plain_data.py`): nothing is unpickled, and only the types of a closed
-table are made from it (`compile/cache_entry.py`), each with the fields that it has. What does not fit is compiled
-again. A graph that has anything else in it is not cached, with the reason at `FLAMBEAU_LOG=info`.
+The entry of a graph is plain data (`runtime/plain_data.py`). Nothing is unpickled: only objects of a fixed list of
+types are created from it (`compile/cache_entry.py`), each with exactly the fields of its type. If an entry does not
+fit, the graph is compiled again. A graph that contains anything else is not cached; `FLAMBEAU_LOG=info` shows the
+reason.
 
-Also trusted are the C++ compiler that `FLAMBEAU_CXX` names, the drivers and Triton with the caches of their own that
-they may have (PoCL: `POCL_CACHE_DIR`), and packages that add a target.
+Flambeau also trusts the C++ compiler that `FLAMBEAU_CXX` names, the drivers, Triton, and the caches that these have of
+their own (PoCL: `POCL_CACHE_DIR`), and packages that add a target.
 """
 
 PATCHED = """
 ## What is changed in torch
 
-Some of what Flambeau does has no hook in torch. All of it is listed here (`torch_compat/patches.py`). Calls that are
-not Flambeau's pass through a change as they are, and each has an undo. Most last as long as a compilation by this
-backend. The others stay, and everybody in the process meets them: `FLAMBEAU_PATCHES=0` leaves these out, at the
-price that their reasons name, and `flambeau.torch_compat.patches.undo_lasting()` takes them back.
+Where torch has no hook, Flambeau replaces functions of torch at run time. This is the complete list
+(`torch_compat/patches.py`). Calls that have nothing to do with Flambeau behave as before, and each change can be
+undone. Most changes last only while Flambeau compiles. The others, marked "stays", are visible to all code in the
+process. `FLAMBEAU_PATCHES=0` leaves them out, and `flambeau.torch_compat.patches.undo_lasting()` undoes them; the
+column "why" says what is lost.
 
 | name | what is changed | when | why | torch |
 |---|---|---|---|---|

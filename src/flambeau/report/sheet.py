@@ -1,7 +1,7 @@
-"""What pages are made of: tables of figures, for Markdown and for terminals, and the frame of a page in HTML.
+"""Building blocks of reports: tables for Markdown and for terminals, and the frame of an HTML page.
 
     sheet = Sheet(["case", "eager ms", "ours ms"])
-    sheet.add("softmax", "1.20", "**0.80**")        # in bold: the best
+    sheet.add("softmax", "1.20", "**0.80**")        # bold: the best
     print(markdown([sheet])); console.print(terminal(sheet))
 """
 
@@ -17,11 +17,11 @@ from rich.table import Column, Table
 
 
 class Sheet:
-    """The first column holds names, the others figures. An empty column is not shown."""
+    """A table. The first column holds names, the others numbers. Empty columns are not shown."""
 
     def __init__(self, heads: Sequence[str]) -> None:
         self.heads, self.rows = list(heads), list[list[str]]()
-        self.means: list[list[str]] = []  # below the rows
+        self.means: list[list[str]] = []  # rows at the end, in bold
 
     def add(self, *cells: str) -> None:
         self.rows.append([*cells, *[""] * (len(self.heads) - len(cells))])
@@ -35,7 +35,10 @@ class Sheet:
                                                  for rows in (self.rows, self.means)))
 
 
-Parts: TypeAlias = "list[str | Sheet]"  # of a page: paragraphs and tables
+Parts: TypeAlias = "list[str | Sheet]"  # paragraphs and tables of a page
+
+
+NUMBER = re.compile(r"[*~!]*[\d.,]*%?[*]*|failed")  # a cell that is aligned to the right
 
 
 PAGE = """<!doctype html>
@@ -51,7 +54,7 @@ td.n {{ text-align: right; font-variant-numeric: tabular-nums }} tr + tr td {{ b
 
 
 def html_page(title: str, style: str, body: Sequence[str]) -> str:
-    """A page that needs nothing but itself."""
+    """A self-contained HTML page."""
     return PAGE.format(title=html.escape(title), style=style, body="\n".join(body))
 
 
@@ -61,7 +64,8 @@ def markdown(parts: Parts) -> str:
         if isinstance(part, Sheet):
             heads, rows, means = part.shown()
             bold = [[f"**{x}**" if x else "" for x in row] for row in means]
-            part = "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows, *bold))
+            line = ["---:" if all(NUMBER.fullmatch(row[k]) for row in rows) else "---" for k in range(len(heads))]
+            part = "\n".join(f"| {' | '.join(row)} |" for row in (heads, line, *rows, *bold))
         out.append(part)
     return "\n\n".join(out)
 

@@ -1,6 +1,6 @@
-"""The page of a trace: where the time of a step went, its graphs, kernels by what they lose, memory, texts.
+"""The web page of a trace: where the time of a step went, graphs, kernels ranked by lost time, memory, sources.
 
-Its figures are of one step: torch's profiler saw several, if the calls of all programs have a common divisor.
+All numbers are for one step. The number of steps in the trace is the greatest common divisor of the programs' calls.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flambeau.pipeline import Compiled
 from flambeau.report.session import Graph, Row, lines, overview_of, ranked
 from flambeau.runtime.launch_plan import LaunchPlan
 
-CALLS = 600  # of programs in a step, as many as are drawn
-OTHERS = 16  # rows of what is not ours
+CALLS = 600  # at most so many calls of programs are drawn
+OTHERS = 16  # rows in the table of other operators
 RUNS = re.compile(r"\b(plan\d+|call\d+|f\d+)\((?!x)")
 
 
@@ -41,12 +41,20 @@ def page(session: Session, profile: Profile) -> str:
                   profile.calls[:min(CALLS, len(profile.calls) // steps)]],
         "graphs": [graph_data(g, steps) for g in o.graphs],
         "rows": [row_data(r, steps) for r in rows], "texts": texts,
-        "others": [[name, n / steps, s / steps] for name, (n, s) in
-                   sorted(profile.others.items(), key=lambda x: -x[1][1])[:OTHERS]],
+        "others": others_data(profile, steps),
         "memory": profile.memory,
     }
     template = Path(__file__).with_name("trace_page.html").read_text()
     return template.replace("DATA", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"), 1)
+
+
+def others_data(profile: Profile, steps: int) -> list[list[Any]]:
+    """What ran outside of compiled graphs: name, times a step, seconds a step. The short ones are one row."""
+    found = sorted(((name, n, s) for name, (n, s) in profile.others.items()), key=lambda x: -x[2])
+    shown, more = found[:OTHERS], found[OTHERS:]
+    if more:
+        shown.append((f"{len(more)} more", sum(n for _, n, _ in more), sum(s for *_, s in more)))
+    return [[name, n / steps, s / steps] for name, n, s in shown]
 
 
 def machine(graphs: list[Graph]) -> str:
@@ -66,7 +74,7 @@ def graph_data(g: Graph, steps: int) -> dict[str, Any]:
     out: dict[str, Any] = {"number": g.number, "what": g.what, "target": g.target, "calls": g.calls / steps,
                            "ms": g.seconds * 1e3 / steps, "nodes": [], "lines": {}}
     times = in_order(g.times.plan)
-    if g.summary is None or g.made is None:  # found on disk: kernels and calls, without what they came from
+    if g.summary is None or g.made is None:  # loaded from disk: its operators are not known
         for where in times:
             if (p := g.times.parts.get(where)) is not None:
                 kernel = p.part.step is not None
@@ -87,7 +95,7 @@ def graph_data(g: Graph, steps: int) -> dict[str, Any]:
 
 
 def in_order(plan: LaunchPlan) -> list[str]:
-    """Where each step of a program runs, in the order of the steps."""
+    """The place of each step in the source of a program, in order."""
     out: list[str] = []
     for name in RUNS.findall(plan.source):
         out += [f"{name} {k}" for k in range(len(plan.plans[name]))] if name in plan.plans else [name]
@@ -95,7 +103,7 @@ def in_order(plan: LaunchPlan) -> list[str]:
 
 
 def operator_lines(made: Compiled, operators: list[str]) -> dict[str, list[str]]:
-    """Of each operator, its line of the captured graph, and the line of the user's program that it comes from."""
+    """For each operator, its line in the captured graph and the line of the user's program it comes from."""
     calls = {n.name: n for n in made.gm.graph.nodes if n.op == "call_function"}
     out = {}
     for text in operators:

@@ -1,1 +1,1 @@
-"""One executor runs programs: launch plans, tables of addresses, recordings."""
+"""Runs programs: the executor, launch plans, address tables, CUDA graph recordings."""

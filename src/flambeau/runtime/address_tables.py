@@ -1,4 +1,4 @@
-"""Tables of addresses and lengths, where the kernels that go along them can read them."""
+"""Tables of addresses and lengths in memory, for kernels over many tensors."""
 
 from __future__ import annotations
 

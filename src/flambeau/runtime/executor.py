@@ -1,4 +1,4 @@
-"""The one executor: a Program becomes a LaunchPlan, a function that launches its kernels and makes its calls.
+"""The executor: turns a Program into a LaunchPlan, a function that launches kernels and makes calls.
 
 The function is written out once as straight-line Python source: no interpretation at run time. Neighbouring
 launches become one native plan over a table of pointers; intermediates of known size live in an arena that

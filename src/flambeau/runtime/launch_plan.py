@@ -1,4 +1,4 @@
-"""A program in its last form: plain data, from which its run function is made in any process.
+"""A program in its final form: plain data, from which any process can make its run function.
 
     package = executor.write(program, ...)     # when a graph is compiled
     run = package.load()                       # there, in a later process, or out of a file
@@ -308,7 +308,7 @@ def check_status(bad: tuple[int, int], origins: Origins, steps: tuple[Step, ...]
             k = code >> WHICH & 255
             first, end = given[len(given) - 2 * (len(buffers) - k):][:2]
             raise BoundsError(f"{culprit} (k{step.kernel}) accessed element {index_of(code)} of buffer {buffers[k]}, "
-                              f"which has those from {first} to {end}", operator=", ".join(operators) or None)
+                              f"which has elements from {first} to {end}", operator=", ".join(operators) or None)
         error = error_of(code, size_of(code, sites[step.kernel], given))
     error.add_note(f"reported by {culprit}")
     raise error

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: how far they reach, whether elements share a place, and copies that lie as they do."""
+"""Memory layout of tensors: their extent, whether elements overlap, and copies with the same layout."""
 
 from __future__ import annotations
 

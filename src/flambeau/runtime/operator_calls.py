@@ -1,4 +1,4 @@
-"""Calls of operators out of programs: all that is known when a program is written is converted once.
+"""Calls of operators in programs: arguments that are known at compile time are converted once.
 
 From Python, torch looks at every argument of every call, which takes the host longer than the operator's own way to its
 kernel; views of arguments are calls of their own. A `Prepared` call takes its tensors and nothing else (calls.cpp).

@@ -1,4 +1,4 @@
-"""Where a graph runs: on the device of its tensors, by that device's target.
+"""Chooses where a graph runs: on the device of its tensors, with that device's target.
 
 A graph may name several devices. It is compiled for one of them; operators on the others are called as they are, and
 scalars on the CPU, which PyTorch lets take part everywhere, are brought over.

@@ -1,4 +1,4 @@
-"""Objects as plain data in a file, and back: a closed table of types, and nothing else is ever made.
+"""Writes objects as plain data and reads them back. Only types of a fixed table are created.
 
     codec = Codec([Record(LaunchPlan), Record(Step)], enums=[...], values={"as_number": as_number})
     data = codec.encode(entry)         # Unwritable, with the way to what is not in the table

@@ -1,4 +1,4 @@
-"""Programs and launch plans as plain data: the table of all types that they are made of.
+"""Programs and launch plans as plain data: the table of all their types.
 
     data = to_plain(program)
     assert from_plain(data) == program

@@ -1,4 +1,4 @@
-"""A bar on the terminal while a compile takes longer than two seconds; nothing where stderr is no terminal.
+"""A progress bar, shown if compiling takes longer than two seconds and stderr is a terminal.
 
     with progress("compiling 8 parts", 8) as step:
         ...

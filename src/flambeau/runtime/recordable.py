@@ -1,4 +1,4 @@
-"""What a program says about being recorded: the arguments that it writes to, and what stands in the way."""
+"""Whether a program can be recorded as a CUDA graph: the arguments it writes to, and what prevents it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled graphs recorded after a warm-up and replayed: options={"graphs": True}.
+"""Records compiled graphs as CUDA graphs after a warm-up, and replays them: options={"graphs": True}.
 
 A recording holds addresses. So of every argument it is known how it reaches the recording:
 

@@ -1,4 +1,4 @@
-"""What torch was told of a graph's results: their strides, and which share memory with each other or with inputs.
+"""Checks the results of a graph against torch's metadata: their strides, and which share memory.
 
 With the setting `verify` a program compares its results with that before it returns them.
 """
@@ -45,7 +45,7 @@ def kept(results: list[Any], inputs: Sequence[torch.Tensor], strides: Sequence[t
     tensors = [(f"result {k}", t, n) for k, (t, n) in enumerate(zip(results, numbers, strict=True)) if n >= 0]
     for (name, t, _), wanted in zip(tensors, [s for s in strides if s is not None], strict=True):
         if t.stride() != wanted:
-            raise PromiseError(f"{name} has strides {t.stride()}, where torch was told {wanted}", shapes=[t.shape])
+            raise PromiseError(f"{name} has strides {t.stride()}, but torch expects {wanted}", shapes=[t.shape])
     owners = [(f"input {k}", t, n) for k, (t, n) in enumerate(zip(inputs, given, strict=True)) if k not in donated]
     # Inputs may share memory with each other, which torch was not told.
     same = {n: {m for _, other, m in owners if is_one(t, other)} for _, t, n in owners}
@@ -54,7 +54,7 @@ def kept(results: list[Any], inputs: Sequence[torch.Tensor], strides: Sequence[t
             if t.untyped_storage().nbytes() and is_one(t, u) != (n == m or bool(same.get(n, set()) & {m})):
                 told = "does" if not is_one(t, u) else "does not"
                 raise PromiseError(f"{name} {'does not share' if told == 'does' else 'shares'} the memory of {other}, "
-                                   f"where torch was told that it {told}", shapes=[t.shape, u.shape])
+                                   f"but torch expects that it {told}", shapes=[t.shape, u.shape])
     return results
 
 

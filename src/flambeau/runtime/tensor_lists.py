@@ -1,4 +1,4 @@
-"""Lists of tensors that come again at every step: whether they are what they were, and where their memory is now.
+"""Lists of tensors that come again at every step: whether they changed, and where their memory is now.
 
 Thousands of tensors are looked at in one pass of C++ (lists.cpp), which is compiled in the background while the first
 kernels are. Where nothing can be compiled, the same is done with what torch offers to Python, five times slower.

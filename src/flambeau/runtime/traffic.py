@@ -1,4 +1,4 @@
-"""The bytes that a launch has to move: of each buffer what it asks for, once, however often it reads it.
+"""Counts the bytes that a launch has to move: each buffer once, however often it is read.
 
 It is the floor of a kernel's time: no kernel is done before its bytes have come over the bus once.
 """

@@ -1,4 +1,4 @@
-"""Who looks on while programs run: NVTX ranges with FLAMBEAU_NVTX=1, and what flambeau.debug puts into `WATCHERS`.
+"""Hooks around programs and launches: NVTX ranges (FLAMBEAU_NVTX=1), and the watchers of flambeau.debug.
 
 Asked once, where a program is bound: without a watcher, nothing is left of it in a call.
 """

@@ -1,1 +1,1 @@
-"""From a graph to a program: fusion, order, memory plan, numerics policy."""
+"""Turns a graph into a program: fusion, order, memory plan, numerics policy."""

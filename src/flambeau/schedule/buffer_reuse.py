@@ -1,5 +1,5 @@
-"""Results written where something else lies: an input's new value over the old one, and a large result over what
-nobody reads any more.
+"""Reuses memory for results: a new value of an input overwrites the old one, and a large result overwrites a buffer
+that is no longer read.
 
 A kernel can do so if it reads the old value at the very place it writes, and before. Memory that a caller gave away
 (tensors saved for this backward) is as good as our own.

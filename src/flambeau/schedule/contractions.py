@@ -1,4 +1,4 @@
-"""Contractions as kernels: which of them are tiled, deep ones cut into pieces, and the roles of their variables."""
+"""Contractions as kernels: which are tiled, how deep ones are split, and the roles of their variables."""
 
 from __future__ import annotations
 

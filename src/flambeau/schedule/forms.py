@@ -1,4 +1,4 @@
-"""Which form the loops of a kernel have: chosen here once, by the numbers of the machine, and written by codegen.
+"""Chooses the loop form of each kernel from the tuning table of the machine; codegen writes it.
 
 A form is a name that the writers of the machine's language know, and a width where columns lie side by side. What
 depends on the text itself (where a loop is split because a mask changes, how large a tile is tried) stays with them.

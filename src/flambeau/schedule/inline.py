@@ -1,4 +1,4 @@
-"""Vertical fusion: the body of a pointwise node takes the place of the reads of it.
+"""Vertical fusion: inserts the body of a pointwise node into its consumers.
 
 A producer is inlined where that costs nothing: its only consumer reads each element once; or it is so cheap that
 computing it again beats a trip through memory (machines differ in what that is). What must be memory anyway (outputs,

@@ -1,4 +1,4 @@
-"""The order in which values lie in memory, where torch says nothing about it: what a lowering makes on its way.
+"""Chooses the memory order of intermediate values, for which torch prescribes none.
 
 Such a value follows what it is computed from, so that its kernel walks both in order; or, where that says nothing (a
 scatter goes anywhere), what is computed from it. Channels that are contiguous in an image stay so half way through

@@ -1,4 +1,4 @@
-"""From a group of nodes to a loop nest: stages, addresses, and the shape of the loops.
+"""Turns a group of nodes into a loop nest: stages, addresses, and the shape of the loops.
 
 Dimensions are split where an index divides them, ordered so that memory is walked in order, and merged where every
 access walks two of them as one. The variable that is contiguous in most accesses is the one that vectorises.

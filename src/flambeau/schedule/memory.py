@@ -1,4 +1,4 @@
-"""The memory plan: lifetimes, and a place in one arena for every intermediate of known size."""
+"""The memory plan: lifetimes of buffers, and a place in one memory block for each intermediate of known size."""
 
 from __future__ import annotations
 

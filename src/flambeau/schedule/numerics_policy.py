@@ -1,4 +1,4 @@
-"""The numerics policy applied to a graph: where a fused kernel keeps more precision than eager, and where it rounds."""
+"""Applies the numerics policy to a graph: where a kernel keeps more precision than eager, and where it rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker: whether everything that a program does to one piece of memory happens in one order.
+"""Checks that all uses of the same memory in a program happen in a defined order.
 
 Streams run side by side. What is ordered: the steps of one stream; what a stream runs after a wait, behind all that
 its event had behind it; and what the host puts anywhere after it has waited itself. All else may overlap. So each step

@@ -1,4 +1,4 @@
-"""Graph in, Program out: inline, fuse, shape the loops, plan the memory."""
+"""All passes of the scheduler, in order: inline, fuse, shape the loops, plan the memory."""
 
 from __future__ import annotations
 

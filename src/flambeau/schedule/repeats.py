@@ -1,4 +1,4 @@
-"""Repeated regions of a sequence: where to cut a long program so that its equal parts are compiled once.
+"""Finds repeated parts of a sequence, to cut a long program so that equal parts are compiled once.
 
 A program is a sequence of tokens; equal tokens are equal operators on equal kinds of operands. Its regions are
 stretches of it, so no order ever changes, whatever the operators do to memory or to random numbers. The search is

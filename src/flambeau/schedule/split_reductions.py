@@ -1,6 +1,4 @@
-"""Reductions with few results and many points, cut into pieces: a machine of many cores reduces the pieces side by
-side, and then their results.
-"""
+"""Splits reductions with few results and many points: the pieces are reduced in parallel, and then their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs on several streams: a graph is scheduled stretch by stretch, and what orders streams is completed.
+"""Schedules programs with several streams: one part after the other, with the missing waits added.
 
 A stretch of nodes on one stream, with nothing between them that orders streams, is scheduled by itself: kernels do not
 cross streams, and an event has behind it what was there when it was recorded. Between stretches values are memory.

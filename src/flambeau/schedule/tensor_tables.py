@@ -1,4 +1,4 @@
-"""Kernels of equal form become one over a table: the same map or reduction of any number of tensors of any sizes.
+"""Merges kernels of the same form into one over a table: the same map or reduction of many tensors.
 
 What a map over memory of one order does to it depends neither on its length nor on its names. Without these, the
 kernels of an optimizer's step over two hundred parameters are one kernel, and those of as many norms are two: one for

@@ -1,1 +1,1 @@
-"""The machines: compile text, allocate, launch."""
+"""The machines: compile kernels, allocate memory, launch."""

@@ -1,4 +1,4 @@
-"""Work beside the program: threads, and the compilers they wait for. All of it ends before the interpreter does.
+"""Background threads and the compilers that they wait for. All end before the interpreter does.
 
     pool = Pool(4, "compile")
     future = pool.submit(function, argument)     # in one of four threads

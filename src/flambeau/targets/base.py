@@ -1,4 +1,4 @@
-"""What a machine is to the rest of Flambeau: a `Target` builds kernels, runs them and owns memory.
+"""The interface of a machine: a `Target` builds kernels, runs them, and owns memory.
 
     target = get_target("cpu")
     build = target.build(sources)        # compilers run in the background
@@ -124,7 +124,7 @@ class KeyedSource(Generic[S]):
 def not_compiled(what: str, reason: str, target: str, text: Path | None) -> CompileError:
     """The error of a kernel whose text was kept, where there was a place for it."""
     return CompileError(f"{what} did not compile:\n{reason}", target=target,
-                        hint=f"its text is in {text}" if text else None)
+                        hint=f"its source is in {text}" if text else None)
 
 
 class Recording(ABC):
@@ -275,7 +275,7 @@ class Target(ABC):
 
     def driver(self) -> Any:
         """Its machines as a device of PyTorch's (device/core.py says what that takes)."""
-        raise UnsupportedError(f"the target {self.name} is no device of PyTorch's yet")
+        raise UnsupportedError(f"the target {self.name} has no driver, so it cannot be a PyTorch device")
 
     def on_its_memory(self) -> Target | None:
         """What compiles for the memory of its driver. None: operators of the device run on the CPU."""
@@ -341,4 +341,4 @@ def _factory(name: str) -> Callable[[], Target]:
     for entry in entry_points(group="flambeau.targets", name=name):
         loaded: Callable[[], Target] = entry.load()
         return loaded
-    raise OptionError(f"no target is called {name!r}", hint=f"there are {', '.join(target_names())}")
+    raise OptionError(f"there is no target {name!r}", hint=f"targets: {', '.join(target_names())}")

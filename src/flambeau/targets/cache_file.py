@@ -1,4 +1,4 @@
-"""The cache on disk as one file, to be carried to another machine.
+"""The cache on disk as one file, for another machine.
 
     count = export(cache, Path("kernels.zip"))
     new = load(cache, Path("kernels.zip"))         # CacheError says what is wrong with it; then nothing was taken
@@ -40,12 +40,12 @@ def export(cache: DiskCache, path: Path) -> int:
                     os.unlink(file.name)
                 raise
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise CacheError(f"cannot write {path}: {error.strerror or error}") from error
     return count
 
 
 def load(cache: DiskCache, path: Path) -> int:
-    """Take over the entries that are not there yet, once all of the file has been found good; how many those were."""
+    """Import the entries that are missing, after the whole file was checked. Returns their number."""
     try:
         folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -53,18 +53,18 @@ def load(cache: DiskCache, path: Path) -> int:
         finally:
             os.close(folder)
     except OSError as error:
-        raise CacheError(f"{path} is not read: {error.strerror or error}",
-                         hint="a file of kernels has to be yours alone (chown, chmod go-w)") from error
+        hint = None if isinstance(error, FileNotFoundError) else "only you may be able to write it (chown, chmod go-w)"
+        raise CacheError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
     try:
         with open(descriptor, "rb") as file, zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             if sum(m.file_size for m in members) > cache.limit:
-                raise CacheError(f"{path} holds more than the cache may ({cache.limit >> 20} MiB)",
-                                 hint="FLAMBEAU_CACHE_LIMIT_MB is the limit")
-            for member in members:  # each is read no further than it says, and checked before any is taken
+                raise CacheError(f"{path} is larger than the limit of the cache ({cache.limit >> 20} MiB)",
+                                 hint="FLAMBEAU_CACHE_LIMIT_MB sets the limit")
+            for member in members:  # all are checked before any is imported
                 if unsealed(member.filename, archive.read(member)) is None:
-                    raise CacheError(f"{path} is damaged, or no file of kernels: the entry {member.filename!r} is not "
-                                     "what its seal says; nothing was taken")
+                    raise CacheError(f"{path} is damaged or not an exported cache: the checksum of the entry "
+                                     f"{member.filename!r} is wrong; nothing was imported")
             known = {*cache.names()}
             new = [m for m in members if m.filename not in known]
             for member in new:
@@ -76,4 +76,4 @@ def load(cache: DiskCache, path: Path) -> int:
     except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
         if isinstance(error, CacheError):
             raise
-        raise CacheError(f"{path} is damaged, or no file of kernels: {error}; nothing was taken") from error
+        raise CacheError(f"{path} is damaged or not an exported cache: {error}; nothing was imported") from error

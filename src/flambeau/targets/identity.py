@@ -1,4 +1,4 @@
-"""What decides a compiled program beside what is compiled: releases, our own source, the machine."""
+"""What a compiled program depends on besides its source: versions, our own source code, the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Python calls a kernel: through a small extension module, compiled once, or else through ctypes.
+"""Calls kernels from Python through a small extension module, which is compiled once, or through ctypes.
 
 Targets whose kernels are started in another way have an extension of their own (`extension`) in the same form.
 """

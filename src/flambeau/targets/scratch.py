@@ -1,4 +1,4 @@
-"""Temporary folders below a cache: those of one process in a folder of its own, which says whether the process lives.
+"""Temporary folders in a cache: one for each process, which shows whether the process is alive.
 
 The folder is locked for as long as the process lives, however it ends: a lock that can be had is that of a dead
 process, on this machine or on another one that shares the disk, and the folder is removed. So nothing has to be guessed

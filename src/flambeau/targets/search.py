@@ -1,4 +1,4 @@
-"""The search for block shapes: the heuristic's choice is timed beside its neighbours, on the data of a first call.
+"""Searches for the fastest block shape: times the heuristic's choice and its neighbours on the first call's data.
 
     torch.compile(model, backend="flambeau", options={"search": True})     # or FLAMBEAU_SEARCH=1
 

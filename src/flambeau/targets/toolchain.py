@@ -1,4 +1,4 @@
-"""The C++ compiler of this machine: found, probed once for the flags it takes, and run.
+"""The C++ compiler of this machine: finds it, tests which flags it supports, and runs it.
 
 A probe's outcome is kept in the cache on disk under the identity of the compiler's file, so that a process
 which finds all its kernels there starts no compiler at all, not even to ask for its version.

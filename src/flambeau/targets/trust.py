@@ -1,4 +1,4 @@
-"""Which files may be loaded as code: those that nobody but this user, or root, can have written.
+"""Decides which files may be loaded as code: those that only this user or root can have written.
 
     problem = folder_problem(path)                       # None, or what is wrong with it or a folder above it
     descriptor = open_file(folder_descriptor, name)      # PermissionError if somebody else could have written it

@@ -1,1 +1,1 @@
-"""PyTorch's operator database through Flambeau."""
+"""Runs PyTorch's operator tests (OpInfo) with Flambeau."""

@@ -1,4 +1,4 @@
-"""PyTorch's operator database on the device: samples, forward and gradient, beside the CPU, and what ran there.
+"""Runs OpInfo samples on the device, forward and gradient, and compares them with the CPU.
 
     python -m flambeau.testing.device_opinfo [name-part ...] [--limit N] [--dtype float32]
 

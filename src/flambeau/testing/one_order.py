@@ -1,4 +1,4 @@
-"""Eager with kernels that add in the same order every time: it may not repeat itself with others.
+"""Makes eager use kernels that add in the same order every time, so that its results are repeatable.
 
     again, refused = warned(run)       # `refused`: torch has no such kernel for an operator of the run
 """

@@ -1,4 +1,4 @@
-"""OpInfo through the pipeline without Dynamo: every sample of an operator, forward and gradient, against eager.
+"""Runs OpInfo samples through the pipeline, forward and gradient, and compares them with eager.
 
     report = check_opinfo("nn.functional.hardswish", torch.float32)
     assert not report.failures and not report.externs

@@ -1,4 +1,4 @@
-"""The one place that knows torch's inside: every private name, and every change to torch, that Flambeau needs.
+"""All private names of torch that Flambeau uses, and all changes that it makes to torch.
 
     from flambeau.torch_compat.fake import FakeTensor
     from flambeau.torch_compat.patches import PATCHES      # what is changed in torch, why, and how to undo it

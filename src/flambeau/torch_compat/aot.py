@@ -1,4 +1,4 @@
-"""AOTAutograd: forward and backward graphs, the wrappers around compiled ones, and its cache of those on disk."""
+"""AOTAutograd: forward and backward graphs, the wrappers around compiled graphs, and its disk cache."""
 
 from __future__ import annotations
 

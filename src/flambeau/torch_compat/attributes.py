@@ -1,4 +1,4 @@
-"""Private attributes of objects of torch that other rooms read where they have one, and why no public one does."""
+"""Private attributes of torch's objects that other modules read, and why there is no public way."""
 
 from __future__ import annotations
 

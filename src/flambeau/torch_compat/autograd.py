@@ -1,4 +1,4 @@
-"""Autograd, autocast and the flags of a thread, as the C functions that torch's own wrappers call.
+"""Autograd, autocast and thread state, as the C functions behind torch's own wrappers.
 
 Compiled functions read them at each call, or meet them as nodes of Dynamo's graphs.
 """

@@ -1,4 +1,4 @@
-"""What Dynamo has compiled in this process: functions, why some were compiled again, and where graphs broke.
+"""What Dynamo has compiled in this process: functions, reasons for recompilations, graph breaks.
 
 Torch logs all this (TORCH_LOGS="recompiles,graph_breaks"), and gives it to programs by private names alone.
 """

@@ -1,4 +1,4 @@
-"""CUDA's devices, streams and pools of memory, as C functions; a build of torch without CUDA has none of them.
+"""CUDA devices, streams and memory pools, as C functions. torch without CUDA has none of them.
 
 A launch asks for device and stream: torch.cuda's functions of Python take some 0.5 us each, these a tenth.
 """

@@ -1,4 +1,4 @@
-"""Operators written in others: torch's tables, and the parts of them that decompositions of ours share."""
+"""torch's tables of decompositions, and the parts of them that we use."""
 
 from __future__ import annotations
 

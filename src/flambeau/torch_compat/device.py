@@ -1,4 +1,4 @@
-"""The device from outside ("PrivateUse1"): its name, its module and who the accelerator is.
+"""The out-of-tree device ("PrivateUse1"): its name, its module, and which accelerator is current.
 
 Imported while torch itself is (autoload), so nothing of torch is imported here but what is there by then.
 """

@@ -1,4 +1,4 @@
-"""The dispatcher: its keys, what kernels it has, and guards that leave parts of it out.
+"""The dispatcher: its keys, its kernels, and guards that exclude parts of it.
 
 `torch.library` registers kernels; it neither says which there are nor calls those below a key.
 """

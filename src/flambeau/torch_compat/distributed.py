@@ -1,4 +1,4 @@
-"""Process groups written in Python: what their calls return."""
+"""Process groups written in Python: the objects that their calls return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamo: how it sees frames, what it traces them with, and its settings.
+"""Dynamo: frames, tracing, and its settings.
 
 What is public is used by its public name: torch.compiler.reset, disable, assume_constant_result.
 """

@@ -1,4 +1,4 @@
-"""Tensors without data, with which torch traces, and what is known while it does."""
+"""Fake tensors, with which torch traces, and the tracing context."""
 
 from __future__ import annotations
 

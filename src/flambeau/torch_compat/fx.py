@@ -1,4 +1,4 @@
-"""Graphs and symbolic sizes: parts of torch.fx that have no public name."""
+"""Parts of torch.fx without a public name: graphs and symbolic sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inductor: the class of its results, which AOTAutograd's cache knows, its settings, and its table of devices."""
+"""Inductor: the class of its results (which AOTAutograd's cache knows), its settings, its table of devices."""
 
 from __future__ import annotations
 

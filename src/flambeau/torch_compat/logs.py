@@ -1,4 +1,4 @@
-"""Torch's logs: TORCH_LOGS="+flambeau" for our loggers, and its names of artifacts for what we generate.
+"""torch's logs: TORCH_LOGS="+flambeau" for our loggers, and artifact names for what we generate.
 
     log = artifact_log(__name__, "output_code")      # shown with TORCH_LOGS="output_code"
 

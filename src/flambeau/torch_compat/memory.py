@@ -1,4 +1,4 @@
-"""Tensors' memory: allocation without the dispatcher, and who holds what.
+"""Memory of tensors: allocation without the dispatcher, and reference counts.
 
 An allocation of a compiled graph by `torch.empty_strided` costs 1 us more than by these.
 """

@@ -1,4 +1,4 @@
-"""The classes of torch's operators, and functions for operators that have no public name."""
+"""The classes of torch's operators, and functions of operators without a public name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's optimizers: the functions over lists of tensors in which their steps and the clipping of gradients end.
+"""torch's optimizers: the functions over lists of tensors that their steps and gradient clipping call.
 
 They are named in torch's modules and looked up there at each call, which is the only way to another implementation:
 hooks of optimizers (`register_step_pre_hook`) run before a step and after it, not in its place.

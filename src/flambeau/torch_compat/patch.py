@@ -1,4 +1,4 @@
-"""A change to torch as an object: what, why, for which releases, who sees it, how it is made and how it is undone."""
+"""A change to torch as an object: what, why, for which versions, its scope, how to apply and undo it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every change that Flambeau makes to torch: what, why, for which releases, who sees it, and its undo.
+"""All changes that Flambeau makes to torch: what, why, for which versions, scope, and undo.
 
     PATCHES                                  # all of them; docs/reference/settings.md has the table
     with WRAPPERS.applied(post_compile):     # within a block
@@ -101,35 +101,35 @@ def _compiling(capturable: bool) -> Iterator[Change]:
 
 WRAPPERS = Patch(
     "wrappers", "`RuntimeWrapper.post_compile` of AOTAutograd",
-    "plain graphs get wrappers that cost a call a third of the Python; the choice of wrappers is not open to backends",
+    "plain graphs get shorter wrappers, with a third of the Python code per call; backends cannot choose wrappers",
     "while a graph is compiled", _wrappers)
 CACHE = Patch(
     "cache", "`AOTAutogradCache.save` and `_lookup`, `autograd_cache_key`",
-    "compiled graphs are kept in Flambeau's cache; torch's is not open to other formats or keys",
+    "compiled graphs are stored in Flambeau's cache; torch's cache does not support other formats or keys",
     "while a graph is compiled", _cache)
 SHARED_INPUTS = Patch(
     "shared_inputs", "`create_synthetic_base_metadata` of AOTAutograd",
-    "of inputs that share memory, torch replays the views of one upon the memory of all, and reads beyond lists of "
-    "parts; those are made by their strides. It also takes the numbers of intermediates for numbers of inputs",
+    "if inputs share memory, torch recreates each as a chain of views and can read beyond lists of parts; here they "
+    "are recreated by their strides. torch also confuses numbers of intermediates with numbers of inputs",
     "while a graph is compiled", _shared_inputs)
 CUT = Patch(
     "cut", "`get_default_op_list` of torch's partitioner",
-    "it names the operators that Inductor is left with after its decompositions, and would keep for the backward what "
-    "others of ours fuse with or are; there is no hook for it", "while forward and backward are cut apart", _cut)
+    "it lists the operators that Inductor sees after its decompositions, so operators that we fuse would be saved for "
+    "the backward; there is no hook for it", "while forward and backward are separated", _cut)
 KERNELS = Patch(
     "kernels", "Python kernels (`py_kernels`) of operators with decompositions below autograd",
-    "torch takes these operators apart before it asks the table of decompositions", "while a graph is compiled",
+    "torch decomposes these operators before it looks into the table of decompositions", "while a graph is compiled",
     _kernels, settle=_forget_kernels)
 HANDLERS = Patch(
     "handlers", "Dynamo's handlers of `addcdiv`, `addcmul_`, `add_` and `_foreach_lerp_`",
-    'they write the operators out in others that round more often; `numerics="eager"` has eager\'s bits',
+    'they decompose these operators into others that round more often, so `numerics="eager"` would not hold',
     "while a frame is traced for this backend", _handlers)
 COUNTS = Patch(
     "counts", "`_get_value` of an optimizer's module",
-    "a step is traced for any count of steps", "while a step is compiled", _count)
+    "a step is traced once for all step counts", "while a step is compiled", _count)
 COMPILING = Patch(
     "compiling", "`torch.compiler._is_compiling_flag`",
-    "a step with `capturable=True` asks for a GPU where it is not compiled", "while a step is compiled", _compiling)
+    "outside of compilation, a step with `capturable=True` requires a GPU", "while a step is compiled", _compiling)
 
 
 # ---- lasting ----------------------------------------------------------------------------------------------
@@ -214,39 +214,40 @@ def _objects() -> Iterator[Change]:
 
 OBJECTS = Patch(
     "objects", "`store_user_object_weakrefs` of Dynamo",
-    "streams and events of a call are in one table of the process, where another thread's call may replace them before "
-    "they are read. Without it, compiled functions that use streams are refused",
+    "torch keeps streams and events of a call in one table of the process, where a call of another thread can replace "
+    "them before they are read. Without this, compiled functions that use streams raise an error",
     "from the first compiled function that uses streams on", _objects, lasting=True)
 FRAMES = Patch(
     "frames", "`CatchErrorsWrapper.__call__` of Dynamo",
-    "Dynamo does not trace optimizers' frames for this backend (minutes for thousands of parameters), and no hook asks "
-    "a backend about a frame. Without it, Dynamo traces them, and neither `optimizers` nor `handlers` is applied",
+    "Dynamo should not trace optimizers for this backend, because it takes minutes for thousands of parameters; there "
+    "is no hook for it. Without this, Dynamo traces them, and `optimizers` and `handlers` are not applied",
     'from the first `torch.compile(backend="flambeau")` on', _frames, lasting=True)
 CALLS = Patch(
     "calls", "`OptimizeContext.__call__` of Dynamo",
-    "what torch.compile puts around a function costs each call 12 us, 40 with `dynamic=True`, and is not open to "
-    "backends. Without it, calls take that much longer",
+    "the code that torch.compile puts around a function takes 12 us per call, 40 with `dynamic=True`, and backends "
+    "cannot replace it. Without this, calls take that much longer",
     'from the first `torch.compile(backend="flambeau")` on', _calls, lasting=True)
 OPTIMIZERS = Patch(
     "optimizers", "functions over lists in `torch.optim` and `torch.nn.utils.clip_grad` (`adam`, `_get_total_norm`), "
     "`_init_group` of optimizers",
-    "steps and clipping run as few kernels; torch looks these functions up in its modules, and its hooks run beside a "
-    "step, not in its place. Without it, they are torch's, and traced where they are compiled",
-    "while this backend traces a frame; for good once it met an optimizer; while `flambeau.accelerate` serves steps",
+    "optimizer steps and clipping run as few kernels; torch's own hooks cannot replace a step. Without this, they run "
+    "as in torch, and are traced if they are compiled",
+    "while this backend traces; from the first optimizer on; while `flambeau.accelerate` is active",
     _optimizers, lasting=True, settle=_skip_asides)
 BEFORE_START = Patch(
     "before_start", "`Tensor.pin_memory`, `torch._C._get_accelerator` and `_accelerator_getAccelerator`",
-    "torch asks the device about them without starting it, and would find none. Without it, loaders that pin memory "
-    "must start the device first (`flambeau.enable_device()`)",
-    'from `import torch` until the first tensor of `torch.device("flambeau")`, where no other device is found',
+    "torch asks for these before it starts the device, and would find none. Without this, call "
+    "`flambeau.enable_device()` before you use loaders that pin memory",
+    'from `import torch` until the first tensor of `torch.device("flambeau")`, if there is no other device',
     _before_start, lasting=True)
 DLPACK = Patch(
     "dlpack", "`Tensor.__dlpack_device__`",
-    "torch knows a device from outside there by its first name only. Without it, tensors of the device have no DLPack",
+    "torch only knows the original name of the device there. Without this, tensors of the device have no DLPack",
     'from the first tensor of `torch.device("flambeau")` on', _dlpack, lasting=True)
 SHARING = Patch(
     "sharing", "how multiprocessing sends tensors and storages (`ForkingPickler`)",
-    "memory of the device cannot be shared, and the error says so. Without it, what torch tries fails in other ways",
+    "memory of the device cannot be shared with other processes, and the error should say so. Without this, other "
+    "errors are raised",
     'from the first tensor of `torch.device("flambeau")` on', _sharing, lasting=True)
 
 PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, SHARED_INPUTS,

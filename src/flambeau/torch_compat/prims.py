@@ -1,4 +1,4 @@
-"""torch.ops.prims: what torch's own decompositions end in. Importing their files defines them."""
+"""torch.ops.prims, which torch's decompositions use. Importing their modules defines them."""
 
 from __future__ import annotations
 

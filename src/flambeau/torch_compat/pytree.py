@@ -1,4 +1,4 @@
-"""Nested containers of tensors, as torch.compile and torch.export take them apart: there is no public form of it."""
+"""Nested containers of tensors, as torch.compile and torch.export flatten them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way from a call of a compiled function to Dynamo's look at its frame.
+"""A shorter path from a call of a compiled function to Dynamo's check of its frame.
 
 torch.compile puts a function around the user's, which in each call asks whether somebody traces or exports, applies the
 settings of `dynamic=` to Dynamo's configuration and saves state for errors: 12 us where a kernel has just run, and 40

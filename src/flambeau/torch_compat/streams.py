@@ -1,4 +1,4 @@
-"""Streams and events inside a graph: how Dynamo and AOTAutograd write down what a function did with them.
+"""Streams and events in a graph: how Dynamo and AOTAutograd represent them.
 
 A stream or an event is no input of a graph. Dynamo gives each a number, its place in one table of the process, which
 the code around a graph fills before each call; the current stream of the caller has number 0 (from 2.13 on; before, it

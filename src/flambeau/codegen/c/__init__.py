@@ -1,1 +1,1 @@
-"""C++ for CPUs. OpenCL on CPUs has the same loops (`simt/cpu_threads.py`)."""
+"""Generates C++ for CPUs. OpenCL kernels for CPUs have the same loops (`simt/cpu_threads.py`)."""

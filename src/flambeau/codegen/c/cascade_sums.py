@@ -1,4 +1,4 @@
-"""Cascade summation: sums in levels, so that rounding errors do not accumulate.
+"""Cascade summation: sums are added in levels, so that rounding errors stay small.
 
 Runs of additions stay short: after a few of them the accumulators, of the lanes of a row or of a block of columns, are
 added to those of the level above and start from zero again, and so on up. A sum of n numbers then has the error of

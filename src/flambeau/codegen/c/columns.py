@@ -1,4 +1,4 @@
-"""Reductions of columns in C: the vector variable is kept.
+"""Column reductions in C: the vectorised variable is kept, not reduced.
 
 A block of columns has its states side by side and the rows go past.
 """

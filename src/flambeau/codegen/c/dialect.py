@@ -1,4 +1,4 @@
-"""C++ for CPUs: the words of the language."""
+"""The C++ dialect: types, functions and syntax."""
 
 from __future__ import annotations
 

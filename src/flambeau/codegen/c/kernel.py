@@ -1,4 +1,4 @@
-"""Kernels in C++: which writer each form has, and the function around them."""
+"""Kernels in C++: chooses the writer for each loop form, and writes the function around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a loop is cut: between two cuts its masks do not change, and no index meets a border."""
+"""Splits loops where a mask changes or an index reaches a border, so that most iterations need no checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What maps and reductions in C share: values of earlier stages, items, and states in arrays of lanes.
+"""What maps and reductions in C share: values of earlier stages, items, and partial results in arrays of lanes.
 
 A map goes along its contiguous variable (`maps.py`). Of a reduction, either the vector variable is reduced: each outer
 point walks its row in lanes (`rows.py`). Or it is kept: a block of columns has its states side by side and the rows go

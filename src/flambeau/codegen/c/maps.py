@@ -1,4 +1,4 @@
-"""Maps in C: vector loops along the contiguous variable, tiles where two variables are contiguous."""
+"""Maps in C: vector loops along the contiguous variable, or tiles if two variables are contiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all kernels share: parameters, stores, combines, and loops that threads divide among themselves."""
+"""What all kernels share: parameters, stores, combines, and parallel loops."""
 
 from __future__ import annotations
 

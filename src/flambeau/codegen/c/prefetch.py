@@ -1,4 +1,4 @@
-"""Rows at places that data decide are asked for some steps before their turn.
+"""Prefetches rows at indices that depend on data, some steps before they are needed.
 
 A processor cannot guess where the next row of a table lies, but the index that says so can be read ahead of time.
 """

@@ -1,4 +1,4 @@
-"""What many rows share: found once for a block of points, kept in small arrays, and read for each of the rows.
+"""Computes what many rows share once for a block of points, and keeps it in small arrays.
 
 All channels of an image are sampled at the same places; a table that is broadcast may take more to compute than what it
 is joined with. Where such work does not depend on one of the outer variables, that variable becomes the loop around

@@ -1,4 +1,4 @@
-"""Reductions of rows in C: the vector variable is reduced.
+"""Row reductions in C: the vectorised variable is reduced.
 
 Each outer point walks its row in lanes, every lane with its own state, and joins the lanes at the end.
 """

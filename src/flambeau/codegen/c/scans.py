@@ -1,4 +1,4 @@
-"""Scans: the running combine along one axis."""
+"""Scans in C: the running combine along one axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scatters: writes to computed places, in an order that does not depend on the threads.
+"""Scatters in C: writes to computed indices, in an order that does not depend on the threads.
 
 Threads divide the variables that go straight into the target (no two of them can meet); where whole rows are written,
 each owns a range of the target's rows and passes over what belongs to others. No atomics; the order of writes to one

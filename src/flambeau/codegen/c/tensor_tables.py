@@ -1,4 +1,4 @@
-"""Maps and reductions along a table in C++: threads share the blocks of all rows."""
+"""Maps and reductions over a table of tensors in C++: threads share the blocks of all tensors."""
 
 from __future__ import annotations
 

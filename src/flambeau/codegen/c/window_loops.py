@@ -1,4 +1,4 @@
-"""Windows inside a vector loop that are too long to be written out, or whose ends are known only at the run.
+"""Windows inside a vector loop that are too long to unroll, or whose ends are known only at run time.
 
 Compilers do not vectorise a loop around other loops. So the points of a block go through their windows in step: the
 running values lie side by side in small arrays, the loops of the window are outside and the vector loop inside.

@@ -1,4 +1,4 @@
-"""What tritonlib.py takes of NVIDIA's libdevice, for Triton's interpreter: the same names, computed by torch on CPUs.
+"""The functions of NVIDIA's libdevice that tritonlib.py uses, for Triton's interpreter, computed by torch.
 
 Each function takes what a kernel has there (blocks, scalars, numbers) and returns a block of the same kind.
 """

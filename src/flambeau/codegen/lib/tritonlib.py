@@ -1,4 +1,4 @@
-"""Device functions that block kernels call as `fl.name`: every operation of the expression table that Triton has not.
+"""Device functions that Triton kernels call as `fl.name`, for operations that Triton does not have.
 
 Kernels import this file by itself, without the package around it: the processes that compile them need no torch.
 Functions see float32 or float64 (smaller floats are computed in float32) or integers.

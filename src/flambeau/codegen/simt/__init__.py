@@ -1,1 +1,1 @@
-"""One set of writers for the C languages of GPUs; a dialect is a table over them."""
+"""Writers for the C languages of GPUs. A dialect is a table that they read."""

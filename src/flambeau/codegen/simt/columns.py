@@ -1,4 +1,4 @@
-"""On GPUs columns that lie side by side are the work of one group, and so are segments: columns of any length.
+"""Column reductions on GPUs: a group takes adjacent columns. Segments are columns of different lengths.
 
 Of each column some work-items have every so many-th element; what they come to is joined as in a row (`rows.py`).
 No work-item goes through a long column alone, however few there are.

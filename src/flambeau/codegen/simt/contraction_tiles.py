@@ -1,4 +1,4 @@
-"""Contractions on GPUs: a work-group takes a tile of the result, and shares what its work-items read.
+"""Contractions on GPUs: a group computes a tile of the result, and shares its inputs in local memory.
 
 Stretch by stretch of the depth, the work-items of a group bring both factors into local memory, whatever expressions
 they are, and then each of them computes some rows and columns of the tile, which it keeps in registers.

@@ -1,4 +1,4 @@
-"""What a kernel of the GPU writers costs, without running it: bytes moved, passes, how full a core is, serial work.
+"""Estimates the cost of a GPU kernel without running it: bytes, passes, occupancy, serial work.
 
     cost, = costs(kernel, Metal, SHAPE)
     cost.moved / cost.must        # 1.0: each byte that must move does so once

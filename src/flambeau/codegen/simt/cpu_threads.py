@@ -1,4 +1,4 @@
-"""On CPUs a work-item is a thread, and the loops are those of the C++ kernels.
+"""OpenCL on CPUs: a work-item is a thread, with the loops of the C++ kernels.
 
 Where C++ divides a nest of loops among OpenMP's threads, here each work-item takes its share of it. Work-items do not
 wait for each other, so what C++ does in several steps becomes several launches: a scatter's start and its writes, and

@@ -1,4 +1,4 @@
-"""What a C language of GPUs is to the writers of this folder: a table of words and functions, and nothing else.
+"""The interface of a GPU dialect: a table of words and functions that the writers in this folder read.
 
 `opencl.py` is such a table, and `metal.py` what differs from it. Writers ask it for every word that languages differ
 in: where memory lies, who a work-item is, how a group waits for its work-items, how several elements are read at once,

@@ -1,4 +1,4 @@
-"""Kernels in a C language of GPUs: which writer each form has, and the functions around them.
+"""Kernels in a C language of GPUs: chooses the writer for each loop form, and writes the functions around it.
 
 A kernel has one of two shapes. On CPUs a work-item is a thread: the loops are those of the C++ kernels, and work-items
 divide the outermost among themselves (`cpu_threads.py`). On GPUs a work-item is a point, and a work-group a row

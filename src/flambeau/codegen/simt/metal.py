@@ -1,4 +1,4 @@
-"""Metal Shading Language: what it says differently from OpenCL C, for the writers of this folder.
+"""The Metal dialect: what differs from OpenCL C.
 
 C++14 with address spaces, without doubles. Buffers come by number, at most 31 of them: the pointers, then all numbers
 of a launch as one array of words, then the record of faults; more pointers than that share one buffer. A kernel says

@@ -1,4 +1,4 @@
-"""OpenCL C: the words of the language, for the writers of this folder.
+"""The OpenCL C dialect.
 
 The text keeps to OpenCL C 1.2, without builtin functions where operators or the library's own polynomials do: on CPUs
 those are vectors, and the builtins mostly are not.

@@ -1,4 +1,4 @@
-"""On GPUs a work-item is a point of the target, and neighbours in memory are neighbours in a group.
+"""Maps on GPUs: a work-item computes a point of the result, and neighbours in memory are neighbours in a group.
 
 A work-item that reduces or scans walks its points one after the other: columns, segments, short rows. Rows that are
 long and contiguous are a group's work (`rows.py`).

@@ -1,4 +1,4 @@
-"""On GPUs a row is the work of one group, whose work-items read what lies side by side.
+"""Row reductions on GPUs: a group reduces a row, and its work-items read adjacent elements.
 
 A reduction leaves a state with each work-item; these are joined in local memory. A row that fits into the registers
 of a group is read once, whatever is done with it. Scans of rows are in `scans.py`.

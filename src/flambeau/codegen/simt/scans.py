@@ -1,4 +1,4 @@
-"""On GPUs a scan of a row, or of some columns side by side, is the work of one group.
+"""Scans on GPUs: a group scans a row, or several adjacent columns.
 
 It goes through them part by part, and carries what the elements before it came to.
 """

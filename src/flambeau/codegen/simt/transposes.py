@@ -1,4 +1,4 @@
-"""On GPUs, maps in which one variable is contiguous here and another one there, such as a transposition.
+"""Maps on GPUs whose inputs are contiguous in different variables, such as transposes.
 
 A group takes a tile of both. What is contiguous along the other variable goes through local memory: it is read along
 that one, and used along the first.

@@ -1,4 +1,4 @@
-"""On GPUs a work-item takes several elements, reads all of them before it computes, and writes them at last.
+"""Wide accesses on GPUs: a work-item loads several elements, then computes, then stores them.
 
 Memory is far away, and its bandwidth is what is under way at once. Elements side by side are one access of 16 bytes
 where strides allow it and, which the kernel looks at, the offsets of its tensors do. Otherwise the elements of a

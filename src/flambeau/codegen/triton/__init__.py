@@ -1,1 +1,1 @@
-"""Triton for NVIDIA GPUs: the same expressions, on blocks instead of scalars."""
+"""Generates Triton for NVIDIA GPUs: the same expressions, on blocks instead of scalars."""

@@ -1,4 +1,4 @@
-"""One kernel in several block shapes, for a target to choose the fastest from."""
+"""One kernel in several block shapes, from which a target chooses the fastest."""
 
 from __future__ import annotations
 

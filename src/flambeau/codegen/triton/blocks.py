@@ -1,4 +1,4 @@
-"""Triton for GPUs: the same walker as for C, writing expressions on blocks instead of scalars.
+"""Writes expressions on blocks in Triton, with the same walker as for C.
 
 A kernel's variables become the axes of a tile: `x = pid * 256 + tl.arange(0, 256)[None, :]`. An expression has the
 shape of the axes it depends on and broadcasts against the others by itself; only what a loop carries, a reduction

@@ -1,4 +1,4 @@
-"""Contractions in Triton: programs that stay take tile after tile of the result, which tensor cores sum in registers.
+"""Contractions in Triton: persistent programs compute tiles of the result on tensor cores.
 
 What a factor is read from comes by the copy engine where its lines allow that (one place a tile, no masks, zeros beyond
 the end), and by pointers otherwise, whatever expression it is: masks of a convolution, casts, scales. The loop over the

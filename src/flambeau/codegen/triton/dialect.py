@@ -1,4 +1,4 @@
-"""Triton: the words of the language, and what its machines can do."""
+"""The Triton dialect, and what the GPUs can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that lie anywhere: maps that read all channels of a position together, as grid sampling does.
+"""Maps that read all channels at a computed position, such as grid sampling.
 
 A tile has points and channels. What depends on the point alone, its places and weights, is found once for the several
 pieces of a row that a thread reads. What was read with channels next to each other is written with points next to

@@ -1,4 +1,4 @@
-"""Kernels in Triton: which writer each kind has, and the module around them."""
+"""Kernels in Triton: chooses the writer for each kind of kernel, and writes the module around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loop kernels in Triton: maps over a tile, reductions along one more axis of it, and segments.
+"""Loop kernels in Triton: maps over a tile, reductions along one more axis, and segments.
 
 A map gives each variable its own axis until the tile is full, so that no flat index is divided. A reduction adds an
 axis for all its inner points: rows that fit are held whole, so that softmax reads memory once; longer ones go by in

@@ -1,4 +1,4 @@
-"""Phases: neighbouring elements that one point of a map computes together, each written out for itself.
+"""Phases: one point of a map computes several adjacent elements, which share their loads.
 
 Which windows of stride 2 hold a position depends on whether it is even or odd. Written out for both, the question
 falls away, and the two share what they read: in the gradient of a 3x3x3 pooling eight elements need eight windows,

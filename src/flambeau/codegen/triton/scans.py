@@ -1,4 +1,4 @@
-"""Scans in Triton: each program scans a tile; carries go from piece to piece.
+"""Scans in Triton: each program scans a tile, and passes its carry to the next.
 
 Where there are programs enough without cutting the axis, one program walks all pieces of its rows. Otherwise each
 piece has a program of its own, in a single pass over memory: a piece publishes its own total at once, looks back over

@@ -1,4 +1,4 @@
-"""Scatters in Triton: the target's start in one launch, then every source point writes or joins its element.
+"""Scatters in Triton: one launch initialises the target, then each source point writes or combines its element.
 
 Points that join the same element do so atomically, in no fixed order.
 """

@@ -1,4 +1,4 @@
-"""Maps and reductions along a table in Triton: a program for each block, whichever row it is of."""
+"""Maps and reductions over a table of tensors in Triton: one program for each block of any tensor."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Repeated layers of a graph, compiled once."""
+"""Finds repeated layers of a graph, so that they are compiled once."""

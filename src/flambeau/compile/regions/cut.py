@@ -1,4 +1,4 @@
-"""Dynamo's graph cut into pieces, of which equal ones are compiled once and called many times.
+"""Cuts Dynamo's graph into pieces. Equal pieces are compiled once and called many times.
 
 A deep model is one layer written many times. Found here, before AOTAutograd, a repeated layer is traced, lowered and
 compiled once; each call has its own parameters and its own place in autograd. The pieces are stretches of the graph in

@@ -1,4 +1,4 @@
-"""Repeated layers of a model, marked before Dynamo sees them.
+"""`flambeau.mark_layers`: marks repeated layers of a model, so that Dynamo traces them once.
 
 The search for repeated regions begins when Dynamo has traced every layer. Dynamo itself traces a layer once if it is
 told that layers are alike: its mark for that is `torch.compiler.nested_compile_region`, from torch 2.13 on; before, it
@@ -20,13 +20,13 @@ MARKED = "_flambeau_marked"
 
 
 def mark_layers(model: nn.Module) -> list[str]:
-    """Mark the classes of which a container holds several equal layers; returns their names.
+    """Mark layer classes that repeat in a model, so that Dynamo traces each once. Returns the names of the classes.
 
         flambeau.mark_layers(model)
         torch.compile(model, backend="flambeau")
 
-    The mark is on the class, and means nothing outside of torch.compile. Attributes of a single marked layer must not
-    change after a compilation.
+    The mark is on the class, and only has an effect under torch.compile. After compilation, do not change attributes of
+    single layers.
     """
     names: list[str] = []
     pending = [model]

@@ -1,4 +1,4 @@
-"""What has to be known of the nodes of Dynamo's graph before it is cut: values, memory, modes, who writes where."""
+"""Facts about the nodes of Dynamo's graph that are needed to cut it: values, memory, modes, writes."""
 
 from __future__ import annotations
 

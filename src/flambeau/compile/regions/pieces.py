@@ -1,4 +1,4 @@
-"""Pieces of a graph as graphs of their own, and the function that calls them one after the other."""
+"""Turns pieces of a graph into separate graphs, and makes the function that calls them in order."""
 
 from __future__ import annotations
 

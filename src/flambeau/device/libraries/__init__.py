@@ -1,1 +1,1 @@
-"""Other libraries' operators and choices of devices."""
+"""Support for other libraries: their operators, and how they choose a device."""

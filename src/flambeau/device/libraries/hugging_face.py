@@ -1,4 +1,4 @@
-"""The device for Hugging Face's libraries, which take one by themselves from lists of those that they know.
+"""Makes Hugging Face's libraries choose the device, as they only know a fixed list.
 
 `Accelerator()` and `TrainingArguments` take the device that ACCELERATE_TORCH_DEVICE names: it names ours, unless it is
 set, once the device is in use, or where it is available when accelerate is imported. For `device_map="auto"`,

@@ -1,4 +1,4 @@
-"""torchvision's operators on the device: nms, roi_align and deform_conv2d, with their gradients.
+"""torchvision's operators on the device: nms, roi_align and deform_conv2d, with gradients.
 
 Kernels may be registered before a library defines its operators, so nothing waits for torchvision to be imported. The
 formulas are written in PyTorch's operators; a call of a kind is one graph, compiled once, in which nothing but results

@@ -1,1 +1,1 @@
-"""Passes that put other nodes or stages in the place of some, by what they compute."""
+"""Passes that replace nodes or stages by equivalent ones."""

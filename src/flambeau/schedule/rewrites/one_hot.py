@@ -1,4 +1,4 @@
-"""Sums in which one element counts, the one whose index is a given number: that element, and no loop.
+"""Replaces sums in which only one element counts by that element.
 
 A loss picks one class of each row, so the gradient that comes back is zero everywhere else, and softmax's gradient sums
 it over all classes.

@@ -1,4 +1,4 @@
-"""The largest element of a row, and the sum of exponentials below it, in one pass over the row.
+"""Computes the maximum of a row and the sum of its exponentials in one pass.
 
 A softmax goes over its rows three times: for the largest element, for the sum, and for the results. Where a row does
 not stay in registers, each pass reads it from memory. The first two can be one: what was summed so far is scaled

@@ -1,5 +1,5 @@
-"""Scatters with one result: for machines whose points write in no fixed order, where that is asked for, or where points
-that meet could not join their values otherwise (the least of integers of 64 bits, without an atomic for it).
+"""Scatters in a fixed order, for machines whose threads write in any order: if results have to be deterministic, or if
+there is no atomic for the combine (such as the minimum of 64-bit integers).
 
 A stable sort brings the points that meet in an element together, in the order of the source. The first of such a run
 does the work of all: it starts from what the element was, takes in one value after the other, and writes once, so that

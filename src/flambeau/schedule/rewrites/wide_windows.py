@@ -1,4 +1,4 @@
-"""Large windows as reductions of their own, for machines whose work-items share them.
+"""Turns large windows into reductions, for machines whose work-items can share them.
 
 A window inside an expression is a loop of one work-item, which is what small ones should be. One of hundreds of
 elements (a pooling of 16 x 16, a gradient that gathers as many) would be gone through one by one where work-items could

@@ -1,1 +1,1 @@
-"""C++ for the CPU."""
+"""The CPU target: kernels in C++."""

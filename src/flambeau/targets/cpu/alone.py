@@ -1,4 +1,4 @@
-"""The CPU without libraries: what packages are compiled for, which run where there is no torch."""
+"""The CPU without libraries, for packages, which run where there is no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU: kernels in C++, compiled in the background, several to a library, and kept on disk.
+"""The CPU target: C++ kernels, compiled in the background, several in a library, and stored on disk.
 
 A kernel's name, in a library and in the cache, is the hash of everything that its machine code depends on. So
 equal text is compiled once, whichever graph, process or day it comes from.

@@ -1,1 +1,1 @@
-"""Triton for NVIDIA GPUs, and its interpreter."""
+"""NVIDIA GPUs: kernels in Triton, and Triton's interpreter."""

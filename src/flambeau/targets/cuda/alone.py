@@ -1,4 +1,4 @@
-"""NVIDIA GPUs without libraries: what packages are compiled for, which run where there is no torch."""
+"""NVIDIA GPUs without libraries, for packages, which run where there is no torch."""
 
 from __future__ import annotations
 

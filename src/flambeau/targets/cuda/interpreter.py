@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: its interpreter runs them on the CPU, program by program, in numpy.
+"""Runs Triton kernels without a GPU: Triton's interpreter executes them on the CPU, in numpy.
 
 For tests of what is written for GPUs: the texts are the same, and so are the capabilities that they are written for.
 Triton decides when it is imported whether it compiles or interprets: TRITON_INTERPRET=1 must be set before that.

@@ -1,4 +1,4 @@
-"""NVIDIA's device library: that of the CUDA toolkit which torch's own kernels were built with, or Triton's.
+"""Finds NVIDIA's device library: that of torch's CUDA version if it is installed, or Triton's.
 
 Functions change between its versions. The ones in `CHANGED` have other last bits in Triton's copy than in CUDA 13's, so
 that a kernel which calls them has eager's bits only with the toolkit's library.

@@ -1,4 +1,4 @@
-"""Recordings on NVIDIA GPUs: CUDA graphs, those of a function in one pool of torch's allocator."""
+"""Records CUDA graphs. The recordings of a function share one pool of torch's allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: kernels in Triton, compiled in worker processes, started through the CUDA driver.
+"""The target for NVIDIA GPUs: Triton kernels, compiled in worker processes, launched by the CUDA driver.
 
 Each kernel exists in variants that differ in what they assume of their arguments (`Facts`); every call checks which
 one it may use. That of the capture, with aligned pointers, is compiled in the background; others when a call needs

@@ -1,4 +1,4 @@
-"""Triton kernels to machine code: in worker processes, on no GPU, kept on disk.
+"""Compiles Triton kernels to machine code in worker processes without a GPU, and stores them on disk.
 
     compiler = TritonCompiler()
     code = compiler.compile(source, part, facts, arch=90).result()     # Code, or CompileError

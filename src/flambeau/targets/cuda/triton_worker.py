@@ -1,4 +1,4 @@
-"""A process that compiles Triton kernels: requests come in as lines of JSON, machine code goes out.
+"""A worker process that compiles Triton kernels: reads requests as lines of JSON, and returns machine code.
 
 It is run by path, with three arguments (the device library's folder, one for temporary files, and the seconds that a
 request may take), and imports neither torch nor Flambeau: Triton alone starts in a third of the time, and no process

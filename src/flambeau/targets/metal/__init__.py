@@ -1,1 +1,1 @@
-"""Apple GPUs: kernels in Metal Shading Language, and an emulator that runs them without one."""
+"""Apple GPUs: kernels in Metal Shading Language, and an emulator that runs them on a CPU."""

@@ -1,5 +1,5 @@
-"""Metal text without a Mac: type-checked by libclang as C++14 with address spaces, and looked through for what is not
-in the language.
+"""Checks Metal source without a Mac: libclang type-checks it as C++14 with address spaces, and the checker looks for
+what the language does not have.
 
     problems = check(source_text)      # [] if there are none
 

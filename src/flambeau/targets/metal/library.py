@@ -1,4 +1,4 @@
-"""The text of a Metal library: kernels behind the header that they call, which includes nothing but Metal's own."""
+"""The source of a Metal library: kernels after the header with the functions they call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that needs a Mac: `torch.mps.compile_shader` compiles texts and launches their kernels.
+"""Everything that needs a Mac: `torch.mps.compile_shader` compiles and launches kernels.
 
 This file has not run on one. What it counts on is written down here and in docs/metal.md: a kernel of the library takes
 tensors (their buffers, from the first element on), lists of ints (as an array of `long`), `threads` (all of them, not

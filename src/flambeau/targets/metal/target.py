@@ -1,4 +1,4 @@
-"""Apple GPUs as a target: tensors on `mps`, kernels in Metal Shading Language.
+"""The target for Apple GPUs: tensors on `mps`, kernels in Metal Shading Language.
 
 Texts can be written on any machine (`flambeau ops --target metal`); they are compiled and launched on a Mac (`mac.py`),
 or by the emulator.

@@ -1,4 +1,4 @@
-"""OpenCL programs: built in the background, several kernels to a program, their binaries kept on disk.
+"""Builds OpenCL programs in the background, several kernels in each, and stores their binaries on disk.
 
 A kernel's name is the hash of all that its binary depends on: text, library, device, driver and options.
 """

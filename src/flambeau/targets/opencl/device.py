@@ -1,4 +1,4 @@
-"""OpenCL devices: which there are, what each of them has, and its queue.
+"""The OpenCL devices of this machine, their properties and queues.
 
     device = devices()[0]
     device.shape            # how kernels are written for it

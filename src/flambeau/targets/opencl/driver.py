@@ -1,4 +1,4 @@
-"""OpenCL devices as an eager device sees them: memory by address, queues as streams, markers as events.
+"""The driver of OpenCL devices for PyTorch: memory by address, queues as streams, markers as events.
 
 A stream is an in-order queue. What is enqueued on one runs behind the host; `read` and `write` wait unless they are
 told that the host's memory stays as it is until the event they return. Kernels are put into it by the native launcher

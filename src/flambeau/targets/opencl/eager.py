@@ -1,4 +1,4 @@
-"""OpenCL devices as PyTorch's device "flambeau": kernels on device memory, on the current stream, behind the host."""
+"""OpenCL devices as PyTorch's device "flambeau": asynchronous kernels on device memory, on the current stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenCL kernels on memory of the process: launches and plans through PyOpenCL, which wait for what they started."""
+"""OpenCL kernels on memory of the process: launches through PyOpenCL, which wait for their kernels."""
 
 from __future__ import annotations
 

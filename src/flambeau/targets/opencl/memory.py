@@ -1,4 +1,4 @@
-"""Where an address lies: kernels take a buffer and an offset, programs have addresses.
+"""Finds the buffer and offset of an address: kernels take buffers, programs have addresses.
 
 `HostMemory`, for tensors on the CPU, opens a window on what a plan is about to touch, and makes buffers of the tensors'
 own memory while it is open. (Device memory is known to the native launcher, opencl_launcher.cpp.)

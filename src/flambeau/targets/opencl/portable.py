@@ -1,4 +1,4 @@
-"""OpenCL on devices that are not here: texts for any CPU or any GPU, as packages hold them. Nothing runs here."""
+"""OpenCL sources for any CPU or GPU, for packages. Nothing runs here."""
 
 from __future__ import annotations
 

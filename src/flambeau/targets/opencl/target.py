@@ -1,4 +1,4 @@
-"""OpenCL devices of any vendor: kernels in OpenCL C, built by the device's driver, launched through PyOpenCL.
+"""The OpenCL target: kernels in OpenCL C, built by the device's driver, launched through PyOpenCL.
 
 Tensors on the CPU are computed where they are, by a device that works in the memory of the process: a plan waits for
 its kernels, and reports what they found wrong with their data at once.

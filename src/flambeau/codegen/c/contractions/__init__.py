@@ -1,1 +1,1 @@
-"""Contractions: what their kernels share in all languages, and those of CPUs."""
+"""Contractions: what their kernels share in all languages, and the kernels for CPUs."""

@@ -1,4 +1,4 @@
-"""Contractions on CPUs: a thread takes blocks of the result, and computes them in tiles that registers hold.
+"""Contractions on CPUs: each thread computes blocks of the result, in tiles that fit into registers.
 
 For each block and each stretch of the depth both factors are brought into small arrays, whatever expressions they are,
 in the order in which tiles read them. A tile is some rows times some vectors: each step of the depth reads the vectors

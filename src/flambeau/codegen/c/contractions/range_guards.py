@@ -1,5 +1,4 @@
-"""Expressions that are zero somewhere: the range of a variable can be walked without asking; or what is asked is found
-once for all that ask it, and points are walked in the lines of memory, whatever the mask."""
+"""Masks in contractions: limits loops to the range where a factor is not zero, or computes a mask once for all uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a contraction is cut: tiles that registers hold, for each kind of registers, and blocks that caches hold."""
+"""Tile and block sizes of contractions: tiles fit into registers, blocks into caches."""
 
 from __future__ import annotations
 

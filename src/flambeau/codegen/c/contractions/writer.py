@@ -1,4 +1,4 @@
-"""What contraction kernels of all shapes share: walks through several variables at once, factors, and what follows."""
+"""What contraction kernels of all forms share: loops over several variables, factors, and fused operators."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Runs Metal kernels on a CPU, as they are, and reports what a Mac would not."""
+"""Runs Metal kernels on a CPU, and reports errors that a Mac would not."""

@@ -1,4 +1,4 @@
-"""From Metal text to what g++ compiles: the kernels as they are, and beside them a function that binds their arguments.
+"""Turns Metal source into C++ for g++: the kernels unchanged, and a function that binds their arguments.
 
 Three things cannot be said by macros. An array in threadgroup memory is one object for all threads, made where nothing
 lies beside it; the runner is told of an array of a thread, whose elements nobody may read before they are written; and

@@ -1,4 +1,4 @@
-"""Metal kernels on tensors of the CPU: written for an Apple GPU, compiled by g++, run thread by thread.
+"""A target that runs Metal kernels on CPU tensors: compiled by g++, executed thread by thread.
 
     FLAMBEAU_TARGET=metal-emulator python model.py
 
