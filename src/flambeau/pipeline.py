@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from flambeau.capture.graph import Captured, capture
+from flambeau.capture.stream_turns import is_streamed
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.numerics import policy_of
@@ -33,7 +34,6 @@ from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build, Target
 from flambeau.torch_compat.fake import unset_fake_temporarily
 from flambeau.torch_compat.logs import artifact_log
-from flambeau.torch_compat.streams import uses_streams
 
 log = logging.getLogger(__name__)
 # What TORCH_LOGS shows by these names of other backends as well.
@@ -109,7 +109,7 @@ class Compiled:
                       f"run as ATen. Please report this with the following text.\n{first}",
                       RuntimeWarning, stacklevel=2)
         if origins <= self.exclude:
-            if uses_streams(self.gm.graph):
+            if is_streamed(self.gm):
                 raise first
             self.run = interpret(self.gm)
             return self.run
@@ -138,7 +138,7 @@ def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: f
     except CompileError:
         raise
     except Exception as e:  # whatever is wrong with the compiler, the model runs
-        if config.verify or uses_streams(gm.graph):  # operator by operator, all would be on one stream
+        if config.verify or is_streamed(gm):  # operator by operator, all would be on one stream
             raise
         warnings.warn(f"flambeau: this graph runs as ATen because it could not be compiled: {type(e).__name__}: {e}. "
                       "Please report it.", RuntimeWarning, stacklevel=2)

@@ -28,7 +28,6 @@ from flambeau.torch_compat.aot import config as aot_config
 from flambeau.torch_compat.dynamo import config as dynamo_config
 from flambeau.torch_compat.dynamo import handed_on, without_runtime_marks
 from flambeau.torch_compat.fake import CompileContext, FakeTensor, TracingContext
-from flambeau.torch_compat.streams import uses_streams
 
 from .cache_key import held
 from .channels_last import channels_last
@@ -36,8 +35,8 @@ from .disk_cache import GraphCache
 from .fast_call import lean_wrappers
 from .regions.cut import OBSERVERS, cut
 from .regions.pieces import in_pieces
-from .stream_checks import check_streams, not_carried, refuse_gradients, refuse_writes_behind
 from .subgraphs import calls_subgraphs, written_out
+from .user_streams import ORDERS, compiled_with_streams, refuse_writes_behind, take_streams
 
 # Name: what it may be (None: `get_target` knows), and what it does.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
@@ -78,12 +77,9 @@ def flambeau_backend(
 ) -> Callable[..., Any]:
     try:
         settings = check_options(options, mode)
-        streams = check_streams(gm)
-        if streams:
-            if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad
-                                               for x in (*example_inputs, *held(gm).values())):
-                refuse_gradients(gm.graph)
-            settings["regions"] = False
+        if calls_subgraphs(gm):
+            gm = written_out(gm)
+        streams = take_streams(gm)
     except (OptionError, UnsupportedError) as error:
         raise handed_on(error, inspect.currentframe()) from None
     if CompileContext.try_get() is not None:
@@ -94,12 +90,9 @@ def flambeau_backend(
     laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
     with (progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out),
           patches.SHARED_INPUTS.applied()):
-        if not streams:
+        if streams is None:
             return compiled_backend(gm, example_inputs, settings)
-        try:
-            return compiled_backend(gm, example_inputs, settings)
-        except Exception as error:
-            raise handed_on(not_carried(error), inspect.currentframe()) from error
+        return compiled_with_streams(lambda: compiled_backend(gm, example_inputs, dict(settings)), gm, streams)
 
 
 def results(gm: fx.GraphModule) -> list[torch.Tensor]:
@@ -134,12 +127,10 @@ def compile_dynamo_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
 ) -> Callable[..., Any]:
     """In pieces, if some of them repeat."""
-    if calls_subgraphs(gm):
-        gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
-    if target is not None and not wants_bits(settings["numerics"]) and not uses_streams(gm.graph):
+    if target is not None and not wants_bits(settings["numerics"]) and ORDERS not in gm.meta:
         gm = channels_last(gm, target)
-    if settings.pop("regions"):
+    if settings.pop("regions") and ORDERS not in gm.meta:
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:
             observe(found)
@@ -185,22 +176,27 @@ def compile_anew(
     machine = None if exact or target is None else target.capabilities()
     tuning = None if machine is None or machine.contracts else machine.tuning
 
-    def compile_part(graph: fx.GraphModule) -> Callable[..., Any]:
-        refuse_gradients(graph.graph)
+    orders = gm.meta.get(ORDERS)
+
+    def compile_forward(graph: fx.GraphModule) -> Callable[..., Any]:
+        if orders is not None:
+            refuse_writes_behind()
+            graph.meta[ORDERS] = orders
         return compile_graph(graph, wanted)
 
-    def compiler() -> Callable[..., Any]:
-        return cache.compiler(compile_part)
+    def compile_backward(graph: fx.GraphModule) -> Callable[..., Any]:
+        return compile_graph(graph, wanted)
 
     def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
-        if uses_streams(graph.graph):
+        if orders is not None:
             refuse_writes_behind()
+            graph.meta[ORDERS] = orders
         settle_strides(graph.graph, names_only=wanted.part, hold=not wanted.part)
         pad_products(graph.graph, tuning)
         return compile_graph(graph, wanted)
 
     # One for each: torch writes into that of the backward.
-    backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(),
+    backend = aot_autograd(fw_compiler=cache.compiler(compile_forward), bw_compiler=cache.compiler(compile_backward),
                            inference_compiler=cache.compiler(compile_inference),
                            partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning),
                            decompositions=table(exact), keep_inference_input_mutations=True)

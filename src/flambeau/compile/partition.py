@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flambeau.capture.eager_strides import settle_strides, share_memory
+from flambeau.capture.stream_turns import mark_of
 from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import LOWERINGS, facts
 from flambeau.runtime.launch_plan import DONATED
@@ -23,6 +24,7 @@ from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.patches import CUT
 
 from .padded_products import call, pad_products
+from .user_streams import save_streams
 
 
 def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bool = False,
@@ -41,6 +43,7 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bo
     with config.patch(cse=False), CUT.applied(*fused()):
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
     mark_donated(forward.graph, backward.graph)
+    save_streams(forward, backward, kwargs["num_fwd_outputs"])
     return forward, backward
 
 
@@ -121,7 +124,8 @@ def merge_equal(graph: fx.Graph) -> None:
             continue
         if not returned.isdisjoint(storages(n)):
             continue
-        first = seen.setdefault((n.target, frozen(n.args), frozen(n.kwargs)), n)
+        # What is on two streams is computed on both: neither waits for the other.
+        first = seen.setdefault((n.target, frozen(n.args), frozen(n.kwargs), (mark_of(n) or (0, 0))[1]), n)
         if first is not n:
             n.replace_all_uses_with(first)
             graph.erase_node(n)

@@ -401,6 +401,7 @@ class Graph:
     streams: list[int] = field(default_factory=list)  # as Program has them, and what is ready on stream 0
     arriving: list[str] = field(default_factory=list)
     leaving: list[str] = field(default_factory=list)
+    ticket: str = ""  # as Program has it
 
     def __post_init__(self) -> None:
         restart_names()

@@ -409,6 +409,7 @@ class Program:
     streams: tuple[int, ...] = ()  # from 1 on, by their places among the objects that a run is given
     arriving: tuple[str, ...] = ()  # inputs that are ready on stream 0; others are ready wherever they are read
     leaving: tuple[str, ...] = ()  # buffers that have to be ready on stream 0 at the end
+    ticket: str = ""  # of a backward: the argument in which the numbers of its streams are, as its forward saved them
 
     @cached_property
     def places(self) -> dict[str, BufferPlan]:

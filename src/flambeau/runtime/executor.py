@@ -206,7 +206,8 @@ class Writer:
         if streams:
             self.line("s0 = current_stream(DEVICE)")
             for k, place in enumerate(p.streams, 1):
-                self.line(f"s{k} = caller_stream({place}, DEVICE)")
+                self.line(f"s{k} = " + (f"numbered_stream({p.ticket}, {place}, DEVICE)" if p.ticket else
+                                        f"caller_stream({place}, DEVICE)"))
         if arena:
             self.line(f"arena = POOL.take(TARGET, DEVICE, {p.arena_bytes})")
         if arena or streams:

@@ -280,6 +280,16 @@ def caller_stream(place: int, device: torch.device) -> torch.Stream:
     return found
 
 
+def stream_numbers(*streams: torch.Stream) -> torch.Tensor:
+    """By which a backward finds the streams of its forward."""
+    return torch.tensor([s.stream_id for s in streams])
+
+
+def numbered_stream(numbers: torch.Tensor, k: int, device: torch.device) -> torch.Stream:
+    like = torch.accelerator.current_stream(device)
+    return torch.Stream(stream_id=int(numbers[k]), device_index=like.device_index, device_type=like.device_type)
+
+
 def caller_event(place: int) -> torch.Event:
     found: torch.Event = object_at(place)
     return found
@@ -322,5 +332,6 @@ _keys = itertools.count()
 SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit, "word": word,
                          "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept,
                          "caller_stream": caller_stream, "caller_event": caller_event,
+                         "stream_numbers": stream_numbers, "numbered_stream": numbered_stream,
                          "current_stream": torch.accelerator.current_stream, "set_stream": torch.accelerator.set_stream,
                          "synchronize": torch.accelerator.synchronize}

@@ -33,7 +33,7 @@ class ProgramDraft:
                        tuple(self.kernels), tuple(steps), tuple(self.buffers.values()), frozen(self.outputs),
                        tuple(graph.seeds), self.arena_bytes,
                        tuple(self.frees.get(k, ()) for k in range(len(self.steps))), tuple(self.notes),
-                       tuple(graph.streams), tuple(graph.arriving), tuple(graph.leaving))
+                       tuple(graph.streams), tuple(graph.arriving), tuple(graph.leaving), graph.ticket)
 
 
 def frozen(x: Any) -> Any:

@@ -86,6 +86,12 @@ def _handlers(functions: Mapping[Any, Any], methods: Mapping[str, Any], leaving:
             yield TensorVariable, f"method_{name}", leaving(method, number)
 
 
+def _traced_streams(ours: Callable[[Any], bool]) -> Iterator[Change]:
+    from .streams import tracing_changes
+
+    yield from tracing_changes(ours)
+
+
 def _count(module: ModuleType, steps: list[Any], count: Any) -> Iterator[Change]:
     from .optim import COUNT
 
@@ -124,6 +130,12 @@ HANDLERS = Patch(
     "handlers", "Dynamo's handlers of `addcdiv`, `addcmul_`, `add_` and `_foreach_lerp_`",
     'they write the operators out in others that round more often; `numerics="eager"` has eager\'s bits',
     "while a frame is traced for this backend", _handlers)
+TRACED_STREAMS = Patch(
+    "traced_streams", "`query` of streams and events in Dynamo, `StreamContextVariable.create`, "
+    "`check_event_record_after_input_mutation`, up to 2.12 `EventVariable.reconstruct`",
+    "Dynamo asks a stream once, while it traces, and keeps the answer; refuses `stream(None)`, and events behind writes "
+    "to inputs, which this backend orders; and returns the event of the trace for one that a function makes",
+    "while a frame is traced for this backend", _traced_streams)
 COUNTS = Patch(
     "counts", "`_get_value` of an optimizer's module",
     "a step is traced for any count of steps", "while a step is compiled", _count)
@@ -249,8 +261,8 @@ SHARING = Patch(
     "memory of the device cannot be shared, and the error says so. Without it, what torch tries fails in other ways",
     'from the first tensor of `torch.device("flambeau")` on', _sharing, lasting=True)
 
-PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, SHARED_INPUTS,
-           CUT, KERNELS, COUNTS, COMPILING)
+PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HANDLERS, TRACED_STREAMS, WRAPPERS, CACHE,
+           SHARED_INPUTS, CUT, KERNELS, COUNTS, COMPILING)
 
 
 def undo_lasting() -> None:
