@@ -30,6 +30,7 @@ from flambeau.runtime.recording import function_now
 from flambeau.runtime.result_checks import promises_of
 from flambeau.runtime.watchers import BOUND
 from flambeau.schedule.plan import schedule
+from flambeau.schedule.streams import on_own_streams
 from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build, Target
 from flambeau.torch_compat.fake import unset_fake_temporarily
@@ -200,10 +201,13 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own:
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
     promises = promises_of(gm, captured.symbols.index) if config.verify is True else None
-    package = write(program, target.name, texts, device, promises)
+    recordings, fence = None, None
     if options.graphs:
-        positions = [program.arguments.index(name) for name in program.inputs]
-        package = replace(package, graphs=recordable(program, gm, positions, device))
+        recordings = recordable(program, gm, device)
+        if program.streams and not recordings.obstacle:
+            program, fence = on_own_streams(program)
+            recordings = recordable(program, gm, device)
+    package = replace(write(program, target.name, texts, device, promises), graphs=recordings, fence=fence)
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
     made = Compiled(gm, captured, program, texts, build, package, options, seconds, exclude=exclude)
     for observe in OBSERVERS if own is None else ():

@@ -16,8 +16,8 @@ import torch
 import torch.fx as fx
 
 from flambeau.errors import UnsupportedError
-from flambeau.ir.nodes import Graph, Host, Turn, Value
-from flambeau.ir.program import Record, Synchronize, Wait
+from flambeau.ir.nodes import Graph, Turn, Value
+from flambeau.ir.program import Record, StreamNumbers, Synchronize, Wait
 from flambeau.ir.program import Step as ProgramStep
 from flambeau.torch_compat.streams import CALLER, is_gradient_sum
 
@@ -72,8 +72,8 @@ class StreamTurns:
         for place in places:
             self.stream(place)
 
-    def saved(self, places: tuple[int, ...]) -> Host:
-        return Host(f"stream_numbers({''.join(f's{self.stream(p)}, ' for p in places)})")
+    def saved(self, places: Any) -> StreamNumbers:
+        return StreamNumbers(tuple(map(self.stream, places)))
 
     def stream(self, place: int) -> int:
         return self.streams.setdefault(place, len(self.streams))

@@ -24,9 +24,11 @@ import torch.fx as fx
 from flambeau.capture.stream_turns import MARK, ORDERS, is_streamed, places_of, saved_streams
 from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
+from flambeau.ir.program import Fence
+from flambeau.runtime.streams import fenced as fence_around
 from flambeau.torch_compat.aot import saved_output
 from flambeau.torch_compat.fake import TracingContext, detect_fake_mode
-from flambeau.torch_compat.patches import OBJECTS
+from flambeau.torch_compat.stream_patches import OBJECTS
 from flambeau.torch_compat.streams import (
     CALLER,
     NUMBERS,
@@ -96,14 +98,22 @@ class Taking:
             elif n in objects:
                 self.erased.append((gm.graph, n))
                 continue
-            elif any(a in objects for a in n.all_input_nodes):
-                self.unknown(n)
             else:
+                if any(a in objects for a in n.all_input_nodes):
+                    self.pass_in(gm, n, objects)
                 self.plain(gm, n)
                 continue
             self.erased.append((gm.graph, n))
 
-    def unknown(self, n: fx.Node) -> None:
+    def pass_in(self, gm: fx.GraphModule, n: fx.Node, objects: set[fx.Node]) -> None:
+        """Up to 2.12, a body that is called is given streams as arguments."""
+        bodies, written_out = bodies_called(gm, n)
+        if len(bodies) == 1 and written_out and isinstance(n.args[0], fx.Node):
+            for inside, a in zip(bodies[0].graph.find_nodes(op="placeholder"), n.args[1:], strict=True):
+                if a in objects:
+                    self.read.given[inside] = a  # type: ignore[assignment]
+            n.args = tuple(a for a in n.args if a not in objects)
+            return
         of = next(a.meta["example_value"] for a in n.all_input_nodes if "example_value" in a.meta)
         raise UnsupportedError(f"{type(of).__name__}.{getattr(n.target, '__name__', n.target)}() inside a compiled "
                                "function would not run with it", hint=OUTSIDE)
@@ -209,28 +219,19 @@ def telling(run: Callable[..., Any], keeps: Sequence[tuple[bool, int, int]]) -> 
 def fenced(run: Callable[..., Any], use: StreamUse) -> Callable[..., Any]:
     """All on the caller's stream: behind what the others have to do by now, and before what they get later."""
     orders = use.all_orders()
-    recorded = {o[1] for o in orders if o[0] == "record_event" and o[1] >= 0}
-    awaited = {o[1] for o in orders if o[0] in ("wait_event", "synchronize_event") and o[1] >= 0}
+    waited, happens = ({o[1] for o in orders if o[0] in names and o[1] >= 0}
+                       for names in (("wait_event", "synchronize_event"), ("record_event",)))
     waits_on_host = any(o[0].startswith("synchronize") for o in orders)
+    fence = Fence(tuple(use.streams - {CALLER}), tuple(waited), tuple(happens))
 
-    def fence(*args: Any) -> Any:
-        here = torch.accelerator.current_stream()
-        others = [object_at(s) for s in use.streams if s != CALLER]
-        before, after = ([object_at(e) for e in events] for events in (awaited, recorded))
-        for s in others:
-            here.wait_stream(s)
-        for e in before:
-            here.wait_event(e)
-        results = run(*args)
-        for s in others:
-            s.wait_stream(here)
-        for e in after:
-            here.record_event(e)
+    def called(*args: Any) -> Any:
+        between = fence_around(lambda args: run(*args), fence, torch.accelerator.current_stream().device)
+        results = between(list(args))
         if waits_on_host:
             torch.accelerator.synchronize()
         return results
 
-    return torch.compiler.disable(fence, reason="calls compiled graphs")
+    return torch.compiler.disable(called, reason="calls compiled graphs")
 
 
 # ---- between forward and backward ----------------------------------------------------------------------------
@@ -259,11 +260,12 @@ def save_streams(forward: fx.GraphModule, backward: fx.GraphModule, results: int
     outs.insert(results, saved)
     output.args = (tuple(outs),)
     saved_output(output, results)
-    first = next(n for n in backward.graph.nodes if n.op != "placeholder" or isinstance(n.meta.get("val"), torch.Tensor))
+    first = next(n for n in backward.graph.nodes
+                 if n.op != "placeholder" or isinstance(n.meta.get("val"), torch.Tensor))
     with backward.graph.inserting_before(first):
         given = backward.graph.placeholder(saved.name)
     given.meta["val"] = saved.meta["val"] = val
-    given.meta[NUMBERS] = places
+    given.meta[NUMBERS] = saved.meta[NUMBERS] = places
     forward.recompile()
     backward.recompile()
 

@@ -37,7 +37,8 @@ from flambeau.torch_compat.dynamo import (
     skip_code,
 )
 from flambeau.torch_compat.optim import READS, base_file, files
-from flambeau.torch_compat.patches import CALLS, FRAMES, OPTIMIZERS, TRACED_STREAMS
+from flambeau.torch_compat.patches import CALLS, FRAMES, OPTIMIZERS
+from flambeau.torch_compat.stream_patches import TRACED_STREAMS
 
 from . import parameter_groups
 

@@ -26,6 +26,7 @@ from flambeau.ir.program import (
     Launch,
     Program,
     Record,
+    StreamNumbers,
     Synchronize,
     TableKernel,
     Wait,
@@ -183,6 +184,8 @@ class Writer:
             return host_text(x)
         if isinstance(x, Host):
             return f"({x.text})"
+        if isinstance(x, StreamNumbers):
+            return f"stream_numbers({', '.join(f's{k}' for k in x.streams)})"
         if isinstance(x, tuple):
             inside = "".join(self.argument(y) + ", " for y in x)
             return f"({inside})"
@@ -206,7 +209,8 @@ class Writer:
         if streams:
             self.line("s0 = current_stream(DEVICE)")
             for k, place in enumerate(p.streams, 1):
-                self.line(f"s{k} = " + (f"numbered_stream({p.ticket}, {place}, DEVICE)" if p.ticket else
+                self.line(f"s{k} = " + (f"own_stream({-place}, s0)" if place < 0 else
+                                        f"numbered_stream({p.ticket}, {place}, DEVICE)" if p.ticket else
                                         f"caller_stream({place}, DEVICE)"))
         if arena:
             self.line(f"arena = POOL.take(TARGET, DEVICE, {p.arena_bytes})")

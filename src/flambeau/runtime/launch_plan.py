@@ -20,17 +20,18 @@ from typing import Any
 
 import torch
 
-from flambeau.errors import BoundsError, CompileError, UnsupportedError
+from flambeau.errors import BoundsError, CompileError
 from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
+from flambeau.ir.program import Fence
 from flambeau.targets.base import Build, Launch, Plan, Run, Source, Target, get_target
 from flambeau.torch_compat.autograd import keeps_graph
-from flambeau.torch_compat.streams import object_at
 
 from .address_tables import AddressTables, Table
 from .operator_calls import EXTENSION, Prepared, operator_named
 from .recordable import Recordable
 from .recording import function_now, recorded
 from .result_checks import kept
+from .streams import caller_event, caller_stream, fenced, numbered_stream, own_stream, stream_numbers
 from .watchers import Part, Watcher, one_by_one, title, watched, watching
 
 DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs
@@ -80,6 +81,7 @@ class LaunchPlan:
     device: torch.device = torch.device("cpu")
     graphs: Recordable | None = None  # runs are to be recorded
     overwritten: tuple[int, ...] = ()  # positions of arguments whose memory results take over
+    fence: Fence | None = None  # the caller's streams, where the program has others
 
     def load(self) -> Run:
         """The run function; kernels come from the cache or are built. CompileError if one does not build."""
@@ -113,6 +115,8 @@ class LaunchPlan:
             run = recorded(run, target.recorder(), self.graphs, self.device, function)
         if self.overwritten:
             run = keeping(run, self.overwritten)
+        if self.fence is not None:
+            run = fenced(run, self.fence, self.device)
         return self._guarded(run)
 
     def _scope(self, kernels: Mapping[str, Launch | CompileError]) -> dict[str, Any]:
@@ -271,30 +275,6 @@ def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def caller_stream(place: int, device: torch.device) -> torch.Stream:
-    """A stream that the caller's function uses, at this call."""
-    found = object_at(place)
-    if not isinstance(found, torch.Stream) or found.device != device:
-        raise UnsupportedError(f"a compiled function on {device} uses {found}", hint="streams of one device, in the "
-                               "function that is compiled for it")
-    return found
-
-
-def stream_numbers(*streams: torch.Stream) -> torch.Tensor:
-    """By which a backward finds the streams of its forward."""
-    return torch.tensor([s.stream_id for s in streams])
-
-
-def numbered_stream(numbers: torch.Tensor, k: int, device: torch.device) -> torch.Stream:
-    like = torch.accelerator.current_stream(device)
-    return torch.Stream(stream_id=int(numbers[k]), device_index=like.device_index, device_type=like.device_type)
-
-
-def caller_event(place: int) -> torch.Event:
-    found: torch.Event = object_at(place)
-    return found
-
-
 # Of each step, its operators, and its buffers where their accesses are checked.
 Origins = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
@@ -333,5 +313,6 @@ SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": ch
                          "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept,
                          "caller_stream": caller_stream, "caller_event": caller_event,
                          "stream_numbers": stream_numbers, "numbered_stream": numbered_stream,
+                         "own_stream": own_stream,
                          "current_stream": torch.accelerator.current_stream, "set_stream": torch.accelerator.set_stream,
                          "synchronize": torch.accelerator.synchronize}

@@ -33,7 +33,8 @@ def promises_of(gm: fx.GraphModule, index: Callable[[Any], Index]) -> Promises:
 
     nodes = list(gm.graph.nodes)
     inputs = [n.meta.get("val") for n in nodes if n.op == "placeholder" and NUMBERS not in n.meta]
-    results = [r.meta.get("val") if isinstance(r, fx.Node) else None for r in nodes[-1].args[0]]
+    results = [r.meta.get("val") if isinstance(r, fx.Node) and NUMBERS not in r.meta else None
+               for r in nodes[-1].args[0]]
     strides = tuple(tuple(index(s) for s in t.stride()) if isinstance(t, torch.Tensor) else None
                     for t in results)
     return Promises(strides, tuple(map(number, results)),

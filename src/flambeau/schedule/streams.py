@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from flambeau.ir.nodes import Graph, Node
-from flambeau.ir.program import Call, Copy, Keep, Launch, Record, Step, Wait
+from flambeau.ir.program import Call, Copy, Fence, Keep, Launch, Program, Record, Step, StreamNumbers, Wait
 
 from .memory import ProgramDraft, lifetimes, plan_memory, values_in
-from .order import Cell, Clock, Clocks, Moment, accesses, count_streams, joined, roots
+from .order import Cell, Clock, Clocks, Moment, accesses, check_order, count_streams, joined, roots
 
 OWN = (Launch, Call, Copy)  # steps that use memory
 
@@ -222,6 +222,38 @@ def release(p: ProgramDraft, graph: Graph) -> None:
         if k < end:
             steps.append(p.steps[k])
     p.steps = steps
+
+
+# ---- streams of a program's own ----------------------------------------------------------------------------
+
+
+def on_own_streams(p: Program) -> tuple[Program, Fence]:
+    """The same on streams that belong to the program, which begin behind stream 0 and end before it does: nothing else
+    is ever on them, so that a run can be recorded. What the caller has on his own is fenced off."""
+    ticket = p.arguments.index(p.ticket) if p.ticket else None
+    numbers = [k for k, o in enumerate(p.outputs) if isinstance(o, StreamNumbers)]
+    fence = Fence(p.streams, tuple(sorted({s.place for s in p.steps if isinstance(s, Wait) and s.event is None
+                                           and s.place is not None})),
+                  tuple(sorted({s.place for s in p.steps if isinstance(s, Record) and s.place is not None})),
+                  ticket, numbers[0] if numbers else None)
+    event = 1 + max((s.event for s in p.steps if isinstance(s, Record)), default=-1)
+    sides = range(1, len(p.streams) + 1)
+    steps: list[Step] = [Record(event), *(Wait(event, k) for k in sides)]
+    frees: list[tuple[str, ...]] = [()] * len(steps)
+    for s, freed in zip(p.steps, p.frees, strict=True):
+        if isinstance(s, Wait) and s.event is None:
+            frees[-1] += freed
+            continue
+        steps.append(replace(s, place=None) if isinstance(s, (Record, Wait)) else s)
+        frees.append(freed)
+    for k in sides:
+        steps += [Record(event + k, k), Wait(event + k)]
+    frees += [()] * (len(steps) - len(frees))
+    made = replace(p, streams=tuple(-k for k in sides), steps=tuple(steps), frees=tuple(frees), ticket="",
+                   arguments=tuple(a for a in p.arguments if a != p.ticket),
+                   outputs=tuple(None if isinstance(o, StreamNumbers) else o for o in p.outputs))
+    check_order(made)
+    return made, fence
 
 
 def drop_lost_keeps(p: ProgramDraft) -> None:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .patch import MISSING, Change, Patch
+from .stream_patches import OBJECTS, TRACED_STREAMS
 
 __all__ = ["MISSING", "PATCHES", "Patch", "undo_lasting"]
 
@@ -86,12 +87,6 @@ def _handlers(functions: Mapping[Any, Any], methods: Mapping[str, Any], leaving:
             yield TensorVariable, f"method_{name}", leaving(method, number)
 
 
-def _traced_streams(ours: Callable[[Any], bool]) -> Iterator[Change]:
-    from .streams import tracing_changes
-
-    yield from tracing_changes(ours)
-
-
 def _count(module: ModuleType, steps: list[Any], count: Any) -> Iterator[Change]:
     from .optim import COUNT
 
@@ -130,12 +125,6 @@ HANDLERS = Patch(
     "handlers", "Dynamo's handlers of `addcdiv`, `addcmul_`, `add_` and `_foreach_lerp_`",
     'they write the operators out in others that round more often; `numerics="eager"` has eager\'s bits',
     "while a frame is traced for this backend", _handlers)
-TRACED_STREAMS = Patch(
-    "traced_streams", "`query` of streams and events in Dynamo, `StreamContextVariable.create`, "
-    "`check_event_record_after_input_mutation`, up to 2.12 `EventVariable.reconstruct`",
-    "Dynamo asks a stream once, while it traces, and keeps the answer; refuses `stream(None)`, and events behind writes "
-    "to inputs, which this backend orders; and returns the event of the trace for one that a function makes",
-    "while a frame is traced for this backend", _traced_streams)
 COUNTS = Patch(
     "counts", "`_get_value` of an optimizer's module",
     "a step is traced for any count of steps", "while a step is compiled", _count)
@@ -218,17 +207,6 @@ def _sharing(only_of_others: Callable[..., Any]) -> Iterator[Change]:
         yield table, kind, only_of_others(table.get(kind, own))
 
 
-def _objects() -> Iterator[Change]:
-    from .streams import remembered_by_thread
-
-    yield remembered_by_thread()
-
-
-OBJECTS = Patch(
-    "objects", "`store_user_object_weakrefs` of Dynamo",
-    "streams and events of a call are in one table of the process, where another thread's call may replace them before "
-    "they are read. Without it, compiled functions that use streams are refused",
-    "from the first compiled function that uses streams on", _objects, lasting=True)
 FRAMES = Patch(
     "frames", "`CatchErrorsWrapper.__call__` of Dynamo",
     "Dynamo does not trace optimizers' frames for this backend (minutes for thousands of parameters), and no hook asks "

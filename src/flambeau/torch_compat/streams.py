@@ -2,8 +2,8 @@
 
 A stream or an event is no input of a graph. Dynamo gives each a number, its place in one table of the process, which
 the code around a graph fills before each call. A node's stream is a mark in its meta. What orders streams are operators
-of the namespace `streams` or, up to 2.12, methods of the objects: AOTAutograd drops the methods, and moves the operators
-about. So both are read here, before AOTAutograd sees the graph, into plain tuples:
+of the namespace `streams` or, up to 2.12, methods of the objects: AOTAutograd drops the methods, and moves the
+operators about. So both are read here, before AOTAutograd sees the graph, into plain tuples:
 
     ("wait_stream", waiting, waited), ("record_event", event, stream), ("wait_event", event, stream),
     ("synchronize_event", event), ("synchronize_stream", stream), ("synchronize_device", device or None),
@@ -15,18 +15,17 @@ zero if the function made it and nobody else has it.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from .ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from .stream_patches import given
 
 __all__ = ["CALLER", "NUMBERS", "Orders", "bodies_called", "clear_stream", "has_streams", "is_gradient_sum",
-           "object_at", "place_of", "remembered_by_thread", "stream_of", "traced_objects", "tracing_changes"]
+           "object_at", "place_of", "stream_of", "traced_objects"]
 
 SPACE = "streams"  # of the operators
 CALLER = -1  # in the place of a stream's number: the stream that the caller is on
@@ -39,26 +38,9 @@ WRITTEN_OUT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap"
 
 # ---- objects of a call -------------------------------------------------------------------------------------
 
-_given = threading.local()
-
-
-def remembered_by_thread() -> tuple[Any, str, Callable[..., None]]:
-    """The change of patches.OBJECTS. What a call is given goes into one table of the process, and another thread's call
-    may come between: so each thread remembers its own."""
-    from torch._dynamo import graph_bytecode_inputs
-
-    store = graph_bytecode_inputs.store_user_object_weakrefs
-
-    def stored(*args: Any) -> None:
-        store(*args)
-        _given.objects = [weakref.ref(x) for x in args]
-
-    return graph_bytecode_inputs, "store_user_object_weakrefs", stored
-
-
 def object_at(place: int) -> Any:
     """The stream or the event that this thread's call was given under this number."""
-    found = _given.objects[place]()
+    found = given.objects[place]()
     assert found is not None, f"object {place} of a call is gone"
     return found
 
@@ -72,13 +54,13 @@ def caller_places() -> set[int]:
     if first is not None:
         return {first}
     made = table.index_to_bytecode_constructor
-    return {k for k, make in made.items() for cell in make.__closure__ or ()  # type: ignore[attr-defined]
+    return {k for k, make in made.items() for cell in make.__closure__ or ()
             if isinstance(cell.cell_contents, CurrentStreamSource)}
 
 
 def traced_objects(graph: fx.Graph) -> Iterator[fx.Node]:
     """Nodes that are streams and events."""
-    return (n for n in graph.nodes if n.op in ("call_function", "call_method")
+    return (n for n in graph.nodes if n.op in ("placeholder", "call_function", "call_method")
             and isinstance(n.meta.get("example_value"), (torch.Stream, torch.Event)))
 
 
@@ -97,17 +79,24 @@ class Orders:
     def __init__(self) -> None:
         self.callers = caller_places()
         self.made: dict[fx.Node, int] = {}  # events that methods return, which have no place
+        self.given: dict[fx.Node, fx.Node] = {}  # arguments of a body that is called: what they are outside
 
     def stream(self, place: Any) -> int:
-        found = place_of(place) if isinstance(place, fx.Node) else place
+        found = place_of(self.outside(place)) if isinstance(place, fx.Node) else place
         assert isinstance(found, int), f"{place} has no place among the objects of a call"
         return CALLER if found in self.callers else found
 
     def event(self, place: Any) -> int:
         if not isinstance(place, fx.Node):
             return int(place)
+        place = self.outside(place)
         found = place_of(place)
         return found if found is not None else self.made.setdefault(place, -1 - len(self.made))
+
+    def outside(self, n: fx.Node) -> fx.Node:
+        while n in self.given:
+            n = self.given[n]
+        return n
 
     def stream_of(self, n: fx.Node) -> int:
         """The stream that a node was traced on."""
@@ -176,7 +165,8 @@ def operator_of_streams(target: Any) -> str | None:
 
 def device_of(given: Any) -> torch.device | None:
     if isinstance(given, int):
-        return torch.device(torch.accelerator.current_accelerator() or "cpu", given)
+        here = torch.accelerator.current_accelerator()
+        return torch.device("cpu" if here is None else here.type, given)
     return torch.device(given) if given is not None else None
 
 
@@ -201,59 +191,3 @@ def has_streams(gm: fx.GraphModule) -> bool:
 def is_gradient_sum(n: fx.Node) -> bool:
     """Whether a node adds up gradients of one tensor."""
     return bool(n.meta.get("is_gradient_acc"))
-
-
-# ---- while a function is traced ------------------------------------------------------------------------------
-
-
-def tracing_changes(ours: Callable[[Any], bool]) -> Iterator[tuple[Any, Any, Any]]:
-    """The changes of patches.TRACED_STREAMS. `ours`: whether a compiler of Dynamo's is this backend."""
-    from torch._dynamo import output_graph
-    from torch._dynamo.exc import unimplemented
-    from torch._dynamo.variables import streams
-    from torch._dynamo.variables.ctx_manager import NullContextVariable
-
-    def leave(what: str, reason: str) -> None:
-        unimplemented(gb_type=f"{what} inside a compiled function", context=what, explanation=reason,
-                      hints=["call it outside of the compiled function, or compile it with fullgraph=False"])
-
-    def question(of: Any, name: str) -> tuple[Any, Any, Any]:
-        """Dynamo asks it once, while it traces, and compiles one of the two branches."""
-        table: dict[str, Any] = vars(of).get("tp_methods", {})  # from 2.15 on
-        full = table[name].handler if name in table else of.call_method
-
-        def asked(self: Any, tx: Any, *args: Any, **named: Any) -> Any:
-            if (name in table or args[0] == name) and ours(tx.output.compiler_fn):
-                leave(f"{type(self.value).__name__}.{name}()", "its answer is another at each call")
-            return full(self, tx, *args, **named)
-
-        return (table, name, type(table[name])(asked)) if name in table else (of, "call_method", asked)
-
-    yield question(streams.StreamVariable, "query")
-    yield question(streams.EventVariable, "query")
-
-    create = streams.StreamContextVariable.create
-
-    def entered(tx: Any, stream: Any, **named: Any) -> Any:
-        if ours(tx.output.compiler_fn) and stream.is_python_constant() and stream.as_python_constant() is None:
-            return NullContextVariable()
-        return create(tx, stream, **named)
-
-    yield streams.StreamContextVariable, "create", staticmethod(entered)
-
-    check = getattr(output_graph.OutputGraph, "check_event_record_after_input_mutation", None)
-    if check is not None:  # what inputs become is written where the function does it, and events come after that
-        def checked(self: Any, stream: Any) -> None:
-            if not ours(self.compiler_fn):
-                check(self, stream)
-
-        yield output_graph.OutputGraph, "check_event_record_after_input_mutation", checked
-    if not hasattr(streams, "CURRENT_STREAM_INDEX"):  # up to 2.12 the caller would get the event of the trace
-        rebuild = streams.EventVariable.reconstruct
-
-        def rebuilt(self: Any, codegen: Any) -> None:
-            if ours(codegen.tx.output.compiler_fn):
-                leave("an event that a compiled function makes and returns", "this torch returns another one")
-            rebuild(self, codegen)
-
-        yield streams.EventVariable, "reconstruct", rebuilt
