@@ -23,12 +23,13 @@ from flambeau.ir.program import ContractKernel, Launch, LoopKernel, Program, Sca
 from flambeau.product_choice import own_products
 from flambeau.runtime.executor import write
 from flambeau.runtime.launch_plan import LaunchPlan, Run
-from flambeau.runtime.placement import graph_device, target_of
+from flambeau.runtime.placement import graph_device, has_streams, target_of
 from flambeau.runtime.progress import progress
 from flambeau.runtime.recordable import recordable
 from flambeau.runtime.recording import function_now
 from flambeau.runtime.result_checks import promises_of
 from flambeau.runtime.watchers import BOUND
+from flambeau.schedule.overlap import overlapped
 from flambeau.schedule.plan import schedule
 from flambeau.schedule.streams import on_own_streams
 from flambeau.targets.background import Closing, check, fork_safe
@@ -53,6 +54,7 @@ class Options:
     contractions: str = field(default_factory=lambda: config.contractions)  # whose kernels: library, own or choose
     search: bool = False  # time other block shapes at the first call
     graphs: bool = False  # record runs, and replay them
+    streams: str | None = None  # "auto": steps side by side on streams of the program's own
     part: bool = False  # of something whose other parts were traced with the strides of torch's metadata
 
 
@@ -176,7 +178,7 @@ def lowered(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = froz
 
 def region_run(options: Options, gm: fx.GraphModule, own: frozenset[str]) -> Run:
     """A part of a graph with these products as kernels of ours, in whose shapes they are fastest."""
-    return boxed(_compile(gm, replace(options, graphs=False), frozenset(), own))
+    return boxed(_compile(gm, replace(options, graphs=False, streams=None), frozenset(), own))
 
 
 def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own: frozenset[str] | None = None
@@ -208,6 +210,14 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own:
             program, fence = on_own_streams(program)
             recordings = recordable(program, gm, device)
     package = replace(write(program, target.name, texts, device, promises), graphs=recordings, fence=fence)
+    if options.streams == "auto" and not program.streams and has_streams(device):
+        tuning = captured.graph.capabilities.tuning
+        found = overlapped(program, tuning, tuning.launch_recorded if options.graphs else None)
+        if found is not None:
+            beside = write(found, target.name, texts, device, promises)
+            package = replace(package, beside=replace(
+                beside, graphs=recordable(found, gm, device) if options.graphs else None))
+            program = found
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
     made = Compiled(gm, captured, program, texts, build, package, options, seconds, exclude=exclude)
     for observe in OBSERVERS if own is None else ():

@@ -44,6 +44,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "target": (None, "runs the graphs, in place of the target of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
     "graphs": ((False, True), "record runs after a warm-up and replay them (NVIDIA GPUs)"),
+    "streams": ((None, "auto"), "auto: independent steps side by side on streams, where that is faster"),
     "contractions": (("choose", "library", "own"), "products and attention: a library's, our kernels with what follows "
                                                    "in them, or what is faster (NVIDIA GPUs)"),
     "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
@@ -56,6 +57,7 @@ def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str,
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
                            "contractions": config.contractions,
                            "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
+                           "streams": None,
                            "deterministic": torch.are_deterministic_algorithms_enabled(), "part": False}
     for name, value in (options or {}).items():
         if name not in OPTIONS:

@@ -28,6 +28,7 @@ from flambeau.torch_compat.autograd import keeps_graph
 
 from .address_tables import AddressTables, Table
 from .operator_calls import EXTENSION, Prepared, operator_named
+from .overlap_choice import chosen
 from .recordable import Recordable
 from .recording import function_now, recorded
 from .result_checks import kept
@@ -82,6 +83,7 @@ class LaunchPlan:
     graphs: Recordable | None = None  # runs are to be recorded
     overwritten: tuple[int, ...] = ()  # positions of arguments whose memory results take over
     fence: Fence | None = None  # the caller's streams, where the program has others
+    beside: LaunchPlan | None = None  # the same on several streams: the first call finds which is faster
 
     def load(self) -> Run:
         """The run function; kernels come from the cache or are built. CompileError if one does not build."""
@@ -109,8 +111,17 @@ class LaunchPlan:
 
     def bind(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
         """The run function over kernels that are built. `function`: what was compiled, this graph being a part."""
-        target = get_target(self.target)
-        run: Run = self._scope(kernels)["run"]
+        if self.beside is not None:
+            return chosen(self, self.beside, get_target(self.target), kernels, function)
+        return self.bound(kernels, function)
+
+    def raw(self, kernels: Mapping[str, Launch | CompileError]) -> Run:
+        """The run function, without recordings."""
+        return self._scope(kernels)["run"]
+
+    def bound(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
+        """The run function of this one of two."""
+        target, run = get_target(self.target), self.raw(kernels)
         if self.graphs is not None:
             run = recorded(run, target.recorder(), self.graphs, self.device, function)
         if self.overwritten:

@@ -10,7 +10,7 @@ steps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flambeau.ir.nodes import Graph, Node
@@ -78,13 +78,15 @@ def written(s: Step, p: ProgramDraft) -> set[str]:
 # ---- waits -----------------------------------------------------------------------------------------------
 
 
-def order_streams(p: ProgramDraft, graph: Graph) -> None:
-    """Add the waits without which two steps would use the same buffer in no order."""
+def order_streams(p: ProgramDraft, graph: Graph, own: bool = False) -> None:
+    """Add the waits without which two steps would use the same buffer in no order. `own`: nothing but these steps is on
+    the streams, so that a wait that orders none of them is dropped."""
     root, cells, clocks = roots(p), dict[str, Cell](), Clocks(count_streams(p))
     events = max((s.event for s in p.steps if isinstance(s, Record)), default=-1) + 1
     waits: dict[int, dict[int, int]] = {}  # before a step: events by the steps behind which they are recorded
     records: dict[int, Record] = {}  # behind a step
     streams: dict[int, int] = {}
+    idle: set[int] = set()
 
     def order(k: int, stream: int, uses: Iterable[tuple[str, bool]]) -> None:
         nonlocal events
@@ -108,19 +110,23 @@ def order_streams(p: ProgramDraft, graph: Graph) -> None:
         if isinstance(s, OWN):
             order(k, s.stream, accesses(s, p.kernels).items())
         else:
+            known = clocks.now[s.stream or 0][:]
             clocks.pass_by(s)
+            if own and isinstance(s, Wait) and clocks.now[s.stream] == known:
+                idle.add(k)
     order(len(p.steps), 0, [(name, False) for name in graph.leaving])
     steps: list[Step] = [records[-1]] if -1 in records else []
     for k in range(len(p.steps) + 1):
         steps += (Wait(event, streams[k]) for event in waits.get(k, {}).values())
-        if k < len(p.steps):
+        if k < len(p.steps) and k not in idle:
             steps.append(p.steps[k])
         if k in records:
             steps.append(records[k])
     for k, there in sorted(waits.items()):
         p.notes += [f"stream {streams[k]} waits for step {j} of stream {records[j].stream}: it uses what that one does"
                     for j in there]
-    p.steps = steps
+    waited = {s.event for s in steps if isinstance(s, Wait)}
+    p.steps = [s for s in steps if not (own and isinstance(s, Record) and s.event not in waited)]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------
@@ -131,12 +137,32 @@ def plan_streams(p: ProgramDraft, graph: Graph, most: int | None, first: int) ->
     drop_lost_keeps(p)
     write_early(p, first)
     order_streams(p, graph)
+    plan_places(p, graph, most)
+
+
+def plan_overlap(p: ProgramDraft, graph: Graph) -> None:
+    """The waits and the memory of a draft whose steps were put on streams of its own."""
+    p.steps = forked(p.steps, len(graph.streams))
+    order_streams(p, graph, own=True)
+    plan_places(p, graph, None)
+
+
+def plan_places(p: ProgramDraft, graph: Graph, most: int | None) -> None:
+    """The memory of steps that are in order."""
     uses = Uses(p, graph.leaving)
     for b in list(p.buffers.values()):
         if b.place == "arena" and not uses.within(b.name):
             p.buffers[b.name] = replace(b, place="alloc")
     plan_memory(p, most, uses.apart)
     release(p, graph)
+
+
+def forked(steps: Sequence[Step], sides: int) -> list[Step]:
+    """Streams of a program's own begin behind stream 0, and end before it does: nothing else is ever on them."""
+    event = 1 + max((s.event for s in steps if isinstance(s, Record)), default=-1)
+    begin: list[Step] = [Record(event), *(Wait(event, k) for k in range(1, sides + 1))]
+    end: list[Step] = [x for k in range(1, sides + 1) for x in (Record(event + k, k), Wait(event + k))]
+    return [*begin, *steps, *end]
 
 
 class Uses:
@@ -228,28 +254,24 @@ def release(p: ProgramDraft, graph: Graph) -> None:
 
 
 def on_own_streams(p: Program) -> tuple[Program, Fence]:
-    """The same on streams that belong to the program, which begin behind stream 0 and end before it does: nothing else
-    is ever on them, so that a run can be recorded. What the caller has on his own is fenced off."""
-    ticket = p.arguments.index(p.ticket) if p.ticket else None
+    """The same on streams that belong to the program, so that a run can be recorded. What the caller has on his own is
+    fenced off."""
+    waited, happens = ({s.place for s in p.steps if isinstance(s, kind) and s.place is not None and (
+        kind is Record or s.event is None)} for kind in (Wait, Record))
     numbers = [k for k, o in enumerate(p.outputs) if isinstance(o, StreamNumbers)]
-    fence = Fence(p.streams, tuple(sorted({s.place for s in p.steps if isinstance(s, Wait) and s.event is None
-                                           and s.place is not None})),
-                  tuple(sorted({s.place for s in p.steps if isinstance(s, Record) and s.place is not None})),
-                  ticket, numbers[0] if numbers else None)
-    event = 1 + max((s.event for s in p.steps if isinstance(s, Record)), default=-1)
-    sides = range(1, len(p.streams) + 1)
-    steps: list[Step] = [Record(event), *(Wait(event, k) for k in sides)]
-    frees: list[tuple[str, ...]] = [()] * len(steps)
+    fence = Fence(p.streams, tuple(sorted(waited)), tuple(sorted(happens)),
+                  p.arguments.index(p.ticket) if p.ticket else None, numbers[0] if numbers else None)
+    sides = len(p.streams)
+    steps: list[Step] = []
+    frees: list[tuple[str, ...]] = [()] * (1 + sides)
     for s, freed in zip(p.steps, p.frees, strict=True):
         if isinstance(s, Wait) and s.event is None:
             frees[-1] += freed
             continue
         steps.append(replace(s, place=None) if isinstance(s, (Record, Wait)) else s)
         frees.append(freed)
-    for k in sides:
-        steps += [Record(event + k, k), Wait(event + k)]
-    frees += [()] * (len(steps) - len(frees))
-    made = replace(p, streams=tuple(-k for k in sides), steps=tuple(steps), frees=tuple(frees), ticket="",
+    made = replace(p, streams=tuple(-k for k in range(1, sides + 1)), steps=tuple(forked(steps, sides)),
+                   frees=(*frees, *[()] * (2 * sides)), ticket="",
                    arguments=tuple(a for a in p.arguments if a != p.ticket),
                    outputs=tuple(None if isinstance(o, StreamNumbers) else o for o in p.outputs))
     check_order(made)
