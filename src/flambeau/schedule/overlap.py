@@ -17,11 +17,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flambeau.ir.nodes import Graph
-from flambeau.ir.program import BufferPlan, Call, ContractKernel, Copy, Launch, Program, Step
+from flambeau.ir.program import (
+    BufferPlan,
+    Call,
+    ContractKernel,
+    Copy,
+    Launch,
+    Program,
+    Record,
+    Step,
+    Synchronize,
+    Wait,
+)
 from flambeau.ir.tuning import Tuning
 
 from .memory import ProgramDraft, nbytes, span, values_in
-from .order import accesses, check_order, is_single, roots
+from .order import accesses, check_order, count_streams, is_single, roots
 from .streams import plan_overlap
 
 STREAMS = (2, 3, 4)  # how many are tried
@@ -112,6 +123,25 @@ def products(s: Call, p: Program, made: int) -> float:
     given = sorted((span(p.places[v.buffer]).bounds()[1] or 0 for v in values_in((s.args, s.kwargs))
                     if v.buffer in p.places), reverse=True)[:2]
     return 2.0 * math.sqrt(math.prod(given) * max(made, 1)) if len(given) == 2 else 0.0
+
+
+def timeline(p: Program, tuning: Tuning) -> dict[int, Lane]:
+    """When each step of a program with streams would run, as the model has it."""
+    now = [0.0] * count_streams(p)
+    events: dict[int, float] = {}
+    out: dict[int, Lane] = {}
+    for k, s in enumerate(p.steps):
+        if isinstance(s, (Launch, Call, Copy)):
+            start = now[s.stream]
+            now[s.stream] += cost(s, p, tuning, tuning.launch_recorded).time
+            out[k] = Lane(s.stream, start, now[s.stream])
+        elif isinstance(s, Record):
+            events[s.event] = now[s.stream]
+        elif isinstance(s, Wait) and s.event is not None:
+            now[s.stream] = max(now[s.stream], events[s.event] + tuning.stream_wait)
+        elif isinstance(s, Synchronize):
+            now = [max(now)] * len(now)
+    return out
 
 
 # ---- the schedule ------------------------------------------------------------------------------------------
