@@ -19,9 +19,10 @@ from flambeau.capture.stream_turns import is_streamed
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.numerics import policy_of
-from flambeau.ir.program import ContractKernel, Launch, LoopKernel, Program, ScanKernel
+from flambeau.ir.program import ContractKernel, Fence, Launch, LoopKernel, Program, ScanKernel
 from flambeau.product_choice import own_products
 from flambeau.runtime.executor import write
+from flambeau.runtime.host_copies import NOTES, link_rate
 from flambeau.runtime.launch_plan import LaunchPlan, Run
 from flambeau.runtime.placement import graph_device, has_streams, target_of
 from flambeau.runtime.progress import progress
@@ -29,6 +30,7 @@ from flambeau.runtime.recordable import recordable
 from flambeau.runtime.recording import function_now
 from flambeau.runtime.result_checks import promises_of
 from flambeau.runtime.watchers import BOUND
+from flambeau.schedule.offload import COPIES, moves, offloaded
 from flambeau.schedule.overlap import overlapped
 from flambeau.schedule.plan import schedule
 from flambeau.schedule.streams import on_own_streams
@@ -55,6 +57,7 @@ class Options:
     search: bool = False  # time other block shapes at the first call
     graphs: bool = False  # record runs, and replay them
     streams: str | None = None  # "auto": steps side by side on streams of the program's own
+    offload: str | float | None = None  # how much less of what a backward needs is kept on the device
     part: bool = False  # of something whose other parts were traced with the strides of torch's metadata
 
 
@@ -203,10 +206,16 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own:
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
     promises = promises_of(gm, captured.symbols.index) if config.verify is True else None
+    if gm.meta.get(NOTES):
+        program = replace(program, notes=(*program.notes, *gm.meta[NOTES]))
     recordings, fence = None, None
+    if moves(program):
+        caps = captured.graph.capabilities
+        program = offloaded(program, caps.tuning, link_rate(target, device), caps.arena_most, options.graphs)
+        fence = Fence((COPIES,)) if options.graphs else None
     if options.graphs:
         recordings = recordable(program, gm, device)
-        if program.streams and not recordings.obstacle:
+        if program.streams and fence is None and not recordings.obstacle:
             program, fence = on_own_streams(program)
             recordings = recordable(program, gm, device)
     package = replace(write(program, target.name, texts, device, promises), graphs=recordings, fence=fence)

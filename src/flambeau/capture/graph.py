@@ -16,11 +16,12 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.expr import const, walk
 from flambeau.ir.index import Sym
-from flambeau.ir.nodes import Buffer, Extern, Graph, Host, Library, Node, Scan, Scatter, Value
+from flambeau.ir.nodes import Buffer, Extern, Fetch, Graph, Host, Library, Node, Scan, Scatter, Send, Value
 from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.facts import facts, is_exact
 from flambeau.ops.registry import OutOfRange, load_at
+from flambeau.runtime.host_copies import fetch, send
 from flambeau.runtime.launch_plan import DONATED, Held
 from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
@@ -235,6 +236,11 @@ class Lowering:
             return args[0]
         if target is aten.copy_.default:
             return self.mutate(args[0], args[1], negated=n.args[0].meta["val"].is_neg())  # type: ignore[union-attr]
+        if target in (send, fetch):
+            kind = Send if target is send else Fetch
+            made = build.extern(target, args, kwargs, self.metas(target, [val]), False, kind)
+            self.bind_results(made, [val])
+            return made[0]
         if target in (random_replay.RUN_AND_SAVE, random_replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
         if facts(target).same and self.elsewhere.is_constant(args[0]):

@@ -18,7 +18,7 @@ from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError, did_you_mean
 from flambeau.ir.numerics import wants_bits
 from flambeau.optim.compiled_steps import install
-from flambeau.runtime.placement import common_device, target_of
+from flambeau.runtime.placement import common_device, has_streams, target_of
 from flambeau.runtime.progress import progress
 from flambeau.runtime.watchers import look_on
 from flambeau.targets.base import Target, get_target
@@ -33,6 +33,7 @@ from .cache_key import held
 from .channels_last import channels_last
 from .disk_cache import GraphCache
 from .fast_call import lean_wrappers
+from .offload_wish import check_wish
 from .regions.cut import OBSERVERS, cut
 from .regions.pieces import in_pieces
 from .subgraphs import calls_subgraphs, written_out
@@ -45,6 +46,8 @@ OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "regions": ((True, False), "compile repeated parts of a graph once"),
     "graphs": ((False, True), "record runs after a warm-up and replay them (NVIDIA GPUs)"),
     "streams": ((None, "auto"), "auto: independent steps side by side on streams, where that is faster"),
+    "offload": (None, "what a backward needs, less by so much (\"4GiB\"), by a part of it (0.3) or by what the device "
+                      "is short of (\"auto\"): sent to the host, or computed again"),
     "contractions": (("choose", "library", "own"), "products and attention: a library's, our kernels with what follows "
                                                    "in them, or what is faster (NVIDIA GPUs)"),
     "search": ((False, True), "time block shapes at the first call, and keep the fastest on disk (NVIDIA GPUs)"),
@@ -57,12 +60,14 @@ def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str,
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
                            "contractions": config.contractions,
                            "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
-                           "streams": None,
+                           "streams": None, "offload": None,
                            "deterministic": torch.are_deterministic_algorithms_enabled(), "part": False}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=did_you_mean(name, OPTIONS))
         allowed, _ = OPTIONS[name]
+        if name == "offload":
+            check_wish(value)
         if allowed is not None and value not in allowed:
             raise OptionError(f"option {name}={value!r} is not one of {allowed}")
         out[name] = value
@@ -132,7 +137,8 @@ def compile_dynamo_graph(
     target = target_of(common_device(example_inputs), settings["target"])
     if target is not None and not wants_bits(settings["numerics"]) and ORDERS not in gm.meta:
         gm = channels_last(gm, target)
-    if settings.pop("regions") and ORDERS not in gm.meta:
+    whole = ORDERS in gm.meta or isinstance(settings["offload"], str)  # bytes are of all, not of a piece
+    if settings.pop("regions") and not whole:
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:
             observe(found)
@@ -200,10 +206,24 @@ def compile_anew(
     # One for each: torch writes into that of the backward.
     backend = aot_autograd(fw_compiler=cache.compiler(compile_forward), bw_compiler=cache.compiler(compile_backward),
                            inference_compiler=cache.compiler(compile_inference),
-                           partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning),
+                           partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning,
+                                                offload=offload_of(wanted, target, example_inputs)),
                            decompositions=table(exact), keep_inference_input_mutations=True)
     with dynamo_config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
         return backend(gm, example_inputs)
+
+
+def offload_of(wanted: Any, target: Target | None, inputs: Sequence[Any]) -> Any:
+    """What is to be saved less, where tensors are on a device with streams."""
+    from flambeau.runtime.host_copies import device_memory, link_rate
+
+    from .offload import Offload
+
+    device = common_device(inputs)
+    if wanted.offload is None or target is None or not has_streams(device):
+        return None
+    return Offload(wanted.offload, target.capabilities().tuning, link_rate(target, device),
+                   partial(device_memory, device))
 
 
 install(flambeau_backend)

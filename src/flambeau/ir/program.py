@@ -333,10 +333,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Copy:
-    """dst[...] = src, for a mutated input whose new value could not be written in place."""
+    """dst[...] = src: a mutated input whose new value could not be written in place, or what comes from the host."""
 
     dst: str
     src: Value
+    stream: int = 0
+    fetches: bool = False
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Memory comes here, on this stream, though another one writes to it first."""
+
+    buffer: str
     stream: int = 0
 
 
@@ -402,7 +411,8 @@ class Fence:
     numbers: int | None = None  # the result that is to have them
 
 
-Work = Launch | Call | Copy
+Work = Launch | Call | Copy | Fresh
+WORK = (Launch, Call, Copy, Fresh)  # steps that use memory
 Step = Work | Record | Wait | Synchronize | Keep
 
 

@@ -19,6 +19,7 @@ from flambeau.codegen.source import host_text
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Buffer, Host, Value
 from flambeau.ir.program import (
+    WORK,
     BufferPlan,
     Call,
     Copy,
@@ -337,7 +338,7 @@ class Writer:
 
         at = 0
         for k, step in enumerate(p.steps):
-            if isinstance(step, (Launch, Call, Copy)) and step.stream != at:
+            if isinstance(step, WORK) and step.stream != at:
                 flush()  # before memory comes: it is the current stream's
                 at = step.stream
                 self.line(f"set_stream(s{at})")
@@ -424,7 +425,7 @@ class Writer:
         return tuple((slot, 0) for slot in slots), [*map(str, sizes_of(s.lengths)), *(n.name for n in s.numbers)]
 
     def copy(self, c: Copy) -> None:
-        self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)})")
+        self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)}{', True' if c.fetches else ''})")
 
     def prepared(self, c: Call) -> str | None:
         """The text of a call of which all is known but its tensors; None if there is more."""

@@ -60,7 +60,8 @@ def fenced(run: Run, fence: Fence, device: torch.device) -> Run:
     def between(args: list[Any]) -> list[Any]:
         here = torch.accelerator.current_stream(device)
         if fence.ticket is None:
-            others = [caller_stream(place, device) for place in fence.streams]
+            others = [own_stream(-place, here) if place < 0 else caller_stream(place, device)
+                      for place in fence.streams]
         else:
             numbers = args.pop(fence.ticket)
             others = [numbered_stream(numbers, k, device) for k in fence.streams]

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 from flambeau.ir.nodes import Graph
 from flambeau.ir.program import (
+    WORK,
     BufferPlan,
     Call,
     ContractKernel,
-    Copy,
     Launch,
     Program,
     Record,
@@ -57,7 +57,7 @@ class Lane:
 
 def overlapped(p: Program, tuning: Tuning, fixed: float | None = None) -> Program | None:
     """`fixed`: nanoseconds that each step takes at least; by default those of a launch by the host."""
-    work = [s for s in p.steps if isinstance(s, (Launch, Call, Copy))]
+    work = [s for s in p.steps if isinstance(s, WORK)]
     if not is_single(p) or len(work) < 3:
         return None
     costs = [cost(s, p, tuning, tuning.launch if fixed is None else fixed) for s in work]
@@ -131,7 +131,7 @@ def timeline(p: Program, tuning: Tuning) -> dict[int, Lane]:
     events: dict[int, float] = {}
     out: dict[int, Lane] = {}
     for k, s in enumerate(p.steps):
-        if isinstance(s, (Launch, Call, Copy)):
+        if isinstance(s, WORK):
             start = now[s.stream]
             now[s.stream] += cost(s, p, tuning, tuning.launch_recorded).time
             out[k] = Lane(s.stream, start, now[s.stream])

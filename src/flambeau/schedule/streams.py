@@ -14,13 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flambeau.ir.nodes import Graph, Node
-from flambeau.ir.program import Call, Copy, Fence, Keep, Launch, Program, Record, Step, StreamNumbers, Wait
+from flambeau.ir.program import WORK, Copy, Fence, Keep, Program, Record, Step, StreamNumbers, Wait
 
 from .memory import ProgramDraft, lifetimes, plan_memory, values_in
 from .order import Cell, Clock, Clocks, Moment, accesses, check_order, count_streams, joined, roots
-
-OWN = (Launch, Call, Copy)  # steps that use memory
-
 
 # ---- stretches of a graph --------------------------------------------------------------------------------
 
@@ -67,7 +64,7 @@ def write_early(p: ProgramDraft, first: int) -> None:
     for c in copies:
         users = [k for k, s in enumerate(p.steps) for name, writes in accesses(s, p.kernels).items()
                  if root.get(name) == root[c.dst] or (writes and root.get(name) == root[c.src.buffer])]
-        made = [s.stream for s in p.steps if isinstance(s, OWN) and c.src.buffer in written(s, p)]
+        made = [s.stream for s in p.steps if isinstance(s, WORK) and c.src.buffer in written(s, p)]
         p.steps.insert(max(users, default=-1) + 1, replace(c, stream=made[-1] if made else 0))
 
 
@@ -107,7 +104,7 @@ def order_streams(p: ProgramDraft, graph: Graph, own: bool = False) -> None:
 
     order(-1, 0, [(name, True) for name in (*graph.seeds, *graph.arriving)])
     for k, s in enumerate(p.steps):
-        if isinstance(s, OWN):
+        if isinstance(s, WORK):
             order(k, s.stream, accesses(s, p.kernels).items())
         else:
             known = clocks.now[s.stream or 0][:]
@@ -175,7 +172,7 @@ class Uses:
         self.last: dict[str, dict[int, Moment]] = {}
         self.after: list[list[Clock]] = []  # behind each step: what each stream knows to be over
         for k, s in enumerate(p.steps):
-            if isinstance(s, OWN):
+            if isinstance(s, WORK):
                 m = clocks.step(k, s.stream)
                 for name in accesses(s, p.kernels):
                     r = self.root.get(name, name)
