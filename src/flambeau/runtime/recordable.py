@@ -15,6 +15,7 @@ from flambeau.schedule.order import accesses
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 from flambeau.torch_compat.streams import NUMBERS
 
+from .host_copies import send
 from .placement import flat
 
 MASKS = (torch.bool, torch.uint8)
@@ -66,7 +67,8 @@ def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[
                 elif facts(op).masks and any(v.dtype in MASKS for v in flat(s.args[1:2]) if isinstance(v, Value)):
                     yield f"{op} by a mask makes the host wait for data"
     for n in gm.graph.nodes:
-        constant = n.op in ("placeholder", "get_attr", "output") or "lift_fresh" in str(n.target) or NUMBERS in n.meta
+        constant = (n.op in ("placeholder", "get_attr", "output") or "lift_fresh" in str(n.target)
+                    or NUMBERS in n.meta or n.target is send)
         for val in flat(n.meta.get("val")) if not constant else ():
             if isinstance(val, torch.Tensor) and val.device != device:
                 yield f"{n.target} runs on {val.device}"

@@ -48,7 +48,7 @@ def offloaded(p: Program, tuning: Tuning, rate: float, most: int | None, recorde
     fetch_ahead(p, steps, fetched, times, rate, behind)
     ordered = [*behind.get(-1, ()), *(x for k, s in enumerate(steps) for x in (s, *behind.get(k, ())))]
     host = {name for s in sent for name in s.names}
-    leaving = [name for name in results(p) if recorded or name not in host]
+    leaving = [name for name in results(p) if name not in host]
     graph = Graph(list(p.inputs), list(p.arguments), dict(p.numbers), seeds=list(p.seeds), streams=[COPIES],
                   arriving=list(p.inputs), leaving=leaving)
     # What an earlier program sent is on the same stream; stream 0 is behind it from here on.
