@@ -256,6 +256,7 @@ class Check:
         for k, s in enumerate(p.steps):
             if isinstance(s, WORK):
                 m = self.clocks.step(k, s.stream)
+                self.check_own(k, s)
                 for name, writes in accesses(s, p.kernels).items():
                     self.owner.setdefault(self.memory.root.get(name, name), 0 if name in p.inputs else s.stream)
                     self.use(name, m, writes)
@@ -274,6 +275,15 @@ class Check:
         for root in self.owner:
             if root not in freed and root not in self.memory.pieces:
                 self.released(root, end)
+
+    def check_own(self, k: int, s: Step) -> None:
+        """What a step writes does not lie where it reads something else, unless it was put there for it (`over`)."""
+        there: dict[int, tuple[str, bool]] = {}
+        for name, writes in accesses(s, self.p.kernels).items():
+            for piece in self.memory.pieces.get(name, ()):
+                other, wrote = there.setdefault(piece, (name, writes))
+                if (writes or wrote) and self.memory.root[other] != self.memory.root[name]:
+                    raise OrderError(f"{self.title(k)} uses {name} and {other}, which lie in the same memory")
 
     def use(self, name: str, m: Moment, writes: bool) -> None:
         if self.memory.root.get(name, name) in self.gone:

@@ -188,8 +188,9 @@ class Uses:
         self.ends = [joined(now, clocks.host) for now in clocks.now]
 
     def before(self, a: str, b: str) -> bool:
-        """Whether every use of one buffer is over when the other one's begin."""
-        return all(m.after(other) for m in self.first[b].values() for other in self.last[a].values())
+        """Whether every use of one buffer is over when the other one's begin: a step that uses both is in the way."""
+        return all(m.after(other) and m.step != other.step
+                   for m in self.first[b].values() for other in self.last[a].values())
 
     def apart(self, a: str, b: str) -> bool:
         return self.before(a, b) or self.before(b, a)
